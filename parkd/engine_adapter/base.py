@@ -1,0 +1,160 @@
+"""The one seam between the daemon and an engine.
+
+An adapter is used from one thread only, the engine's own; the event loop never calls it, except for what is marked
+thread-safe. The adapter owns the live state; the daemon owns what that state means (which units are in it).
+
+    arena rows   0 ............ position ................ context_tokens
+                 |-- valid ----|-- whatever was there --|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from parkd.types import Checksums, SamplingParams, StateLayout, TokenIds, TokenMask, Transfer
+
+BLOCK_TOKENS = 256
+"""Rows in a block, at absolute multiples."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine is, fixed for its life."""
+
+    model_name: str
+    architecture: str
+    fingerprint: bytes
+    """16 bytes over everything that shapes state: weights, configuration, compute dtype, KV dtype, adapter."""
+    context_tokens: int
+    """Rows the arenas hold."""
+    vocab_size: int
+    end_token_ids: frozenset[int]
+    """Sampling one of these ends the answer."""
+    layout: StateLayout
+    devices: tuple[str, ...]
+    """One a stage."""
+    weights_bytes: int
+    arena_bytes: int
+    is_demo_model: bool = False
+
+
+class Cancel(Protocol):
+    """Asked between chunks and tokens; thread-safe. `threading.Event` is one."""
+
+    def is_set(self) -> bool: ...
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Thread-safe."""
+
+    special_tokens: tuple[str, ...]
+    """Texts that the tokenizer cuts out before anything else, so that what lies between them is tokenised alone."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a rendered prompt; special tokens in the text are recognised, none is added."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens included: for reports, not for answers."""
+
+
+class ChatTemplate(Protocol):
+    """Messages to the text a model reads. Thread-safe."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Raises InvalidRequest when the template refuses the messages, with its words."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What became visible when tokens were pushed."""
+
+    text: str
+    stop_string: str | None = None
+    """Set when a stop string was met: `text` ends before it and nothing comes after."""
+
+
+class TextStream(Protocol):
+    """Turns ids into text a piece at a time. Never gives out half a character, nor text that may turn out to be the
+    head of a stop string."""
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece: ...
+
+    def flush(self) -> TextPiece:
+        """The rest, once no token follows."""
+
+
+class RowEngine(Protocol):
+    """An engine that exposes rows and fixed state of each stage.
+
+    `position` counts the tokens whose state is valid in the arenas of all stages. Every method leaves a valid
+    position behind, also when it raises: unchanged, an earlier one, or 0.
+    """
+
+    info: EngineInfo
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    @property
+    def position(self) -> int: ...
+
+    def reset(self) -> None:
+        """Forgets the live conversation: `position` is 0. Cheap; rows are not cleared."""
+
+    def truncate(self, position: int) -> None:
+        """Keeps `[0, position)`. Raises ValueError if the state at `position` is not exact (fixed state)."""
+
+    def extend(
+        self,
+        token_ids: TokenIds,
+        *,
+        cancel: Cancel,
+        on_chunk: Callable[[int], None] | None = None,
+    ) -> int:
+        """Reads tokens behind `position`, a chunk at a time at absolute multiples of the batch size.
+
+        Stops after the chunk in which `cancel` was set. `on_chunk` is told the position after each chunk.
+        Returns the position reached. Raises EngineFailure.
+        """
+
+    def generate(
+        self,
+        last_token_id: int,
+        sampling: SamplingParams,
+        *,
+        history: TokenIds,
+        mask: TokenMask | None = None,
+    ) -> Iterator[Sequence[int]]:
+        """Yields newly sampled ids, one step each `next`; the first step runs `last_token_id`, the prompt's last.
+
+        When ids are yielded, the state of all tokens before the last yielded one is in the arenas. It ends by itself
+        when the context is full; the caller ends it at an end token, a stop or a limit (then `close()`). `history` are
+        the prompt's ids, for the penalties. Raises EngineFailure.
+        """
+
+    def text_stream(self, stop: Sequence[str]) -> TextStream:
+        """Thread-safe."""
+
+    def capture(self, transfer: Transfer) -> Checksums:
+        """Copies rows and fixed state of every stage into the transfer's buffers; the live state stays.
+
+        `transfer.stop <= position`. Raises EngineFailure; then the buffers' content means nothing.
+        """
+
+    def restore(self, transfer: Transfer) -> None:
+        """Makes the transfer's rows `[0, stop)` the live state: `position` is `transfer.stop`.
+
+        `transfer.start` is 0, or a position up to which the live rows are the ones meant (they stay). Everything is
+        checked before anything is written (layout digest, stage count, ranges, sizes); checksums are compared after
+        the copy, before the position is committed. Raises RestoreFailed after a reset of all stages.
+        """
+
+    def close(self) -> None: ...
