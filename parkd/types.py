@@ -256,6 +256,50 @@ Message = Mapping[str, Any]
 """A chat message in the canonical form that chat templates take (`role`, `content`, `tool_calls`, ...)."""
 
 
+class ToolChoiceMode(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    mode: ToolChoiceMode = ToolChoiceMode.AUTO
+    name: str | None = None
+    """The tool that must be called; set exactly when `mode` is `NAMED`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningParams:
+    """How much the client wants the model to think. Dialects also put what templates know into `template_kwargs`."""
+
+    enabled: bool | None = None
+    """None leaves it to the template."""
+    effort: str | None = None
+    """In the client's word: `none`, `minimal`, `low`, `medium`, `high`, `max`, ..."""
+    budget_tokens: int | None = None
+
+
+class CacheMode(StrEnum):
+    USE = "use"
+    READ = "read"
+    """Reuses what is held, keeps nothing of this turn."""
+    OFF = "off"
+    """Neither reuses nor keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHints:
+    """What the client said about keeping this conversation. Hints, never proof of identity."""
+
+    mode: CacheMode = CacheMode.USE
+    min_retention_s: float | None = None
+    """The longest `cache_control.ttl` of the request."""
+    group: str | None = None
+    """`prompt_cache_key`."""
+
+
 @dataclass(frozen=True)
 class TurnRequest:
     """One request, freed of the dialect it came in."""
@@ -268,11 +312,17 @@ class TurnRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     max_output_tokens: int | None = None
-    """None: up to the server's limit and the context's end."""
+    """None: up to the server's limit and the context's end. 0: the prompt is read and kept, nothing is generated."""
     stream: bool = False
     namespace: str = ""
     model: str = ""
     """As the client named it; echoed, never checked."""
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tool_calls: bool = True
+    response_schema: Mapping[str, Any] | None = None
+    """A JSON schema the answer must obey; `{"type": "object"}` for any JSON object."""
+    reasoning: ReasoningParams = field(default_factory=ReasoningParams)
+    cache: CacheHints = field(default_factory=CacheHints)
 
 
 @dataclass(frozen=True, slots=True)
