@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parkd.config import MIB, SETTINGS, load
+from parkd.errors import ConfigError
+
+
+def toml(tmp_path: Path, text: str) -> dict[str, str]:
+    path = tmp_path / "parkd.toml"
+    path.write_text(text)
+    return {"config": str(path)}
+
+
+def refusal(flags: dict[str, str], environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(flags, environ or {})
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_defaults_serve_on_loopback_without_a_key_and_park_in_a_share_of_free_memory() -> None:
+    config = load({}, {})
+    assert (config.server.host, config.server.port, config.server.api_keys) == ("127.0.0.1", 8080, ())
+    assert config.cache.budget_bytes == "auto"
+    assert config.cache.slots is None
+    assert config.model.model is None
+    assert config.model.context_tokens is None
+
+
+def test_flag_wins_over_variable_over_file_over_default(tmp_path: Path) -> None:
+    file = toml(tmp_path, "ctx-size = 1000\n")
+    environ = {"PARKD_CTX_SIZE": "2000"}
+    assert load({}, {}).model.context_tokens is None
+    assert load(file, {}).model.context_tokens == 1000
+    assert load(file, environ).model.context_tokens == 2000
+    assert load(file | {"ctx-size": "3000"}, environ).model.context_tokens == 3000
+
+
+def test_file_may_be_named_in_the_environment(tmp_path: Path) -> None:
+    file = toml(tmp_path, "port = 9\n")
+    assert load({}, {"PARKD_CONFIG": file["config"]}).server.port == 9
+
+
+def test_toml_lists_numbers_and_booleans_mean_what_the_flag_means(tmp_path: Path) -> None:
+    file = toml(
+        tmp_path,
+        'devices = ["cuda:0", "cuda:1", "cuda:2"]\nlayer_split = [24, 36]\nconversation-cache-mib = 4096\n'
+        'host = "0.0.0.0"\ninsecure = true\n',
+    )
+    config = load(file, {})
+    flags = {"devices": "cuda:0,cuda:1,cuda:2", "layer-split": "24,36", "conversation-cache-mib": "4096"}
+    assert config == load(flags | {"host": "0.0.0.0", "insecure": "true"}, {})
+    assert config.model.layer_split == (24, 36)
+    assert config.cache.budget_bytes == 4096 * MIB
+
+
+def test_unknown_toml_key_names_the_nearest(tmp_path: Path) -> None:
+    message = refusal(toml(tmp_path, "conversation-cache-mb = 1\n"))
+    assert "conversation-cache-mb" in message
+    assert "did you mean conversation-cache-mib?" in message
+
+
+@pytest.mark.parametrize("text", ["[server]\nport = 1\n", "port = 1.5\n", "devices = []\n", "port = = 1\n"])
+def test_toml_that_cannot_be_meant_is_refused_with_the_file_named(tmp_path: Path, text: str) -> None:
+    assert "parkd.toml" in refusal(toml(tmp_path, text))
+
+
+def test_missing_file_is_refused() -> None:
+    assert "/nowhere/parkd.toml" in refusal({"config": "/nowhere/parkd.toml"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "hint"),
+    [
+        ("port", "70000", "from 0 to 65535"),
+        ("port", "-1", "from 0 to 65535"),
+        ("ctx-size", "8k", "whole number"),
+        ("batch-size", "0", "from 1"),
+        ("conversation-cache-mib", "lots", "auto"),
+        ("conversation-cache-slots", "0", "from 1"),
+        ("devices", "gpu0", "cuda:0,cuda:1"),
+        ("devices", "cpu,", "cuda:0,cuda:1"),
+        ("layer-split", "36,24", "ascending"),
+        ("layer-split", "0", "ascending"),
+        ("chat-template-file", "/nowhere.jinja", "no such file"),
+        ("model", " ", "some text"),
+        ("insecure", "maybe", "true or false"),
+    ],
+)
+def test_bad_value_names_its_place_and_what_is_expected(name: str, text: str, hint: str) -> None:
+    variable = "PARKD_" + name.upper().replace("-", "_")
+    for message in (refusal({name: text}), refusal({}, {variable: text})):
+        assert repr(text) in message
+        assert hint in message
+    assert f"--{name}" in refusal({name: text})
+    assert variable in refusal({}, {variable: text})
+
+
+def test_bad_key_is_not_repeated_in_the_message() -> None:
+    assert "secret" not in refusal({"api-key": "secret,"})
+
+
+@pytest.mark.parametrize(
+    ("devices", "split", "allowed"),
+    [("cpu,cpu", "15", True), ("cpu,cpu,cpu", "10,20", True), ("cpu", "15", False), ("cpu,cpu", "10,20", False)],
+)
+def test_split_names_one_layer_for_each_later_stage(devices: str, split: str, allowed: bool) -> None:
+    flags = {"devices": devices, "layer-split": split}
+    if allowed:
+        load(flags, {})
+    else:
+        assert "--devices must name" in refusal(flags)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "my-host"])
+def test_address_that_others_reach_needs_a_key_or_consent(host: str) -> None:
+    assert "PARKD_API_KEY" in refusal({"host": host})
+    assert load({"host": host, "api-key": "k"}, {}).server.api_keys == ("k",)
+    assert load({"host": host}, {"PARKD_INSECURE": "1"}).server.host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert load({"host": host}, {}).server.host == host
+
+
+def test_unknown_variable_is_told_but_stops_nothing() -> None:
+    (note,) = load({}, {"PARKD_CTX_SIZ": "1", "PATH": "/bin"}).notes
+    assert "PARKD_CTX_SIZ" in note
+    assert "did you mean PARKD_CTX_SIZE?" in note
+
+
+def test_cache_folder_follows_the_desktop_convention() -> None:
+    assert load({}, {"XDG_CACHE_HOME": "/c"}).home == Path("/c/parkd")
+
+
+def test_every_setting_has_a_name_and_a_help_of_its_own() -> None:
+    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
+    assert all(setting.help for setting in SETTINGS)
