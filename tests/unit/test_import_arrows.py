@@ -1,0 +1,126 @@
+"""Who may import whom (docs/ARCHITECTURE.md, "Arrows"): read from the sources, not from what happens to be loaded."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED = ("parkd.types", "parkd.errors", "parkd.config")
+HTTP = ("starlette", "uvicorn", "httpx", "h11", "fastapi")
+COMPUTE = ("torch", "transformers", "tokenizers", "accelerate", "gguf")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What modules under `part` may import of the project, and what they may not import of others."""
+
+    part: str
+    own: tuple[str, ...]
+    forbidden: tuple[str, ...] = ()
+
+
+RULES = (
+    Rule("engine", ("engine",), HTTP),
+    Rule("parkd.types", (), COMPUTE + HTTP),
+    Rule("parkd.errors", (), COMPUTE + HTTP),
+    Rule("parkd.config", ("parkd.errors",), COMPUTE + HTTP),
+    Rule("parkd.identity", ("parkd.identity", "parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
+    Rule("parkd.store", ("parkd.store", *SHARED), COMPUTE + HTTP),
+    Rule(
+        "parkd.proxy",
+        ("parkd.proxy", "parkd.identity", "parkd.store", "parkd.engine_adapter.base", *SHARED),
+        COMPUTE,
+    ),
+    Rule("parkd.engine_adapter.base", SHARED, COMPUTE + HTTP),
+    Rule("parkd.engine_adapter.torch_engine", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
+    Rule("parkd.engine_adapter", ("parkd.engine_adapter", *SHARED), COMPUTE),
+)
+"""The first rule whose part holds a module is the one for it, so narrower parts stand before wider ones."""
+
+
+def under(module: str, part: str) -> bool:
+    return module == part or module.startswith(part + ".")
+
+
+def module_of(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(source: str, module: str, *, is_package: bool = False) -> set[str]:
+    """Every module named by an import, wherever it stands: also inside functions and under TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                base = ".".join([*parents, base]) if base else ".".join(parents)
+            # `from parkd import store` imports a module too, `from parkd.types import Units` a name.
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return found
+
+
+def violations(module: str, imported: set[str]) -> Iterator[str]:
+    rule = next((rule for rule in RULES if under(module, rule.part)), None)
+    if rule is None:
+        return
+    for name in sorted(imported):
+        ours = under(name, "parkd") or under(name, "engine")
+        if ours and not any(under(name, part) for part in rule.own):
+            yield f"{module} imports {name}, which {rule.part} may not know"
+        elif any(under(name, library) for library in rule.forbidden):
+            yield f"{module} imports {name}, a library {rule.part} must do without"
+
+
+def test_every_arrow_points_the_right_way() -> None:
+    wrong: list[str] = []
+    modules = 0
+    for folder in ("engine", "parkd"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            module = module_of(path, ROOT)
+            imported = imports_of(path.read_text(), module, is_package=path.name == "__init__.py")
+            wrong += violations(module, imported)
+            modules += 1
+    assert modules > 10, "the sources were not found"
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine.session", "from parkd.types import Units"),
+        ("engine.session", "def late():\n    import parkd.config"),
+        ("parkd.store.store", "import torch.nn"),
+        ("parkd.store.store", "from parkd import identity"),
+        ("parkd.store.store", "from ..identity import matcher"),
+        ("parkd.identity.chain", "from parkd.store.records import BlockId"),
+        ("parkd.identity.chain", "from starlette.requests import Request"),
+        ("parkd.proxy.turn", "from engine.session import Session"),
+        ("parkd.proxy.turn", "from parkd.engine_adapter.torch_engine import TorchEngine"),
+        ("parkd.proxy.turn", "from parkd.engine_adapter import fake"),
+        ("parkd.engine_adapter.fake", "import engine"),
+        ("parkd.types", "from parkd.errors import ParkdError"),
+    ],
+)
+def test_a_wrong_arrow_is_seen(module: str, source: str) -> None:
+    assert list(violations(module, imports_of(source, module)))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("parkd.store.store", "from .records import BlockId\nfrom parkd.errors import ParkdError\nimport numpy"),
+        ("parkd.engine_adapter.torch_engine", "import torch\nfrom engine.session import Session"),
+        ("parkd.cli", "from parkd.store.store import ConversationStore\nimport engine"),
+    ],
+)
+def test_a_right_arrow_passes(module: str, source: str) -> None:
+    assert not list(violations(module, imports_of(source, module)))
