@@ -1,0 +1,143 @@
+"""What may be reused, and what is cheapest: pure decisions over plain values.
+
+prompt   |======== common ========|-------- new --------|
+parked   |======== common ========|........
+                    ^ resumable position: exact state exists here, and at least one token is left to read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from parkd.engine_adapter.base import Tokenizer
+from parkd.identity.units import IMAGE_BIT, common_prefix
+from parkd.types import CacheOutcome, PromptIdentity, Units
+
+__all__ = [
+    "CostModel",
+    "Start",
+    "StartOption",
+    "choose_start",
+    "cold_start",
+    "common_prefix",
+    "explain_divergence",
+    "resumable_position",
+]
+
+_SHOWN_TOKENS = 3
+"""Tokens shown from where two prompts differ."""
+
+
+def resumable_position(common: int, prompt_len: int, rewindable: bool, checkpoints: Sequence[int]) -> int:
+    """The largest position at which exact state exists and a prompt of `prompt_len` tokens can go on.
+
+    At most `common`, and at most `prompt_len - 1`: the last token always runs, for its logits. A rewindable state can
+    be cut anywhere; other state resumes at a checkpoint, or at 0. `checkpoints` in any order; those that lie beyond
+    are ignored.
+    """
+    limit = max(0, min(common, prompt_len - 1))
+    if rewindable:
+        return limit
+    return max((position for position in checkpoints if position <= limit), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds, as measured on this machine. Reading token number t costs `read_s + t * read_growth_s`."""
+
+    read_s: float
+    """Of one token at the start of a conversation."""
+    read_growth_s: float = 0.0
+    """More seconds a token for each token before it: attention grows with depth."""
+    bytes_per_s: Mapping[CacheOutcome, float] = field(default_factory=dict)
+    """Bandwidth of a restore by tier. What is missing cannot be moved from; `LIVE` moves nothing."""
+
+    def reading_s(self, start: int, stop: int) -> float:
+        """Seconds to read the tokens `[start, stop)`."""
+        count = max(0, stop - start)
+        return count * self.read_s + self.read_growth_s * count * (start + stop - 1) / 2
+
+    def moving_s(self, outcome: CacheOutcome, size_bytes: int) -> float:
+        """Seconds to bring `size_bytes` from a tier; infinite when its bandwidth is not known."""
+        if size_bytes == 0:
+            return 0.0
+        bandwidth = self.bytes_per_s.get(outcome, 0.0)
+        return size_bytes / bandwidth if bandwidth > 0 else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class StartOption:
+    """One way to begin a turn: state up to `position`, the rest of the prompt to be read."""
+
+    outcome: CacheOutcome
+    position: int
+    prompt_tokens: int
+    move_bytes: int = 0
+    """Bytes a restore copies."""
+    extra_s: float = 0.0
+    """What else this option costs, such as parking the live conversation first."""
+    conversation: str | None = None
+    """The parked conversation meant, for the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The option taken and what it is expected to cost."""
+
+    option: StartOption
+    cost_s: float
+
+
+def cold_start(prompt_tokens: int) -> StartOption:
+    return StartOption(CacheOutcome.COLD, 0, prompt_tokens)
+
+
+def choose_start(options: Sequence[StartOption], cost: CostModel) -> Start:
+    """The cheapest option; of equally cheap ones the one that moves least, then reuses most, then comes first.
+
+    Raises ValueError when there is none; a caller always has `cold_start`.
+    """
+    if not options:
+        raise ValueError("no option to start from")
+    starts = [
+        Start(
+            option,
+            cost.reading_s(option.position, option.prompt_tokens)
+            + cost.moving_s(option.outcome, option.move_bytes)
+            + option.extra_s,
+        )
+        for option in options
+    ]
+    return min(starts, key=lambda start: (start.cost_s, start.option.move_bytes, -start.option.position))
+
+
+def explain_divergence(identity: PromptIdentity, other_units: Units, tokenizer: Tokenizer) -> str:
+    """Says for people where a prompt leaves another one: position, segment and the first differing text.
+
+    The text holds a few tokens of both prompts, so it is for their owner, never for a log.
+    """
+    common = common_prefix(identity.units, other_units)
+    if common == len(identity.units) == len(other_units):
+        return f"nothing differs: both are the same {common} tokens"
+    if common == len(other_units):
+        return f"nothing differs: the known conversation ends after {common} tokens and the prompt goes on"
+    if common == len(identity.units):
+        return f"nothing differs: the prompt ends after {common} tokens and the known conversation goes on"
+    label = next((span.label for span in identity.segments if span.start <= common < span.stop), "")
+    where = f" in {label}" if label else ""
+    ours = _shown(identity.units, common, tokenizer)
+    theirs = _shown(other_units, common, tokenizer)
+    return f"token {common}{where} is the first that differs: {ours} where {theirs} was known"
+
+
+def _shown(units: Units, start: int, tokenizer: Tokenizer) -> str:
+    """The text of a few units from `start`, quoted. Grows until the texts of half characters have become whole."""
+    if units[start] & IMAGE_BIT:
+        return "an image"
+    stop = start
+    while stop < min(len(units), start + _SHOWN_TOKENS) and not units[stop] & IMAGE_BIT:
+        stop += 1
+    return repr(tokenizer.decode([int(unit) for unit in units[start:stop].astype(np.int64)]))

@@ -1,0 +1,101 @@
+"""What is taken out of messages before they are rendered, because it changes with every request and means nothing.
+
+By default one thing only: the billing header that an agent puts in its first system block. Everything else that a
+client writes is the prompt; an operator may add rules of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parkd.errors import ConfigError
+from parkd.types import Message
+
+_BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
+"""Anchored: only what stands first in the first system block, and only that line."""
+
+_SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteRule:
+    """An operator's substitution, as in `re.sub`, over the text of messages of the given roles."""
+
+    pattern: str
+    replacement: str = ""
+    roles: tuple[str, ...] = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class NormaliserConfig:
+    drop_billing_header: bool = True
+    rules: tuple[RewriteRule, ...] = ()
+
+
+class Normaliser:
+    """Applies a configuration to messages; what it returns shares what it did not change.
+
+    Raises ConfigError when a rule's pattern or replacement is not valid.
+    """
+
+    def __init__(self, config: NormaliserConfig) -> None:
+        self._drop_billing_header = config.drop_billing_header
+        self._rules: list[tuple[re.Pattern[str], RewriteRule]] = []
+        for rule in config.rules:
+            try:
+                pattern = re.compile(rule.pattern)
+                pattern.sub(rule.replacement, "")
+                re.compile(f"(?:{rule.pattern})|").sub(rule.replacement, "")  # a bad group shows only in a match
+            except (re.error, IndexError) as error:
+                raise ConfigError(
+                    f"The rewrite rule {rule.pattern!r} -> {rule.replacement!r} is not valid ({error}). "
+                    "Correct it or remove it."
+                ) from error
+            self._rules.append((pattern, rule))
+
+    def apply(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages without what is to be dropped. A system message with nothing left is dropped whole."""
+        result = list(messages)
+        if self._drop_billing_header and result and result[0].get("role") in _SYSTEM_ROLES:
+            content = _without_billing_header(result[0].get("content"))
+            if content is not result[0].get("content"):
+                result[:1] = [{**result[0], "content": content}] if content else []
+        for pattern, rule in self._rules:
+            result = [
+                _rewritten(message, pattern, rule.replacement) if message.get("role") in rule.roles else message
+                for message in result
+            ]
+        return result
+
+
+def _without_billing_header(content: Any) -> Any:
+    """The same object when there is no header."""
+    if isinstance(content, str):
+        return _BILLING_LINE.sub("", content, count=1) if _BILLING_LINE.match(content) else content
+    if not isinstance(content, list) or not content:
+        return content
+    first = content[0]
+    text = first.get("text") if isinstance(first, Mapping) else first
+    if not isinstance(text, str) or not _BILLING_LINE.match(text):
+        return content
+    rest = _BILLING_LINE.sub("", text, count=1)
+    kept = [{**first, "text": rest} if isinstance(first, Mapping) else rest] if rest else []
+    return kept + content[1:]
+
+
+def _rewritten(message: Message, pattern: re.Pattern[str], replacement: str) -> Message:
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": pattern.sub(replacement, content)}
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {**part, "text": pattern.sub(replacement, part["text"])}
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}

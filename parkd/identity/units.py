@@ -1,0 +1,65 @@
+"""Token ids and images to units: the elements by which two prompts are compared.
+
+    token_ids  [ 12  7 | img img img | 99 ]
+    units      [ 12  7 | h0  h1  h2  | 99 ]     h_k: top bit set, from the image's digest and k
+
+An image's placeholder ids say nothing about its content, so its positions take their units from the content alone.
+The top bit keeps the two kinds apart: no token id reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from parkd.types import ImageSpan, TokenIds, Units
+
+IMAGE_BIT = np.uint64(1 << 63)
+
+_COMPARE_UNITS = 8192
+"""Units compared at a time, so that a foreign conversation is left at its first differing piece."""
+
+_UNITS_A_HASH = 8
+"""One 64-byte blake2b gives eight units."""
+
+
+def image_units(digest: bytes, count: int) -> Units:
+    """`[count]` units of one image: 63 bits each of blake2b over the digest and a counter, top bit set."""
+    stream = bytearray()
+    for counter in range(-(-count // _UNITS_A_HASH)):
+        stream += blake2b(digest + counter.to_bytes(8, "little"), digest_size=64, person=b"parkd-image").digest()
+    return np.frombuffer(bytes(stream), dtype="<u8")[:count] | IMAGE_BIT
+
+
+def units_of(token_ids: TokenIds, images: Sequence[ImageSpan] = ()) -> Units:
+    """`[n]` units of `[n]` ids, read-only. Without images they are a view of the ids, so these must not change.
+
+    Raises ValueError when a span lies outside the prompt, overlaps another, or an id is negative.
+    """
+    if token_ids.size and int(token_ids.min()) < 0:
+        raise ValueError("a token id is negative")
+    units = token_ids.view(np.uint64)
+    if images:
+        units = units.copy()
+    read_to = 0
+    for image in sorted(images, key=lambda span: span.start):
+        if not read_to <= image.start < image.stop <= len(units):
+            raise ValueError(f"image span [{image.start}, {image.stop}) overlaps another or leaves the prompt")
+        units[image.start : image.stop] = image_units(image.digest, image.stop - image.start)
+        read_to = image.stop
+    view = units.view()
+    view.flags.writeable = False
+    return view
+
+
+def common_prefix(a: Units, b: Units) -> int:
+    """Leading units that are equal, element by element."""
+    stop = min(len(a), len(b))
+    for start in range(0, stop, _COMPARE_UNITS):
+        end = min(start + _COMPARE_UNITS, stop)
+        differs = a[start:end] != b[start:end]
+        if differs.any():
+            return start + int(differs.argmax())
+    return stop
