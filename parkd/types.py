@@ -180,6 +180,14 @@ class Transfer:
     """`[blocks, stages]` for the blocks that overlap `[start, stop)`, in order."""
     fixed_checksums: npt.NDArray[np.uint64] | None = None
     """`[fixed parts, stages]`."""
+    resume_at: int | None = None
+    """Restore only: the position that becomes live, in the last block; None means `stop`. The rows behind it come along
+    because a block's checksum covers the whole block; they are copied, compared and then not live."""
+
+    @property
+    def position(self) -> int:
+        """The engine's position after a restore; where the fixed state, if any, is true."""
+        return self.stop if self.resume_at is None else self.resume_at
 
     @property
     def bytes(self) -> int:

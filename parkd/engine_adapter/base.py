@@ -150,7 +150,7 @@ class RowEngine(Protocol):
         """
 
     def restore(self, transfer: Transfer) -> None:
-        """Makes the transfer's rows `[0, stop)` the live state: `position` is `transfer.stop`.
+        """Makes the transfer's rows `[0, transfer.position)` the live state and `position` that position.
 
         `transfer.start` is 0, or a position up to which the live rows are the ones meant (they stay). Everything is
         checked before anything is written (layout digest, stage count, ranges, sizes); checksums are compared after
