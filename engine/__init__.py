@@ -1,0 +1,55 @@
+"""A library that runs one causal language model over several devices and lets its whole state be moved.
+
+Layers are split in stages, each with one arena in which a token's state is one row. What `transformers` loads, this
+runs; what it keeps of a conversation can be captured into plain bytes and restored, all stages or none:
+
+>>> session = open_session(model, EngineConfig(devices=("cpu", "cpu"), context_tokens=512))
+>>> position = session.extend(prompt[:-1])
+>>> token = int(session.step(prompt[-1]).argmax())
+>>> plan = host_plan(session, stop=session.position)
+>>> checksums = capture(session, plan)
+>>> session.reset()
+>>> position = session.extend(another_prompt)
+>>> restore(session, replace(plan, checksums=checksums.rows))
+>>> session.position == len(prompt)
+True
+>>> following = int(session.step(token).argmax())
+
+`model` is any `transformers` model of a supported architecture, prompts are token ids, `replace` is that of
+`dataclasses`.
+"""
+
+from engine.config import EngineConfig
+from engine.errors import (
+    ContextFull,
+    EngineError,
+    InvalidSplit,
+    OutOfMemory,
+    SnapshotDamaged,
+    SnapshotError,
+    SnapshotMismatch,
+    StageFailed,
+    UnsupportedModel,
+)
+from engine.session import Session, open_session
+from engine.snapshot import SnapshotChecksums, SnapshotPlan, capture, host_plan, restore
+
+__all__ = [
+    "ContextFull",
+    "EngineConfig",
+    "EngineError",
+    "InvalidSplit",
+    "OutOfMemory",
+    "Session",
+    "SnapshotChecksums",
+    "SnapshotDamaged",
+    "SnapshotError",
+    "SnapshotMismatch",
+    "SnapshotPlan",
+    "StageFailed",
+    "UnsupportedModel",
+    "capture",
+    "host_plan",
+    "open_session",
+    "restore",
+]

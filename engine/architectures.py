@@ -1,0 +1,69 @@
+"""Which models the engine runs: decided from the configuration alone, before any weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from engine.errors import UnsupportedModel
+from engine.layout import LAYER_KINDS, layer_kinds
+
+TESTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "LlamaForCausalLM": "llama",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+    }
+)
+"""Class name, as checkpoints give it -> `model_type` of its configuration."""
+
+UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_logit_softcapping": "a soft cap on attention scores",
+        "final_logit_softcapping": "a soft cap on logits",
+        "attention_chunk_size": "chunked attention",
+        "attention_sinks": "attention sinks",
+        "kv_sharing_modes": "layers that share keys and values",
+        "quantization_config": "quantised weights",
+    }
+)
+"""Configuration entry -> what it turns on; refused when set, since state or logits would silently be wrong."""
+
+
+def check_config(config: Any) -> str:
+    """Returns the architecture's class name, or raises UnsupportedModel that says what is not supported.
+
+    `config` is the library's configuration object, as read from a checkpoint (no weights needed).
+    """
+    architecture = architecture_of(config)
+    if architecture not in TESTED_ARCHITECTURES:
+        known = ", ".join(TESTED_ARCHITECTURES)
+        raise UnsupportedModel(f"the architecture {architecture} is not supported; these are: {known}")
+    kinds = layer_kinds(config)
+    unknown = sorted(set(kinds) - set(LAYER_KINDS))
+    if unknown:
+        known = ", ".join(LAYER_KINDS)
+        raise UnsupportedModel(
+            f"{architecture} has layers of kind {', '.join(unknown)}, which are not supported; these are: {known}"
+        )
+    if len(kinds) != config.num_hidden_layers:
+        raise UnsupportedModel(f"{architecture} names {len(kinds)} layer kinds for {config.num_hidden_layers} layers")
+    # Some families keep a window in the configuration without using it; it counts only when it is switched on.
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise UnsupportedModel(f"{architecture} uses a sliding window of {config.sliding_window} tokens: not supported")
+    for name, meaning in UNHONOURED_SETTINGS.items():
+        if getattr(config, name, None):
+            raise UnsupportedModel(f"{architecture} sets {name} ({meaning}), which is not supported")
+    return architecture
+
+
+def architecture_of(config: Any) -> str:
+    """The class name a checkpoint gives; from `model_type` when it gives none (a configuration built in code)."""
+    names = getattr(config, "architectures", None) or []
+    if names:
+        return str(names[0])
+    for name, model_type in TESTED_ARCHITECTURES.items():
+        if config.model_type == model_type:
+            return name
+    return str(config.model_type)

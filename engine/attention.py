@@ -1,0 +1,99 @@
+"""The engine's attention function, which the library's models call in place of theirs.
+
+It takes keys and values as arenas give them (strided by whole rows) and lets the library make no mask. The queries
+are always the last `q` positions of the keys.
+
+    CPU     256 queries at a time over the keys up to the last of them, with one [256, kv] bias; no larger mask exists
+    CUDA    the lower-right causal bias, which keeps the flash kernel
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from engine.errors import UnsupportedModel
+
+ATTENTION_NAME = "parkd"
+QUERY_BLOCK = 256
+"""Queries a block on CPU, where a causal bias has to be written out."""
+
+HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+"""Handed through by models; they do not change what attention computes."""
+
+
+def register_attention() -> None:
+    """Makes `attn_implementation="parkd"` known to the library. May be called again."""
+    AttentionInterface.register(ATTENTION_NAME, arena_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, no_mask)
+
+
+def no_mask(*, attention_mask: torch.Tensor | None = None, **_: Any) -> None:
+    """The mask function: there is none to make. Padding would need one, so it is refused."""
+    if attention_mask is not None:
+        raise UnsupportedModel("attention with a padding mask is not supported")
+
+
+def arena_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of `[1, heads, q, dim]` queries over `[1, kv_heads, kv, dim]` keys and values.
+
+    Returns `[1, q, heads, dim]` and None, as the library's models expect. Raises UnsupportedModel for an argument that
+    would change the result and is not honoured.
+    """
+    for name, given in arguments.items():
+        if given is not None and given is not False and name not in HARMLESS_ARGUMENTS:
+            raise UnsupportedModel(f"{type(module).__name__} calls attention with {name}, which is not supported")
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{type(module).__name__} calls attention with a mask of its own: not supported")
+    if dropout or is_causal is False:
+        raise UnsupportedModel(f"{type(module).__name__} calls attention with dropout or without causality")
+    grouped = query.shape[1] != key.shape[1]
+    if query.shape[2] == 1:
+        output = scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
+    elif query.device.type == "cuda":
+        bias = causal_lower_right(query.shape[2], key.shape[2])
+        output = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
+    else:
+        output = _blocked(query, key, value, scaling, grouped)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _blocked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, grouped: bool
+) -> torch.Tensor:
+    """Attends `QUERY_BLOCK` queries at a time; returns `[1, heads, q, dim]`."""
+    past = key.shape[2] - query.shape[2]
+    outputs = []
+    for start in range(0, query.shape[2], QUERY_BLOCK):
+        block = query[:, :, start : start + QUERY_BLOCK]
+        stop = past + start + block.shape[2]
+        bias = lower_right_bias(block.shape[2], stop, query.dtype, query.device)
+        outputs.append(
+            scaled_dot_product_attention(
+                block, key[:, :, :stop], value[:, :, :stop], attn_mask=bias, scale=scaling, enable_gqa=grouped
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def lower_right_bias(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[queries, keys]` of 0 and -inf: query `i` sees the keys up to `keys - queries + i`."""
+    bias = torch.zeros((queries, keys), dtype=dtype, device=device)
+    bias[:, keys - queries :].fill_(float("-inf")).triu_(1)
+    return bias

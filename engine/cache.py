@@ -1,0 +1,87 @@
+"""The library's cache interface over arenas: a layer's keys and values are views, nothing is ever appended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+
+from engine.arena import StageArena
+
+
+class ArenaAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one full-attention layer, living in an arena's rows.
+
+    rows    0 ........ position ........ position + q
+            |-- kept --|-- written now --|              the views returned cover [0, position + q)
+    """
+
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """`keys` and `values` are `[context_tokens, heads, head_dim]`, strided views of arena rows."""
+        super().__init__()
+        self.key_rows = keys
+        self.value_rows = values
+        self.position = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the arena was allocated before the first forward."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes `[1, heads, q, head_dim]` at the position; returns `[1, heads, position + q, head_dim]` of both.
+
+        What is returned are views, unless keys and values are kept in another dtype than the model computes in.
+        """
+        start, stop = self.position, self.position + key_states.shape[-2]
+        self.key_rows[start:stop] = key_states[0].transpose(0, 1)
+        self.value_rows[start:stop] = value_states[0].transpose(0, 1)
+        return (
+            self.key_rows[:stop].transpose(0, 1).unsqueeze(0).to(key_states.dtype),
+            self.value_rows[:stop].transpose(0, 1).unsqueeze(0).to(value_states.dtype),
+        )
+
+    def get_seq_length(self) -> int:
+        return self.position
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.position + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.key_rows.shape[0]
+
+
+class StageCache(Cache):  # type: ignore[misc]
+    """The cache of one stage, with a place for every layer of the model (other stages' stay empty).
+
+    Lengths are answered from the timeline's position at the start of the chunk, never from a layer: the layer asked
+    about may belong to another stage, and layers of this one have already written when later ones ask.
+    """
+
+    def __init__(self, arena: StageArena, num_layers: int) -> None:
+        layers: list[Any] = [DummyLayer() for _ in range(num_layers)]
+        fields = {(field.layer, field.name): arena.field_view(field) for field in arena.layout.row_fields}
+        for layer in range(arena.layout.first_layer, arena.layout.end_layer):
+            layers[layer] = ArenaAttentionLayer(fields[layer, "key"], fields[layer, "value"])
+        super().__init__(layers=layers)
+        self.attention_layers = [layer for layer in layers if isinstance(layer, ArenaAttentionLayer)]
+        self.position = 0
+
+    def begin(self, position: int) -> None:
+        """The chunk that comes starts at `position`: rows `[0, position)` are its past."""
+        self.position = position
+        for layer in self.attention_layers:
+            layer.position = position
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return self.position
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return self.position
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
+        return self.position + query_length, 0

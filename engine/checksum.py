@@ -1,0 +1,104 @@
+"""Checksums of one stage's rows of one block (a part), and of its fixed state.
+
+Two kinds behind one interface, chosen by where the arenas are:
+
+    xxh3-64          on the CPU; read a piece at a time, right after the copy, while it is in the cache
+    weighted-sum-64  sum over the little-endian 64-bit words w_i of w_i * (2 i + 1), modulo 2**64; runs on any
+                     device at memory speed. The weights are odd, so one changed word always changes the sum, and
+                     different from each other, so exchanged words do too.
+
+A damage check, not a seal: neither withstands someone who wants to forge bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+WORD_BYTES = 8
+
+
+class RunningChecksum(Protocol):
+    """The checksum of one part, fed in order."""
+
+    def update(self, piece: torch.Tensor) -> None:
+        """Takes the next bytes: uint8 `[n]`, contiguous, `n` a multiple of 8 (rows are). May only queue work."""
+
+
+class Checksum(Protocol):
+    """A kind of checksum."""
+
+    name: str
+
+    def start(self) -> RunningChecksum: ...
+
+    def values(self, running: Sequence[Any]) -> npt.NDArray[np.uint64]:
+        """`[len(running)]` for what `start` gave out; waits for whatever was queued, once a device."""
+
+
+class Xxh3:
+    """XXH3, 64 bits, seed 0. CPU only."""
+
+    name = "xxh3-64"
+
+    def start(self) -> _RunningXxh3:
+        return _RunningXxh3()
+
+    def values(self, running: Sequence[Any]) -> npt.NDArray[np.uint64]:
+        return np.array([each.hasher.intdigest() for each in running], dtype=np.uint64)
+
+
+class _RunningXxh3:
+    def __init__(self) -> None:
+        self.hasher = xxhash.xxh3_64()
+
+    def update(self, piece: torch.Tensor) -> None:
+        self.hasher.update(piece.numpy().data)
+
+
+class WeightedSum:
+    """The weighted sum, computed where the bytes are."""
+
+    name = "weighted-sum-64"
+
+    def start(self) -> _RunningWeightedSum:
+        return _RunningWeightedSum()
+
+    def values(self, running: Sequence[Any]) -> npt.NDArray[np.uint64]:
+        values = np.zeros(len(running), dtype=np.uint64)
+        by_device: dict[torch.device, list[int]] = {}
+        for index, each in enumerate(running):
+            if each.total is not None:
+                by_device.setdefault(each.total.device, []).append(index)
+        for indices in by_device.values():
+            totals = torch.stack([total for index in indices if (total := running[index].total) is not None])
+            values[indices] = totals.cpu().numpy().view(np.uint64)
+        return values
+
+
+class _RunningWeightedSum:
+    def __init__(self) -> None:
+        self.words = 0
+        self.total: torch.Tensor | None = None
+        """int64 scalar on the bytes' device; its bits are the unsigned sum. None before the first byte."""
+
+    def update(self, piece: torch.Tensor) -> None:
+        words = piece.view(torch.int64)
+        first = 2 * self.words + 1
+        weights = torch.arange(first, first + 2 * len(words), 2, dtype=torch.int64, device=piece.device)
+        # int64 products and sums wrap modulo 2**64, and the wrapped bits are those of the unsigned ones.
+        partial = (words * weights).sum()
+        self.total = partial if self.total is None else self.total + partial
+        self.words += len(words)
+
+
+def checksum_for(devices: Iterable[torch.device]) -> Checksum:
+    """The kind that suits an engine on these devices: one kind for all of its stages."""
+    if all(device.type == "cpu" for device in devices):
+        return Xxh3()
+    return WeightedSum()

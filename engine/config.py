@@ -1,0 +1,38 @@
+"""How the engine is laid out: what the loader and the stages are built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Frozen; `None` means that the engine chooses."""
+
+    devices: tuple[str, ...] = ("cpu",)
+    """One a stage; the same device may appear twice (`("cpu", "cpu")` is two stages)."""
+    layer_split: tuple[int, ...] | None = None
+    """First layer of each later stage, ascending; None balances the weights over the devices."""
+    context_tokens: int | None = None
+    """Rows every arena holds; None takes the model's own limit or what fits, whichever is smaller."""
+    batch_tokens: int = 512
+    """Tokens a prefill chunk; chunks end at absolute multiples of it."""
+    dtype: torch.dtype | None = None
+    """What the model computes in; None is fp32 on CPU and the checkpoint's own on CUDA."""
+    kv_dtype: torch.dtype | None = None
+    """What keys and values are kept in; None is the compute dtype."""
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ValueError("devices: at least one is needed")
+        if self.layer_split is not None and len(self.layer_split) != len(self.devices) - 1:
+            raise ValueError(
+                f"layer_split names {len(self.layer_split)} first layers for {len(self.devices)} devices; "
+                f"name {len(self.devices) - 1}, one for each stage after the first"
+            )
+        for name in ("context_tokens", "batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")

@@ -1,0 +1,150 @@
+"""What one token leaves in a stage, and where.
+
+A row is the bytes of one token in one stage, token-major: all fields of all the stage's layers side by side.
+
+    row t   | key 0 | value 0 | key 1 | value 1 | ... | padding to ROW_ALIGNMENT |
+
+Which fields a layer has follows from its kind alone (`LAYER_KINDS`): supporting another kind of layer is adding an
+entry there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+ROW_ALIGNMENT = 16
+"""Bytes. Flash kernels load 16 at a time, so every field of every row starts at a multiple of it."""
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """A field before it has a place."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of one layer inside a row, or inside the fixed state."""
+
+    name: str
+    """`key`, `value`, ..."""
+    layer: int
+    """Index in the whole model."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of one token: `(heads, head_dim)` for keys and values."""
+    offset: int
+    """Bytes from the start of the row."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """What one layer of some kind keeps: a part that grows a row a token, and a part that does not grow."""
+
+    row: tuple[FieldSpec, ...] = ()
+    fixed: tuple[FieldSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StageStateLayout:
+    """The state of one stage. Two layouts with equal digests hold interchangeable bytes."""
+
+    first_layer: int
+    end_layer: int
+    """The stage holds layers `[first_layer, end_layer)`."""
+    row_fields: tuple[Field, ...]
+    fixed_fields: tuple[Field, ...]
+    row_bytes: int
+    """A multiple of 16."""
+    fixed_bytes: int
+    digest: bytes
+    """16 bytes over the range and over name, layer, dtype, shape and offset of every field."""
+
+
+def attention_state(config: Any, layer: int, kv_dtype: torch.dtype) -> LayerState:  # noqa: ARG001
+    """Full attention: keys and values of every KV head, a token a row."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = (config.num_key_value_heads, head_dim)
+    return LayerState(row=(FieldSpec("key", kv_dtype, shape), FieldSpec("value", kv_dtype, shape)))
+
+
+LAYER_KINDS: Mapping[str, Callable[[Any, int, torch.dtype], LayerState]] = MappingProxyType(
+    {"full_attention": attention_state}
+)
+"""Layer kind, as the library's `layer_types` names it -> what a layer of it keeps."""
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """The kind of every layer, `[num_hidden_layers]`; a configuration that names none has full attention only."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return ("full_attention",) * int(config.num_hidden_layers)
+    return tuple(kinds)
+
+
+def build_layout(
+    config: Any, stage_ranges: Sequence[tuple[int, int]], kv_dtype: torch.dtype
+) -> tuple[StageStateLayout, ...]:
+    """Layouts of the stages that hold the layers `[first, end)` of each range.
+
+    Raises KeyError for a kind that is not in `LAYER_KINDS`; `architectures.check_config` refuses it by name first.
+    """
+    kinds = layer_kinds(config)
+    layouts = []
+    for first, end in stage_ranges:
+        states = [(layer, LAYER_KINDS[kinds[layer]](config, layer, kv_dtype)) for layer in range(first, end)]
+        row_fields, row_bytes = _place([(layer, spec) for layer, state in states for spec in state.row])
+        fixed_fields, fixed_bytes = _place([(layer, spec) for layer, state in states for spec in state.fixed])
+        digest = _stage_digest(first, end, row_fields, fixed_fields)
+        layouts.append(StageStateLayout(first, end, row_fields, fixed_fields, row_bytes, fixed_bytes, digest))
+    return tuple(layouts)
+
+
+def state_digest(layouts: Sequence[StageStateLayout], checksum: str) -> bytes:
+    """16 bytes over all stages and the checksum's name: what a snapshot must carry to be restored here.
+
+    The formula is that of `StateLayout.digest` on the store's side, so that either end can compute it.
+    """
+    hasher = blake2b(digest_size=DIGEST_BYTES, person=b"parkd-layout")
+    hasher.update(checksum.encode())
+    for layout in layouts:
+        for number in (layout.first_layer, layout.end_layer, layout.row_bytes, layout.fixed_bytes):
+            hasher.update(number.to_bytes(8, "little"))
+        hasher.update(layout.digest)
+    return hasher.digest()
+
+
+def _place(specs: Sequence[tuple[int, FieldSpec]]) -> tuple[tuple[Field, ...], int]:
+    """Lays the fields one behind the other, each aligned; returns them and the bytes they take, aligned too."""
+    offset = 0
+    fields = []
+    for layer, spec in specs:
+        placed = Field(spec.name, layer, spec.dtype, spec.shape, offset)
+        fields.append(placed)
+        offset += -(-placed.nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return tuple(fields), offset
+
+
+def _stage_digest(first: int, end: int, row_fields: Sequence[Field], fixed_fields: Sequence[Field]) -> bytes:
+    hasher = blake2b(digest_size=DIGEST_BYTES, person=b"parkd-stage")
+    hasher.update(f"{first} {end}\n".encode())
+    for part, fields in (("row", row_fields), ("fixed", fixed_fields)):
+        for field in fields:
+            line = f"{part} {field.name} {field.layer} {field.dtype} {field.shape} {field.offset}\n"
+            hasher.update(line.encode())
+    return hasher.digest()

@@ -1,0 +1,157 @@
+"""The live timeline: one conversation's tokens in the arenas of all stages.
+
+arena rows   0 ............ position ................ context_tokens
+             |-- valid ----|-- whatever was there --|
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.architectures import check_config
+from engine.arena import StageArena
+from engine.cache import StageCache
+from engine.checksum import Checksum, checksum_for
+from engine.config import EngineConfig
+from engine.errors import ContextFull, EngineError, StageFailed
+from engine.layout import build_layout, state_digest
+from engine.stages import Stage, place, split_layers
+
+
+class Cancel(Protocol):
+    """Asked between chunks. `threading.Event` is one."""
+
+    def is_set(self) -> bool: ...
+
+
+class Session:
+    """One mutable timeline over all stages. Used from one thread at a time.
+
+    `position` counts the tokens whose rows are valid in every stage. Every method leaves a valid position behind,
+    also when it raises: the rows beyond it mean nothing.
+    """
+
+    def __init__(self, stages: Sequence[Stage], arenas: Sequence[StageArena], batch_tokens: int = 512) -> None:
+        if len(stages) != len(arenas):
+            raise ValueError(f"{len(stages)} stages need as many arenas, not {len(arenas)}")
+        self.stages = tuple(stages)
+        self.arenas = tuple(arenas)
+        self.batch_tokens = batch_tokens
+        self.context_tokens = min(arena.context_tokens for arena in arenas)
+        self.checksum: Checksum = checksum_for(arena.device for arena in arenas)
+        self.layout_digest = state_digest([arena.layout for arena in arenas], self.checksum.name)
+        """16 bytes; a snapshot belongs here only if it carries the same."""
+        self._caches = [StageCache(arena, stage.num_layers) for stage, arena in zip(stages, arenas, strict=True)]
+        self._position = 0
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    def reset(self) -> None:
+        """Forgets the timeline. Rows are not cleared: what is beyond the position is never read."""
+        self._position = 0
+
+    def truncate(self, position: int) -> None:
+        """Keeps `[0, position)`. Raises ValueError beyond the present position."""
+        if not 0 <= position <= self._position:
+            raise ValueError(f"cannot truncate to {position}: the session is at {self._position}")
+        self._position = position
+
+    def adopt(self, position: int) -> None:
+        """Declares the rows `[0, position)` of every arena valid. Only for who has just written and checked them."""
+        if not 0 <= position <= self.context_tokens:
+            raise ValueError(f"{position} rows are more than the context of {self.context_tokens}")
+        self._position = position
+
+    def extend(
+        self,
+        token_ids: npt.NDArray[np.int64] | Sequence[int],
+        *,
+        cancel: Cancel | None = None,
+        on_chunk: Callable[[int], None] | None = None,
+    ) -> int:
+        """Reads tokens behind the position, in chunks that end at absolute multiples of `batch_tokens`.
+
+        Makes no logits. `cancel` is asked before each chunk. `on_chunk` is told the position after each; on CUDA
+        as many chunks as there are stages may then still be running. Returns the position reached.
+        Raises ContextFull (nothing was read) and StageFailed (whole chunks before it are kept).
+        """
+        ids = np.ascontiguousarray(token_ids, dtype=np.int64)
+        origin, end = self._position, self._position + len(ids)
+        self._check_room(len(ids))
+        running: deque[torch.cuda.Event] = deque()
+        while self._position < end and not (cancel is not None and cancel.is_set()):
+            start = self._position
+            stop = min(end, (start // self.batch_tokens + 1) * self.batch_tokens)
+            self._forward(ids[start - origin : stop - origin], start, "prefill")
+            self._position = stop
+            self._bound(running)
+            if on_chunk is not None:
+                on_chunk(stop)
+        while running:
+            running.popleft().synchronize()
+        return self._position
+
+    def step(self, token_id: int) -> torch.Tensor:
+        """Runs one token at the position, through the path that decoding takes.
+
+        Returns the logits of what follows it, float32 `[vocab]`, on the last device. Raises ContextFull, StageFailed.
+        """
+        self._check_room(1)
+        hidden = self._forward(np.array([token_id], dtype=np.int64), self._position, "decode")
+        try:
+            with torch.inference_mode():
+                logits = self.stages[-1].logits(hidden)
+        except Exception as error:
+            raise StageFailed(len(self.stages) - 1, "decode", error) from error
+        self._position += 1
+        return logits
+
+    def _forward(self, token_ids: npt.NDArray[np.int64], position: int, doing: str) -> torch.Tensor:
+        """Hidden states `[1, q, hidden]` of the last stage for `[position, position + q)`; the caller commits."""
+        flow = torch.from_numpy(token_ids).unsqueeze(0)
+        with torch.inference_mode():
+            for stage, cache in zip(self.stages, self._caches, strict=True):
+                try:
+                    flow = stage.forward(flow, cache, position)
+                except EngineError:
+                    raise
+                except Exception as error:
+                    raise StageFailed(stage.index, doing, error) from error
+        return flow
+
+    def _check_room(self, tokens: int) -> None:
+        if self._position + tokens > self.context_tokens:
+            raise ContextFull(self._position, tokens, self.context_tokens)
+
+    def _bound(self, running: deque[torch.cuda.Event]) -> None:
+        """Lets at most one chunk a stage be under way, so that cancelling takes effect soon."""
+        if self.stages[-1].device.type != "cuda":
+            return
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.stages[-1].device))
+        running.append(event)
+        if len(running) > len(self.stages):
+            running.popleft().synchronize()
+
+
+def open_session(model: Any, config: EngineConfig) -> Session:
+    """Splits a loaded causal language model as `config` says, allocates the arenas and starts an empty timeline.
+
+    The context is `config.context_tokens`, or the model's own limit. Raises UnsupportedModel, InvalidSplit and
+    OutOfMemory.
+    """
+    check_config(model.config)
+    ranges = split_layers(model.config, len(config.devices), config.layer_split)
+    context_tokens = config.context_tokens or int(model.config.max_position_embeddings)
+    layouts = build_layout(model.config, ranges, config.kv_dtype or model.dtype)
+    stages = place(model, ranges, config.devices)
+    arenas = [StageArena(layout, context_tokens, stage.device) for layout, stage in zip(layouts, stages, strict=True)]
+    return Session(stages, arenas, config.batch_tokens)

@@ -1,0 +1,211 @@
+"""Stages: contiguous layers on one device, each a forward of its own.
+
+    token ids -> | stage 0: embedding, layers [0, a) | -> hidden -> | stage 1: layers [a, n), norm, head | -> logits
+                        device 0                                            device 1
+
+A stage is the library's own model object with the layers of other stages replaced by pass-throughs (indices kept),
+so every architecture keeps its own code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention import ATTENTION_NAME, register_attention
+from engine.cache import StageCache
+from engine.errors import InvalidSplit
+
+
+class PassThrough(nn.Module):
+    """Stands where another stage's layer is."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states
+
+
+class Stage:
+    """The layers `[first_layer, end_layer)` on one device."""
+
+    def __init__(
+        self,
+        index: int,
+        first_layer: int,
+        end_layer: int,
+        device: torch.device,
+        inner: nn.Module,
+        head: nn.Module | None,
+    ) -> None:
+        self.index = index
+        self.first_layer = first_layer
+        self.end_layer = end_layer
+        self.device = device
+        self.inner = inner
+        self.head = head
+        """Hidden states to logits; only in the last stage."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the whole model."""
+        return len(self.inner.layers)  # type: ignore[arg-type]
+
+    def forward(self, inputs: torch.Tensor, cache: StageCache, position: int) -> torch.Tensor:
+        """Runs `q` tokens at `[position, position + q)` and writes their rows through `cache`.
+
+        `inputs` are token ids, int64 `[1, q]`, in the first stage, and the stage before's hidden states,
+        `[1, q, hidden]`, in the others; on any device. Returns hidden states `[1, q, hidden]` on this stage's device,
+        after the final norm in the last stage.
+        """
+        inputs = inputs.to(self.device, non_blocking=True)
+        stop = position + inputs.shape[1]
+        position_ids = torch.arange(position, stop, device=self.device).unsqueeze(0)
+        name = "input_ids" if self.index == 0 else "inputs_embeds"
+        cache.begin(position)
+        output = self.inner(**{name: inputs}, position_ids=position_ids, cache=cache, use_cache=True)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 `[vocab]` for the last token of `hidden`; last stage only."""
+        assert self.head is not None, "only the last stage has the head"
+        logits: torch.Tensor = self.head(hidden[:, -1:])
+        return logits[0, -1].float()
+
+
+def split_layers(config: Any, stages: int, layer_split: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
+    """Layer ranges `[first, end)` of every stage.
+
+    `layer_split` names the first layer of each later stage; None balances the parameters, the embedding counted in
+    the first stage and the head in the last. Raises InvalidSplit.
+    """
+    layers = int(config.num_hidden_layers)
+    if stages > layers:
+        raise InvalidSplit(f"{layers} layers cannot make {stages} stages; name {layers} devices or fewer")
+    glued = shared_layers(config)
+    if layer_split is None:
+        starts = _balanced_starts(config, stages, forbidden=range(glued[0] + 1, glued[1]))
+    else:
+        starts = (0, *layer_split)
+    edges = (*starts, layers)
+    if len(starts) != stages or any(first >= end for first, end in pairwise(edges)):
+        raise InvalidSplit(
+            f"layer split {','.join(map(str, starts[1:]))} does not cut {layers} layers in {stages} stages: name "
+            f"{stages - 1} ascending first layers between 1 and {layers - 1}"
+        )
+    for start in starts[1:]:
+        if glued[0] < start < glued[1]:
+            raise InvalidSplit(
+                f"layers {glued[0]} to {glued[1] - 1} share keys and values and must stay in one stage; "
+                f"a stage cannot begin at layer {start}"
+            )
+    return tuple(zip(starts, edges[1:], strict=True))
+
+
+def shared_layers(config: Any) -> tuple[int, int]:
+    """The range `[first, end)` of layers that share keys and values, `(0, 0)` if none do.
+
+    A layer that reuses reads what the last layers before all the reusing ones wrote, one for each kind of attention.
+    """
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    reusing = [layer for layer, mode in enumerate(modes) if mode == "reuse"]
+    if not reusing:
+        return 0, 0
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(modes)
+    wanted = {kinds[layer] for layer in reusing}
+    first = min(max((k for k in range(reusing[0]) if kinds[k] == kind), default=0) for kind in wanted)
+    return first, reusing[-1] + 1
+
+
+def _balanced_starts(config: Any, stages: int, forbidden: range) -> tuple[int, ...]:
+    """First layers of the stages that make the heaviest stage as light as possible."""
+    layers = int(config.num_hidden_layers)
+    hidden, heads, kv_heads = int(config.hidden_size), int(config.num_attention_heads), int(config.num_key_value_heads)
+    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    layer_weight = attention + 3 * hidden * int(config.intermediate_size)
+    ends_weight = hidden * int(config.vocab_size)
+
+    def weight(first: int, end: int) -> int:
+        return (end - first) * layer_weight + ends_weight * ((first == 0) + (end == layers))
+
+    # best[end]: (weight of the heaviest stage, starts of all stages) for the layers [0, end) in the stages so far.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {end: (weight(0, end), (0,)) for end in range(1, layers + 1)}
+    for _ in range(1, stages):
+        grown: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for end in range(1, layers + 1):
+            options = [
+                (max(best[cut][0], weight(cut, end)), (*best[cut][1], cut))
+                for cut in range(1, end)
+                if cut in best and cut not in forbidden
+            ]
+            if options:
+                grown[end] = min(options)
+        best = grown
+    if layers not in best:
+        raise InvalidSplit(f"{layers} layers, some of which must stay together, cannot make {stages} stages")
+    return best[layers][1]
+
+
+def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str | torch.device]) -> list[Stage]:
+    """Cuts a causal language model into stages and puts each on its device.
+
+    Weights already on the right device are shared with `model`, others are copied; `model` itself keeps working, but
+    with the engine's attention from now on. Drop it to free what was copied.
+    """
+    register_attention()
+    model.eval()
+    model.config._attn_implementation = ATTENTION_NAME
+    model.base_model.config._attn_implementation = ATTENTION_NAME
+    stages = []
+    for index, ((first, end), name) in enumerate(zip(ranges, devices, strict=True)):
+        device = torch.device(name)
+        is_last = index == len(ranges) - 1
+        moved: dict[int, torch.Tensor] = {}
+        inner = _cut(model.base_model, first, end, is_first=index == 0, is_last=is_last)
+        head = _moved(model.get_output_embeddings(), device, moved) if is_last else None
+        stages.append(Stage(index, first, end, device, _moved(inner, device, moved), head))
+    return stages
+
+
+def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: bool) -> nn.Module:
+    """A twin of the inner model that has only the layers `[first, end)`; the weights are the same tensors."""
+    twin = _twin(inner)
+    layers = [
+        layer if first <= index < end else PassThrough()
+        for index, layer in enumerate(inner.layers)  # type: ignore[arg-type]
+    ]
+    twin._modules["layers"] = nn.ModuleList(layers).eval()
+    if not is_first:
+        twin._modules["embed_tokens"] = None
+    if not is_last:
+        twin._modules["norm"] = nn.Identity()
+    return twin
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A shallow copy whose tables of parameters, buffers and children are its own."""
+    twin = copy.copy(module)
+    for table in ("_parameters", "_buffers", "_modules"):
+        twin.__dict__[table] = dict(module.__dict__[table])
+    return twin
+
+
+def _moved(module: nn.Module, device: torch.device, moved: dict[int, torch.Tensor]) -> nn.Module:
+    """A twin of the whole tree with every tensor on `device`; tensors that were tied stay tied (`moved`)."""
+    twin = _twin(module)
+    for name, parameter in twin._parameters.items():
+        if parameter is not None:
+            there = moved.setdefault(id(parameter), parameter.detach().to(device))
+            twin._parameters[name] = nn.Parameter(there, requires_grad=False)
+    for name, buffer in twin._buffers.items():
+        if buffer is not None:
+            twin._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+    for name, child in twin._modules.items():
+        if child is not None:
+            twin._modules[name] = _moved(child, device, moved)
+    return twin
