@@ -1,0 +1,79 @@
+"""How much memory this process may still take: the machine's and its cgroup's word, whichever is less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+_UNLIMITED = 1 << 60
+"""cgroup v1 says "no limit" with a number near 2**63."""
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes that can be taken without swapping. `root` holds `proc` and `sys`; where they are missing (not Linux),
+    the system's own figure stands alone."""
+    machine = psutil.virtual_memory().available
+    limits = cgroup_free_bytes(root)
+    return machine if limits is None else min(machine, limits)
+
+
+def cgroup_free_bytes(root: Path = Path("/")) -> int | None:
+    """The least that this process's cgroup and those around it leave; None when none sets a limit.
+
+    The page cache counts as used there, but the kernel gives the inactive part of it back before it refuses memory.
+    """
+    least: int | None = None
+    for folder, maximum, current, inactive in _levels(root):
+        limit = _number(folder / maximum)
+        used = _number(folder / current)
+        if limit is None or used is None or limit >= _UNLIMITED:
+            continue
+        free = max(0, limit - max(0, used - _stat(folder / "memory.stat", inactive)))
+        least = free if least is None else min(least, free)
+    return least
+
+
+def _levels(root: Path) -> list[tuple[Path, str, str, str]]:
+    """Each folder from this process's cgroup up to the mount, with the names of its files.
+
+    Inside a container the path may lie outside of what is mounted; then only the mount itself is there, and it is
+    the container's.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    levels: list[tuple[Path, str, str, str]] = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = mount / path.lstrip("/")
+        levels += [(level, *names) for level in (folder, *folder.parents) if level == mount or mount in level.parents]
+    return levels
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _stat(path: Path, field: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        name, _, value = line.partition(" ")
+        if name == field and value.isdigit():
+            return int(value)
+    return 0
