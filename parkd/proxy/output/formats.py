@@ -1,0 +1,63 @@
+"""Reads off a chat template how the model's answers look."""
+
+from __future__ import annotations
+
+from parkd.proxy.output.base import CallIds, OutputFormat, ReasoningMarks, ToolFormat
+
+THINK = ReasoningMarks("<think>", "</think>")
+GEMMA_THOUGHT = ReasoningMarks("<|channel>thought\n", "<channel|>")
+
+REASONING_STYLES = (
+    THINK,
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
+)
+
+MISTRAL_ID_LENGTH = 9
+"""Mistral's templates refuse call ids of any other length."""
+
+
+def pick_format(template_source: str | None) -> ToolFormat:
+    """The format of the calls the template shows the model, told by the markers in its text.
+
+    Order matters: Qwen's XML template also holds `<tool_call>`, and Llama's has no marker but its wording.
+    """
+    source = template_source or ""
+    if "<|tool_call>" in source or "<start_function_call>" in source:
+        return ToolFormat.GEMMA
+    if "<function=" in source:
+        return ToolFormat.QWEN_XML
+    if "<tool_call>" in source:
+        return ToolFormat.HERMES
+    if "[TOOL_CALLS]" in source:
+        return ToolFormat.MISTRAL
+    if "<|python_tag|>" in source or ("<|start_header_id|>" in source and '"parameters"' in source):
+        return ToolFormat.LLAMA
+    return ToolFormat.NONE
+
+
+def pick_reasoning(template_source: str | None) -> ReasoningMarks | None:
+    """The marks around thinking, None for a model that does not think aloud."""
+    source = template_source or ""
+    if "<|channel>" in source:
+        return GEMMA_THOUGHT
+    return next((marks for marks in REASONING_STYLES if marks.close in source), None)
+
+
+def output_format(template_source: str | None) -> OutputFormat:
+    return OutputFormat(pick_format(template_source), pick_reasoning(template_source))
+
+
+def opens_reasoning(prompt_tail: str, marks: ReasoningMarks | None) -> bool:
+    """Whether the rendered prompt ends inside thinking, so that the answer begins with it.
+
+    `prompt_tail` is the end of the rendered prompt; 64 characters are enough.
+    """
+    return marks is not None and prompt_tail.rstrip().endswith(marks.open.rstrip())
+
+
+def call_ids(tools: ToolFormat, random_hex: CallIds) -> CallIds:
+    """A factory of call ids that the model's own template takes back. `random_hex` gives at least 24 hex digits."""
+    if tools is ToolFormat.MISTRAL:
+        return lambda: random_hex()[:MISTRAL_ID_LENGTH]
+    return lambda: "call_" + random_hex()[:24]
