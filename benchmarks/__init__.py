@@ -1,0 +1,1 @@
+"""One script per claim. Each prints its tables and writes them to `benchmarks/results/NAME.json`."""

