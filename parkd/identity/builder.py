@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import numpy as np
-
 from parkd.engine_adapter.base import ChatTemplate, Tokenizer
+from parkd.errors import InvalidRequest
 from parkd.identity.chain import ChainMemo
 from parkd.identity.normalise import Normaliser, NormaliserConfig
+from parkd.identity.render import Renderer
+from parkd.identity.segments import map_prompt
+from parkd.identity.tokens import SegmentTokenizer
 from parkd.identity.units import units_of
 from parkd.types import ConversationKey, PromptIdentity, TurnRequest
 
@@ -48,11 +50,20 @@ class IdentityBuilder:
         *,
         normaliser: NormaliserConfig | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
         self._fingerprint = fingerprint
-        self._normaliser = Normaliser(normaliser or NormaliserConfig())
+        self._renderer = Renderer(template, Normaliser(normaliser or NormaliserConfig()))
         self._chains = ChainMemo(block_tokens, memo_bytes // 4)
+        self._tokenizer = SegmentTokenizer(tokenizer, memo_bytes - memo_bytes // 4)
+
+    @property
+    def memo_bytes(self) -> int:
+        """Bytes remembered now."""
+        return self._chains.memo_bytes + self._tokenizer.memo_bytes
+
+    @property
+    def by_segment(self) -> bool:
+        """False when this tokenizer's texts can only be tokenised whole."""
+        return self._tokenizer.by_segment
 
     def build(self, request: TurnRequest, *, steering: bytes = b"") -> PromptIdentity:
         """Raises InvalidRequest when the template refuses the messages or nothing is left to read."""
@@ -61,21 +72,26 @@ class IdentityBuilder:
     def build_timed(self, request: TurnRequest, *, steering: bytes = b"") -> tuple[PromptIdentity, BuildTimings]:
         """`build`, and how long its parts took."""
         began_s = time.perf_counter()
-        text = self.render(request)
+        prompt = self._renderer.render(request)
         rendered_s = time.perf_counter()
-        token_ids = np.asarray(self._tokenizer.encode(text), dtype=np.int64)
+        tokenised = self._tokenizer.tokenise(prompt.text)
+        if not len(tokenised.ids):
+            raise InvalidRequest("The prompt is empty. Send some text.", param="messages")
         tokenised_s = time.perf_counter()
         key = ConversationKey(request.namespace, self._fingerprint, steering)
-        units = units_of(token_ids.copy())
-        hashes = self._chains.hashes(units, key.digest)
-        identity = PromptIdentity(key=key, token_ids=token_ids, units=units, prefix_hashes=hashes)
+        units = units_of(tokenised.ids)
+        prompt_map = map_prompt(prompt, tokenised, self._tokenizer, self._renderer.profile)
+        identity = PromptIdentity(
+            key=key,
+            token_ids=tokenised.ids.copy(),  # the caller's own: what is remembered must not change under it
+            units=units,
+            prefix_hashes=self._chains.hashes(units, key.digest),
+            segments=prompt_map.segments,
+            boundaries=prompt_map.boundaries,
+        )
         hashed_s = time.perf_counter()
-        timings = BuildTimings(rendered_s - began_s, tokenised_s - rendered_s, hashed_s - tokenised_s)
-        return identity, timings
+        return identity, BuildTimings(rendered_s - began_s, tokenised_s - rendered_s, hashed_s - tokenised_s)
 
     def render(self, request: TurnRequest) -> str:
-        """The text the model will read."""
-        if request.prompt is not None:
-            return request.prompt
-        messages = self._normaliser.apply(request.messages)
-        return self._template.render(messages, request.tools, request.template_kwargs)
+        """The text the model will read. Raises as `build`."""
+        return self._renderer.render(request).text

@@ -37,7 +37,7 @@ def extend_hashes(previous: tuple[bytes, ...], units: Units, key_digest: bytes, 
         raise ValueError("more hashes than full blocks")
     if len(previous) == blocks:
         return previous
-    data = memoryview(np.ascontiguousarray(units, dtype="<u8")).cast("B")
+    data = np.ascontiguousarray(units, dtype="<u8").view(np.uint8).data
     step = block_tokens * 8
     parent = previous[-1] if previous else key_digest
     hashes = list(previous)
@@ -77,7 +77,8 @@ class ChainMemo:
         self._lock = threading.Lock()
 
     @property
-    def bytes(self) -> int:
+    def memo_bytes(self) -> int:
+        """Bytes remembered now."""
         return self._bytes
 
     def hashes(self, units: Units, key_digest: bytes) -> tuple[bytes, ...]:

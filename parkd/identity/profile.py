@@ -1,0 +1,185 @@
+"""What a chat template takes and how it opens a turn, found by asking it.
+
+A template is a program; reading it tells little. So it is rendered, once at start, over small conversations whose
+texts are marks that can be found again:
+
+    ...<|im_start|>user\\nUMARK<|im_end|>\\n<|im_start|>assistant\\nAMARK<|im_end|>\\n
+                        |---- user's end -----|------- opener -----|
+
+The end of a turn is what follows its mark at the end of a prompt; what else lies between two marks opens the second.
+An opener that cannot be had this way is left out, which costs checkpoints and labels, never an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from parkd.engine_adapter.base import ChatTemplate
+
+_SYSTEM, _SYSTEM_2, _USER, _USER_2, _ANSWER, _RESULT = (
+    "Qsysmark",
+    "Qsynmark",
+    "Qusemark",
+    "Qusnmark",
+    "Qansmark",
+    "Qresmark",
+)
+_CALL, _ARGUMENT, _VALUE = "qcallmark", "qargmark", "Qvalmark"
+
+_TOOLS: tuple[Mapping[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "qtool",
+            "description": "q",
+            "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+        },
+    },
+)
+
+
+class SystemInside(StrEnum):
+    """What becomes of a system message that is not first."""
+
+    IN_PLACE = "in-place"
+    USER = "user"
+    """The template refuses, drops or hoists it; it is rendered as a user turn where it stands."""
+    MERGED = "merged"
+    """As USER, and turns must alternate: it joins the user turn before or after it."""
+
+
+@dataclass(frozen=True)
+class TemplateProfile:
+    """How messages must look for this template."""
+
+    arguments_as_text: bool = False
+    """Tool-call arguments as JSON text; else as an object."""
+    calls_want_none: bool = False
+    """An assistant message of calls alone has content None; else an empty string."""
+    system_first: bool = True
+    """A first system message is rendered; else it is a user turn."""
+    systems_lead: bool = True
+    """Several system messages may lead; else they are joined."""
+    system_inside: SystemInside = SystemInside.IN_PLACE
+    openers: Mapping[str, str] = field(default_factory=dict)
+    """Role to the text that opens its turn, where that is known."""
+    generation_prompt: str = ""
+    """What `add_generation_prompt` adds; empty if it adds nothing."""
+
+
+def probe_template(template: ChatTemplate) -> TemplateProfile:
+    """Renders some fifteen small conversations. Never raises for what a template refuses."""
+    probe = _Probe(template)
+    as_text = probe.arguments_as_text()
+    want_none = probe.calls_want_none(as_text)
+    system_first = probe.in_order([_say("system", _SYSTEM), _say("user", _USER)])
+    lead = [_say("system", _SYSTEM)] if system_first else []
+    return TemplateProfile(
+        arguments_as_text=as_text,
+        calls_want_none=want_none,
+        system_first=system_first,
+        systems_lead=system_first and probe.in_order([*lead, _say("system", _SYSTEM_2), _say("user", _USER)]),
+        system_inside=probe.system_inside(lead),
+        openers=probe.openers(as_text, want_none),
+        generation_prompt=probe.generation_prompt(),
+    )
+
+
+def _say(role: str, content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def _call(as_text: bool, content: str | None) -> dict[str, Any]:
+    arguments: Any = f'{{"{_ARGUMENT}": "{_VALUE}"}}' if as_text else {_ARGUMENT: _VALUE}
+    call = {"id": "call_q", "type": "function", "function": {"name": _CALL, "arguments": arguments}}
+    return _say("assistant", content, tool_calls=[call])
+
+
+class _Probe:
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: bool = False, generation: bool = False
+    ) -> str | None:
+        """None when the template refuses."""
+        try:
+            return self._template.render(messages, _TOOLS if tools else (), {}, add_generation_prompt=generation)
+        except Exception:  # template code raises whatever it likes; a refusal is an answer here
+            return None
+
+    def in_order(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether every content appears, once, and in the order of the messages."""
+        text = self.text(messages)
+        if text is None:
+            return False
+        marks = [message["content"] for message in messages]
+        found = [text.find(mark) for mark in marks]
+        return found == sorted(found) and found[0] >= 0 and all(text.count(mark) == 1 for mark in marks)
+
+    def arguments_as_text(self) -> bool:
+        for content in ("", None):
+            text = self.text([_say("user", _USER), _call(False, content)], tools=True)
+            if text is not None and _VALUE in text and f"'{_ARGUMENT}'" not in text:
+                return False
+        return any(
+            _VALUE in (self.text([_say("user", _USER), _call(True, content)], tools=True) or "")
+            for content in ("", None)
+        )
+
+    def calls_want_none(self, as_text: bool) -> bool:
+        def shown(content: str | None) -> bool:
+            return _CALL in (self.text([_say("user", _USER), _call(as_text, content)], tools=True) or "")
+
+        return not shown("") and shown(None)
+
+    def system_inside(self, lead: Sequence[Mapping[str, Any]]) -> SystemInside:
+        turns = [*lead, _say("user", _USER), _say("assistant", _ANSWER)]
+        if self.in_order([*turns, _say("system", _SYSTEM_2), _say("user", _USER_2)]):
+            return SystemInside.IN_PLACE
+        if self.in_order([*turns, _say("user", _SYSTEM_2), _say("user", _USER_2)]):
+            return SystemInside.USER
+        return SystemInside.MERGED
+
+    def generation_prompt(self) -> str:
+        without = self.text([_say("user", _USER)])
+        with_it = self.text([_say("user", _USER)], generation=True)
+        if without is None or with_it is None or not with_it.startswith(without):
+            return ""
+        return with_it[len(without) :]
+
+    def openers(self, as_text: bool, want_none: bool) -> dict[str, str]:
+        turns = [_say("user", _USER), _say("assistant", _ANSWER), _say("user", _USER_2)]
+        talk = self.text(turns)
+        call = _call(as_text, None if want_none else "")
+        calls = [_say("user", _USER), call, _say("tool", _RESULT, tool_call_id="call_q", name=_CALL)]
+        work = self.text(calls, tools=True)
+        system = self.text([*turns[:2], _say("system", _SYSTEM_2), _say("user", _USER_2)])
+        user_end = self.end_after(turns[:1], _USER)
+        answer_end = self.end_after(turns[:2], _ANSWER)
+        found = {
+            "user": _opener(talk, _ANSWER, answer_end, _USER_2),
+            "assistant": _opener(talk, _USER, user_end, _ANSWER),
+            "system": _opener(system, _ANSWER, answer_end, _SYSTEM_2),
+            "tool": _opener(work, _VALUE, self.end_after(calls[:2], _VALUE, tools=True), _RESULT),
+        }
+        return {role: opener for role, opener in found.items() if opener}
+
+    def end_after(self, messages: Sequence[Mapping[str, Any]], mark: str, *, tools: bool = False) -> str | None:
+        """What the template writes behind the last message's mark."""
+        _, found, end = (self.text(messages, tools=tools) or "").rpartition(mark)
+        return end if found else None
+
+
+def _opener(text: str | None, before: str, end: str | None, mark: str) -> str:
+    """What lies between the end of the turn of `before` and `mark`; empty when that cannot be told."""
+    if text is None or end is None:
+        return ""
+    start, stop = text.find(before), text.find(mark)
+    if start < 0 or stop < start:
+        return ""
+    gap = text[start + len(before) : stop]
+    return gap[len(end) :] if gap.startswith(end) else ""

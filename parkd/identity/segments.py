@@ -1,0 +1,169 @@
+"""Where messages lie in a rendered prompt: labels for people, and the places where a later prompt may fork.
+
+    text    |<|im_start|>system\\nYou ...|<|im_end|>\\n|<|im_start|>user\\nHi ...|...|<|im_start|>assistant\\n
+    cuts    ^                          ^            ^                         ...   ^
+            opener of `system`                      opener of `user`                generation prompt
+
+A message is found at a cut where the text opens its role's turn and holds the head of its content before the next
+opener. What is not found this way is left out: a missing or a wrong boundary costs a checkpoint, never an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parkd.identity.canonical import CanonicalMessage
+from parkd.identity.profile import TemplateProfile
+from parkd.identity.render import RenderedPrompt
+from parkd.identity.tokens import SegmentTokenizer, TokenisedText
+from parkd.types import SegmentSpan
+
+_LOOK_AHEAD = 8
+"""Openers of a role that are tried for one message; text that imitates openers costs at most this."""
+
+_HEAD_CHARS = 48
+"""Characters of a message's content by which it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMap:
+    segments: tuple[SegmentSpan, ...] = ()
+    boundaries: tuple[int, ...] = ()
+
+
+def map_prompt(
+    prompt: RenderedPrompt, tokenised: TokenisedText, tokenizer: SegmentTokenizer, profile: TemplateProfile
+) -> PromptMap:
+    """Segments cover the whole prompt without gaps; boundaries are ascending, inside `(0, n)`."""
+    length = len(tokenised.ids)
+    if not prompt.turns:
+        return PromptMap((SegmentSpan(0, length, "prompt"),) if length else ())
+    openers = _find_openers(tokenised, profile)
+    starts = _find_turns(prompt.turns, tokenised.text, openers)
+    generation = _find_generation(tokenised.text, openers, starts, profile)
+    lead = next((i for i, turn in enumerate(prompt.turns) if turn.role != "system"), len(prompt.turns))
+    head_end = _head_end(prompt.turns, lead, starts, tokenised.text)
+    positions = {char: tokenizer.position_of(tokenised, char) for char in starts.values()}
+    marks: dict[int, str] = {}
+    for index, char in starts.items():
+        if index >= lead:
+            marks[positions[char]] = _label(prompt.turns, index, starts)
+    head_position = tokenizer.position_of(tokenised, head_end) if head_end is not None else None
+    if head_position is not None:
+        inside = [position for position in marks if position < head_position]
+        # A system text inside the first turn: that turn's own part begins where the system text ends.
+        for position in inside:
+            marks[head_position] = marks.pop(position)
+    boundaries = {position for position in (head_position,) if position is not None}
+    users = [char for index, char in starts.items() if prompt.turns[index].message["role"] == "user"]
+    if users:
+        boundaries.add(positions[max(users)])
+    boundaries |= {positions[char] for index, char in starts.items() if prompt.turns[index].role == "assistant"}
+    if generation is not None:
+        position = tokenizer.position_of(tokenised, generation)
+        marks[position] = "generation prompt"
+        boundaries.add(position)
+    head_label = _head_label(bool(lead), prompt.has_tools)
+    return PromptMap(
+        _spans(marks, head_label, length),
+        tuple(sorted(position for position in boundaries if 0 < position < length)),
+    )
+
+
+def _find_openers(tokenised: TokenisedText, profile: TemplateProfile) -> list[tuple[int, frozenset[str]]]:
+    """`(char, roles)` of every cut that opens a turn; roles may share the start of their openers."""
+    by_role = profile.openers
+    any_opener = tuple(by_role.values())
+    text = tokenised.text
+    return [
+        (cut, frozenset(role for role, opener in by_role.items() if text.startswith(opener, cut)))
+        for cut in tokenised.cuts[:-1]
+        if text.startswith(any_opener, cut)
+    ]
+
+
+def _find_turns(
+    turns: Sequence[CanonicalMessage], text: str, openers: Sequence[tuple[int, frozenset[str]]]
+) -> dict[int, int]:
+    """Turn index to the character its turn starts at, ascending in both, for those that are found."""
+    starts: dict[int, int] = {}
+    ends = [char for char, _ in openers[1:]] + [len(text)]
+    reached = 0
+    for index, turn in enumerate(turns):
+        head = _head(turn.message["content"])
+        tried = 0
+        for place in range(reached, len(openers)):
+            char, roles = openers[place]
+            if turn.message["role"] not in roles:
+                continue
+            if text.find(head, char, ends[place]) >= 0:
+                starts[index] = char
+                reached = place + 1
+                break
+            tried += 1
+            if tried == _LOOK_AHEAD:
+                break
+    return starts
+
+
+def _head(content: object) -> str:
+    if isinstance(content, list):
+        content = next((part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text"), "")
+    # A template may move a thought out of the content; what follows it stays.
+    return content.rpartition("</think>")[2].strip()[:_HEAD_CHARS] if isinstance(content, str) else ""
+
+
+def _find_generation(
+    text: str, openers: Sequence[tuple[int, frozenset[str]]], starts: dict[int, int], profile: TemplateProfile
+) -> int | None:
+    """The last opener, if it opens an answer and no message begins there or later."""
+    if not openers or not profile.generation_prompt:
+        return None
+    char, roles = openers[-1]
+    opens = "assistant" in roles or text.startswith(profile.generation_prompt, char)
+    return char if opens and char > max(starts.values(), default=-1) else None
+
+
+def _head_end(turns: Sequence[CanonicalMessage], lead: int, starts: dict[int, int], text: str) -> int | None:
+    """The character at which system and tools end: the first other message, or the end of the system text in it."""
+    first = starts.get(lead)
+    if first is None:
+        return None
+    if lead:
+        content = turns[lead - 1].message["content"]
+        system = content.strip() if isinstance(content, str) else ""
+        found = text.find(system) if system else -1
+        if found > first:
+            return found + len(system)
+    return first
+
+
+def _head_label(has_system: bool, has_tools: bool) -> str:
+    if has_system and has_tools:
+        return "system and tools"
+    return "system" if has_system else "tools" if has_tools else "template"
+
+
+def _label(turns: Sequence[CanonicalMessage], index: int, starts: dict[int, int]) -> str:
+    """Names a message as the client counts, from 1; with it those that follow unfound."""
+    stop = index + 1
+    while stop < len(turns) and stop not in starts:
+        stop += 1
+    first, last = turns[index].origin, turns[stop - 1].last_origin
+    if last > first:
+        return f"messages {first + 1} to {last + 1}"
+    return f"message {first + 1} ({turns[index].role})"
+
+
+def _spans(marks: dict[int, str], head_label: str, length: int) -> tuple[SegmentSpan, ...]:
+    if marks and 0 not in marks:
+        marks = {0: head_label, **marks}
+    elif not marks:
+        marks = {0: head_label}
+    positions = sorted(marks)
+    return tuple(
+        SegmentSpan(start, stop, marks[start])
+        for start, stop in zip(positions, [*positions[1:], length], strict=True)
+        if start < stop
+    )

@@ -1,0 +1,194 @@
+"""Text to ids, a segment at a time, so that a grown conversation tokenises its new text only.
+
+    text   |<|im_start|>system\\n...|<|im_end|>\\n|<|im_start|>user\\n...|<|im_end|>\\n|
+           ^ piece               ^ piece       ^ piece              ^ piece
+
+A tokenizer takes its special tokens out before anything else, so no other token reaches across one: a piece is a
+special token and the text up to the next, and pieces tokenised alone give the ids of the whole. (The special token
+stays in front of its text because some tokenizers treat the very start of a text differently.) That this holds is not
+taken on trust: `cuttable_tokens` compares it on adversarial texts at start, and where it fails, texts are tokenised
+whole.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from parkd.engine_adapter.base import Tokenizer
+from parkd.identity.cuts import cuttable_tokens, token_pattern
+from parkd.types import TokenIds
+
+TEXTS_KEPT = 8
+"""Whole prompts remembered, to find the part of the next one that is old."""
+
+_COMPARE_CHARS = 16384
+_PIECE_OVERHEAD_BYTES = 240
+"""Of a memo entry besides text and ids: dictionary seat and array header."""
+_CUT_BYTES = 80
+"""Of one cut in two lists of Python integers."""
+
+_PieceIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenisedText:
+    """A text, its ids, and where both were cut: piece i is `text[cuts[i]:cuts[i+1]]` and the ids
+    `[positions[i], positions[i+1])`. Both lists start with 0 and end with the length."""
+
+    text: str
+    ids: TokenIds
+    """`[n]`, read-only."""
+    cuts: list[int]
+    positions: list[int]
+
+    @property
+    def bytes(self) -> int:
+        return sys.getsizeof(self.text) + self.ids.nbytes + len(self.cuts) * _CUT_BYTES
+
+
+class SegmentTokenizer:
+    """Thread-safe. `memo_bytes` bounds what is remembered: two thirds for pieces, the rest for whole prompts."""
+
+    def __init__(self, tokenizer: Tokenizer, memo_bytes: int) -> None:
+        self._tokenizer = tokenizer
+        self._cuttable = cuttable_tokens(tokenizer)
+        self._pattern = token_pattern(tokenizer.special_tokens) if self._cuttable else None
+        self._reach = max((len(token) for token in tokenizer.special_tokens), default=0)
+        self._piece_limit_bytes = memo_bytes * 2 // 3
+        self._text_limit_bytes = memo_bytes - self._piece_limit_bytes
+        self._pieces: OrderedDict[str, _PieceIds] = OrderedDict()
+        self._piece_bytes = 0
+        self._texts: deque[TokenisedText] = deque()
+        self._text_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def by_segment(self) -> bool:
+        """False when this tokenizer's texts can only be tokenised whole."""
+        return self._pattern is not None
+
+    @property
+    def memo_bytes(self) -> int:
+        """Bytes remembered now."""
+        return self._piece_bytes + self._text_bytes
+
+    def tokenise(self, text: str) -> TokenisedText:
+        base, shared = self._base_of(text)
+        if base is not None and base.text == text:
+            self._keep(base, replaces=base)
+            return base
+        cuts, positions = (base.cuts[:shared], base.positions[:shared]) if base is not None else ([], [])
+        start, position = (base.cuts[shared], base.positions[shared]) if base is not None else (0, 0)
+        arrays: list[npt.NDArray[Any]] = [base.ids[:position]] if base is not None else []
+        for stop in self._cuts_of(text, start):
+            ids = self._piece(text[start:stop])
+            arrays.append(ids)
+            cuts.append(start)
+            positions.append(position)
+            start, position = stop, position + len(ids)
+        cuts.append(len(text))
+        positions.append(position)
+        whole = np.concatenate(arrays, dtype=np.int64) if arrays else np.empty(0, np.int64)
+        whole.flags.writeable = False
+        result = TokenisedText(text, whole, cuts, positions)
+        # A text of which all but its tail (a generation prompt) is in the new one will not be needed again.
+        grown = base if base is not None and shared >= len(base.cuts) - 3 else None
+        self._keep(result, replaces=grown)
+        return result
+
+    def position_of(self, tokenised: TokenisedText, char: int) -> int:
+        """The last token position that lies wholly before `char`, for any later text that agrees up to there.
+
+        Exact at a cut; inside a piece, the head is tokenised alone and counts as far as its ids are the same.
+        """
+        piece = bisect_right(tokenised.cuts, char) - 1
+        position = tokenised.positions[piece]
+        if tokenised.cuts[piece] == char:
+            return position
+        head = self._piece(tokenised.text[tokenised.cuts[piece] : char])
+        known = tokenised.ids[position : tokenised.positions[piece + 1]]
+        count = min(len(head), len(known))
+        differs = head[:count] != known[:count]
+        return position + (int(differs.argmax()) if differs.any() else count)
+
+    def _cuts_of(self, text: str, start: int) -> list[int]:
+        """Ends of the pieces of `text[start:]`, in order."""
+        stops = []
+        if self._pattern is not None:
+            cuttable = self._cuttable
+            stops = [m.start() for m in self._pattern.finditer(text, start) if m.start() > start and m[0] in cuttable]
+        if start < len(text):
+            stops.append(len(text))
+        return stops
+
+    def _piece(self, text: str) -> _PieceIds:
+        with self._lock:
+            known = self._pieces.get(text)
+            if known is not None:
+                self._pieces.move_to_end(text)
+                return known
+        ids = np.asarray(self._tokenizer.encode(text), dtype=np.int32)
+        cost = sys.getsizeof(text) + ids.nbytes + _PIECE_OVERHEAD_BYTES
+        with self._lock:
+            if cost <= self._piece_limit_bytes and text not in self._pieces:
+                self._pieces[text] = ids
+                self._piece_bytes += cost
+                while self._piece_bytes > self._piece_limit_bytes:
+                    old, old_ids = self._pieces.popitem(last=False)
+                    self._piece_bytes -= sys.getsizeof(old) + old_ids.nbytes + _PIECE_OVERHEAD_BYTES
+        return ids
+
+    def _base_of(self, text: str) -> tuple[TokenisedText | None, int]:
+        """The remembered text that shares the most pieces, and the index of the first cut that is not shared.
+
+        A special token is found by the characters from its start on, so cuts are the same only as long as both texts
+        agree for the longest token's length beyond them.
+        """
+        with self._lock:
+            texts = list(self._texts)
+        best, best_chars, best_shared = None, 0, 0
+        for known in reversed(texts):
+            same = _common_chars(known.text, text)
+            if same == len(text) == len(known.text):
+                return known, len(known.cuts) - 1
+            shared = bisect_right(known.cuts, same - self._reach, hi=len(known.cuts) - 1) - 1
+            if shared > 0 and known.cuts[shared] > best_chars:
+                best, best_chars, best_shared = known, known.cuts[shared], shared
+        return best, best_shared
+
+    def _keep(self, tokenised: TokenisedText, *, replaces: TokenisedText | None) -> None:
+        with self._lock:
+            kept = [known for known in self._texts if known is not replaces and known.text != tokenised.text]
+            if tokenised.bytes <= self._text_limit_bytes:
+                kept.append(tokenised)
+            size_bytes = sum(known.bytes for known in kept)
+            while size_bytes > self._text_limit_bytes or len(kept) > TEXTS_KEPT:
+                size_bytes -= kept.pop(0).bytes
+            self._texts = deque(kept)
+            self._text_bytes = size_bytes
+
+
+def _common_chars(a: str, b: str) -> int:
+    """Leading characters that are equal; compares slices, so the cost is that of the equal part."""
+    stop = min(len(a), len(b))
+    start = 0
+    while start < stop and a[start : start + _COMPARE_CHARS] == b[start : start + _COMPARE_CHARS]:
+        start += _COMPARE_CHARS
+    if start >= stop:
+        return stop
+    low, high = start, min(start + _COMPARE_CHARS, stop)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[start:middle] == b[start:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
