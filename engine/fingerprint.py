@@ -1,0 +1,56 @@
+"""What must be equal before two runs of the engine may share state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+FINGERPRINT_BYTES = 16
+
+_SHAPELESS = frozenset(
+    {
+        "_attn_implementation",
+        "_commit_hash",
+        "_name_or_path",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    }
+)
+"""Configuration that does not change a single number of a token's state. What is not listed is taken to change it."""
+
+
+def fingerprint(weights_digest: bytes, config: Mapping[str, Any], dtype: torch.dtype, kv_dtype: torch.dtype) -> bytes:
+    """16 bytes over weights, configuration (the library's `config.to_dict()`), compute dtype and KV dtype.
+
+    Not over the context size, the devices or the chat template: those do not change a token's state, or the ids tell.
+    """
+    canonical = json.dumps(_shaping(config), sort_keys=True, separators=(",", ":"), default=str)
+    hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-engine")
+    for part in (weights_digest, canonical.encode(), str(dtype).encode(), str(kv_dtype).encode()):
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def _shaping(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _shaping(inner) for name, inner in value.items() if name not in _SHAPELESS}
+    if isinstance(value, (list, tuple)):
+        return [_shaping(inner) for inner in value]
+    return value

@@ -1,0 +1,226 @@
+"""Finds a model's files and loads them: a Hugging Face directory, a hub id, a GGUF file or `random:NAME`.
+
+The configuration is read and judged first; only then are weights touched. Nothing is ever unpickled and no code that
+comes with a model is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from engine import gguf_convert, gguf_model, presets
+from engine.architectures import check_config
+from engine.chat import ChatTemplate, ChatTokenizer
+from engine.gguf import GgufFile
+from engine.load_errors import ModelLoadError
+from engine.model_cache import DIGEST_BYTES, ModelCache, Progress
+
+SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+WEIGHT_FILES = ("*.safetensors",)
+PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """What to load, and where converted files are kept."""
+
+    model: str
+    """Directory, hub id, GGUF file or `random:NAME`."""
+    cache_dir: Path
+    chat_template_file: Path | None = None
+    """Replaces the model's own template."""
+    dtype: torch.dtype | None = None
+    """What the weights are computed in; None is float32 on CPU and the checkpoint's own elsewhere."""
+    device: str = "cpu"
+    """Of the first stage. Weights come to main memory, random ones of a real shape to this device."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model with everything that turns messages into its ids and its ids into text."""
+
+    name: str
+    config: Any
+    """The library's configuration."""
+    model: Any
+    """The library's causal language model, in evaluation mode."""
+    tokenizer: ChatTokenizer
+    template: ChatTemplate
+    dtype: torch.dtype
+    weights_digest: bytes
+    """16 bytes over the content of the weight files, or over the recipe of random weights."""
+    end_token_ids: frozenset[int]
+
+
+def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedModel:
+    """Loads `config.model`. Raises UnsupportedModel (before weights are read) or ModelLoadError."""
+    template = _template_source(config.chat_template_file)
+    if config.model.startswith(presets.PREFIX):
+        return _load_preset(config, template)
+    path = Path(config.model).expanduser()
+    cache = ModelCache(config.cache_dir)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelLoadError(f"{path} is a file but not a GGUF file; name a .gguf file or a model directory.")
+        folder, digest = _converted(path, config, cache, progress)
+        return _load_folder(path.stem, folder, config, template, digest, progress)
+    if path.is_dir():
+        folder = path
+        _checked_config(folder)
+    elif _HUB_ID.fullmatch(config.model):
+        folder = _downloaded(config.model)
+    else:
+        raise ModelLoadError(f"{config.model} is neither a directory, a GGUF file nor a hub id such as owner/name.")
+    digest = _directory_digest(folder, cache, progress)
+    return _load_folder(path.name, folder, config, template, digest, progress)
+
+
+def _load_folder(
+    name: str, folder: Path, config: LoadConfig, template: str | None, digest: bytes, progress: Progress | None
+) -> LoadedModel:
+    settings = _checked_config(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    if progress is not None:
+        progress(f"Loading {name}", 0.0)
+    dtype = _compute_dtype(config, settings)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=settings,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        ).eval()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelLoadError(f"The weights in {folder} cannot be loaded: {error}") from error
+    if progress is not None:
+        progress(f"Loading {name}", 1.0)
+    return LoadedModel(
+        name=name,
+        config=settings,
+        model=model,
+        tokenizer=ChatTokenizer(tokenizer),
+        template=ChatTemplate(tokenizer, template),
+        dtype=dtype,
+        weights_digest=digest,
+        end_token_ids=_end_token_ids(folder, settings, tokenizer),
+    )
+
+
+def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
+    settings = presets.preset_config(config.model)
+    check_config(settings)
+    device = torch.device(config.device)
+    dtype = config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    tokenizer = presets.tiny_tokenizer()
+    return LoadedModel(
+        name=config.model,
+        config=settings,
+        model=presets.random_model(settings, dtype, device),
+        tokenizer=ChatTokenizer(tokenizer),
+        template=ChatTemplate(tokenizer, template),
+        dtype=dtype,
+        weights_digest=presets.preset_digest(config.model, dtype, device),
+        end_token_ids=frozenset({settings.eos_token_id}),
+    )
+
+
+def _converted(path: Path, config: LoadConfig, cache: ModelCache, progress: Progress | None) -> tuple[Path, bytes]:
+    """The folder made of a GGUF file, now or earlier, and the digest of what it holds."""
+    dtype = config.dtype or (torch.float32 if torch.device(config.device).type == "cpu" else torch.bfloat16)
+    with GgufFile(path) as file:
+        settings = gguf_model.model_config(file)
+        check_config(AutoConfig.for_model(**settings))
+        source = cache.file_digest(path, progress)
+        recipe = f"{source.hex()} {gguf_convert.CONVERSION_VERSION} {dtype}"
+        digest = blake2b(recipe.encode(), digest_size=DIGEST_BYTES).digest()
+        folder = cache.converted(digest.hex(), lambda part: gguf_convert.convert(file, part, dtype, progress))
+    return folder, digest
+
+
+def _downloaded(hub_id: str) -> Path:
+    """The folder of a hub model: configuration first, weights only when it is one that can be run."""
+    try:
+        _checked_config(Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES))))
+        return Path(snapshot_download(hub_id, allow_patterns=[*SMALL_FILES, *WEIGHT_FILES]))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelLoadError(f"{hub_id} is no local path and cannot be had from the hub: {error}") from error
+
+
+def _checked_config(folder: Path) -> Any:
+    """The configuration in `folder`, known to be one the engine runs."""
+    if not (folder / "config.json").is_file():
+        files = sorted(file.name for file in folder.glob("*.gguf"))
+        hint = f" Name one of its GGUF files: {', '.join(files)}." if files else ""
+        raise ModelLoadError(f"{folder} holds no config.json, so it is no model directory.{hint}")
+    try:
+        settings = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"The configuration in {folder} cannot be read: {error}") from error
+    check_config(settings)
+    return settings
+
+
+def _directory_digest(folder: Path, cache: ModelCache, progress: Progress | None) -> bytes:
+    """16 bytes over names and content of the weight files. Raises ModelLoadError if there are none to be trusted."""
+    files = sorted(folder.glob(WEIGHT_FILES[0]))
+    if not files:
+        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED_SUFFIXES)
+        if pickled:
+            raise ModelLoadError(
+                f"{folder} holds its weights as {', '.join(pickled)}. Such files can run code when they are opened and "
+                f"are never loaded; convert them to safetensors, or download a version that has them."
+            )
+        raise ModelLoadError(f"{folder} holds no weights (*.safetensors).")
+    hasher = blake2b(digest_size=DIGEST_BYTES)
+    for file in files:
+        hasher.update(file.name.encode() + b"\0" + cache.file_digest(file, progress))
+    return hasher.digest()
+
+
+def _compute_dtype(config: LoadConfig, settings: Any) -> torch.dtype:
+    if config.dtype is not None:
+        return config.dtype
+    # CPUs without bf16 instructions are three times slower in it, so there it is float32 whatever the file holds.
+    own = getattr(settings, "dtype", None)
+    if torch.device(config.device).type == "cpu":
+        return torch.float32
+    return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def _end_token_ids(folder: Path, settings: Any, tokenizer: Any) -> frozenset[int]:
+    named: list[int | Sequence[int] | None] = [settings.eos_token_id, tokenizer.eos_token_id]
+    if (folder / "generation_config.json").is_file():
+        named.append(GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id)
+    ids: set[int] = set()
+    for entry in named:
+        if entry is not None:
+            ids |= {entry} if isinstance(entry, int) else set(entry)
+    return frozenset(ids)
+
+
+def _template_source(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"The chat template {path} cannot be read: {error}.") from error
+
+
+def shaping_config(settings: Any) -> Mapping[str, Any]:
+    """The library's configuration as plain values, for the fingerprint."""
+    plain: Mapping[str, Any] = settings.to_dict()
+    return plain

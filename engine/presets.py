@@ -1,0 +1,139 @@
+"""Models with random weights, for tests and benchmarks: `random:NAME`. No files, no network.
+
+The tiny ones make readable nonsense through a tokenizer trained in code; the real shapes are for measuring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from engine.load_errors import ModelLoadError
+
+PREFIX = "random:"
+SEED = 20
+WEIGHT_GAIN = 1.5
+"""A weight's standard deviation is this over the root of its inputs: scores then depend on the whole prompt, and differ
+enough that wrong state gives other tokens."""
+RECIPE_VERSION = 1
+"""Part of the weights' digest: raise it when the same preset would get other numbers."""
+
+TINY_VOCABULARY = 512
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END_TOKEN = "<|im_end|>"  # noqa: S105
+CHATML = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRAINING_TEXT = (
+    "A server holds one conversation in memory and parks the others. When a conversation comes back, its rows are "
+    "restored and the prompt is not read again.",
+    "user assistant system tools message content role arguments function name type string",
+    "The quick brown fox jumps over the lazy dog. 0123456789",
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A shape: the library's `model_type` and its settings."""
+
+    model_type: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": TINY_VOCABULARY,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "tiny-llama": Preset("llama", _TINY),
+        "tiny-qwen2": Preset("qwen2", {name: value for name, value in _TINY.items() if name != "head_dim"}),
+        "tiny-qwen3": Preset("qwen3", _TINY),
+        "qwen3-8b": Preset(
+            "qwen3",
+            {
+                "hidden_size": 4096,
+                "intermediate_size": 12288,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "vocab_size": 151936,
+                "max_position_embeddings": 131072,
+                "tie_word_embeddings": False,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            },
+        ),
+    }
+)
+
+
+def preset_config(model: str) -> Any:
+    """The library's configuration of `random:NAME`. Raises ModelLoadError for an unknown name."""
+    name = model.removeprefix(PREFIX)
+    preset = PRESETS.get(name)
+    if preset is None:
+        raise ModelLoadError(f"There is no random model {name!r}; these are: {', '.join(PRESETS)}.")
+    config = AutoConfig.for_model(preset.model_type, **preset.settings)
+    config.bos_token_id, config.eos_token_id = None, SPECIAL_TOKENS.index(END_TOKEN)
+    return config
+
+
+def preset_digest(model: str, dtype: torch.dtype, device: torch.device) -> bytes:
+    """16 bytes that stand for the weights: they follow from these. Kinds of device draw different numbers."""
+    text = f"{model} {SEED} {RECIPE_VERSION} {dtype} {device.type}"
+    return blake2b(text.encode(), digest_size=16, person=b"parkd-random").digest()
+
+
+def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model whose weights are drawn on `device` itself, so that no copy of them passes through main memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    rotary = type(model.base_model.rotary_emb)
+    model.to_empty(device=device)
+    model.tie_weights()
+    generator = torch.Generator(device).manual_seed(SEED)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, WEIGHT_GAIN / parameter.shape[-1] ** 0.5, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        # The rotary frequencies are computed, not drawn: they belong to the configuration.
+        model.base_model.rotary_emb = rotary(config=config).to(device)
+    return model.eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of at most `TINY_VOCABULARY` tokens with a ChatML template: any text goes through it."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TINY_VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TRAINING_TEXT, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_TOKEN)
+    tokenizer.chat_template = CHATML
+    return tokenizer

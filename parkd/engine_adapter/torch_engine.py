@@ -1,0 +1,267 @@
+"""The torch engine behind the daemon's seam: the only module of parkd that imports `engine`.
+
+Here the engine's errors become the daemon's:
+
+    before serving   UnsupportedModel, ModelLoadError, InvalidSplit, OutOfMemory  ->  ModelError
+    in a turn        StageFailed, BadLogits, ContextFull                          ->  EngineFailure, the state is valid
+                     a device that stopped answering                              ->  EngineLost
+    in a restore     SnapshotError                                                ->  RestoreFailed, the state is empty
+    in a template    TemplateRefused                                              ->  InvalidRequest
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import snapshot
+from engine.architectures import architecture_of
+from engine.arena import StageArena
+from engine.chat import ChatTemplate as EngineTemplate
+from engine.config import EngineConfig
+from engine.errors import EngineError, SnapshotError
+from engine.fingerprint import fingerprint
+from engine.layout import StageStateLayout, build_layout
+from engine.load_errors import TemplateRefused
+from engine.loader import LoadConfig, LoadedModel, load_model
+from engine.memory import StageNeed, choose_context, free_bytes
+from engine.sampling import Sampler
+from engine.session import Session
+from engine.stages import Stage, place, split_layers
+from engine.text import Piece, TextAssembler
+from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, TextPiece, Tokenizer
+from parkd.errors import EngineFailure, EngineLost, InvalidRequest, ModelError, RestoreFailed
+from parkd.types import Checksums, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
+
+Progress = Callable[[str, float], None]
+"""Told what is being done and the share of it that is done, 0 to 1."""
+
+_LOST_SIGNS = ("device-side assert", "illegal memory access", "unspecified launch failure", "Xid", "uncorrectable ECC")
+
+
+@dataclass(frozen=True)
+class TorchEngineConfig:
+    """What to load and how to lay it out."""
+
+    model: str
+    """Directory, hub id, GGUF file or `random:NAME`."""
+    cache_dir: Path
+    """Converted weights and digests of weight files are kept here."""
+    name: str | None = None
+    """What the model is called; None: after its files."""
+    chat_template_file: Path | None = None
+    layout: EngineConfig = field(default_factory=EngineConfig)
+    reserved_bytes: int = 0
+    """Main memory promised to parked conversations: the arenas leave it alone."""
+    is_demo_model: bool = False
+
+
+class TorchEngine:
+    """A `RowEngine` over `engine.session.Session`."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        session: Session,
+        info: EngineInfo,
+        *,
+        fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        """`fresh_seed` gives the randomness of answers whose request names no seed."""
+        self.info = info
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.template: ChatTemplate = _Template(loaded.template)
+        self._chat = loaded.tokenizer
+        self._session = session
+        self._fresh_seed = fresh_seed
+
+    @classmethod
+    def load(
+        cls,
+        config: TorchEngineConfig,
+        progress: Progress | None = None,
+        *,
+        free: Callable[[str], int] = free_bytes,
+        fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> TorchEngine:
+        """Loads the model and allocates the arenas. `free` tells the bytes a device can still give.
+
+        Raises ModelError, whose message says what to do.
+        """
+        layout = config.layout
+        try:
+            loaded = load_model(
+                LoadConfig(config.model, config.cache_dir, config.chat_template_file, layout.dtype, layout.devices[0]),
+                progress,
+            )
+            ranges = split_layers(loaded.config, len(layout.devices), layout.layer_split)
+            kv_dtype = layout.kv_dtype or loaded.dtype
+            state = build_layout(loaded.config, ranges, kv_dtype)
+            stages = place(loaded.model, ranges, layout.devices)
+            context = choose_context(
+                [StageNeed(d, s.row_bytes, s.fixed_bytes) for d, s in zip(layout.devices, state, strict=True)],
+                int(loaded.config.max_position_embeddings),
+                layout.context_tokens,
+                reserved_bytes=config.reserved_bytes,
+                free=free,
+            )
+            arenas = [StageArena(s, context, d) for d, s in zip(layout.devices, state, strict=True)]
+            session = Session(stages, arenas, layout.batch_tokens)
+        except EngineError as error:
+            raise ModelError(str(error)) from error
+        info = EngineInfo(
+            model_name=config.name or loaded.name,
+            architecture=architecture_of(loaded.config),
+            fingerprint=fingerprint(loaded.weights_digest, loaded.config.to_dict(), loaded.dtype, kv_dtype),
+            context_tokens=context,
+            vocab_size=int(loaded.config.vocab_size),
+            end_token_ids=loaded.end_token_ids,
+            layout=_state_layout(state, session.checksum.name),
+            devices=layout.devices,
+            weights_bytes=_weights_bytes(stages),
+            arena_bytes=sum(arena.nbytes for arena in arenas),
+            is_demo_model=config.is_demo_model,
+        )
+        return cls(loaded, session, info, fresh_seed=fresh_seed)
+
+    @property
+    def position(self) -> int:
+        return self._session.position
+
+    def reset(self) -> None:
+        self._session.reset()
+
+    def truncate(self, position: int) -> None:
+        self._session.truncate(position)
+
+    def extend(self, token_ids: TokenIds, *, cancel: Cancel, on_chunk: Callable[[int], None] | None = None) -> int:
+        with _translated():
+            return self._session.extend(token_ids, cancel=cancel, on_chunk=on_chunk)
+
+    def generate(
+        self,
+        last_token_id: int,
+        sampling: SamplingParams,
+        *,
+        history: TokenIds,
+        mask: TokenMask | None = None,
+    ) -> Iterator[Sequence[int]]:
+        sampler = Sampler(sampling, self.info.vocab_size, history, fresh_seed=self._fresh_seed())
+        token = last_token_id
+        while self._session.position < self.info.context_tokens:
+            with _translated():
+                logits = self._session.step(token)
+                token = sampler.pick(logits, None if mask is None else mask.allowed())
+            if mask is not None:
+                mask.accept(token)
+            yield (token,)
+
+    def text_stream(self, stop: Sequence[str]) -> _TextStream:
+        return _TextStream(self._chat.text(stop))
+
+    def capture(self, transfer: Transfer) -> Checksums:
+        with _translated():
+            sums = snapshot.capture(self._session, transfer)
+        return Checksums(sums.rows, sums.fixed)
+
+    def restore(self, transfer: Transfer) -> None:
+        try:
+            snapshot.restore(self._session, transfer)
+        except SnapshotError as error:
+            # A mismatch leaves the rows alone, but who asked for it must be able to read cold from an empty engine.
+            self._session.reset()
+            if _is_lost(error):
+                raise EngineLost(_lost_message(error)) from error
+            raise RestoreFailed(str(error)) from error
+        except BaseException:
+            self._session.reset()
+            raise
+
+    def close(self) -> None:
+        """Gives the arenas back. The engine is of no use afterwards."""
+        self._session.reset()
+        for arena in self._session.arenas:
+            arena.rows = torch.empty(0, dtype=torch.uint8)
+            arena.fixed = torch.empty(0, dtype=torch.uint8)
+
+
+class _Template:
+    """The engine's template, refusing in the daemon's words."""
+
+    def __init__(self, template: EngineTemplate) -> None:
+        self._template = template
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        try:
+            return self._template.render(messages, tools, kwargs, add_generation_prompt=add_generation_prompt)
+        except TemplateRefused as error:
+            raise InvalidRequest(str(error), param="messages") from error
+
+
+class _TextStream:
+    """One answer's text."""
+
+    def __init__(self, assembler: TextAssembler) -> None:
+        self._assembler = assembler
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        return _piece(self._assembler.push(token_ids))
+
+    def flush(self) -> TextPiece:
+        return _piece(self._assembler.flush())
+
+
+def _piece(piece: Piece) -> TextPiece:
+    return TextPiece(piece.text, piece.stop_string)
+
+
+def _state_layout(stages: Sequence[StageStateLayout], checksum: str) -> StateLayout:
+    return StateLayout(
+        tuple(StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in stages), checksum
+    )
+
+
+def _weights_bytes(stages: Sequence[Stage]) -> int:
+    """Bytes of all weights; what stages on one device share counts once."""
+    modules = [module for stage in stages for module in (stage.inner, stage.head) if module is not None]
+    tensors = [parameter for module in modules for parameter in module.parameters()]
+    return sum({(str(t.device), t.data_ptr()): t.numel() * t.element_size() for t in tensors}.values())
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except EngineError as error:
+        if _is_lost(error):
+            raise EngineLost(_lost_message(error)) from error
+        raise EngineFailure(f"The engine could not finish this turn: {error}. Send the request again.") from error
+
+
+def _lost_message(error: BaseException) -> str:
+    return f"The device stopped working and parkd must be started again: {error}"
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether the device's context is poisoned: every later call on it would fail too."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.AcceleratorError) and not isinstance(cause, torch.OutOfMemoryError):
+            return True
+        if any(sign in str(cause) for sign in _LOST_SIGNS):
+            return True
+        cause = cause.__cause__
+    return False
