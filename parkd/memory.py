@@ -13,7 +13,7 @@ _UNLIMITED = 1 << 60
 def free_memory_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be taken without swapping. `root` holds `proc` and `sys`; where they are missing (not Linux),
     the system's own figure stands alone."""
-    machine = psutil.virtual_memory().available
+    machine = int(psutil.virtual_memory().available)
     limits = cgroup_free_bytes(root)
     return machine if limits is None else min(machine, limits)
 

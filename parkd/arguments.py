@@ -1,0 +1,71 @@
+"""The command line: words to a command and the flags that were typed. What flags mean is `parkd/config.py`'s."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from parkd import __version__
+from parkd.config import SETTINGS, nearest
+from parkd.errors import ConfigError
+
+_EPILOG = """\
+Every flag is also a variable (--ctx-size is PARKD_CTX_SIZE) and a key of the TOML file named by --config
+(ctx-size = 8192). A flag wins over a variable, a variable over the file. What stands in brackets is the default.
+
+`parkd serve` is the same as `parkd`. `parkd demo` starts a server, parks and restores a conversation, prints a table.
+"""
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One call of `parkd`."""
+
+    command: str
+    """`serve` or `demo`."""
+    flags: dict[str, str]
+    """Setting name, or `config`, to the text typed."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (parkd --help lists the flags)")
+
+
+def parse(arguments: Sequence[str]) -> Invocation:
+    """Raises ConfigError; exits by itself for `--help` and `--version`."""
+    words = list(arguments)
+    command = words.pop(0) if words and not words[0].startswith("-") else "serve"
+    if command not in ("serve", "demo"):
+        raise ConfigError(f"unknown command {command!r}{nearest(command, ['serve', 'demo'])} (serve or demo)")
+    parsed, rest = _parser().parse_known_args(words)
+    if rest:
+        known = [f"--{setting.name}" for setting in SETTINGS] + ["--config", "--help", "--version"]
+        raise ConfigError(f"unknown flag {rest[0]}{nearest(rest[0].partition('=')[0], known)}")
+    given = {name.replace("_", "-"): value for name, value in vars(parsed).items() if value is not None}
+    return Invocation(command, given)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="parkd",
+        usage="parkd [serve | demo] [flags]",
+        description="Serves one model to many conversations, and gives each its state back when it returns.",
+        epilog=_EPILOG,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"parkd {__version__}")
+    parser.add_argument("--config", metavar="FILE", help="read settings from this TOML file")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for setting in SETTINGS:
+        group = groups.get(setting.group)
+        if group is None:
+            group = groups[setting.group] = parser.add_argument_group(setting.group)
+        if setting.metavar:
+            group.add_argument(f"--{setting.name}", metavar=setting.metavar, help=setting.help)
+        else:
+            group.add_argument(f"--{setting.name}", action="store_const", const="true", help=setting.help)
+    return parser

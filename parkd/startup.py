@@ -1,0 +1,108 @@
+"""What parkd says while it starts and once it is ready: text over plain values."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TextIO
+
+from parkd.config import MIB
+from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
+from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
+from parkd.store.slabs import SlabGeometry
+
+PROGRESS_STEP_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The parking budget, and what it holds of one conversation of this model."""
+
+    budget_bytes: int
+    tokens: int
+    """The longest single conversation that can be parked whole, in whole blocks."""
+    full_context_bytes: int
+    """What a conversation that fills the context takes."""
+
+
+def side_bytes(tokens: int, info: EngineInfo) -> int:
+    """What a parked conversation takes besides its rows: one checkpoint, units, hashes, records."""
+    blocks = -(-tokens // BLOCK_TOKENS)
+    return info.layout.fixed_bytes + conversation_metadata_bytes(tokens, BLOCK_TOKENS) + blocks * BLOCK_BYTES
+
+
+def conversation_bytes(tokens: int, info: EngineInfo) -> int:
+    """What one parked conversation takes: whole blocks of all stages, and what stands beside them."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * info.layout.row_bytes + side_bytes(tokens, info)
+
+
+def budget_in_tokens(budget_bytes: int, slab_bytes: int, info: EngineInfo) -> Budget:
+    """By the store's own rules: memory is taken a slab at a time, so a budget holds a little less than its bytes."""
+    geometry = SlabGeometry.of(info.layout, BLOCK_TOKENS, slab_bytes, budget_bytes)
+    low, high = 0, budget_bytes // max(1, BLOCK_TOKENS * info.layout.row_bytes) + 1
+    while high - low > 1:  # `low` blocks fit, `high` do not
+        blocks = (low + high) // 2
+        need = Need(blocks, side_bytes(blocks * BLOCK_TOKENS, info))
+        low, high = (blocks, high) if geometry.fits(need, Room(0, budget_bytes)) else (low, blocks)
+    return Budget(budget_bytes, low * BLOCK_TOKENS, conversation_bytes(info.context_tokens, info))
+
+
+def parking_line(budget: Budget, info: EngineInfo) -> str:
+    if budget.budget_bytes == 0:
+        return "parking is off (--conversation-cache-mib 0): a conversation that leaves is read again when it returns"
+    full = f"a full {info.context_tokens:,}-token context needs {-(-budget.full_context_bytes // MIB):,} MiB"
+    held = f"parking holds {budget.tokens:,} tokens in {budget.budget_bytes // MIB:,} MiB"
+    if budget.tokens < info.context_tokens:
+        return f"{held}; {full} and would not be parked whole"
+    return f"{held}; {full}"
+
+
+def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool) -> list[str]:
+    """Lines for the terminal, top to bottom."""
+    stages = [
+        f"{device} layers {stage.first_layer}-{stage.end_layer - 1}"
+        for device, stage in zip(info.devices, info.layout.stages, strict=True)
+    ]
+    fixed = f", {info.layout.fixed_bytes:,} bytes fixed" if info.layout.fixed_bytes else ""
+    lines = [
+        f"model     {info.model_name} ({info.architecture}), weights {info.weights_bytes // MIB:,} MiB",
+        f"stages    {' | '.join(stages)}",
+        f"context   {info.context_tokens:,} tokens, {info.layout.row_bytes:,} bytes a token{fixed}, "
+        f"live state {info.arena_bytes // MIB:,} MiB",
+        f"parking   {parking_line(budget, info)}",
+    ]
+    if info.is_demo_model:
+        lines.append("warning   this is the demo model, too small for real work: name your own with --model")
+    header = " -H 'authorization: Bearer YOUR_KEY'" if needs_key else ""
+    body = '{"messages":[{"role":"user","content":"Hello"}],"stream":true}'
+    lines += [
+        f"serving   {url}/v1 (OpenAI chat completions; any model name is accepted)",
+        f"try       curl -N {url}/v1/chat/completions{header} -H 'content-type: application/json' -d '{body}'",
+    ]
+    return lines
+
+
+class ProgressPrinter:
+    """Shows how far a long step is: in place on a terminal, else a line now and then. Short steps show nothing."""
+
+    def __init__(self, output: TextIO = sys.stderr) -> None:
+        self._output = output
+        self._in_place = output.isatty()
+        self._what = ""
+        self._began_s = self._shown_s = time.monotonic()
+        self._shown = False
+
+    def __call__(self, what: str, share: float) -> None:
+        """`share` is what is done, 0 to 1."""
+        now_s = time.monotonic()
+        if what != self._what:
+            self._what, self._began_s, self._shown_s, self._shown = what, now_s, now_s, False
+        done = share >= 1.0
+        if now_s - self._shown_s < (0.1 if self._in_place else PROGRESS_STEP_S) and not (done and self._shown):
+            return
+        self._shown_s, self._shown = now_s, True
+        line = f"{what}: {share:4.0%} ({now_s - self._began_s:.0f} s)"
+        end = "\n" if done or not self._in_place else ""
+        self._output.write(f"\r{line}{end}" if self._in_place else f"{line}\n")
+        self._output.flush()
