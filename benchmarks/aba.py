@@ -185,22 +185,18 @@ def judge(measured: Measured, result: Result) -> None:
 
 
 def memory(server: servers.Server, result: Result) -> None:
-    """Peak resident memory against what the server accounts for."""
+    """Peak resident memory against what the server accounts for, in its start-up lines and its metrics."""
     metrics = server.metrics()
-    peak = server.peak_rss_bytes()
-    result.raw["memory"] = {"peak_rss_bytes": peak, "metrics": metrics}
+    peak = server.peak_rss_bytes() / MIB
     parts = {
-        "weights": metrics.get("parkd_weights_bytes", 0.0),
-        "arenas": metrics.get("parkd_arena_bytes", 0.0),
-        "conversation cache, in use": metrics.get("parkd_cache_bytes_in_use", 0.0),
+        "weights": server.started_with("weights"),
+        "arenas (live state)": server.started_with("live state"),
+        f"conversation cache at its largest, of {CACHE_MIB:,}": metrics["parkd_store_peak_bytes_allocated"] / MIB,
     }
-    rows = [(name, f"{size / MIB:,.0f}") for name, size in parts.items()]
-    rest = peak - sum(parts.values())
-    rows += [
-        ("everything else (interpreter, libraries, activations)", f"{rest / MIB:,.0f}"),
-        ("peak", f"{peak / MIB:,.0f}"),
-    ]
+    parts["everything else (interpreter, libraries, activations)"] = peak - sum(parts.values())
+    rows = [(name, f"{size:,.0f}") for name, size in (*parts.items(), ("peak", peak))]
     result.tables.append(Table("parkd: resident memory at its peak", ("part", "MiB"), tuple(rows)))
+    result.raw["memory"] = {"peak_rss_mib": peak, "parts_mib": parts, "metrics": metrics}
 
 
 def main() -> None:

@@ -38,6 +38,13 @@ class Server:
             return int(mark.group(1)) * 1024
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
+    def started_with(self, part: str) -> float:
+        """MiB of `part` as parkd's start-up lines name it: `weights 512 MiB`. Raises ValueError if they do not."""
+        found = re.search(rf"{re.escape(part)} ([\d,]+) MiB", self.log.read_text())
+        if found is None:
+            raise ValueError(f"{self.name} said nothing of its {part} when it started")
+        return float(found.group(1).replace(",", ""))
+
     def metrics(self) -> dict[str, float]:
         """Prometheus samples by name and labels, as the text format writes them."""
         samples = {}

@@ -1,0 +1,178 @@
+"""What a request costs outside the engine: parse, render, tokenise, hash, match.
+
+    python -m benchmarks.proxy_time [--repeats 7]
+
+The prompt is a long chat (a system prompt, then turns of the user and answers). *Cold*: nothing of it was seen before.
+*Next turn*: the last request plus an answer and a question. *Again*: the same request once more. Matching compares it
+with the live conversation and with parked ones that share its system prompt, units and all. The demo model's tokenizer
+and chat template, the code a request runs through, no HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from transformers import AutoTokenizer
+
+from benchmarks import texts
+from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progress
+from benchmarks.servers import demo_model
+from engine.chat import ChatTemplate, ChatTokenizer
+from engine.gguf import GgufFile
+from engine.gguf_tokenizer import save_tokenizer
+from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.identity.builder import IdentityBuilder
+from parkd.identity.matcher import CostModel
+from parkd.proxy.dialects.openai_chat import OpenAIChat
+from parkd.proxy.live import LiveConversation
+from parkd.proxy.start import decide_start
+from parkd.store.records import Parked
+from parkd.types import CacheOutcome, PromptIdentity, StageLayout, StateLayout
+
+SIZES = {"30k": 30_000, "86k": 86_000}
+CHARACTERS_A_TOKEN = 3.92
+SYSTEM_CHARACTERS = 8_000
+USER_CHARACTERS = 2_400
+ANSWER_CHARACTERS = 1_200
+PARKED_SIBLINGS = 16
+"""Parked conversations that share a head with the prompt and are compared unit by unit."""
+GOAL_MS = 10.0
+PARTS = ("parse", "render", "tokenise", "hash", "match")
+WAYS = ("cold", "next turn", "again")
+LAYOUT = StateLayout(tuple(StageLayout(15 * i, 15 * i + 15, 23_040, 0, bytes(16)) for i in range(2)), "xxh3-64")
+COST = CostModel(read_s=0.004, bytes_per_s={CacheOutcome.RESTORED_RAM: 5e9})
+FINGERPRINT = bytes(16)
+
+
+def conversation(seed: int, tokens: int) -> list[dict[str, str]]:
+    """Messages of about `tokens` tokens that end with a question."""
+    text = texts.document(seed, int(tokens * CHARACTERS_A_TOKEN))
+    messages = [{"role": "system", "content": text[:SYSTEM_CHARACTERS]}]
+    at = SYSTEM_CHARACTERS
+    while at < len(text):
+        role, size = ("user", USER_CHARACTERS) if len(messages) % 2 else ("assistant", ANSWER_CHARACTERS)
+        messages.append({"role": role, "content": text[at : at + size]})
+        at += size
+    if messages[-1]["role"] == "assistant":
+        messages.append({"role": "user", "content": "What follows from that?"})
+    return messages
+
+
+def body_of(messages: list[dict[str, str]]) -> bytes:
+    return orjson.dumps({"model": "any", "messages": messages, "stream": True, "temperature": 0})
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """What one request runs through."""
+
+    dialect: OpenAIChat
+    builder: IdentityBuilder
+
+    def identify(self, body: bytes) -> tuple[PromptIdentity, dict[str, float]]:
+        """The prompt's identity and the milliseconds of each part but matching."""
+        started = time.perf_counter()
+        document: dict[str, Any] = orjson.loads(body)
+        request = self.dialect.parse(document, {})
+        parse_s = time.perf_counter() - started
+        identity, parts = self.builder.build_timed(request)
+        seconds = {"parse": parse_s, "render": parts.render_s, "tokenise": parts.tokenise_s, "hash": parts.hash_s}
+        return identity, {name: value * 1000 for name, value in seconds.items()}
+
+
+def parked_of(identity: PromptIdentity, stop: int, name: str) -> Parked:
+    blocks = tuple(range(-(-stop // BLOCK_TOKENS)))
+    return Parked(
+        id=name,
+        key_digest=identity.key.digest,
+        units=identity.units[:stop],
+        prefix_hashes=identity.prefix_hashes[: stop // BLOCK_TOKENS],
+        blocks=blocks,
+        checkpoints=(),
+        layout_digest=LAYOUT.digest,
+        parked_at_s=0.0,
+        last_used_s=0.0,
+    )
+
+
+def match_ms(prompt: PromptIdentity, known: PromptIdentity, live: PromptIdentity, outcome_min: int) -> float:
+    """Milliseconds of the decision, with the right conversation among its siblings and another one live."""
+    length = min(len(known), len(prompt))
+    siblings = [parked_of(known, length * (i + 1) // (PARKED_SIBLINGS + 1), f"s{i}") for i in range(PARKED_SIBLINGS)]
+    candidates = [parked_of(known, len(known), "right"), *siblings]
+    elsewhere = LiveConversation(live.key, live.units)
+    started = time.perf_counter()
+    plan = decide_start(prompt, elsewhere, candidates, layout=LAYOUT, live_checkpoints=(), cost=COST, gone="")
+    elapsed_ms = (time.perf_counter() - started) * 1000
+    assert plan.option.position >= outcome_min, "the parked conversation was not found"
+    return elapsed_ms
+
+
+def measure(tokenizer: Any, tokens: int, repeats: int) -> tuple[int, dict[str, dict[str, list[float]]]]:
+    measured: dict[str, dict[str, list[float]]] = {way: {part: [] for part in PARTS} for way in WAYS}
+    template = ChatTemplate(tokenizer, None)
+    messages = conversation(4000, tokens)
+    first = body_of(messages)
+    grown = body_of(texts.next_turn(messages, texts.document(4001, ANSWER_CHARACTERS), "And what then?"))
+    other = body_of(conversation(4002, 2_000))
+    prompt_tokens = 0
+    for _ in range(repeats):
+        builder = IdentityBuilder(ChatTokenizer(tokenizer), template, FINGERPRINT, BLOCK_TOKENS, 64 * MIB)
+        proxy = Proxy(OpenAIChat(), builder)
+        live, _ = proxy.identify(other)  # a server's first request also compiles the template
+        gc.collect()
+        known = None
+        for way, body in (("cold", first), ("next turn", grown), ("again", grown)):
+            identity, parts = proxy.identify(body)
+            known = known or identity
+            expected = 0 if way == "cold" else int(0.99 * len(known))
+            parts["match"] = match_ms(identity, known, live, expected)
+            known = identity
+            for part in PARTS:
+                measured[way][part].append(parts[part])
+        prompt_tokens = len(known)
+    return prompt_tokens, measured
+
+
+def demo_tokenizer() -> Any:
+    """The demo model's tokenizer, without its weights."""
+    with tempfile.TemporaryDirectory() as folder, GgufFile(demo_model()) as file:
+        save_tokenizer(file, Path(folder))
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="time outside the engine")
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    started = machine()
+    how = " ".join(__doc__.split("\n\n")[2].split())
+    result = Result("proxy_time", "Time outside the engine", how)
+    tokenizer = demo_tokenizer()
+    for name, tokens in SIZES.items():
+        progress(f"{name} tokens ...")
+        prompt_tokens, measured = measure(tokenizer, tokens, options.repeats)
+        rows = []
+        for way in WAYS:
+            medians = {part: statistics.median(measured[way][part]) for part in PARTS}
+            rest = sum(value for part, value in medians.items() if part != "tokenise")
+            rows.append((way, *(f"{medians[part]:.2f}" for part in PARTS), f"{rest:.2f}"))
+            if name == "30k":
+                claim = f"all but tokenising, {prompt_tokens:,} tokens, {way}"
+                result.goals.append(Goal(claim, f"< {GOAL_MS:.0f} ms", f"{rest:.2f} ms", rest < GOAL_MS))
+        columns = ("request", *(f"{part} ms" for part in PARTS), "all but tokenise ms")
+        result.tables.append(Table(f"{prompt_tokens:,} tokens, medians", columns, tuple(rows)))
+        result.raw[name] = {"prompt_tokens": prompt_tokens, "milliseconds": measured}
+    finish(result, started)
+
+
+if __name__ == "__main__":
+    main()
