@@ -68,18 +68,16 @@ def serve(config: Config) -> int:
         print(f"note: {note}", file=sys.stderr)
     model, is_demo = find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound:
-        from parkd.proxy.server import Server
+        from parkd.proxy import server
 
         memory = MemoryShare(config.cache.budget_bytes)
         engine = load_engine(config, model, memory, startup.ProgressPrinter(), is_demo=is_demo)
         store_config = store_config_of(config, memory)
         services = compose(config, engine, store_config)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
-        lines = startup.describe(engine.info, budget, listener.url_of(bound), needs_key=bool(config.server.api_keys))
-        server = Server(services, on_started=lambda _url: print("\n".join(lines), flush=True))
-        server.run(sockets=[bound])
-        engine.close()
-        return server.exit_code
+        url, needs_key = listener.url_of(bound), bool(config.server.api_keys)
+        lines = startup.describe(engine.info, budget, url, needs_key=needs_key)
+        return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
 
 
 def find_model(config: ModelConfig) -> tuple[str, bool]:

@@ -95,7 +95,7 @@ def documents() -> tuple[str, str]:
     else:  # installed without the sources: the package's own description carries the README
         package = importlib.metadata.distribution("parkd")
         licence = package.read_text("licenses/LICENSE") or ""
-        long = f"{package.metadata.get('Description') or package.metadata.get_payload()}\n{licence}"  # type: ignore[attr-defined]
+        long = f"{package.metadata['Description']}\n{licence}"
     return long[:LONG_CHARACTERS], licence[:SHORT_CHARACTERS]
 
 
