@@ -1,0 +1,316 @@
+"""A deterministic engine with known state, for tests that are not about a model.
+
+Row t of every stage is a function of all tokens up to t, each next token is a function of all rows of all stages, and
+a row is computed from the row before it as the arena holds it. So state that is wrong anywhere gives wrong text.
+
+    chain[t] = chain[t-1] + mix(token[t], t)           (64-bit, wrapping)
+    row[s, t] = words (chain[t] ^ salt[s], mix(chain[t], s), ...)
+    next token = mix(sum of all words of rows [0, position) of all stages)
+
+Ids 0..255 are the bytes of UTF-8 text, the ids above are special tokens, so text made from ids is tokenised to the
+same ids again.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, TextPiece
+from parkd.errors import InvalidRequest, RestoreFailed
+from parkd.types import Checksums, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
+
+Words = npt.NDArray[np.uint64]
+Hook = Callable[[str, int], None]
+
+SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
+FIRST_SPECIAL_ID = 256
+END_TOKEN_ID = FIRST_SPECIAL_ID + SPECIAL_TOKENS.index("<|im_end|>")
+LETTERS = b"abcdefghijklmnopqrstuvwxyz      "
+END_ODDS = 97
+"""One in so many next tokens is the end token."""
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+def mix(values: Words) -> Words:
+    """The splitmix64 finaliser, element by element."""
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def row_words(chain: Words, stage: int, words: int) -> Words:
+    """Rows of one stage, `[len(chain), words]`."""
+    salt = mix(np.array([stage + 1], dtype=np.uint64))
+    columns = [chain ^ salt] + [mix(chain + np.uint64(stage * 8 + column)) for column in range(1, words)]
+    return np.stack(columns, axis=1)
+
+
+class FakeTokenizer:
+    """UTF-8 bytes and a few special tokens."""
+
+    special_tokens = SPECIAL_TOKENS
+
+    def __init__(self) -> None:
+        self._pattern = re.compile("(" + "|".join(re.escape(token) for token in SPECIAL_TOKENS) + ")")
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self._pattern.split(text):
+            if piece in SPECIAL_TOKENS:
+                ids.append(FIRST_SPECIAL_ID + SPECIAL_TOKENS.index(piece))
+            else:
+                ids.extend(piece.encode())
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        parts = (
+            bytes([i]) if i < FIRST_SPECIAL_ID else SPECIAL_TOKENS[i - FIRST_SPECIAL_ID].encode() for i in token_ids
+        )
+        return b"".join(parts).decode(errors="replace")
+
+
+class FakeTemplate:
+    """A plain chat template: `<|im_start|>role\\ncontent<|im_end|>\\n`, tools as JSON in front."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],  # noqa: ARG002 - the Protocol's
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        start, end = SPECIAL_TOKENS
+        parts = [f"{start}tools\n{json.dumps(list(tools), sort_keys=True)}{end}\n"] if tools else []
+        for message in messages:
+            role = message["role"]
+            if role not in ROLES:
+                raise InvalidRequest(f"The chat template knows no role {role!r}.", param="messages")
+            calls = message.get("tool_calls")
+            text = f"{message.get('content') or ''}{json.dumps(calls, sort_keys=True) if calls else ''}"
+            parts.append(f"{start}{role}\n{text}{end}\n")
+        return "".join(parts) + (f"{start}assistant\n" if add_generation_prompt else "")
+
+
+class FakeTextStream:
+    """Holds back half characters and possible heads of a stop string."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = [text for text in stop if text]
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        data = b"".join(
+            bytes([i]) if i < FIRST_SPECIAL_ID else SPECIAL_TOKENS[i - FIRST_SPECIAL_ID].encode() for i in token_ids
+        )
+        return self._release(self._decoder.decode(data), final=False)
+
+    def flush(self) -> TextPiece:
+        return self._release(self._decoder.decode(b"", final=True), final=True)
+
+    def _release(self, fresh: str, *, final: bool) -> TextPiece:
+        text = self._held + fresh
+        met = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        if met:
+            at, stop = min(met)
+            self._held = ""
+            return TextPiece(text[:at], stop)
+        keep = 0
+        if not final:
+            heads = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
+            keep = max(heads, default=0)
+        self._held = text[len(text) - keep :]
+        return TextPiece(text[: len(text) - keep])
+
+
+class FakeEngine:
+    """A `RowEngine` whose state is arithmetic.
+
+    `hook(name, number)` is called on the engine's thread before each step: `chunk` and `token` with the position,
+    `capture`, `restore` and `restored` (after the copy, before the comparison) with the transfer's stop. It may sleep,
+    raise what an engine may raise, or wait for an event, which is how tests slow and break the engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: int = 2,
+        context_tokens: int = 8192,
+        batch_tokens: int = 512,
+        hook: Hook | None = None,
+        end_odds: int = END_ODDS,
+    ) -> None:
+        self.tokenizer = FakeTokenizer()
+        self.template = FakeTemplate()
+        self.hook: Hook = hook or (lambda _name, _number: None)
+        self.transfers: list[tuple[str, int, int]] = []
+        """Each finished move as (`capture` | `restore`, start, stop)."""
+        self.read_tokens = 0
+        """Tokens read by `extend`, over the engine's life."""
+        self._batch = batch_tokens
+        self._end_odds = end_odds
+        self._position = 0
+        self._words = [2 + stage % 2 for stage in range(stages)]
+        self._arenas = [np.zeros((context_tokens, words), dtype=np.uint64) for words in self._words]
+        layouts = tuple(
+            StageLayout(stage, stage + 1, words * 8, 0, blake2b(bytes([stage, words]), digest_size=16).digest())
+            for stage, words in enumerate(self._words)
+        )
+        self.info = EngineInfo(
+            model_name="fake",
+            architecture="FakeForCausalLM",
+            fingerprint=b"fake-fingerprint",
+            context_tokens=context_tokens,
+            vocab_size=FIRST_SPECIAL_ID + len(SPECIAL_TOKENS),
+            end_token_ids=frozenset({END_TOKEN_ID}),
+            layout=StateLayout(layouts, "xxh3-64"),
+            devices=("cpu",) * stages,
+            weights_bytes=0,
+            arena_bytes=sum(arena.nbytes for arena in self._arenas),
+        )
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    def reset(self) -> None:
+        self._position = 0
+
+    def truncate(self, position: int) -> None:
+        if not 0 <= position <= self._position:
+            raise ValueError(f"cannot truncate {self._position} tokens to {position}")
+        self._position = position
+
+    def extend(
+        self,
+        token_ids: TokenIds,
+        *,
+        cancel: Cancel,
+        on_chunk: Callable[[int], None] | None = None,
+    ) -> int:
+        stop = self._position + len(token_ids)
+        base = self._position
+        while self._position < stop and not cancel.is_set():
+            self.hook("chunk", self._position)
+            end = min(stop, (self._position // self._batch + 1) * self._batch)
+            self._read(token_ids[self._position - base : end - base])
+            if on_chunk is not None:
+                on_chunk(self._position)
+        return self._position
+
+    def generate(
+        self,
+        last_token_id: int,
+        sampling: SamplingParams,
+        *,
+        history: TokenIds,  # noqa: ARG002
+        mask: TokenMask | None = None,  # noqa: ARG002
+    ) -> Iterator[Sequence[int]]:
+        token_id = last_token_id
+        while self._position < self.info.context_tokens:
+            self.hook("token", self._position)
+            self._read(np.array([token_id], dtype=np.int64), decode=True)
+            token_id = self._next_token(sampling)
+            yield [token_id]
+
+    def text_stream(self, stop: Sequence[str]) -> FakeTextStream:
+        return FakeTextStream(stop)
+
+    def capture(self, transfer: Transfer) -> Checksums:
+        assert transfer.layout_digest == self.info.layout.digest
+        assert transfer.stop <= self._position
+        self.hook("capture", transfer.stop)
+        for stage, part in enumerate(transfer.stages):
+            for run in part.rows:
+                run.buffer[:] = self._arenas[stage][run.start : run.stop].reshape(-1).view(np.uint8)
+        self.transfers.append(("capture", transfer.start, transfer.stop))
+        return Checksums(self._checksums(transfer.start, transfer.stop), np.zeros((0, len(self._arenas)), np.uint64))
+
+    def restore(self, transfer: Transfer) -> None:
+        try:
+            self._check(transfer)
+            self.hook("restore", transfer.stop)
+            for stage, part in enumerate(transfer.stages):
+                for run in part.rows:
+                    rows = run.buffer.view(np.uint64).reshape(run.stop - run.start, self._words[stage])
+                    self._arenas[stage][run.start : run.stop] = rows
+            self.hook("restored", transfer.stop)
+            expected = transfer.checksums
+            if expected is None or not np.array_equal(self._checksums(transfer.start, transfer.stop), expected):
+                raise RestoreFailed("A block's checksum does not match its bytes.")
+        except Exception:
+            self.reset()
+            raise
+        self._position = transfer.position
+        self.transfers.append(("restore", transfer.start, transfer.position))
+
+    def close(self) -> None:
+        self.reset()
+
+    def _check(self, transfer: Transfer) -> None:
+        """Raises RestoreFailed before anything is written."""
+        if transfer.layout_digest != self.info.layout.digest or len(transfer.stages) != len(self._arenas):
+            raise RestoreFailed("The parked state has another layout than this engine.")
+        if transfer.start > self._position or transfer.stop > self.info.context_tokens:
+            raise RestoreFailed("The parked rows do not join the live ones.")
+        for words, part in zip(self._words, transfer.stages, strict=True):
+            at = transfer.start
+            for run in part.rows:
+                if run.start != at or run.buffer.nbytes != (run.stop - run.start) * words * 8:
+                    raise RestoreFailed("The parked rows have a gap or a wrong size.")
+                at = run.stop
+            if at != transfer.stop:
+                raise RestoreFailed("The parked rows end too early.")
+
+    def _checksums(self, start: int, stop: int) -> Words:
+        """`[blocks, stages]` over the arena's own bytes."""
+        edges = [start, *range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, stop, BLOCK_TOKENS), stop]
+        sums = [
+            [xxhash.xxh3_64_intdigest(arena[first:last].tobytes()) for arena in self._arenas]
+            for first, last in pairwise(edges)
+            if last > first
+        ]
+        return np.array(sums, dtype=np.uint64).reshape(len(sums), len(self._arenas))
+
+    def _read(self, token_ids: TokenIds, *, decode: bool = False) -> None:
+        """Computes rows behind the position from the tokens and the last row of every stage."""
+        start, stop = self._position, self._position + len(token_ids)
+        places = np.arange(start, stop, dtype=np.uint64)
+        chain = np.cumsum(mix(token_ids.astype(np.uint64) * np.uint64(1_000_003) + places), dtype=np.uint64)
+        chain += self._last_chain()
+        for stage, arena in enumerate(self._arenas):
+            arena[start:stop] = row_words(chain, stage, self._words[stage])
+        self._position = stop
+        if not decode:
+            self.read_tokens += len(token_ids)
+
+    def _last_chain(self) -> np.uint64:
+        """The chain at `position - 1` as the stages hold it; a mixture that matches no run if they disagree."""
+        if self._position == 0:
+            return np.uint64(0)
+        salts = [mix(np.array([stage + 1], dtype=np.uint64))[0] for stage in range(len(self._arenas))]
+        held = [arena[self._position - 1, 0] ^ salt for arena, salt in zip(self._arenas, salts, strict=True)]
+        if all(value == held[0] for value in held):
+            return np.uint64(held[0])
+        return np.uint64(mix(np.array([np.bitwise_xor.reduce(held)], dtype=np.uint64))[0])
+
+    def _next_token(self, sampling: SamplingParams) -> int:
+        seen = np.zeros(1, dtype=np.uint64)
+        for arena in self._arenas:
+            seen = mix(seen + arena[: self._position].sum(dtype=np.uint64))
+        if sampling.temperature > 0 and sampling.seed is not None:
+            seen = mix(seen + np.uint64(sampling.seed % 2**32))
+        value = int(seen[0])
+        return END_TOKEN_ID if value % self._end_odds == 0 else LETTERS[(value >> 8) % len(LETTERS)]

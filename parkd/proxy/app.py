@@ -1,0 +1,271 @@
+"""The HTTP application: routes, access, the lane's life.
+
+A request's life: 1. access and size are checked; 2. its dialect parses the body; 3. a worker thread renders,
+tokenises and hashes it; 4. what cannot fit is refused; 5. it queues for the lane; 6. the lane runs its turn; 7. events
+stream back; 8. what is new is parked behind the reply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from parkd.errors import ContextOverflow, EngineLost, InvalidRequest, NotFound, ParkdError
+from parkd.proxy import admin, metrics
+from parkd.proxy.access import authenticate, check_origin
+from parkd.proxy.config import Services
+from parkd.proxy.cost import CostMeter
+from parkd.proxy.dialects.base import Dialect, ResponseMeta
+from parkd.proxy.dialects.openai_chat import OpenAIChat
+from parkd.proxy.engine_thread import EngineThread
+from parkd.proxy.lane import Lane
+from parkd.proxy.metrics import Metrics
+from parkd.proxy.parking import LiveState
+from parkd.proxy.requests import parse_object, read_body, request_id_of
+from parkd.proxy.sse import TurnResponse, unforeseen
+from parkd.proxy.turn import Turn, TurnRunner
+from parkd.types import TurnRequest
+
+log = logging.getLogger(__name__)
+
+BUILD_THREADS = 2
+"""Prompts rendered and tokenised at once."""
+FINGERPRINT_CHARACTERS = 12
+"""Of the model's fingerprint, shown as `system_fingerprint`."""
+CUT_WAIT_S = 5.0
+"""How long a cut turn may take to reach its next chunk or token."""
+
+
+class Proxy:
+    """What lives as long as the app does. `create_app` puts it at `app.state.parkd`."""
+
+    def __init__(self, services: Services) -> None:
+        config, store = services.config, services.store
+        self.services = services
+        self.created_s = int(services.wall())
+        self.lost: EngineLost | None = None
+        self.on_lost: Callable[[], None] = lambda: None
+        """Told once when the engine is lost: the process must end with an error."""
+        self.thread = EngineThread()
+        costs = CostMeter()
+        self.metrics = Metrics(waiting=lambda: self.lane.waiting, store_stats=store.stats if store else None)
+        self.live = LiveState(services.engine, self.thread, store, self.metrics, costs, services.monotonic)
+        self.runner = TurnRunner(
+            self.live,
+            store,
+            self.metrics,
+            costs,
+            services.output,
+            max_output_tokens=config.max_output_tokens,
+            monotonic=services.monotonic,
+        )
+        self.lane: Lane[Turn] = Lane(self.runner.run, max_queue=config.max_queue, monotonic=services.monotonic)
+        self._build_limiter: anyio.CapacityLimiter | None = None
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    @asynccontextmanager
+    async def life(self, _app: Starlette) -> AsyncIterator[None]:
+        self._build_limiter = anyio.CapacityLimiter(BUILD_THREADS)
+        self.thread.start()
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                tasks.start_soon(self._serve_lane)
+                yield
+                await self._drain()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._tasks = None
+            if not self.thread.stop(CUT_WAIT_S):
+                log.warning("the engine is still busy; the process ends without it")
+
+    def begin_shutdown(self) -> None:
+        """Called on the event loop when a stop was asked for: nothing new starts, what runs may end in time."""
+        if self._tasks is not None and not self.lane.closed:
+            self._tasks.start_soon(self._drain)
+
+    async def turn_response(self, request: Request, dialect: Dialect, request_id: str) -> ASGIApp:
+        """Everything before the queue. Raises ParkdError for the dialect to shape."""
+        services, config = self.services, self.services.config
+        arrived_s = services.monotonic()
+        caller = authenticate(request.headers, config.api_keys)
+        self.lane.check_room()
+        body = await parse_object(await read_body(request, config.body_limit_bytes))
+        parsed = dialect.parse(body, request.headers)
+        turn_request = dataclasses.replace(parsed, namespace=caller.namespace)
+        prompt = await anyio.to_thread.run_sync(services.build_identity, turn_request, limiter=self._build_limiter)
+        self._check_fits(len(prompt), turn_request)
+        meta = ResponseMeta(request_id, turn_request.model or self.model_id, int(services.wall()))
+        encoder = dialect.encoder(turn_request, body, meta)
+        turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s)
+        return TurnResponse(turn, self.lane, self.runner, dialect, encoder, config, services.monotonic)
+
+    @property
+    def model_id(self) -> str:
+        return self.services.config.alias or self.services.engine.info.model_name
+
+    def _check_fits(self, prompt_tokens: int, request: TurnRequest) -> None:
+        """The prompt and one token of output must fit. A longer output ends with `length` at the context's end."""
+        asked = request.max_output_tokens
+        context_tokens = self.services.engine.info.context_tokens
+        if prompt_tokens == 0:
+            raise InvalidRequest("The prompt is empty. Send at least one message.", param="messages")
+        if prompt_tokens + (0 if asked == 0 else 1) > context_tokens:
+            raise ContextOverflow(prompt_tokens, 1 if asked is None else asked, context_tokens)
+
+    async def _serve_lane(self) -> None:
+        try:
+            await self.lane.serve()
+        except EngineLost as lost:
+            log.critical("the engine is lost: %s", lost.message, exc_info=lost)
+            self.lost = lost
+            self.on_lost()
+
+    async def _drain(self) -> None:
+        if not await self.lane.drain(self.services.config.shutdown_deadline_s):
+            with anyio.move_on_after(CUT_WAIT_S):
+                await self.lane.idle()
+
+
+def default_dialects(services: Services) -> Mapping[str, Dialect]:
+    """Paths and what is spoken there."""
+    chat = OpenAIChat(f"parkd-{services.engine.info.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}")
+    return {"/v1/chat/completions": chat, "/chat/completions": chat}
+
+
+def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None) -> Starlette:
+    """The application over `services`. The engine is not closed by it."""
+    proxy = Proxy(services)
+    fallback: Dialect = OpenAIChat()
+    routes = [
+        Route(path, _guarded(proxy, dialect, _turn(proxy, dialect)), methods=["POST"])
+        for path, dialect in (default_dialects(services) if dialects is None else dialects).items()
+    ]
+    for path, handler in _admin(proxy).items():
+        routes.append(Route(path, _guarded(proxy, fallback, handler), methods=["GET"]))
+    middleware = []
+    if services.config.cors_origins:
+        origins = list(services.config.cors_origins)
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        lifespan=proxy.life,
+        exception_handlers={HTTPException: _http_error(fallback), Exception: _server_error(fallback)},
+    )
+    app.router.redirect_slashes = False
+    app.state.parkd = proxy
+    return app
+
+
+Handler = Callable[[Request, str], Awaitable[ASGIApp]]
+
+
+def _guarded(proxy: Proxy, dialect: Dialect, handler: Handler) -> Callable[[Request], Awaitable[ASGIApp]]:
+    """A handler behind the origin check, with its errors in the dialect's shape."""
+    config = proxy.services.config
+
+    async def endpoint(request: Request) -> ASGIApp:
+        request_id = request_id_of(request.headers)
+        try:
+            check_origin(request.headers, bound_host=config.host, allowed_origins=config.cors_origins)
+            return await handler(request, request_id)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except ParkdError as error:
+            proxy.metrics.requests.labels(error.code).inc()
+            return _error_response(dialect, error, request_id)
+
+    return endpoint
+
+
+def _turn(proxy: Proxy, dialect: Dialect) -> Handler:
+    async def handler(request: Request, request_id: str) -> ASGIApp:
+        return await proxy.turn_response(request, dialect, request_id)
+
+    return handler
+
+
+def _admin(proxy: Proxy) -> Mapping[str, Handler]:
+    info, config = proxy.services.engine.info, proxy.services.config
+
+    async def models(request: Request, request_id: str) -> ASGIApp:
+        authenticate(request.headers, config.api_keys)
+        return JSONResponse(admin.model_list(info, config.alias, proxy.created_s), headers={"x-request-id": request_id})
+
+    async def model(request: Request, request_id: str) -> ASGIApp:
+        authenticate(request.headers, config.api_keys)
+        entry = admin.model_entry(info, config.alias, proxy.created_s)
+        if request.path_params["name"] != entry["id"]:
+            raise NotFound(f"This server has one model, {entry['id']!r}.", param="model")
+        return JSONResponse(entry, headers={"x-request-id": request_id})
+
+    async def health(_request: Request, _request_id: str) -> ASGIApp:
+        lane = proxy.lane
+        status, body = admin.health(
+            lost=proxy.lost is not None, stopping=lane.closed, waiting=lane.waiting, busy=lane.busy
+        )
+        return JSONResponse(body, status_code=status)
+
+    async def metrics_page(request: Request, _request_id: str) -> ASGIApp:
+        authenticate(request.headers, config.api_keys)
+        return Response(proxy.metrics.page(), headers={"content-type": metrics.CONTENT_TYPE})
+
+    async def root(_request: Request, _request_id: str) -> ASGIApp:
+        return JSONResponse({"name": "parkd"})
+
+    return {
+        "/v1/models": models,
+        "/models": models,
+        "/v1/models/{name:path}": model,
+        "/health": health,
+        "/metrics": metrics_page,
+        "/": root,
+    }
+
+
+def _error_response(dialect: Dialect, error: ParkdError, request_id: str) -> Response:
+    answer = dialect.error(error, request_id)
+    return JSONResponse(
+        dict(answer.body), status_code=answer.status, headers={"x-request-id": request_id, **answer.headers}
+    )
+
+
+def _http_error(dialect: Dialect) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """What the router refuses: unknown paths and methods. OPTIONS is answered, and permits no web page anything."""
+
+    async def handler(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 405 and request.method == "OPTIONS":
+            return Response(status_code=204, headers=error.headers)
+        refused: ParkdError
+        if error.status_code == 404:
+            refused = NotFound(f"There is nothing at {request.url.path}. The chat API is POST /v1/chat/completions.")
+        else:
+            refused = InvalidRequest(f"{request.method} is not possible at {request.url.path}.")
+        response = _error_response(dialect, refused, request_id_of(request.headers))
+        response.status_code = error.status_code
+        response.headers.update(error.headers or {})
+        return response
+
+    return handler
+
+
+def _server_error(dialect: Dialect) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handler(request: Request, _error: Exception) -> Response:
+        return _error_response(dialect, unforeseen(), request_id_of(request.headers))
+
+    return handler

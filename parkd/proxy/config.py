@@ -1,0 +1,61 @@
+"""What the HTTP side may choose, and what it is built from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from parkd.engine_adapter.base import RowEngine
+from parkd.proxy.output.base import OutputFormat
+from parkd.types import PromptIdentity, TurnRequest
+
+if TYPE_CHECKING:
+    from parkd.store.store import ConversationStore
+
+MIB = 1024 * 1024
+DEFAULT_BODY_LIMIT_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyConfig:
+    host: str = "127.0.0.1"
+    """The address listened on: only there are Host and Origin checked against loopback names."""
+    port: int = 8080
+    max_queue: int = 64
+    """Requests that may wait for the lane; the one that runs is not among them."""
+    max_output_tokens: int | None = None
+    """The longest answer; None: up to the context's end."""
+    api_keys: tuple[str, ...] = ()
+    """Empty: no key is asked for."""
+    body_limit_bytes: int = DEFAULT_BODY_LIMIT_BYTES
+    first_byte_deadline_s: float = 10.0
+    """A streamed answer's headers go out by then, with `pending` if the start is not settled."""
+    keep_alive_s: float = 10.0
+    """The longest silence on a stream."""
+    shutdown_deadline_s: float = 20.0
+    """The running answer may take this long after a stop was asked for; then it is cut."""
+    alias: str | None = None
+    """The name that `/v1/models` shows; None: the model's own."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages that may call this server; empty: none."""
+
+
+BuildIdentity = Callable[[TurnRequest], PromptIdentity]
+"""`IdentityBuilder.build`; runs in a worker thread. Raises InvalidRequest."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the app is made of. Built once by the composition root."""
+
+    engine: RowEngine
+    build_identity: BuildIdentity
+    store: ConversationStore | None
+    """None: parking is off; the live conversation is still reused."""
+    config: ProxyConfig = ProxyConfig()
+    output: OutputFormat = field(default_factory=OutputFormat)
+    """How the model writes its thinking and its tool calls."""
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time

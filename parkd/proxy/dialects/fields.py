@@ -1,0 +1,140 @@
+"""Reading fields of a body: the checks that all dialects share. Each raises InvalidRequest naming the field.
+
+A field that is absent or null takes its default; an unknown field is nobody's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from parkd.errors import InvalidRequest
+from parkd.types import SamplingParams
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1000
+MAX_LOGIT_BIASES = 1024
+MAX_TOKENS = 2**31 - 1
+MAX_TOP_K = 2**31 - 1
+MAX_SEED = 2**63 - 1
+MIN_SEED = -(2**63)
+TOKEN_ID_DIGITS = 9
+
+Body = Mapping[str, Any]
+
+
+def number(body: Body, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
+    """A number in [low, high], or in (low, high] with `above_low`."""
+    value = body.get(name)
+    if value is None:
+        return None
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not low <= value <= high or (above_low and value == low):
+        words = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"`{name}` must be a number {words}.", param=name)
+    return float(value)
+
+
+def whole(body: Body, name: str, low: int, high: int) -> int | None:
+    """A whole number in [low, high]; `5.0` counts as one."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        words = f"of {low} or more" if high >= MAX_TOKENS else f"from {low} to {high}"
+        raise InvalidRequest(f"`{name}` must be a whole number {words}.", param=name)
+    return value
+
+
+def flag(body: Body, name: str, *, default: bool) -> bool:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"`{name}` must be true or false.", param=name)
+    return value
+
+
+def text(body: Body, name: str, default: str = "") -> str:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, str):
+        raise InvalidRequest(f"`{name}` must be a string.", param=name)
+    return value
+
+
+def obj(body: Body, name: str) -> Mapping[str, Any]:
+    """An object; empty if absent."""
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"`{name}` must be an object.", param=name)
+    return value
+
+
+def items(body: Body, name: str) -> list[Any]:
+    """A list; empty if absent."""
+    value = body.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise InvalidRequest(f"`{name}` must be a list.", param=name)
+    return value
+
+
+def stop_strings(body: Body, name: str) -> tuple[str, ...]:
+    """A string or a list of strings; empty strings stop nothing and are dropped."""
+    value = body.get(name)
+    if value is None:
+        return ()
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise InvalidRequest(f"`{name}` must be a string or a list of strings.", param=name)
+    if len(strings) > MAX_STOP_STRINGS or any(len(string) > MAX_STOP_CHARACTERS for string in strings):
+        raise InvalidRequest(
+            f"`{name}` takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARACTERS} characters.", param=name
+        )
+    return tuple(string for string in strings if string)
+
+
+def sampling(body: Body) -> SamplingParams:
+    """Sampling fields as the OpenAI API and llama.cpp name them; defaults are those of `SamplingParams`."""
+    known = SamplingParams()
+
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    top_k = whole(body, "top_k", -1, MAX_TOP_K)
+    repetition = number(body, "repetition_penalty", 0.0, 10.0, above_low=True)
+    if repetition is None:
+        repetition = number(body, "repeat_penalty", 0.0, 10.0, above_low=True)
+    return SamplingParams(
+        temperature=given(number(body, "temperature", 0.0, 100.0), known.temperature),
+        top_p=given(number(body, "top_p", 0.0, 1.0, above_low=True), known.top_p),
+        top_k=max(0, top_k) if top_k is not None else known.top_k,
+        min_p=given(number(body, "min_p", 0.0, 1.0), known.min_p),
+        repetition_penalty=given(repetition, known.repetition_penalty),
+        presence_penalty=given(number(body, "presence_penalty", -2.0, 2.0), known.presence_penalty),
+        frequency_penalty=given(number(body, "frequency_penalty", -2.0, 2.0), known.frequency_penalty),
+        seed=whole(body, "seed", MIN_SEED, MAX_SEED),
+        logit_bias=_logit_bias(body),
+    )
+
+
+def _logit_bias(body: Body) -> Mapping[int, float]:
+    """`{"token id": bias}` with biases from -100 to 100."""
+    biases = obj(body, "logit_bias")
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(f"`logit_bias` takes at most {MAX_LOGIT_BIASES} tokens.", param="logit_bias")
+    parsed = {}
+    for token, bias in biases.items():
+        is_id = token.isascii() and token.isdecimal() and len(token) <= TOKEN_ID_DIGITS
+        if not is_id or not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
+            raise InvalidRequest("`logit_bias` must map token ids to numbers from -100 to 100.", param="logit_bias")
+        parsed[int(token)] = float(bias)
+    return parsed

@@ -1,0 +1,283 @@
+"""OpenAI chat completions, as the SDK and the clients built on it read them.
+
+    chunk role | chunk delta ... | chunk finish_reason, timings | [chunk usage, choices []] | [DONE]
+
+`prompt_tokens` includes the cached ones; a token is cached if it was not computed in this request. llama.cpp's
+`timings` come along, with what parkd knows besides. Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from parkd.errors import InvalidRequest, ParkdError
+from parkd.proxy.dialects import fields
+from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta
+from parkd.proxy.dialects.frames import DONE, comment, json_frame
+from parkd.proxy.dialects.nested import cache_hints, check_named, name_at, object_at, objects, text_at, wrong
+from parkd.proxy.dialects.openai_errors import error_answer, error_object
+from parkd.types import (
+    Event,
+    Finished,
+    FinishReason,
+    ReasoningDelta,
+    ReasoningParams,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    ToolChoice,
+    ToolChoiceMode,
+    TurnRequest,
+)
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+NEED_CONTENT = frozenset({"system", "developer", "user"})
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
+QUIET_PARTS = frozenset({"refusal", "reasoning", "thinking"})
+"""Parts of an earlier answer that are carried along; the template sees their text or nothing."""
+
+
+class OpenAIChat:
+    """`POST /v1/chat/completions`."""
+
+    def __init__(self, system_fingerprint: str = "parkd") -> None:
+        self._system_fingerprint = system_fingerprint
+
+    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
+        """Raises InvalidRequest."""
+        _refuse_unsupported(body)
+        messages = fields.items(body, "messages")
+        if not messages:
+            raise wrong("messages", "a list with at least one message")
+        for index, message in enumerate(messages):
+            _check_message(message, f"messages[{index}]")
+        fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
+        tools = _tools(body)
+        effort = fields.text(body, "reasoning_effort") or None
+        return TurnRequest(
+            messages=messages,
+            tools=tools,
+            template_kwargs=_template_kwargs(body, effort),
+            sampling=fields.sampling(body),
+            stop=fields.stop_strings(body, "stop"),
+            max_output_tokens=_max_output_tokens(body),
+            stream=fields.flag(body, "stream", default=False),
+            model=fields.text(body, "model"),
+            tool_choice=_tool_choice(body, tools),
+            parallel_tool_calls=fields.flag(body, "parallel_tool_calls", default=True),
+            reasoning=ReasoningParams(enabled=False if effort == "none" else None, effort=effort),
+            cache=cache_hints(body, headers),
+        )
+
+    def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> ChatEncoder:
+        include_usage = request.stream and fields.flag(
+            fields.obj(body, "stream_options"), "include_usage", default=False
+        )
+        return ChatEncoder(meta, self._system_fingerprint, include_usage=include_usage)
+
+    def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it is a header
+        return error_answer(error)
+
+
+class ChatEncoder:
+    """One answer, streamed and whole."""
+
+    def __init__(self, meta: ResponseMeta, system_fingerprint: str, *, include_usage: bool) -> None:
+        self._head = {
+            "id": f"chatcmpl-{meta.request_id}",
+            "created": meta.created_s,
+            "model": meta.model,
+            "system_fingerprint": system_fingerprint,
+        }
+        self._include_usage = include_usage
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._finished: Finished | None = None
+
+    def feed(self, event: Event) -> Iterable[bytes]:
+        match event:
+            case Started():
+                return [self._chunk({"role": "assistant", "content": ""})]
+            case TextDelta(text):
+                self._text.append(text)
+                return [self._chunk({"content": text})]
+            case ReasoningDelta(text):
+                self._reasoning.append(text)
+                return [self._chunk({"reasoning_content": text})]
+            case ToolCallDelta():
+                return [self._chunk({"tool_calls": [self._call_delta(event)]})]
+            case Finished():
+                self._finished = event
+                return self._last_frames(event)
+        return []
+
+    def keep_alive(self) -> bytes:
+        return comment()
+
+    def failure(self, error: ParkdError) -> Iterable[bytes]:
+        return [json_frame({"error": error_object(error)}), DONE]
+
+    def document(self) -> Mapping[str, Any]:
+        finished = self._finished
+        assert finished is not None, "asked for the document before the answer ended"
+        text = "".join(self._text)
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not self._calls else None}
+        message["refusal"] = None
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message["tool_calls"] = [call for _, call in sorted(self._calls.items())]
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(finished)}
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": usage_of(finished),
+            "timings": timings_of(finished),
+        }
+
+    def _last_frames(self, finished: Finished) -> list[bytes]:
+        timings = {"timings": timings_of(finished)}
+        frames = [self._chunk({}, _finish_reason(finished), timings)]
+        if self._include_usage:
+            usage = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(finished)}
+            frames.append(json_frame({**usage, **timings}))
+        return [*frames, DONE]
+
+    def _chunk(
+        self, delta: Mapping[str, Any], finish_reason: str | None = None, extra: Mapping[str, Any] | None = None
+    ) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._include_usage else {}
+        return json_frame(
+            {**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage, **(extra or {})}
+        )
+
+    def _call_delta(self, delta: ToolCallDelta) -> dict[str, Any]:
+        """Keeps the call for the document and returns the piece as clients read it: each piece has its index."""
+        call = self._calls.setdefault(
+            delta.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        )
+        piece: dict[str, Any] = {"index": delta.index}
+        function: dict[str, Any] = {"arguments": delta.arguments}
+        if delta.call_id is not None:
+            call["id"] = piece["id"] = delta.call_id
+            piece["type"] = "function"
+        if delta.name is not None:
+            call["function"]["name"] = function["name"] = delta.name
+        call["function"]["arguments"] += delta.arguments
+        return {**piece, "function": function}
+
+
+def usage_of(finished: Finished) -> Mapping[str, Any]:
+    prompt_tokens, output_tokens = finished.report.prompt_tokens, finished.timings.output_tokens
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": finished.report.reused_tokens},
+        "completion_tokens_details": {"reasoning_tokens": finished.reasoning_tokens},
+    }
+
+
+def timings_of(finished: Finished) -> Mapping[str, Any]:
+    """llama.cpp's names first, then parkd's own; milliseconds."""
+    timings, report = finished.timings, finished.report
+    return {
+        "cache_n": report.reused_tokens,
+        "prompt_n": report.prompt_tokens - report.reused_tokens,
+        "prompt_ms": _ms(timings.prefill_s),
+        "predicted_n": timings.output_tokens,
+        "predicted_ms": _ms(timings.decode_s),
+        "cache": report.outcome.value,
+        "why": report.why,
+        "wait_ms": _ms(timings.wait_s),
+        "restore_ms": _ms(timings.restore_s),
+        "ttft_ms": _ms(timings.first_token_s),
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def _finish_reason(finished: Finished) -> str:
+    return "stop" if finished.reason is FinishReason.CANCELLED else finished.reason.value
+
+
+def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+    if fields.whole(body, "n", 1, fields.MAX_TOKENS) not in (None, 1):
+        raise InvalidRequest("This server gives one answer a request. Leave out `n` or send more requests.", param="n")
+    if text_at(fields.obj(body, "response_format"), "type", "response_format") not in {"", "text"}:
+        advice = "This server gives text only. Leave out `response_format` and ask for JSON in the messages."
+        raise InvalidRequest(advice, param="response_format")
+    if body.get("grammar"):
+        raise InvalidRequest("`grammar` is not supported. Describe the form in the messages instead.", param="grammar")
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise wrong(where, "an object with `role` and `content`")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f"{where}.role", f"one of {', '.join(sorted(ROLES))}")
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            _check_part(part, f"{where}.content[{index}]")
+    elif not isinstance(content, str) and (content is not None or role in NEED_CONTENT):
+        raise wrong(f"{where}.content", "a string or a list of parts")
+    objects(message.get("tool_calls"), f"{where}.tool_calls")
+
+
+def _check_part(part: Any, where: str) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, str) or kind in QUIET_PARTS:
+        return
+    if kind in IMAGE_PARTS:
+        raise InvalidRequest(
+            f"`{where}` is an image; this server's model reads text only. Describe the image in words instead.",
+            param=where,
+        )
+    if kind not in TEXT_PARTS:
+        raise wrong(where, "a part of type `text`")
+    if not isinstance(part.get("text"), str):
+        raise wrong(f"{where}.text", "a string")
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The function tools; those that only their vendor's servers can run are skipped."""
+    functions = [tool for tool in objects(body.get("tools"), "tools") if tool.get("type", "function") == "function"]
+    for index, tool in enumerate(functions):
+        name_at(object_at(tool, "function", f"tools[{index}]"), "name", f"tools[{index}].function")
+    return tuple(functions)
+
+
+def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    choice = body.get("tool_choice")
+    if choice is None:
+        return ToolChoice()
+    if isinstance(choice, str) and choice in {"auto", "none", "required"}:
+        return ToolChoice(ToolChoiceMode(choice))
+    if not isinstance(choice, dict):
+        raise wrong("tool_choice", "`auto`, `none`, `required` or an object that names a function")
+    name = name_at(object_at(choice, "function", "tool_choice"), "name", "tool_choice.function")
+    check_named(name, tools, "tool_choice")
+    return ToolChoice(ToolChoiceMode.NAMED, name)
+
+
+def _max_output_tokens(body: Mapping[str, Any]) -> int | None:
+    """`max_completion_tokens`, or its older name. 0 reads the prompt and generates nothing."""
+    newer = fields.whole(body, "max_completion_tokens", 0, fields.MAX_TOKENS)
+    older = fields.whole(body, "max_tokens", 0, fields.MAX_TOKENS)
+    return older if newer is None else newer
+
+
+def _template_kwargs(body: Mapping[str, Any], effort: str | None) -> Mapping[str, Any]:
+    """What the client says to the template; its own words win."""
+    known: dict[str, Any] = {}
+    if effort is not None:
+        known = {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+    return {**known, **fields.obj(body, "chat_template_kwargs")}

@@ -1,0 +1,29 @@
+"""Errors in OpenAI's shape, shared by its dialects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parkd.errors import ParkdError, QueueFull
+from parkd.proxy.dialects.base import ErrorAnswer
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def error_object(error: ParkdError) -> Mapping[str, Any]:
+    """The value of `error`."""
+    fallback = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = ERROR_TYPES.get(error.status, fallback)
+    return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+
+
+def error_answer(error: ParkdError) -> ErrorAnswer:
+    """The request's id is not in the body: it goes out as a header with every answer."""
+    headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, QueueFull) else {}
+    return ErrorAnswer(error.status, {"error": error_object(error)}, headers)

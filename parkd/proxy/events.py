@@ -1,0 +1,106 @@
+"""From a turn to the client that reads it: one bounded channel a request.
+
+    engine thread --call_soon_threadsafe--> push ... [unread] ... next --> client
+
+The writer never waits. Text that waits together is joined and only the newest Progress is kept, so that what is
+unread is bounded by its characters: a client that falls `UNREAD_LIMIT_CHARACTERS` behind is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from parkd.errors import Cancelled, ParkdError
+from parkd.types import Event, Finished, Progress, ReasoningDelta, TextDelta, ToolCallDelta
+
+UNREAD_LIMIT_CHARACTERS = 256 * 1024
+EVENT_CHARACTERS = 64
+"""What an event counts besides its text."""
+
+
+class EventChannel:
+    """Lives on the event loop; only `cancel` is touched by other threads."""
+
+    def __init__(self) -> None:
+        self.cancel = threading.Event()
+        """Set when nobody reads any more; the engine asks it between chunks and tokens."""
+        self.on_overflow: Callable[[], None] = lambda: None
+        """Told when the reader is given up: it may be stuck in a write to its client."""
+        self.overflowed = False
+        self._unread: deque[Event] = deque()
+        self._characters = 0
+        self._error: ParkdError | None = None
+        self._closed = False
+        self._arrived = asyncio.Event()
+
+    @property
+    def closed(self) -> bool:
+        """True once nothing more will be pushed."""
+        return self._closed
+
+    def push(self, event: Event) -> None:
+        """Never waits. Events behind the end, or behind an overflow, are dropped."""
+        if self._closed:
+            return
+        self._characters += _characters(event)
+        if self._characters > UNREAD_LIMIT_CHARACTERS:
+            self.overflowed = True
+            self.cancel.set()
+            self.fail(Cancelled("The client reads too slowly; the answer was given up."))
+            self.on_overflow()
+            return
+        last = self._unread[-1] if self._unread else None
+        if isinstance(last, TextDelta) and isinstance(event, TextDelta):
+            self._join(TextDelta(last.text + event.text))
+        elif isinstance(last, ReasoningDelta) and isinstance(event, ReasoningDelta):
+            self._join(ReasoningDelta(last.text + event.text))
+        elif isinstance(last, Progress) and isinstance(event, Progress):
+            self._join(event)
+        else:
+            self._unread.append(event)
+        self._closed = isinstance(event, Finished)
+        self._arrived.set()
+
+    def fail(self, error: ParkdError) -> None:
+        """Ends the channel with an error. What is unread is still read first, except after an overflow."""
+        if self._closed:
+            return
+        if self.overflowed:
+            self._unread.clear()
+        self._error = error
+        self._closed = True
+        self._arrived.set()
+
+    async def next(self, timeout_s: float) -> Event | None:
+        """The next event, or None after `timeout_s` without one. Raises what the turn failed with."""
+        if not self._unread and not self._closed:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                if not self._unread and self._error is None:
+                    return None
+        if self._unread:
+            event = self._unread.popleft()
+            self._characters = sum(map(_characters, self._unread)) if self._unread else 0
+            return event
+        assert self._error is not None, "read past the end"
+        raise self._error
+
+    def _join(self, event: Event) -> None:
+        self._characters -= EVENT_CHARACTERS
+        self._unread[-1] = event
+
+
+def _characters(event: Event) -> int:
+    match event:
+        case TextDelta(text) | ReasoningDelta(text):
+            return EVENT_CHARACTERS + len(text)
+        case ToolCallDelta(arguments=arguments):
+            return EVENT_CHARACTERS + len(arguments)
+        case _:
+            return EVENT_CHARACTERS

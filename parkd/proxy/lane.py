@@ -1,0 +1,139 @@
+"""The one serial executor. Turns wait for it first come, first served, in a queue with a bound."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, Protocol, TypeVar
+
+import anyio
+
+from parkd.errors import EngineLost, ParkdError, QueueFull, ShuttingDown
+
+log = logging.getLogger(__name__)
+
+LONGEST_RETRY_AFTER_S = 120
+TURN_WEIGHT = 0.2
+"""Of the newest turn in the running mean of turn lengths."""
+
+
+class Waiting(Protocol):
+    """What waits in the lane."""
+
+    def fail(self, error: ParkdError) -> None:
+        """Told when it will not run."""
+
+    def stop(self) -> None:
+        """Asked to end at the next chunk or token."""
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+class Lane(Generic[W]):
+    """FIFO over `run`, with at most `max_queue` waiting. Lives on the event loop."""
+
+    def __init__(self, run: Callable[[W], Awaitable[None]], *, max_queue: int, monotonic: Callable[[], float]) -> None:
+        self._run = run
+        self._max_queue = max_queue
+        self._monotonic = monotonic
+        self._waiting: deque[W] = deque()
+        self._running: W | None = None
+        self._arrived = anyio.Event()
+        self._ended = anyio.Event()
+        """Of the running turn."""
+        self._closed_by: ParkdError | None = None
+        self._turn_s = 1.0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed_by is not None
+
+    def check_room(self) -> None:
+        """Raises QueueFull, ShuttingDown, or what the lane was lost to."""
+        if self._closed_by is not None:
+            raise self._closed_by
+        if len(self._waiting) >= self._max_queue:
+            raise QueueFull(
+                f"{len(self._waiting)} requests are waiting, which is the limit of --max-queue. Try again later.",
+                retry_after_s=self._retry_after_s(),
+            )
+
+    def submit(self, turn: W) -> None:
+        """Queues `turn`. Raises as `check_room` does."""
+        self.check_room()
+        self._waiting.append(turn)
+        self._arrived.set()
+
+    def leave(self, turn: W) -> bool:
+        """The client of `turn` is gone: takes it out of the queue, or stops it if it runs. True if it never ran."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+            return True
+        if turn is self._running:
+            turn.stop()
+        return False
+
+    async def serve(self) -> None:
+        """Runs turns until the task is cancelled. Raises EngineLost once everyone has been told."""
+        while True:
+            while not self._waiting:
+                self._arrived = anyio.Event()
+                await self._arrived.wait()
+            turn = self._waiting.popleft()
+            self._running, self._ended = turn, anyio.Event()
+            began_s = self._monotonic()
+            try:
+                await self._run(turn)
+            except EngineLost as lost:
+                self.close(lost)
+                raise
+            except Exception as error:
+                stopped = EngineLost("The server met an error it cannot go on from; it stops.")
+                turn.fail(stopped)
+                self.close(stopped)
+                raise stopped from error
+            finally:
+                self._running = None
+                self._ended.set()
+            self._turn_s += TURN_WEIGHT * (self._monotonic() - began_s - self._turn_s)
+
+    def close(self, error: ParkdError) -> None:
+        """No turn starts any more: all that wait, and all that come, get `error`."""
+        self._closed_by = self._closed_by or error
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        for turn in waiting:
+            turn.fail(error)
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Closes, lets the running turn end, and stops it after `deadline_s`. True if it ended by itself."""
+        self.close(ShuttingDown("The server is stopping. Try again when it is back.", retry_after_s=5))
+        with anyio.move_on_after(deadline_s):
+            await self.idle()
+        running = self._running
+        if running is None:
+            return True
+        log.warning("the running answer did not end within %.0f s and is cut", deadline_s)
+        running.fail(ShuttingDown("The server is stopping; the answer was cut.", retry_after_s=5))
+        running.stop()
+        return False
+
+    async def idle(self) -> None:
+        """Returns when nothing runs: of use once the lane is closed."""
+        while self._running is not None:
+            await self._ended.wait()
+
+    def _retry_after_s(self) -> int:
+        """When a place should be free: one turn from now, by the mean of the last turns."""
+        return min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(self._turn_s)))

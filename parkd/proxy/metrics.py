@@ -1,0 +1,103 @@
+"""What `/metrics` shows. A registry of its own, so that two servers in one process do not meet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from parkd.types import CacheReport, Timings
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """Counters of the lane and the cache; the store's own numbers are read when somebody looks."""
+
+    def __init__(self, *, waiting: Callable[[], int], store_stats: Callable[[], object] | None) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "parkd_requests", "Requests by what became of them.", ["outcome"], registry=self.registry
+        )
+        self.starts = Counter(
+            "parkd_starts", "Turns by where their start came from.", ["cache"], registry=self.registry
+        )
+        self.read_tokens = Counter("parkd_prompt_tokens_read", "Prompt tokens computed.", registry=self.registry)
+        self.reused_tokens = Counter(
+            "parkd_prompt_tokens_reused", "Prompt tokens not computed.", registry=self.registry
+        )
+        self.output_tokens = Counter("parkd_output_tokens", "Tokens generated.", registry=self.registry)
+        self.moved_bytes = Counter(
+            "parkd_moved_bytes", "State bytes copied between arenas and host.", ["direction"], registry=self.registry
+        )
+        self.moved_seconds = Counter(
+            "parkd_moved_seconds", "Seconds those copies took.", ["direction"], registry=self.registry
+        )
+        self.refusals = Counter(
+            "parkd_park_refusals", "Conversations not parked, or not wholly.", ["reason"], registry=self.registry
+        )
+        self.restore_failures = Counter(
+            "parkd_restore_failures", "Restores that failed; each read cold.", registry=self.registry
+        )
+        self.first_token = Histogram(
+            "parkd_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=SECONDS_BUCKETS,
+            registry=self.registry,
+        )
+        queue = Gauge("parkd_queue_length", "Requests waiting for the lane.", registry=self.registry)
+        queue.set_function(waiting)
+        if store_stats is not None:
+            self.registry.register(_StoreCollector(store_stats))
+
+    def started(self, report: CacheReport) -> None:
+        self.starts.labels(report.outcome.value).inc()
+        self.reused_tokens.inc(report.reused_tokens)
+
+    def finished(self, timings: Timings) -> None:
+        self.read_tokens.inc(timings.prefill_tokens)
+        self.output_tokens.inc(timings.output_tokens)
+        if timings.output_tokens:
+            self.first_token.observe(timings.first_token_s)
+
+    def moved(self, direction: str, moved_bytes: int, seconds: float) -> None:
+        self.moved_bytes.labels(direction).inc(moved_bytes)
+        self.moved_seconds.labels(direction).inc(seconds)
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _StoreCollector(Collector):
+    """Every number in the store's frozen stats, one gauge a field; a mapping becomes one labelled gauge."""
+
+    def __init__(self, stats: Callable[[], object]) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        assert dataclasses.is_dataclass(stats)
+        assert not isinstance(stats, type)
+        for field in dataclasses.fields(stats):
+            yield from _family(f"parkd_store_{field.name}", getattr(stats, field.name))
+
+
+def _family(name: str, value: Any) -> Iterable[Metric]:
+    documentation = f"The store's {name.removeprefix('parkd_store_').replace('_', ' ')}."
+    if isinstance(value, bool):
+        value = int(value)
+    if isinstance(value, int | float):
+        yield GaugeMetricFamily(name, documentation, value=value)
+    elif isinstance(value, Mapping):
+        family = GaugeMetricFamily(name, documentation, labels=["kind"])
+        for kind, number in value.items():
+            family.add_metric([str(kind)], number)
+        yield family

@@ -1,0 +1,191 @@
+"""Moves between the arenas and the store: every effect that changes what is live.
+
+One owner, the lane's turn. The engine's calls run on its thread; the store is only touched on the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from parkd.engine_adapter.base import BLOCK_TOKENS, RowEngine
+from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
+from parkd.identity.chain import prefix_hashes
+from parkd.proxy.cost import CostMeter
+from parkd.proxy.engine_thread import EngineThread
+from parkd.proxy.live import LiveConversation, restored
+from parkd.proxy.metrics import Metrics
+from parkd.proxy.start import StartPlan
+from parkd.store.records import CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
+from parkd.store.store import ConversationStore
+from parkd.types import CacheOutcome, ConversationKey, Units
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LiveState:
+    """The engine, and what its rows mean. The two change together or not at all."""
+
+    def __init__(
+        self,
+        engine: RowEngine,
+        thread: EngineThread,
+        store: ConversationStore | None,
+        metrics: Metrics,
+        costs: CostMeter,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self.engine = engine
+        self.thread = thread
+        self.conversation = LiveConversation()
+        self._store = store
+        self._metrics = metrics
+        self._costs = costs
+        self._monotonic = monotonic
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """One engine call. Raises ParkdError only: an engine's unforeseen error resets it and is an EngineFailure."""
+        try:
+            return await self.thread.run(function, *args, **kwargs)
+        except ParkdError:
+            raise
+        except Exception as error:
+            log.exception("the engine raised what it should not")
+            await self.reset()
+            raise EngineFailure(
+                "The engine failed in an unforeseen way; the log has the details. Try again."
+            ) from error
+
+    async def advance(self, key: ConversationKey, units: Units) -> None:
+        """Takes over the engine's position after it read from `units`; resets if it is somewhere it cannot be."""
+        position = await self.call(lambda: self.engine.position)
+        if position > len(units):
+            log.error("the engine is at %d but only %d tokens are known; it is reset", position, len(units))
+            await self.reset()
+            return
+        self.conversation = self.conversation.advance(key, units, position)
+
+    async def check(self) -> None:
+        """After a failure: what is live is at most what the engine still holds."""
+        position = await self.call(lambda: self.engine.position)
+        if position > self.conversation.position:
+            await self.reset()
+        else:
+            self.conversation = self.conversation.truncate(position)
+
+    async def truncate(self, position: int) -> None:
+        await self.call(self.engine.truncate, position)
+        self.conversation = self.conversation.truncate(position)
+
+    async def reset(self) -> None:
+        """Raises EngineLost if even that fails."""
+        self.conversation = LiveConversation()
+        try:
+            await self.thread.run(self.engine.reset)
+        except Exception as error:
+            raise EngineLost("The engine cannot be made valid again; the server stops.") from error
+
+    async def forget(self, keep_rows: int) -> None:
+        """Leaves at most `keep_rows` live."""
+        if keep_rows == 0:
+            await self.reset()
+        elif keep_rows < self.conversation.position:
+            await self.truncate(keep_rows)
+
+    async def begin(self, plan: StartPlan, key: ConversationKey) -> float:
+        """Carries out `plan`: parks what would be lost, then restores, truncates or resets.
+
+        Returns the seconds the restore took. Raises RestoreFailed once the bad entry is dropped and the engine is
+        empty; EngineFailure.
+        """
+        if plan.parked is None:
+            await self._park_if_lost(plan.keep_rows)
+            self._check_kept(plan.keep_rows)
+            if plan.option.position == 0:
+                await self.reset()
+            elif plan.keep_rows < self.conversation.position:
+                await self.truncate(plan.keep_rows)
+            return 0.0
+        assert self._store is not None
+        # leased before anything else is parked: room for that must not be made from what is about to return
+        try:
+            held = self._store.lease(plan.parked.id, plan.option.position, plan.keep_rows)
+        except ConversationGone as gone:
+            raise RestoreFailed("The parked conversation has just gone.") from gone
+        with held as lease:
+            await self._park_if_lost(plan.keep_rows)
+            self._check_kept(plan.keep_rows)
+            try:
+                return await self._restore(lease, plan.parked, plan.option.outcome, key)
+            except RestoreFailed as error:
+                failed = error
+        log.warning("a restore failed, the turn reads cold: %s", failed.message)
+        self._metrics.restore_failures.inc()
+        self.conversation = LiveConversation()
+        self._store.drop(plan.parked.id, failed.message)
+        raise failed
+
+    async def park(self) -> None:
+        """Copies what is live and not yet in the store. A refusal or a failed copy leaves everything as it was."""
+        live, store = self.conversation, self._store
+        if store is None or live.key is None or live.position == 0:
+            return
+        if live.parked_id is not None and store.get(live.parked_id) is not None:
+            store.touch(live.parked_id)
+            return
+        capture = store.begin_capture(
+            CaptureRequest(
+                key_digest=live.key.digest,
+                units=live.units,
+                prefix_hashes=prefix_hashes(live.units, live.key.digest, BLOCK_TOKENS),
+                lineage=live.lineage,
+                layout_digest=self.engine.info.layout.digest,
+                checkpoints=(),
+                rewindable=self.engine.info.layout.fixed_bytes == 0,
+            )
+        )
+        if isinstance(capture, Refused):
+            if capture.reason is RefusalReason.OFF:
+                return
+            self._metrics.refusals.labels(capture.reason.value).inc()
+            log.info("not parked (%d tokens): %s", live.position, capture.message)
+            return
+        began_s = self._monotonic()
+        try:
+            checksums = await self.call(self.engine.capture, capture.transfer)
+        except BaseException as error:
+            store.abort(capture)
+            if isinstance(error, EngineFailure) and not isinstance(error, EngineLost):
+                log.warning("not parked: the copy failed: %s", error.message)
+                return
+            raise
+        self._metrics.moved("park", capture.transfer.bytes, self._monotonic() - began_s)
+        parked = store.commit(capture, checksums)
+        self.conversation = live.captured(parked.blocks, parked.position, parked.id)
+        if not capture.is_whole:
+            self._metrics.refusals.labels("parked in part").inc()
+            log.info("parked the first %d of %d tokens: the budget holds no more", parked.position, live.position)
+
+    async def _park_if_lost(self, keep_rows: int) -> None:
+        if keep_rows < self.conversation.position:
+            await self.park()
+
+    def _check_kept(self, keep_rows: int) -> None:
+        """A copy that broke the engine may have cost the live rows that the plan builds on."""
+        if self.conversation.position < keep_rows:
+            raise RestoreFailed("The live state was lost while it was parked.")
+
+    async def _restore(self, lease: Lease, parked: Parked, outcome: CacheOutcome, key: ConversationKey) -> float:
+        transfer = lease.transfer
+        began_s = self._monotonic()
+        await self.call(self.engine.restore, transfer)
+        took_s = self._monotonic() - began_s
+        whole = lease.stop == parked.position
+        self.conversation = restored(key, parked.units, lease.lineage, lease.stop, parked.id if whole else None)
+        self._metrics.moved("restore", transfer.bytes, took_s)
+        self._costs.has_moved(outcome, transfer.bytes, took_s)
+        return took_s

@@ -1,0 +1,54 @@
+"""From bytes on the wire to a JSON object, with bounds. Nothing a client sends here is worth more than a 4xx."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import anyio.to_thread
+import orjson
+from starlette.requests import Request
+
+from parkd.errors import BodyTooLarge, InvalidRequest
+
+LARGE_BODY_BYTES = 1024 * 1024
+"""A body from this size up is parsed in a worker thread, so that the event loop goes on."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's own `x-request-id` if it is harmless in a header and a log line, else a new one."""
+    sent = headers.get("x-request-id", "")
+    return sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(12)}"
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """Raises BodyTooLarge as soon as it is known, at the latest `limit_bytes` in; ClientDisconnect if it leaves."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit_bytes:
+        raise _too_large(limit_bytes)
+    body = bytearray()
+    async for piece in request.stream():
+        if len(body) + len(piece) > limit_bytes:
+            raise _too_large(limit_bytes)
+        body += piece
+    return bytes(body)
+
+
+async def parse_object(body: bytes) -> Mapping[str, Any]:
+    """Raises InvalidRequest."""
+    try:
+        document = (
+            await anyio.to_thread.run_sync(orjson.loads, body) if len(body) >= LARGE_BODY_BYTES else orjson.loads(body)
+        )
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    return document
+
+
+def _too_large(limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body is larger than {limit_bytes} bytes. Send less, or split the request.")

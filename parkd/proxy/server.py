@@ -1,0 +1,86 @@
+"""The server process: uvicorn over the app, with an orderly end.
+
+SIGTERM -> no new connections, waiting requests get 503, the running answer ends or is cut at the deadline -> exit 0
+engine lost -> the same without a running answer -> exit 1
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from parkd.proxy.app import CUT_WAIT_S, Proxy, create_app
+from parkd.proxy.config import Services
+
+EXIT_LOST = 1
+IDLE_CONNECTION_S = 75
+"""An unused connection is closed after this; longer than clients keep theirs, so that they do not race it."""
+EXIT_MARGIN_S = 2 * CUT_WAIT_S
+"""Over the proxy's own deadline, so that uvicorn cuts only what the proxy could not."""
+
+
+class Server(uvicorn.Server):
+    """`on_started` is told the base URL once requests are answered."""
+
+    def __init__(
+        self, services: Services, *, app: Starlette | None = None, on_started: Callable[[str], None] = lambda _url: None
+    ) -> None:
+        app = app or create_app(services)
+        self.proxy: Proxy = app.state.parkd
+        self._on_started = on_started
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=services.config.host,
+                port=services.config.port,
+                lifespan="on",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=IDLE_CONNECTION_S,
+                timeout_graceful_shutdown=int(services.config.shutdown_deadline_s + EXIT_MARGIN_S),
+            )
+        )
+        self.proxy.on_lost = self._stop
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.proxy.lost is None and self.started else EXIT_LOST
+
+    @property
+    def url(self) -> str:
+        """Where it listens, with the real port."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
+        """A first signal asks, a second one insists. uvicorn would raise it again at the end; here the process ends
+        with a code instead."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_started(self.url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.proxy.begin_shutdown()
+        await super().shutdown(sockets)
+
+    def _stop(self) -> None:
+        self.should_exit = True
+
+
+def serve(
+    services: Services, *, listener: socket.socket | None = None, on_started: Callable[[str], None] = lambda _url: None
+) -> int:
+    """Serves until told to stop, on `listener` or on the configured address. Returns the process's exit code."""
+    server = Server(services, on_started=on_started)
+    server.run(sockets=None if listener is None else [listener])
+    return server.exit_code

@@ -1,0 +1,173 @@
+"""One turn's answer as an ASGI response: a stream of server-sent events, or one document.
+
+    submit -> [queue] -> Started | deadline -> headers -> events, keep-alives -> end
+
+A client that leaves ends its turn: out of the queue if it waits, at the next chunk or token if it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import anyio
+import orjson
+from starlette.types import Message, Receive, Scope, Send
+
+from parkd.errors import Cancelled, EngineFailure, ParkdError
+from parkd.proxy.config import ProxyConfig
+from parkd.proxy.dialects.base import Dialect, Encoder
+from parkd.proxy.lane import Lane
+from parkd.proxy.turn import Turn, TurnRunner
+from parkd.types import CacheReport, Finished, Started
+
+PENDING = "pending"
+DOCUMENT_POLL_S = 60.0
+"""How long a document's writer sleeps at most between looks at its channel."""
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
+
+
+def cache_headers(report: CacheReport | None) -> dict[str, str]:
+    """What is known of the start when headers go out."""
+    if report is None:
+        return {"x-parkd-cache": PENDING}
+    headers = {"x-parkd-cache": report.outcome.value, "x-parkd-reused-tokens": str(report.reused_tokens)}
+    if report.why:
+        headers["x-parkd-why"] = header_text(report.why)
+    return headers
+
+
+def header_text(text: str) -> str:
+    """Any text as one header value: latin-1, no control characters."""
+    printable = "".join(character if character.isprintable() else " " for character in text)
+    return printable.encode("latin-1", "replace").decode("latin-1")
+
+
+async def send_document(send: Send, status: int, document: Mapping[str, object], headers: Mapping[str, str]) -> None:
+    body = orjson.dumps(document)
+    sized = {"content-type": "application/json", **headers, "content-length": str(len(body))}
+    await send({"type": "http.response.start", "status": status, "headers": _raw(sized)})
+    await send({"type": "http.response.body", "body": body})
+
+
+class TurnResponse:
+    """Queues the turn and writes what becomes of it."""
+
+    def __init__(
+        self,
+        turn: Turn,
+        lane: Lane[Turn],
+        runner: TurnRunner,
+        dialect: Dialect,
+        encoder: Encoder,
+        config: ProxyConfig,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._turn = turn
+        self._lane = lane
+        self._runner = runner
+        self._dialect = dialect
+        self._encoder = encoder
+        self._config = config
+        self._monotonic = monotonic
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        turn = self._turn
+        try:
+            self._lane.submit(turn)
+        except ParkdError as error:
+            self._runner.record(turn, error)
+            await self._send_error(send, error)
+            return
+        try:
+            async with anyio.create_task_group() as tasks:
+                turn.channel.on_overflow = tasks.cancel_scope.cancel
+                tasks.start_soon(self._watch, receive, tasks.cancel_scope)
+                await (self._stream(send) if turn.request.stream else self._document(send))
+                tasks.cancel_scope.cancel()
+        finally:
+            if self._lane.leave(turn):
+                self._runner.record(turn, Cancelled("The client left while it waited."))
+
+    async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
+        while True:
+            message: Message = await receive()
+            if message["type"] == "http.disconnect":
+                scope.cancel()
+                return
+
+    async def _document(self, send: Send) -> None:
+        report: CacheReport | None = None
+        try:
+            while not isinstance(report, CacheReport):
+                event = await self._turn.channel.next(DOCUMENT_POLL_S)
+                if event is not None:
+                    for _ in self._encoder.feed(event):
+                        pass  # frames are for streams; feeding is what fills the document
+                if isinstance(event, Finished):
+                    report = event.report
+            document = self._encoder.document()
+        except ParkdError as error:
+            self._record_unstarted(error)
+            await self._send_error(send, error)
+            return
+        await send_document(send, 200, document, {"x-request-id": self._turn.request_id, **cache_headers(report)})
+
+    async def _stream(self, send: Send) -> None:
+        channel = self._turn.channel
+        try:
+            event = await channel.next(self._config.first_byte_deadline_s)
+        except ParkdError as error:
+            self._record_unstarted(error)
+            await self._send_error(send, error)
+            return
+        report = event.report if isinstance(event, Started) else None
+        headers = {**STREAM_HEADERS, "x-request-id": self._turn.request_id, **cache_headers(report)}
+        await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
+        sent_s = self._monotonic()
+        try:
+            while True:
+                silent_s = self._monotonic() - sent_s
+                frames = b""
+                if event is not None:
+                    frames = _joined(self._encoder.feed(event))
+                elif silent_s >= self._config.keep_alive_s or report is None:
+                    frames = self._encoder.keep_alive()
+                if frames:
+                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+                    sent_s = self._monotonic()
+                if isinstance(event, Finished):
+                    break
+                report = event.report if isinstance(event, Started) else report
+                event = await channel.next(max(0.0, self._config.keep_alive_s - (self._monotonic() - sent_s)))
+        except ParkdError as error:
+            self._record_unstarted(error)
+            last = _joined(self._encoder.failure(error))
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    def _record_unstarted(self, error: ParkdError) -> None:
+        """A turn that the lane never took is recorded here, every other one by the runner."""
+        if self._turn.began_s is None:
+            self._runner.record(self._turn, error)
+
+    async def _send_error(self, send: Send, error: ParkdError) -> None:
+        answer = self._dialect.error(error, self._turn.request_id)
+        headers = {"x-request-id": self._turn.request_id, **answer.headers}
+        await send_document(send, answer.status, answer.body, headers)
+
+
+def unforeseen() -> ParkdError:
+    """What a client is told of an error that has no type."""
+    return EngineFailure("The server met an unforeseen error; its log has the details.")
+
+
+def _joined(frames: Iterable[bytes]) -> bytes:
+    return b"".join(frames)
+
+
+def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

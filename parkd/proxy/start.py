@@ -1,0 +1,100 @@
+"""How a turn starts: the pure decision over what is live, what is parked and what things cost.
+
+live     truncate to the common prefix and read on
+parked   restore rows [keep_rows, position) and read on; rows [0, keep_rows) are in the arenas already
+cold     read everything
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.identity.matcher import CostModel, StartOption, choose_start, cold_start, common_prefix, resumable_position
+from parkd.proxy.live import LiveConversation
+from parkd.store.records import Parked
+from parkd.types import CacheOutcome, PromptIdentity, StateLayout
+
+
+@dataclass(frozen=True, slots=True)
+class StartPlan:
+    option: StartOption
+    keep_rows: int
+    """Live rows `[0, keep_rows)` that stay; the others are overwritten."""
+    parked: Parked | None
+    """What is restored, if anything."""
+    common: int = 0
+    """The longest prefix shared with anything that is live or parked."""
+    known: int = 0
+    """Length of what shares it."""
+    resumable: int = 0
+    """The deepest position that could have been started from, at any cost."""
+
+
+def decide_start(
+    prompt: PromptIdentity,
+    live: LiveConversation,
+    candidates: Sequence[Parked],
+    *,
+    layout: StateLayout,
+    live_checkpoints: Sequence[int],
+    cost: CostModel,
+) -> StartPlan:
+    """The cheapest exact start."""
+    rewindable = layout.fixed_bytes == 0
+    length = len(prompt)
+    plans = [StartPlan(cold_start(length), 0, None)]
+    deepest_common, deepest_known, deepest_position = 0, 0, 0
+    if live.key == prompt.key:
+        common = common_prefix(live.units, prompt.units)
+        position = resumable_position(common, length, rewindable, live_checkpoints)
+        if position > 0:
+            plans.append(StartPlan(StartOption(CacheOutcome.LIVE, position, length), position, None))
+        deepest_common, deepest_known, deepest_position = common, live.position, position
+    for parked in candidates:
+        if parked.layout_digest != layout.digest:
+            continue
+        common = common_prefix(parked.units, prompt.units)
+        checkpoints = [checkpoint.position for checkpoint in parked.checkpoints]
+        position = resumable_position(common, length, rewindable, checkpoints)
+        if common > deepest_common:
+            deepest_common, deepest_known = common, len(parked.units)
+        deepest_position = max(deepest_position, position)
+        if position > 0:
+            plans.append(_restore_plan(parked, position, length, live, layout))
+    best = choose_start([plan.option for plan in plans], cost).option
+    plan = next(plan for plan in plans if plan.option is best)
+    return replace(plan, common=deepest_common, known=deepest_known, resumable=deepest_position)
+
+
+def plan_cold(prompt: PromptIdentity) -> StartPlan:
+    return StartPlan(cold_start(len(prompt)), 0, None)
+
+
+def _restore_plan(parked: Parked, position: int, length: int, live: LiveConversation, layout: StateLayout) -> StartPlan:
+    keep = min(live.shared_rows(parked.blocks), position // BLOCK_TOKENS * BLOCK_TOKENS)
+    moved = (position - keep) * layout.row_bytes + layout.fixed_bytes
+    option = StartOption(CacheOutcome.RESTORED_RAM, position, length, move_bytes=moved, conversation=parked.id)
+    return StartPlan(option, keep, parked)
+
+
+def explain(prompt: PromptIdentity, plan: StartPlan, gone: str) -> str:
+    """Why tokens are read although something was known of this prompt, or empty. For the header and the log: it holds
+    no text of the prompt.
+
+    `gone` is the store's word on what it no longer holds beyond the common prefix.
+    """
+    position, length = plan.option.position, len(prompt)
+    if position >= length - 1:
+        return ""
+    if gone:
+        return gone
+    if position < plan.resumable:
+        return f"reading is cheaper than restoring {plan.resumable} tokens"
+    if 0 < plan.common < min(plan.known, length):
+        label = next((span.label for span in prompt.segments if span.start <= plan.common < span.stop), "the prompt")
+        return f"differs from token {plan.common} in {label}"
+    if position < plan.common:
+        return f"no exact state between tokens {position} and {plan.common}"
+    return ""

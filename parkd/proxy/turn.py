@@ -1,0 +1,277 @@
+"""One request's path through the lane.
+
+    decide -> park what would be lost, restore -> read the rest -> generate -> Finished -> park behind the reply
+
+A failed restore reads cold and the client sees only latency. A failed engine call fails this request; the state stays
+valid for the next. A lost engine ends the lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError, RestoreFailed
+from parkd.proxy.answer import Answer, AnswerLoop
+from parkd.proxy.cost import CostMeter
+from parkd.proxy.events import EventChannel
+from parkd.proxy.metrics import Metrics
+from parkd.proxy.output.base import OutputFormat, Parser
+from parkd.proxy.output.formats import call_ids
+from parkd.proxy.output.parser import make_parser
+from parkd.proxy.parking import LiveState
+from parkd.proxy.start import StartPlan, decide_start, explain, plan_cold
+from parkd.store.store import ConversationStore
+from parkd.types import (
+    CacheMode,
+    CacheReport,
+    Event,
+    Finished,
+    FinishReason,
+    Progress,
+    PromptIdentity,
+    Started,
+    Timings,
+    TurnRequest,
+    Units,
+)
+
+log = logging.getLogger(__name__)
+CALL_ID_BYTES = 12
+TAIL_TOKENS = 64
+"""Of the prompt's end, enough to tell whether thinking is open."""
+
+requests_log = logging.getLogger("parkd.requests")
+
+
+@dataclass(eq=False)
+class Turn:
+    """A request from its arrival to its last event."""
+
+    request_id: str
+    caller: str
+    """Of the log line's `key=`."""
+    request: TurnRequest
+    prompt: PromptIdentity
+    arrived_s: float
+    channel: EventChannel = field(default_factory=EventChannel)
+    began_s: float | None = None
+    """When the lane took it."""
+    report: CacheReport | None = None
+    timings: Timings = field(default_factory=Timings)
+
+    def fail(self, error: ParkdError) -> None:
+        self.channel.fail(error)
+
+    def stop(self) -> None:
+        self.channel.cancel.set()
+
+
+def output_limit(asked: int | None, server_limit: int | None) -> int | None:
+    """The longest answer in tokens; None: up to the context's end."""
+    limits = [limit for limit in (asked, server_limit) if limit is not None]
+    return min(limits, default=None)
+
+
+class TurnRunner:
+    """Runs turns one at a time: the lane's only caller of the engine and the store."""
+
+    def __init__(
+        self,
+        live: LiveState,
+        store: ConversationStore | None,
+        metrics: Metrics,
+        costs: CostMeter,
+        output: OutputFormat,
+        *,
+        max_output_tokens: int | None,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._live = live
+        self._store = store
+        self._metrics = metrics
+        self._costs = costs
+        self._output = output
+        self._call_ids = call_ids(output.tools, lambda: secrets.token_hex(CALL_ID_BYTES))
+        self._max_output_tokens = max_output_tokens
+        self._monotonic = monotonic
+
+    async def run(self, turn: Turn) -> None:
+        """Pushes the turn's events and ends its channel. Raises EngineLost only."""
+        turn.began_s = self._monotonic()
+        turn.timings = Timings(wait_s=turn.began_s - turn.arrived_s)
+        error: ParkdError | None = None
+        try:
+            if turn.channel.cancel.is_set():
+                raise Cancelled("The client left before its turn came.")
+            await self._answer(turn)
+        except ParkdError as raised:
+            error = raised
+        except Exception as raised:
+            log.exception("request %s failed in an unforeseen way", turn.request_id)
+            error = EngineFailure("The request failed in an unforeseen way; the server's log has the details.")
+            error.__cause__ = raised
+        if error is not None:
+            turn.channel.fail(error)
+        self.record(turn, error)
+        if isinstance(error, EngineLost):
+            raise error
+        await self._keep(turn)
+
+    def record(self, turn: Turn, error: ParkdError | None) -> None:
+        """Counts the turn and writes its log line: numbers and reasons, never text."""
+        self._metrics.requests.labels("ok" if error is None else error.code).inc()
+        self._metrics.finished(turn.timings)
+        requests_log.info(
+            "key=%s prompt=%d reused=%d cache=%s wait=%.1fs ttft=%.1fs out=%d why=%s%s",
+            turn.caller,
+            len(turn.prompt),
+            turn.report.reused_tokens if turn.report else 0,
+            turn.report.outcome.value if turn.report else "-",
+            turn.timings.wait_s,
+            max(0.0, turn.timings.first_token_s - turn.timings.wait_s),
+            turn.timings.output_tokens,
+            (turn.report.why if turn.report else "") or "-",
+            f" end={error.code}" if error is not None else "",
+        )
+
+    async def _answer(self, turn: Turn) -> None:
+        plan, why = self._decide(turn)
+        report, restore_s = await self._start(turn, plan, why)
+        turn.report = report
+        turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s)
+        self._metrics.started(report)
+        turn.channel.push(Started(report))
+        read_s = await self._read(turn)
+        answer = await self._generate(turn, read_s)
+        if answer.reason is FinishReason.CANCELLED:
+            raise Cancelled("The client left; its answer was stopped.")
+        turn.channel.push(Finished(answer.reason, report, turn.timings, answer.reasoning_tokens, answer.stop_string))
+
+    def _decide(self, turn: Turn) -> tuple[StartPlan, str]:
+        """How to start, and why the rest is read."""
+        prompt, store = turn.prompt, self._store
+        if turn.request.cache.mode is CacheMode.OFF:
+            return plan_cold(prompt), "the request asked for no cache"
+        key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
+        plan = decide_start(
+            prompt,
+            self._live.conversation,
+            [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else [],
+            layout=self._live.engine.info.layout,
+            live_checkpoints=(),
+            cost=self._costs.model,
+        )
+        beyond = hashes[plan.common // BLOCK_TOKENS :]
+        gone = store.why_gone(key_digest, beyond) if store is not None else ""
+        return plan, explain(prompt, plan, gone)
+
+    async def _start(self, turn: Turn, plan: StartPlan, why: str) -> tuple[CacheReport, float]:
+        """Brings the engine to the plan's position; cold if a restore fails. Returns what is reused and seconds."""
+        began_s = self._monotonic()
+        try:
+            restore_s = await self._live.begin(plan, turn.prompt.key)
+        except RestoreFailed as failed:
+            plan, why = plan_cold(turn.prompt), f"restore failed: {failed.message}"
+            await self._live.begin(plan, turn.prompt.key)
+            restore_s = self._monotonic() - began_s
+        option = plan.option
+        assert self._live.conversation.position == option.position
+        return CacheReport(option.outcome, len(turn.prompt), option.position, why), restore_s
+
+    async def _read(self, turn: Turn) -> float:
+        """Reads the prompt up to its last token. Returns the seconds. Raises Cancelled with what was read kept."""
+        prompt, channel = turn.prompt, turn.channel
+        start, stop = self._live.conversation.position, len(prompt) - 1
+        if start == stop:
+            return 0.0
+        emit = self._emitter(channel)
+        began_s = self._monotonic()
+        try:
+            await self._live.call(
+                self._live.engine.extend,
+                prompt.token_ids[start:stop],
+                cancel=channel.cancel,
+                on_chunk=lambda position: emit(Progress(position - start, stop - start)),
+            )
+        finally:
+            await self._live.advance(prompt.key, prompt.units)
+        took_s = self._monotonic() - began_s
+        read = self._live.conversation.position - start
+        turn.timings = dataclasses.replace(turn.timings, prefill_s=took_s, prefill_tokens=read)
+        self._costs.has_read(read, took_s)
+        if self._live.conversation.position < stop:
+            raise Cancelled("The client left while its prompt was read.")
+        return took_s
+
+    async def _generate(self, turn: Turn, read_s: float) -> Answer:
+        limit = output_limit(turn.request.max_output_tokens, self._max_output_tokens)
+        if limit == 0:
+            return Answer()
+        loop = AnswerLoop(
+            self._live.engine,
+            turn.prompt,
+            turn.request,
+            limit,
+            parser=self._parser(turn),
+            cancel=turn.channel.cancel,
+            emit=self._emitter(turn.channel),
+            monotonic=self._monotonic,
+        )
+        answer = loop.answer
+        began_s = self._monotonic()
+        try:
+            await self._live.call(loop.run)
+        finally:
+            await self._live.advance(turn.prompt.key, _with_ids(turn.prompt, answer.token_ids))
+            first_s = answer.first_token_at_s
+            if first_s is not None:
+                turn.timings = dataclasses.replace(
+                    turn.timings,
+                    first_token_s=first_s - turn.arrived_s,
+                    prefill_s=read_s + first_s - began_s,
+                    prefill_tokens=turn.timings.prefill_tokens + 1,
+                    decode_s=self._monotonic() - first_s,
+                    output_tokens=answer.output_tokens,
+                )
+        return answer
+
+    def _parser(self, turn: Turn) -> Parser:
+        tail = self._live.engine.tokenizer.decode(turn.prompt.token_ids[-TAIL_TOKENS:].tolist())
+        return make_parser(self._output, turn.request, tail, self._call_ids)
+
+    async def _keep(self, turn: Turn) -> None:
+        """Behind the reply: parks what the turn added, unless its client asked to leave no trace."""
+        try:
+            await self._live.check()
+            if turn.request.cache.mode is CacheMode.USE:
+                await self._live.park()
+            else:
+                await self._live.forget(turn.report.reused_tokens if turn.report else 0)
+        except EngineLost:
+            raise
+        except ParkdError as error:
+            log.warning("nothing was parked behind request %s: %s", turn.request_id, error.message)
+        except Exception:
+            log.exception("parking behind request %s failed in an unforeseen way", turn.request_id)
+
+    def _emitter(self, channel: EventChannel) -> Callable[[Event], None]:
+        """Pushes from the engine's thread, in order, without waiting."""
+        loop = asyncio.get_running_loop()
+        return lambda event: _post(loop, channel, event)
+
+
+def _post(loop: asyncio.AbstractEventLoop, channel: EventChannel, event: Event) -> None:
+    loop.call_soon_threadsafe(channel.push, event)
+
+
+def _with_ids(prompt: PromptIdentity, token_ids: list[int]) -> Units:
+    """Units of the prompt and what was generated behind it."""
+    return np.concatenate([prompt.units, np.array(token_ids, dtype=np.uint64)])
