@@ -7,7 +7,7 @@ comes with a model is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from engine import gguf_convert, gguf_model, presets
 from engine.architectures import check_config
@@ -90,7 +90,7 @@ def _load_folder(
     name: str, folder: Path, config: LoadConfig, template: str | None, digest: bytes, progress: Progress | None
 ) -> LoadedModel:
     settings = _checked_config(folder)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    tokenizer = _tokenizer(folder)
     if progress is not None:
         progress(f"Loading {name}", 0.0)
     dtype = _compute_dtype(config, settings)
@@ -173,6 +173,15 @@ def _checked_config(folder: Path) -> Any:
     return settings
 
 
+def _tokenizer(folder: Path) -> Any:
+    # The library's own class for a model kind may cut text otherwise than `tokenizer.json` says; the file decides.
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        return kind.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+
+
 def _directory_digest(folder: Path, cache: ModelCache, progress: Progress | None) -> bytes:
     """16 bytes over names and content of the weight files. Raises ModelLoadError if there are none to be trusted."""
     files = sorted(folder.glob(WEIGHT_FILES[0]))
@@ -218,9 +227,3 @@ def _template_source(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"The chat template {path} cannot be read: {error}.") from error
-
-
-def shaping_config(settings: Any) -> Mapping[str, Any]:
-    """The library's configuration as plain values, for the fingerprint."""
-    plain: Mapping[str, Any] = settings.to_dict()
-    return plain

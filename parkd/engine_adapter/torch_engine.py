@@ -78,7 +78,7 @@ class TorchEngine:
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.template: ChatTemplate = _Template(loaded.template)
         self._chat = loaded.tokenizer
-        self._session = session
+        self._open: Session | None = session
         self._fresh_seed = fresh_seed
 
     @classmethod
@@ -129,6 +129,12 @@ class TorchEngine:
             is_demo_model=config.is_demo_model,
         )
         return cls(loaded, session, info, fresh_seed=fresh_seed)
+
+    @property
+    def _session(self) -> Session:
+        if self._open is None:
+            raise EngineFailure("The engine is closed.")
+        return self._open
 
     @property
     def position(self) -> int:
@@ -184,11 +190,8 @@ class TorchEngine:
             raise
 
     def close(self) -> None:
-        """Gives the arenas back. The engine is of no use afterwards."""
-        self._session.reset()
-        for arena in self._session.arenas:
-            arena.rows = torch.empty(0, dtype=torch.uint8)
-            arena.fixed = torch.empty(0, dtype=torch.uint8)
+        """Gives weights and arenas back. The engine is of no use afterwards."""
+        self._open = None
 
 
 class _Template:
