@@ -188,10 +188,9 @@ def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: boo
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A shallow copy whose tables of parameters, buffers and children are its own."""
+    """A shallow copy whose tables of parameters, buffers, children and hooks are its own."""
     twin = copy.copy(module)
-    for table in ("_parameters", "_buffers", "_modules"):
-        twin.__dict__[table] = dict(module.__dict__[table])
+    twin.__dict__.update({name: copy.copy(table) for name, table in vars(module).items() if isinstance(table, dict)})
     return twin
 
 

@@ -1,0 +1,90 @@
+"""Tiny random models, and the library's own cache as the oracle that the engine is compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from engine import EngineConfig, Session, open_session
+
+VOCAB = 97
+LAYERS = 4
+CONTEXT = 1536
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def tiny_config(family: str = "llama", **changes: Any) -> Any:
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+    }
+    return FAMILIES[family][0](**{**shape, **changes})
+
+
+def tiny_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    return FAMILIES[family][1](tiny_config(family, **changes)).eval()
+
+
+def tiny_session(stages: int, model: Any | None = None, *, batch_tokens: int = 64, context: int = CONTEXT) -> Session:
+    config = EngineConfig(devices=("cpu",) * stages, context_tokens=context, batch_tokens=batch_tokens)
+    return open_session(tiny_model() if model is None else model, config)
+
+
+def token_ids(count: int, seed: int = 1) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, VOCAB, count)
+
+
+def oracle_logits(model: Any, ids: npt.NDArray[np.int64], batch_tokens: int, decoded: int = 1) -> list[torch.Tensor]:
+    """Logits after each of the last `decoded` tokens: the rest read in chunks, those one at a time, library cache.
+
+    The model must already use the engine's attention, as it does once a session was opened on it.
+    """
+    assert model.config._attn_implementation == "parkd"
+    cache = DynamicCache(config=model.config)
+    logits = []
+    with torch.inference_mode():
+        prompt = len(ids) - decoded
+        for start in range(0, prompt, batch_tokens):
+            chunk = torch.from_numpy(ids[start : min(start + batch_tokens, prompt)])
+            model(chunk[None], cache=cache, use_cache=True, logits_to_keep=1)
+        for token in ids[prompt:]:
+            output = model(torch.tensor([[int(token)]]), cache=cache, use_cache=True)
+            logits.append(output.logits[0, -1])
+    return logits
+
+
+def read_and_decode(session: Session, ids: npt.NDArray[np.int64], decoded: int = 1) -> list[torch.Tensor]:
+    """The same through the engine, from the session's position on; `ids` are the whole timeline."""
+    prompt = len(ids) - decoded
+    session.extend(ids[session.position : prompt])
+    return [session.step(int(token)) for token in ids[prompt:]]
+
+
+def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert len(left) == len(right)
+    for index, (mine, other) in enumerate(zip(left, right, strict=True)):
+        assert torch.equal(mine, other), f"logits {index} differ by {(mine - other).abs().max()}"

@@ -1,0 +1,60 @@
+"""What is refused, by name, from the configuration alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from core_models import FAMILIES, tiny_config
+from transformers import Gemma3TextConfig, MistralConfig
+
+from engine import UnsupportedModel
+from engine.architectures import check_config
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_tested_architectures_pass(family: str) -> None:
+    assert check_config(tiny_config(family)) == FAMILIES[family][1].__name__
+    named = tiny_config(family, architectures=[FAMILIES[family][1].__name__])
+    assert check_config(named) == FAMILIES[family][1].__name__
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (MistralConfig(), "mistral"),
+        (MistralConfig(architectures=["MistralForCausalLM"]), "MistralForCausalLM"),
+        (Gemma3TextConfig(architectures=["Gemma3ForCausalLM"]), "Gemma3ForCausalLM"),
+        (tiny_config(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(config: Any, name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{name} is not supported"):
+        check_config(config)
+
+
+def test_layer_kinds_are_refused_by_name() -> None:
+    kinds = ["full_attention", "linear_attention", "full_attention", "full_attention"]
+    config = tiny_config("qwen3")
+    config.layer_types = kinds
+    with pytest.raises(UnsupportedModel, match="linear_attention"):
+        check_config(config)
+
+
+def test_a_window_counts_only_when_it_is_used() -> None:
+    assert check_config(tiny_config("qwen2", sliding_window=128, use_sliding_window=False)) == "Qwen2ForCausalLM"
+    used = tiny_config("qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=2)
+    with pytest.raises(UnsupportedModel, match="sliding"):
+        check_config(used)
+    plain = tiny_config()
+    plain.sliding_window = 128
+    with pytest.raises(UnsupportedModel, match="sliding window of 128"):
+        check_config(plain)
+
+
+@pytest.mark.parametrize("name", ["attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size"])
+def test_settings_that_change_results_are_refused_by_name(name: str) -> None:
+    config = tiny_config()
+    setattr(config, name, 50)
+    with pytest.raises(UnsupportedModel, match=name):
+        check_config(config)
