@@ -1,0 +1,37 @@
+"""Errors in Anthropic's shape, before an answer and inside one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parkd.errors import ContextOverflow, ParkdError
+
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+
+
+def error_status(error: ParkdError) -> int:
+    return 529 if error.status == 503 else error.status
+
+
+def error_document(error: ParkdError) -> Mapping[str, Any]:
+    kind = ERROR_TYPES.get(error_status(error), "api_error")
+    return {"type": "error", "error": {"type": kind, "message": _error_message(error)}}
+
+
+def _error_message(error: ParkdError) -> str:
+    """Claude Code reads the numbers out of an overflow's message and asks again for less."""
+    if not isinstance(error, ContextOverflow):
+        return error.message
+    prompt, output, limit = error.prompt_tokens, error.output_tokens, error.context_tokens
+    if prompt >= limit:
+        return f"prompt is too long: {prompt} tokens > {limit} maximum"
+    return f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}"

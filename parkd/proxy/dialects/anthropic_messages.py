@@ -1,0 +1,232 @@
+"""Anthropic's messages API: bodies to turns. The answers are in `anthropic_stream`.
+
+Unknown fields and unknown kinds of blocks and tools are passed over: agents send new ones before servers know them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from parkd.errors import InvalidRequest, ParkdError, QueueFull
+from parkd.proxy.dialects import fields
+from parkd.proxy.dialects.anthropic_errors import error_document, error_status
+from parkd.proxy.dialects.anthropic_stream import MessagesEncoder
+from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta
+from parkd.proxy.dialects.nested import (
+    cache_hints,
+    check_named,
+    function_tool,
+    name_at,
+    object_at,
+    objects,
+    response_schema,
+    text_at,
+    wrong,
+)
+from parkd.types import ReasoningParams, ToolChoice, ToolChoiceMode, TurnRequest
+
+CACHE_TTL_S = {"5m": 300.0, "1h": 3600.0}
+
+CHOICES = {
+    "auto": ToolChoiceMode.AUTO,
+    "any": ToolChoiceMode.REQUIRED,
+    "none": ToolChoiceMode.NONE,
+    "tool": ToolChoiceMode.NAMED,
+}
+
+
+class AnthropicMessages:
+    """`POST /v1/messages`; `parse_count` is for `/v1/messages/count_tokens`."""
+
+    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
+        max_tokens = fields.whole(body, "max_tokens", 0, fields.MAX_TOKENS)
+        if max_tokens is None:
+            raise InvalidRequest("`max_tokens` is missing. Say how many tokens may be generated.", param="max_tokens")
+        return dataclasses.replace(self.parse_count(body, headers), max_output_tokens=max_tokens)
+
+    def parse_count(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
+        """The same turn without a limit of output, so that the count is the prompt's."""
+        messages = [*_system(body), *_messages(body)]
+        if not body.get("messages"):
+            raise InvalidRequest("`messages` is missing or empty. Send at least one message.", param="messages")
+        config = fields.obj(body, "output_config")
+        reasoning = _reasoning(body, config)
+        tools = _tools(body)
+        choice, parallel = _tool_choice(body, tools)
+        return TurnRequest(
+            messages=messages,
+            tools=tools,
+            template_kwargs=_template_kwargs(body, reasoning),
+            sampling=fields.sampling(body),
+            stop=fields.stop_strings(body, "stop_sequences"),
+            stream=fields.flag(body, "stream", default=False),
+            model=fields.text(body, "model"),
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
+            response_schema=_schema(body, config),
+            reasoning=reasoning,
+            cache=cache_hints(body, headers, min_retention_s=_longest_ttl_s(body)),
+        )
+
+    def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:  # noqa: ARG002
+        return MessagesEncoder(meta)
+
+    def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:
+        headers = {"request-id": request_id}
+        if isinstance(error, QueueFull):
+            headers["retry-after"] = str(error.retry_after_s)
+        return ErrorAnswer(error_status(error), {**error_document(error), "request_id": request_id}, headers)
+
+
+def _system(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    system = body.get("system")
+    if isinstance(system, str):
+        if system:
+            yield {"role": "system", "content": system}
+    elif system is not None:
+        parts = _texts(objects(system, "system"), "system")
+        if parts:
+            yield {"role": "system", "content": parts}
+
+
+def _messages(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for index, message in enumerate(objects(body.get("messages"), "messages")):
+        path = f"messages[{index}]"
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise wrong(f"{path}.role", "`user`, `assistant` or `system`")
+        if isinstance(content, str):
+            yield {"role": role, "content": content}
+            continue
+        if not isinstance(content, list):
+            raise wrong(f"{path}.content", "a string or an array of blocks")
+        blocks = objects(content, f"{path}.content")
+        if role == "assistant":
+            yield _assistant(blocks, path)
+        else:
+            yield from _said(role, blocks, path)
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> Mapping[str, Any]:
+    """One assistant turn: its text, its thinking and its calls, as the template takes them."""
+    thinking: list[str] = []
+    calls: list[Mapping[str, Any]] = []
+    for index, block in enumerate(blocks):
+        place = f"{path}.content[{index}]"
+        if block.get("type") == "thinking":
+            thinking.append(text_at(block, "thinking", place))
+        elif block.get("type") == "tool_use":
+            function = {"name": name_at(block, "name", place), "arguments": object_at(block, "input", place)}
+            calls.append({"id": text_at(block, "id", place), "type": "function", "function": function})
+    message: dict[str, Any] = {"role": "assistant", "content": _texts(blocks, f"{path}.content")}
+    if any(thinking):
+        message["reasoning_content"] = "\n".join(thinking)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _said(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> Iterator[Mapping[str, Any]]:
+    """The blocks of a user's message in order: each tool result is a message of its own between the texts."""
+    texts: list[Mapping[str, Any]] = []
+    for index, block in enumerate(blocks):
+        place = f"{path}.content[{index}]"
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        if parts := _texts(texts, f"{path}.content"):
+            yield {"role": role, "content": parts}
+        texts = []
+        content = block.get("content")
+        if not isinstance(content, str):
+            content = _texts(objects(content, f"{place}.content"), f"{place}.content")
+        yield {"role": "tool", "tool_call_id": text_at(block, "tool_use_id", place), "content": content}
+    parts = _texts(texts, f"{path}.content")
+    if parts or not any(block.get("type") == "tool_result" for block in blocks):
+        yield {"role": role, "content": parts}
+
+
+def _texts(blocks: Sequence[Mapping[str, Any]], path: str) -> list[Mapping[str, Any]]:
+    """What is text in the blocks. Raises InvalidRequest on images and files: leaving them out would change what was
+    asked."""
+    parts: list[Mapping[str, Any]] = []
+    for index, block in enumerate(blocks):
+        kind, place = block.get("type"), f"{path}[{index}]"
+        source = block.get("source")
+        if kind == "text":
+            text = text_at(block, "text", place)
+        elif kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
+            text = text_at(source, "data", f"{place}.source")
+        elif kind == "tool_reference":
+            text = text_at(block, "tool_name", place)
+        elif kind in ("image", "document"):
+            raise InvalidRequest(f"`{place}`: this model reads text only. Leave the {kind} out.", param=place)
+        else:
+            continue
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Tools the client runs, in the shape templates take. Tools that Anthropic's servers run have no schema."""
+    tools: list[Mapping[str, Any]] = []
+    for index, tool in enumerate(objects(body.get("tools"), "tools")):
+        if "input_schema" in tool:
+            path = f"tools[{index}]"
+            tools.append(function_tool(name_at(tool, "name", path), tool, "input_schema", path))
+    return tools
+
+
+def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> tuple[ToolChoice, bool]:
+    """The choice, and whether several calls are welcome."""
+    choice = fields.obj(body, "tool_choice")
+    kind = text_at(choice, "type", "tool_choice") or "auto"
+    if kind not in CHOICES:
+        raise wrong("tool_choice.type", "`auto`, `any`, `tool` or `none`")
+    name = name_at(choice, "name", "tool_choice") if kind == "tool" else None
+    if name is not None:
+        check_named(name, tools, "tool_choice.name")
+    return ToolChoice(CHOICES[kind], name), not choice.get("disable_parallel_tool_use")
+
+
+def _reasoning(body: Mapping[str, Any], config: Mapping[str, Any]) -> ReasoningParams:
+    thinking = fields.obj(body, "thinking")
+    enabled = {"enabled": True, "adaptive": True, "disabled": False}.get(str(thinking.get("type")))
+    return ReasoningParams(
+        enabled=enabled,
+        effort=text_at(config, "effort", "output_config") or None,
+        budget_tokens=fields.whole(thinking, "budget_tokens", 0, fields.MAX_TOKENS),
+    )
+
+
+def _template_kwargs(body: Mapping[str, Any], reasoning: ReasoningParams) -> Mapping[str, Any]:
+    kwargs: dict[str, Any] = {}
+    if reasoning.enabled is not None:
+        kwargs["enable_thinking"] = reasoning.enabled
+    if reasoning.effort is not None:
+        kwargs["reasoning_effort"] = reasoning.effort
+    return {**kwargs, **fields.obj(body, "chat_template_kwargs")}
+
+
+def _schema(body: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`output_config.format`, and the name it had before."""
+    wanted = object_at(config, "format", "output_config")
+    if wanted:
+        return response_schema(wanted, wanted.get("schema"), "output_config.format")
+    wanted = fields.obj(body, "output_format")
+    return response_schema(wanted, wanted.get("schema"), "output_format")
+
+
+def _longest_ttl_s(body: Mapping[str, Any]) -> float | None:
+    """The longest life that a `cache_control` asks for, wherever in the prompt it stands."""
+    holders: list[Any] = [body, *fields.items(body, "tools")]
+    if isinstance(body.get("system"), list):
+        holders += body["system"]
+    for message in objects(body.get("messages"), "messages"):
+        if isinstance(message.get("content"), list):
+            holders += message["content"]
+    hints = [holder.get("cache_control") for holder in holders if isinstance(holder, Mapping)]
+    ttls = [CACHE_TTL_S.get(str(hint.get("ttl", "5m"))) for hint in hints if isinstance(hint, Mapping)]
+    return max((ttl for ttl in ttls if ttl is not None), default=None)

@@ -1,0 +1,170 @@
+"""Anthropic's answers: events to frames and to one document.
+
+    message_start  (content_block_start  content_block_delta*  content_block_stop)*  message_delta  message_stop
+
+One block is open at a time: thinking, text, or one tool call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from parkd.errors import ParkdError
+from parkd.proxy.dialects.anthropic_errors import error_document
+from parkd.proxy.dialects.base import ResponseMeta
+from parkd.proxy.dialects.frames import json_frame
+from parkd.types import (
+    CacheReport,
+    Event,
+    Finished,
+    FinishReason,
+    Progress,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+)
+
+SIGNATURE = "parkd"
+"""Clients keep and send back the signature of thinking, and drop thinking that has none. Nothing here checks it."""
+
+STOP_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+    FinishReason.CANCELLED: "end_turn",
+}
+
+
+class MessagesEncoder:
+    """Implements `Encoder`. Usage counts cached tokens apart: `input_tokens` are those read in this request."""
+
+    def __init__(self, meta: ResponseMeta) -> None:
+        self._meta = meta
+        self._blocks: list[dict[str, Any]] = []
+        self._arguments: dict[int, list[str]] = {}
+        self._text: list[str] = []
+        """Pieces of the open block, joined when it closes."""
+        self._open: str | None = None
+        self._open_call: int | None = None
+        self._document: dict[str, Any] | None = None
+
+    def feed(self, event: Event) -> Iterable[bytes]:
+        return list(self._frames(event))
+
+    def keep_alive(self) -> bytes:
+        return _event("ping")
+
+    def failure(self, error: ParkdError) -> Iterable[bytes]:
+        return [json_frame(error_document(error), "error")]
+
+    def document(self) -> Mapping[str, Any]:
+        assert self._document is not None, "the turn has not finished"
+        return self._document
+
+    def _frames(self, event: Event) -> Iterator[bytes]:
+        match event:
+            case Started(report):
+                yield _event("message_start", message=self._message(usage(report, 0)))
+            case Progress():
+                pass
+            case TextDelta(text):
+                yield from self._ensure("text", {"type": "text", "text": ""})
+                yield self._delta("text_delta", text=text)
+                self._text.append(text)
+            case ReasoningDelta(text):
+                yield from self._ensure("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                yield self._delta("thinking_delta", thinking=text)
+                self._text.append(text)
+            case ToolCallDelta():
+                yield from self._call(event)
+            case Finished():
+                yield from self._close()
+                yield from self._finish(event)
+
+    def _message(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        return {
+            "id": "msg_" + self._meta.request_id.removeprefix("req_"),
+            "type": "message",
+            "role": "assistant",
+            "model": self._meta.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": counts,
+        }
+
+    def _ensure(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        if self._open != kind:
+            yield from self._start(kind, block)
+
+    def _start(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._close()
+        self._open = kind
+        self._text = []
+        self._blocks.append(dict(block))
+        yield _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+
+    def _call(self, delta: ToolCallDelta) -> Iterator[bytes]:
+        if self._open != "tool_use" or self._open_call != delta.index:
+            block = {"type": "tool_use", "id": delta.call_id or "", "name": delta.name or "", "input": {}}
+            yield from self._start("tool_use", block)
+            self._open_call = delta.index
+        if delta.arguments:
+            yield self._delta("input_json_delta", partial_json=delta.arguments)
+            self._text.append(delta.arguments)
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        block, text = self._blocks[-1], "".join(self._text)
+        if self._open == "thinking":
+            block["thinking"], block["signature"] = text, SIGNATURE
+            yield self._delta("signature_delta", signature=SIGNATURE)
+        elif self._open == "text":
+            block["text"] = text
+        else:
+            block["input"] = _arguments(text)
+        self._open = None
+        yield _event("content_block_stop", index=len(self._blocks) - 1)
+
+    def _finish(self, event: Finished) -> Iterator[bytes]:
+        reason = STOP_REASONS[event.reason]
+        if event.reason is FinishReason.STOP and event.stop_string is not None:
+            reason = "stop_sequence"
+        counts = usage(event.report, event.timings.output_tokens, event.reasoning_tokens)
+        ending = {"stop_reason": reason, "stop_sequence": event.stop_string}
+        self._document = {**self._message(counts), "content": self._blocks, **ending}
+        yield _event("message_delta", delta=ending, usage=counts)
+        yield _event("message_stop")
+
+
+def usage(report: CacheReport, output_tokens: int, reasoning_tokens: int = 0) -> dict[str, Any]:
+    """Anthropic's counts. All that is read is kept, whether the client asked or not, so nothing is counted as written
+    to a cache: clients would take it for an extra charge."""
+    counts: dict[str, Any] = {
+        "input_tokens": report.prompt_tokens - report.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": report.reused_tokens,
+        "output_tokens": output_tokens,
+    }
+    if reasoning_tokens:
+        counts["output_tokens_details"] = {"thinking_tokens": reasoning_tokens}
+    return counts
+
+
+def _arguments(text: str) -> Any:
+    """A call's arguments as a value. A call that broke off has none that a client could use."""
+    try:
+        return json.loads(text) if text else {}
+    except ValueError:
+        return {}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return json_frame({"type": kind, **fields}, kind)

@@ -1,0 +1,98 @@
+"""Fields inside fields, and what several dialects hide there. As in `fields`, absent or null means the default; an
+error names the whole path, so that the person knows which of a hundred messages to correct."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from parkd.errors import InvalidRequest
+from parkd.proxy.dialects import fields
+from parkd.types import CacheHints, CacheMode
+
+CACHE_MODE_HEADER = "x-parkd-cache-mode"
+
+
+def wrong(path: str, wanted: str) -> InvalidRequest:
+    return InvalidRequest(f"`{path}` must be {wanted}.", param=path)
+
+
+def text_at(holder: Mapping[str, Any], name: str, path: str) -> str:
+    value = holder.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise wrong(f"{path}.{name}", "a string")
+    return value
+
+
+def name_at(holder: Mapping[str, Any], name: str, path: str) -> str:
+    """A string that must not be empty."""
+    value = text_at(holder, name, path)
+    if not value:
+        raise wrong(f"{path}.{name}", "a string that is not empty")
+    return value
+
+
+def object_at(holder: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
+    value = holder.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise wrong(f"{path}.{name}", "an object")
+    return value
+
+
+def objects(value: Any, path: str) -> Sequence[Mapping[str, Any]]:
+    """A list of objects; empty if it is None."""
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise wrong(path, "a list")
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise wrong(f"{path}[{index}]", "an object")
+    return value
+
+
+def function_tool(name: str, tool: Mapping[str, Any], schema_name: str, path: str) -> Mapping[str, Any]:
+    """A tool in the shape templates take; `schema_name` is the dialect's field for the parameters' schema."""
+    function: dict[str, Any] = {"name": name}
+    if description := text_at(tool, "description", path):
+        function["description"] = description
+    function["parameters"] = object_at(tool, schema_name, path)
+    return {"type": "function", "function": function}
+
+
+def check_named(name: str, tools: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Raises InvalidRequest when a tool that must be called is not there."""
+    if name not in {tool["function"]["name"] for tool in tools}:
+        raise InvalidRequest(f"`{path}` names the tool {name!r}, which is not in `tools`.", param=path)
+
+
+def response_schema(wanted: Mapping[str, Any], schema: Any, path: str) -> Mapping[str, Any] | None:
+    """The JSON schema that a response format asks for; None for text. `schema` is where the dialect keeps it."""
+    kind = wanted.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        raise wrong(f"{path}.type", "`text`, `json_object` or `json_schema`")
+    if not isinstance(schema, dict):
+        raise wrong(f"{path}.schema", "a JSON schema")
+    return schema
+
+
+def cache_hints(
+    body: Mapping[str, Any], headers: Mapping[str, str], *, min_retention_s: float | None = None
+) -> CacheHints:
+    """What the request says about keeping it. The header speaks before `cache_prompt`."""
+    asked = headers.get(CACHE_MODE_HEADER)
+    if asked is None:
+        mode = CacheMode.USE if fields.flag(body, "cache_prompt", default=True) else CacheMode.OFF
+    elif asked in {known.value for known in CacheMode}:
+        mode = CacheMode(asked)
+    else:
+        raise wrong(CACHE_MODE_HEADER, "`use`, `read` or `off`")
+    return CacheHints(mode, min_retention_s, fields.text(body, "prompt_cache_key") or None)

@@ -1,0 +1,122 @@
+"""OpenAI's legacy completions: raw text in, raw text out, no template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from parkd.errors import InvalidRequest, ParkdError
+from parkd.proxy.dialects import fields
+from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta
+from parkd.proxy.dialects.frames import DONE, comment, json_frame
+from parkd.proxy.dialects.nested import cache_hints
+from parkd.proxy.dialects.openai_chat import timings_of, usage_of
+from parkd.proxy.dialects.openai_errors import error_answer, error_object
+from parkd.types import Event, Finished, FinishReason, ReasoningDelta, TextDelta, TurnRequest
+
+DEFAULT_MAX_TOKENS = 16
+"""What this API generates when nobody says."""
+
+REFUSED = {
+    "echo": "the answer holds generated text only. Put the prompt before it yourself.",
+    "suffix": "write the model's own fill-in-the-middle tokens into `prompt`.",
+    "logprobs": "this server gives no log probabilities. Leave it out.",
+    "grammar": "ask for JSON in the chat or Responses API.",
+}
+
+
+class OpenAICompletions:
+    """`POST /v1/completions`."""
+
+    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
+        for name, advice in REFUSED.items():
+            if body.get(name) not in (None, False, "", 0):
+                raise InvalidRequest(f"`{name}` is not supported: {advice}", param=name)
+        for name in ("n", "best_of"):
+            if (fields.whole(body, name, 1, fields.MAX_TOKENS) or 1) != 1:
+                raise InvalidRequest(f"`{name}` must be 1: this server gives one answer a request.", param=name)
+        fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
+        limit = fields.whole(body, "max_tokens", 0, fields.MAX_TOKENS)
+        return TurnRequest(
+            prompt=_prompt(body),
+            sampling=fields.sampling(body),
+            stop=fields.stop_strings(body, "stop"),
+            max_output_tokens=DEFAULT_MAX_TOKENS if limit is None else limit,
+            stream=fields.flag(body, "stream", default=False),
+            model=fields.text(body, "model"),
+            cache=cache_hints(body, headers),
+        )
+
+    def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:  # noqa: ARG002
+        include_usage = fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
+        return CompletionsEncoder(meta, include_usage=include_usage)
+
+    def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it goes out as a header
+        return error_answer(error)
+
+
+class CompletionsEncoder:
+    """Implements `Encoder`."""
+
+    def __init__(self, meta: ResponseMeta, *, include_usage: bool) -> None:
+        self._head = {
+            "id": "cmpl-" + meta.request_id.removeprefix("req_"),
+            "object": "text_completion",
+            "created": meta.created_s,
+            "model": meta.model,
+        }
+        self._include_usage = include_usage
+        self._text: list[str] = []
+        self._finished: Finished | None = None
+
+    def feed(self, event: Event) -> Iterable[bytes]:
+        match event:
+            case TextDelta(text) | ReasoningDelta(text):
+                # Without a template nothing is thinking: what was taken for it is text as any other.
+                self._text.append(text)
+                return [self._chunk(text, None)]
+            case Finished():
+                self._finished = event
+                frames = [self._chunk("", event)]
+                if self._include_usage:
+                    frames.append(json_frame({**self._head, "choices": [], "usage": usage_of(event)}))
+                return [*frames, DONE]
+        return []
+
+    def keep_alive(self) -> bytes:
+        return comment()
+
+    def failure(self, error: ParkdError) -> Iterable[bytes]:
+        return [json_frame({"error": error_object(error)}), DONE]
+
+    def document(self) -> Mapping[str, Any]:
+        finished = self._finished
+        assert finished is not None, "the turn has not finished"
+        return {
+            **self._head,
+            "choices": [_choice("".join(self._text), finished)],
+            "usage": usage_of(finished),
+            "timings": timings_of(finished),
+        }
+
+    def _chunk(self, text: str, finished: Finished | None) -> bytes:
+        return json_frame({**self._head, "choices": [_choice(text, finished)]})
+
+
+def _choice(text: str, finished: Finished | None) -> Mapping[str, Any]:
+    reason = None
+    if finished is not None:
+        reason = "length" if finished.reason is FinishReason.LENGTH else "stop"
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+def _prompt(body: Mapping[str, Any]) -> str:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise InvalidRequest(
+            "`prompt` must be one string. Send several prompts as several requests, and text instead of token ids.",
+            param="prompt",
+        )
+    return prompt

@@ -1,0 +1,229 @@
+"""OpenAI's Responses API, without state: bodies to turns. The answers are in `responses_stream`.
+
+An answer comes back from the client as separate items (reasoning, message, calls); they are one assistant turn again
+before the template sees them. Unknown items, fields and tools are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from parkd.errors import InvalidRequest, ParkdError
+from parkd.proxy.dialects import fields
+from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta
+from parkd.proxy.dialects.nested import (
+    cache_hints,
+    check_named,
+    function_tool,
+    name_at,
+    object_at,
+    objects,
+    response_schema,
+    text_at,
+    wrong,
+)
+from parkd.proxy.dialects.openai_errors import error_answer
+from parkd.proxy.dialects.responses_stream import ResponsesEncoder, opened_reasoning
+from parkd.types import ReasoningParams, ToolChoice, ToolChoiceMode, TurnRequest
+
+REFUSED = {
+    "previous_response_id": "this server keeps no responses. Send the whole history in `input`.",
+    "conversation": "this server keeps no conversations. Send the whole history in `input`.",
+    "background": "this server answers while you wait. Leave it out.",
+    "prompt": "this server has no stored prompts. Send the text in `instructions` and `input`.",
+}
+TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+ROLES = frozenset({"user", "assistant", "system", "developer"})
+NAMESPACE_SEPARATOR = "__"
+
+
+class OpenAIResponses:
+    """`POST /v1/responses`."""
+
+    streams_errors = frozenset({"context_length_exceeded"})
+    """Codes that a streaming client looks for in `response.failed` and not in the status."""
+
+    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
+        for name, advice in REFUSED.items():
+            if body.get(name) not in (None, False):
+                raise InvalidRequest(f"`{name}` cannot be used: {advice}", param=name)
+        tools = _tools(body)
+        reasoning = fields.obj(body, "reasoning")
+        effort = text_at(reasoning, "effort", "reasoning") or None
+        kwargs: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            kwargs["enable_thinking"] = False
+        wanted = object_at(fields.obj(body, "text"), "format", "text")
+        return TurnRequest(
+            messages=_messages(body),
+            tools=[tool for tool, _ in tools.values()],
+            template_kwargs={**kwargs, **fields.obj(body, "chat_template_kwargs")},
+            sampling=fields.sampling(body),
+            stop=fields.stop_strings(body, "stop"),
+            max_output_tokens=fields.whole(body, "max_output_tokens", 0, fields.MAX_TOKENS),
+            stream=fields.flag(body, "stream", default=False),
+            model=fields.text(body, "model"),
+            tool_choice=_tool_choice(body, [tool for tool, _ in tools.values()]),
+            parallel_tool_calls=fields.flag(body, "parallel_tool_calls", default=True),
+            response_schema=response_schema(wanted, wanted.get("schema"), "text.format"),
+            reasoning=ReasoningParams(enabled=False if effort == "none" else None, effort=effort),
+            cache=cache_hints(body, headers),
+        )
+
+    def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:
+        namespaces = {name: namespace for name, (_, namespace) in _tools(body).items() if namespace is not None}
+        seals = "reasoning.encrypted_content" in fields.items(body, "include")
+        return ResponsesEncoder(meta, request, body, namespaces, seals_reasoning=seals)
+
+    def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it goes out as a header
+        return error_answer(error)
+
+
+def _messages(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Raises InvalidRequest when there is nothing to answer."""
+    messages: list[Mapping[str, Any]] = []
+    if instructions := fields.text(body, "instructions"):
+        messages.append({"role": "system", "content": instructions})
+    given = body.get("input")
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    elif given is not None:
+        history = _History()
+        for index, item in enumerate(objects(given, "input")):
+            history.add(item, f"input[{index}]")
+        messages += history.messages
+    if not given:
+        raise InvalidRequest("`input` is missing or empty. Send a string or a list of items.", param="input")
+    return messages
+
+
+class _History:
+    """Items to messages. `_draft` is the assistant turn that the next item may still belong to."""
+
+    def __init__(self) -> None:
+        self.messages: list[Mapping[str, Any]] = []
+        self._draft: dict[str, Any] | None = None
+
+    def add(self, item: Mapping[str, Any], path: str) -> None:
+        kind = item.get("type", "message")
+        if kind == "message":
+            self._message(item, path)
+        elif kind == "reasoning":
+            if thought := _thought(item, path):
+                self._turn(after=("content", "tool_calls"))["reasoning_content"] = thought
+        elif kind in ("function_call", "custom_tool_call"):
+            self._turn().setdefault("tool_calls", []).append(_call(item, path))
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            self._draft = None
+            call_id = text_at(item, "call_id", path)
+            content = _content(item.get("output"), f"{path}.output")
+            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        elif kind == "item_reference":
+            raise InvalidRequest(
+                f"`{path}` refers to a stored item; this server keeps none. Send the item itself.", param=path
+            )
+
+    def _message(self, item: Mapping[str, Any], path: str) -> None:
+        role = item.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise wrong(f"{path}.role", "`user`, `assistant`, `system` or `developer`")
+        content = _content(item.get("content"), f"{path}.content")
+        if role == "assistant":
+            self._turn(after=("content", "tool_calls"))["content"] = content
+        else:
+            self._draft = None
+            self.messages.append({"role": role, "content": content})
+
+    def _turn(self, after: Sequence[str] = ()) -> dict[str, Any]:
+        """The assistant turn to add to; a new one if the last has one of `after` already."""
+        if self._draft is None or any(self._draft.get(name) for name in after):
+            self._draft = {"role": "assistant", "content": ""}
+            self.messages.append(self._draft)
+        return self._draft
+
+
+def _content(value: Any, path: str) -> str | list[Mapping[str, Any]]:
+    """Text, or text parts. Raises InvalidRequest on images and files: leaving them out would change what was asked."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    parts: list[Mapping[str, Any]] = []
+    for index, part in enumerate(objects(value, path)):
+        kind, place = part.get("type"), f"{path}[{index}]"
+        if kind in TEXT_PARTS:
+            parts.append({"type": "text", "text": text_at(part, "text", place)})
+        elif kind == "refusal":
+            parts.append({"type": "text", "text": text_at(part, "refusal", place)})
+        elif kind in ("input_image", "input_file", "input_audio"):
+            raise InvalidRequest(f"`{place}`: this server takes text only. Leave the {kind} out.", param=place)
+    return parts
+
+
+def _thought(item: Mapping[str, Any], path: str) -> str:
+    """The text of a reasoning item: its content, or what was sealed in it, or its summary."""
+    for name in ("content", "summary"):
+        texts = [text_at(part, "text", f"{path}.{name}") for part in objects(item.get(name), f"{path}.{name}")]
+        if any(texts):
+            return "\n".join(texts)
+        sealed = text_at(item, "encrypted_content", path)
+        if sealed and (thought := opened_reasoning(sealed)):
+            return thought
+    return ""
+
+
+def _call(item: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    name = name_at(item, "name", path)
+    if namespace := text_at(item, "namespace", path):
+        name = _joined(namespace, name)
+    arguments: Any = text_at(item, "arguments", path)
+    if item.get("type") == "custom_tool_call":
+        arguments = {"input": text_at(item, "input", path)}
+    call_id = text_at(item, "call_id", path)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _joined(namespace: str, name: str) -> str:
+    """The name the model sees for a tool inside a namespace."""
+    return namespace + ("" if namespace.endswith(NAMESPACE_SEPARATOR) else NAMESPACE_SEPARATOR) + name
+
+
+ToolTable = Mapping[str, tuple[Mapping[str, Any], tuple[str, str] | None]]
+"""The model's name for each tool: the tool, and its (namespace, name) if it has a namespace."""
+
+
+def _tools(body: Mapping[str, Any]) -> ToolTable:
+    """Function tools, those in namespaces too; what the vendor's servers would run is left out."""
+    table: dict[str, tuple[Mapping[str, Any], tuple[str, str] | None]] = {}
+    for index, tool in enumerate(objects(body.get("tools"), "tools")):
+        path = f"tools[{index}]"
+        if tool.get("type") == "function":
+            name = name_at(tool, "name", path)
+            table[name] = (function_tool(name, tool, "parameters", path), None)
+        elif tool.get("type") == "namespace":
+            namespace = name_at(tool, "name", path)
+            for place, inner in enumerate(objects(tool.get("tools"), f"{path}.tools")):
+                if inner.get("type", "function") != "function":
+                    continue
+                inner_path = f"{path}.tools[{place}]"
+                own = name_at(inner, "name", inner_path)
+                name = _joined(namespace, own)
+                table[name] = (function_tool(name, inner, "parameters", inner_path), (namespace, own))
+    return table
+
+
+def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    choice = body.get("tool_choice")
+    if choice is None:
+        return ToolChoice()
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        name = name_at(choice, "name", "tool_choice")
+        if namespace := text_at(choice, "namespace", "tool_choice"):
+            name = _joined(namespace, name)
+        check_named(name, tools, "tool_choice.name")
+        return ToolChoice(ToolChoiceMode.NAMED, name)
+    if isinstance(choice, dict):
+        # `allowed_tools` narrows by name, which a hint to the model cannot; its mode is what is left.
+        choice = choice.get("mode", "auto")
+    if choice not in ("auto", "none", "required"):
+        raise wrong("tool_choice", "`auto`, `none`, `required` or an object that names a function")
+    return ToolChoice(ToolChoiceMode(choice))

@@ -1,0 +1,249 @@
+"""The answers of OpenAI's Responses API: events to frames and to one document.
+
+    created  in_progress*  (output_item.added  ...parts and deltas...  output_item.done)*  completed
+
+One item is open at a time: reasoning, a message, or one function call. Every frame is numbered, and every frame about
+the response carries the response with one id.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from parkd.errors import ParkdError
+from parkd.proxy.dialects.base import ResponseMeta
+from parkd.proxy.dialects.frames import json_frame
+from parkd.types import (
+    Event,
+    Finished,
+    FinishReason,
+    Progress,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    TurnRequest,
+)
+
+SEAL = "parkd1:"
+"""Heads reasoning that a client gave away as opaque text and sends back; it is encoded, not hidden."""
+
+
+def sealed_reasoning(text: str) -> str:
+    return SEAL + base64.b64encode(text.encode()).decode()
+
+
+def opened_reasoning(sealed: str) -> str:
+    """The text; empty if another server sealed it."""
+    if not sealed.startswith(SEAL):
+        return ""
+    try:
+        return base64.b64decode(sealed.removeprefix(SEAL), validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+
+
+class ResponsesEncoder:
+    """Implements `Encoder`. `namespaces` gives (namespace, name) for the model's names of such tools."""
+
+    def __init__(
+        self,
+        meta: ResponseMeta,
+        request: TurnRequest,
+        body: Mapping[str, Any],
+        namespaces: Mapping[str, tuple[str, str]],
+        *,
+        seals_reasoning: bool,
+    ) -> None:
+        self._suffix = meta.request_id.removeprefix("req_")
+        self._namespaces = namespaces
+        self._seals_reasoning = seals_reasoning
+        self._sequence = 0
+        self._created = False
+        self._items: list[dict[str, Any]] = []
+        self._pieces: list[str] = []
+        """Of the open item's text or arguments."""
+        self._open = False
+        self._open_call: int | None = None
+        self._document: dict[str, Any] | None = None
+        self._echo = {name: body[name] for name in ("tools", "tool_choice", "metadata") if body.get(name) is not None}
+        self._base: dict[str, Any] = {
+            "id": f"resp_{self._suffix}",
+            "object": "response",
+            "created_at": meta.created_s,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "max_output_tokens": request.max_output_tokens,
+            "model": meta.model,
+            "output": [],
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": request.sampling.temperature,
+            "text": body.get("text") or {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": request.sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": {},
+        }
+
+    def feed(self, event: Event) -> Iterable[bytes]:
+        return list(self._frames(event))
+
+    def keep_alive(self) -> bytes:
+        """Comments do not reset the timers of this dialect's clients; a repeated `response.in_progress` does."""
+        if not self._created:
+            return b"".join(self._create())
+        return self._event("response.in_progress", response=self._base)
+
+    def failure(self, error: ParkdError) -> Iterable[bytes]:
+        frames = list(self._create())
+        told = {"code": error.code, "message": error.message}
+        response = {**self._base, **self._echo, "status": "failed", "error": told, "output": self._items}
+        return [*frames, self._event("response.failed", response=response)]
+
+    def document(self) -> Mapping[str, Any]:
+        assert self._document is not None, "the turn has not finished"
+        return self._document
+
+    def _frames(self, event: Event) -> Iterator[bytes]:
+        if not isinstance(event, Progress):
+            yield from self._create()
+        match event:
+            case Started() | Progress():
+                pass
+            case TextDelta(text):
+                yield from self._ensure("message")
+                yield self._delta("response.output_text.delta", text, content_index=0, logprobs=[])
+            case ReasoningDelta(text):
+                yield from self._ensure("reasoning")
+                yield self._delta("response.reasoning_text.delta", text, content_index=0)
+            case ToolCallDelta():
+                yield from self._call(event)
+            case Finished():
+                yield from self._close("incomplete" if event.reason is FinishReason.LENGTH else "completed")
+                yield from self._finish(event)
+
+    def _create(self) -> Iterator[bytes]:
+        if not self._created:
+            self._created = True
+            yield self._event("response.created", response=self._base)
+            yield self._event("response.in_progress", response=self._base)
+
+    def _ensure(self, kind: str) -> Iterator[bytes]:
+        """Opens a message or reasoning if it is not what is open."""
+        if self._open and self._items[-1]["type"] == kind:
+            return
+        if kind == "message":
+            item = {
+                "id": self._item_id("msg"),
+                "type": kind,
+                "status": "in_progress",
+                "role": "assistant",
+                "content": [],
+            }
+        else:
+            item = {"id": self._item_id("rs"), "type": kind, "status": "in_progress", "summary": [], "content": []}
+        yield from self._add(item)
+        yield self._part("response.content_part.added", "")
+
+    def _call(self, delta: ToolCallDelta) -> Iterator[bytes]:
+        if not self._open or self._items[-1]["type"] != "function_call" or self._open_call != delta.index:
+            name = delta.name or ""
+            item = {
+                "id": self._item_id("fc"),
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": delta.call_id or "",
+                "name": name,
+                "arguments": "",
+            }
+            if name in self._namespaces:
+                item["namespace"], item["name"] = self._namespaces[name]
+            yield from self._add(item)
+            self._open_call = delta.index
+        if delta.arguments:
+            yield self._delta("response.function_call_arguments.delta", delta.arguments)
+
+    def _item_id(self, kind: str) -> str:
+        return f"{kind}_{self._suffix}_{len(self._items)}"
+
+    def _add(self, item: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._close("completed")
+        self._items.append(item)
+        self._pieces = []
+        self._open = True
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        if not self._open:
+            return
+        self._open = False
+        item, text = self._items[-1], "".join(self._pieces)
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            yield self._about_item("response.function_call_arguments.done", arguments=text, name=item["name"])
+        else:
+            if item["type"] == "message":
+                yield self._about_item("response.output_text.done", content_index=0, text=text, logprobs=[])
+            else:
+                yield self._about_item("response.reasoning_text.done", content_index=0, text=text)
+                if self._seals_reasoning:
+                    item["encrypted_content"] = sealed_reasoning(text)
+            yield self._part("response.content_part.done", text)
+            item["content"] = [self._part_object(text)]
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _part_object(self, text: str) -> dict[str, Any]:
+        if self._items[-1]["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _part(self, kind: str, text: str) -> bytes:
+        return self._about_item(kind, content_index=0, part=self._part_object(text))
+
+    def _delta(self, kind: str, piece: str, **more: Any) -> bytes:
+        self._pieces.append(piece)
+        return self._about_item(kind, delta=piece, **more)
+
+    def _about_item(self, kind: str, **more: Any) -> bytes:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        frame = json_frame({"type": kind, "sequence_number": self._sequence, **more}, kind)
+        self._sequence += 1
+        return frame
+
+    def _finish(self, event: Finished) -> Iterator[bytes]:
+        cut = event.reason is FinishReason.LENGTH
+        status = "incomplete" if cut else "completed"
+        self._document = {
+            **self._base,
+            **self._echo,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._items,
+            "usage": usage(event),
+        }
+        yield self._event(f"response.{status}", response=self._document)
+
+
+def usage(event: Finished) -> Mapping[str, Any]:
+    """Input tokens include those that were not computed in this request."""
+    prompt_tokens, output_tokens = event.report.prompt_tokens, event.timings.output_tokens
+    return {
+        "input_tokens": prompt_tokens,
+        "input_tokens_details": {"cached_tokens": event.report.reused_tokens, "cache_write_tokens": 0},
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"reasoning_tokens": event.reasoning_tokens},
+        "total_tokens": prompt_tokens + output_tokens,
+    }
