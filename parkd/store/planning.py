@@ -1,0 +1,91 @@
+"""What a capture would take at a given position. Pure.
+
+rows     0 ........ held ............ position ......... n
+         |-- stored --|-- to copy ------|-- not parked --|
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from parkd.store.budget import BLOCK_BYTES, Need, conversation_metadata_bytes
+from parkd.store.records import BlockId, CaptureRequest, ParkedCheckpoint
+
+
+def block_identity(request: CaptureRequest, index: int, rows: int, block_tokens: int) -> bytes:
+    """16 bytes for the units up to row `rows` of block `index`. It guards against a lineage that names the wrong block;
+    it never makes a block reusable."""
+    if rows == block_tokens:
+        return request.prefix_hashes[index]
+    before = request.prefix_hashes[index - 1] if index else request.key_digest
+    tail = request.units[index * block_tokens : index * block_tokens + rows]
+    return blake2b(before + tail.tobytes(), digest_size=16, person=b"parkd-tail").digest()
+
+
+def check_request(request: CaptureRequest, layout_digest: bytes, block_tokens: int) -> None:
+    """Raises ValueError on a request that contradicts itself or the store's layout."""
+    tokens = len(request.units)
+    if request.layout_digest != layout_digest:
+        raise ValueError("the request's layout is not the store's")
+    if tokens == 0:
+        raise ValueError("an empty conversation can't be parked")
+    if len(request.prefix_hashes) != tokens // block_tokens:
+        raise ValueError(f"{tokens} units have {tokens // block_tokens} hashes, not {len(request.prefix_hashes)}")
+    places = request.checkpoints
+    if any(later <= earlier for earlier, later in zip((0, *places), places, strict=False)) or places[-1:] > (tokens,):
+        raise ValueError(f"checkpoints must ascend within (0, {tokens}]")
+
+
+@dataclass(frozen=True, eq=False)
+class CapturePlan:
+    """A request, and what of it the store already holds by lineage."""
+
+    request: CaptureRequest
+    held: tuple[BlockId, ...]
+    inherited: tuple[ParkedCheckpoint, ...]
+    """Checkpoints that belong to held blocks, ascending."""
+    block_tokens: int
+    slot_bytes: int
+    checkpoint_bytes: int
+
+    def blocks(self, position: int) -> int:
+        return -(-position // self.block_tokens)
+
+    def held_at(self, position: int) -> tuple[BlockId, ...]:
+        return self.held[: self.blocks(position)]
+
+    def inherited_at(self, position: int) -> tuple[ParkedCheckpoint, ...]:
+        return tuple(checkpoint for checkpoint in self.inherited if checkpoint.position <= position)
+
+    def fresh_checkpoints(self, position: int) -> tuple[int, ...]:
+        """Positions of checkpoints that must be copied."""
+        known = {checkpoint.position for checkpoint in self.inherited}
+        return tuple(place for place in self.request.checkpoints if place <= position and place not in known)
+
+    def checkpoint_positions(self, position: int) -> tuple[int, ...]:
+        """All that the parked conversation will have, ascending."""
+        known = {checkpoint.position for checkpoint in self.inherited_at(position)}
+        return tuple(sorted(known.union(self.fresh_checkpoints(position))))
+
+    def fresh_shapes(self, position: int) -> list[tuple[int, int, bytes]]:
+        """(index, rows, identity) of each block that must be copied."""
+        size = self.block_tokens
+        shapes = []
+        for index in range(len(self.held_at(position)), self.blocks(position)):
+            rows = min(size, position - index * size)
+            shapes.append((index, rows, block_identity(self.request, index, rows, size)))
+        return shapes
+
+    def start(self, position: int) -> int:
+        """First row that must be copied."""
+        return min(len(self.held_at(position)) * self.block_tokens, position)
+
+    def need(self, position: int) -> Need:
+        slots = self.blocks(position) - len(self.held_at(position))
+        side_bytes = conversation_metadata_bytes(position, self.block_tokens) + slots * BLOCK_BYTES
+        return Need(slots, side_bytes + len(self.fresh_checkpoints(position)) * self.checkpoint_bytes)
+
+    def need_bytes(self, position: int) -> int:
+        need = self.need(position)
+        return need.slots * self.slot_bytes + need.side_bytes

@@ -1,0 +1,167 @@
+"""What is parked: the conversations, what they hold, and how room is made among them.
+
+The shelf owns blocks, checkpoints, the index and the budget; the store above it decides nothing about them that is not
+said here. A conversation taken off the shelf while it is leased is invisible at once and keeps its bytes, and their
+charge, until the last lease ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from parkd.store.blocks import BlockPool, Owner
+from parkd.store.budget import Budget, Kind, Need, Room, conversation_metadata_bytes
+from parkd.store.checkpoints import CheckpointPool
+from parkd.store.index import PrefixIndex
+from parkd.store.policy import Evictable
+from parkd.store.records import ConversationGone, ConversationId, Parked, StoreConfig
+from parkd.store.slabs import SlabGeometry, SlabHooks, SlabPool
+from parkd.types import StateLayout, Units
+
+
+@dataclass(eq=False)
+class Entry:
+    parked: Parked
+    owner: Owner
+    """Holds the blocks."""
+    leases: int = 0
+    is_pinned: bool = False
+    is_published: bool = True
+
+    @property
+    def may_go(self) -> bool:
+        return self.is_published and not self.leases and not self.is_pinned
+
+
+class Shelf:
+    """Parked conversations over one budget."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        layout: StateLayout,
+        hooks: SlabHooks | None,
+        observer: Callable[[], None] | None,
+    ) -> None:
+        self.block_tokens = config.block_tokens
+        self.budget = Budget(config.budget_bytes, observer)
+        self.geometry = SlabGeometry.of(layout, config.block_tokens, config.slab_bytes, config.budget_bytes)
+        self.slabs = SlabPool(self.geometry, self.budget, hooks)
+        self.blocks = BlockPool(layout, config.block_tokens, self.slabs, self.budget)
+        self.checkpoints = CheckpointPool(layout, self.budget)
+        self.index = PrefixIndex()
+        self.entries: dict[ConversationId, Entry] = {}
+        """Published only."""
+        self.fading: dict[Owner, Entry] = {}
+        """Taken off while leased."""
+
+    @property
+    def bytes_in_use(self) -> int:
+        return self.slabs.used_slots * self.geometry.slot_bytes + self.budget.side_bytes
+
+    def entry(self, conversation_id: ConversationId) -> Entry:
+        """Raises ConversationGone."""
+        entry = self.entries.get(conversation_id)
+        if entry is None:
+            raise ConversationGone(conversation_id)
+        return entry
+
+    def put(self, entry: Entry) -> None:
+        """Publishes a conversation whose bytes are held and charged in the name of `entry.owner`."""
+        parked = entry.parked
+        self.entries[parked.id] = entry
+        self.index.add(parked.id, parked.key_digest, parked.prefix_hashes)
+
+    def take_off(self, entry: Entry) -> None:
+        """Makes a conversation invisible, and frees what only it holds as soon as nobody leases it."""
+        parked = entry.parked
+        del self.entries[parked.id]
+        self.index.remove(parked.id, parked.key_digest, parked.prefix_hashes)
+        entry.is_published = False
+        if entry.leases:
+            self.fading[entry.owner] = entry
+        else:
+            self._free(entry)
+
+    def lease(self, entry: Entry, now_s: float) -> Callable[[], None]:
+        """Returns what ends the lease."""
+        entry.leases += 1
+        entry.parked = replace(entry.parked, last_used_s=now_s)
+
+        def release() -> None:
+            entry.leases -= 1
+            if not entry.is_published and not entry.leases:
+                del self.fading[entry.owner]
+                self._free(entry)
+
+        return release
+
+    def prefixes_of(self, key_digest: bytes, units: Units, prefix_hashes: tuple[bytes, ...]) -> list[Entry]:
+        """All conversations of the key whose units are the first of these, equal ones included."""
+        found = (self.entries[i] for i in self.index.ending_within(key_digest, prefix_hashes))
+        return [entry for entry in found if _is_prefix(entry.parked.units, units)]
+
+    def metadata_bytes(self, parked: Parked) -> int:
+        return conversation_metadata_bytes(parked.position, self.block_tokens)
+
+    def evictable(self, superseded: Iterable[Entry]) -> list[Evictable]:
+        replaced = {entry.owner for entry in superseded}
+        return [
+            Evictable(
+                id=entry.parked.id,
+                position=entry.parked.position,
+                freed_bytes=self._freed_bytes(entry),
+                parked_at_s=entry.parked.parked_at_s,
+                last_used_s=entry.parked.last_used_s,
+                is_superseded=entry.owner in replaced,
+            )
+            for entry in self.entries.values()
+            if entry.may_go
+        ]
+
+    def fits(self, need: Need, room: Room) -> bool:
+        return self.geometry.fits(need, room)
+
+    def room(self) -> Room:
+        return self.slabs.room()
+
+    def most_room(self) -> tuple[Room, int]:
+        """The room if all that may go went, and the bytes that are then free, slots counted singly."""
+        going = [entry for entry in self.entries.values() if entry.may_go]
+        slots = self.blocks.slots_freed_with(entry.parked.blocks for entry in going)
+        side_bytes = sum(self.metadata_bytes(entry.parked) for entry in going)
+        side_bytes += self.blocks.metadata_bytes(len(slots))
+        side_bytes += self.checkpoints.bytes_freed_with(
+            [checkpoint.id for checkpoint in entry.parked.checkpoints] for entry in going
+        )
+        in_use = self.bytes_in_use - len(slots) * self.geometry.slot_bytes - side_bytes
+        return self.slabs.room(slots, side_bytes), self.budget.limit_bytes - in_use
+
+    def _freed_bytes(self, entry: Entry) -> int:
+        alone = sum(1 for checkpoint in entry.parked.checkpoints if self.checkpoints.owners(checkpoint.id) == 1)
+        rows = self.blocks.exclusive(entry.owner) * self.geometry.slot_bytes
+        return rows + alone * self.checkpoints.checkpoint_bytes
+
+    def _free(self, entry: Entry) -> None:
+        parked = entry.parked
+        self.blocks.release(entry.owner, parked.blocks)
+        self.checkpoints.release(checkpoint.id for checkpoint in parked.checkpoints)
+        self.budget.credit(Kind.METADATA, self.metadata_bytes(parked))
+
+
+def _is_prefix(short: Units, long: Units) -> bool:
+    return len(short) <= len(long) and bool(np.array_equal(short, long[: len(short)]))
+
+
+def superseded(prefixes: Iterable[Entry], position: int, checkpoints: Iterable[int]) -> list[Entry]:
+    """Those that a conversation parked up to `position` with these checkpoints makes superfluous: whatever can be
+    resumed in them can be resumed in it."""
+    places = set(checkpoints)
+    return [
+        entry
+        for entry in prefixes
+        if entry.parked.position <= position and places.issuperset(c.position for c in entry.parked.checkpoints)
+    ]

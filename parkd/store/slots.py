@@ -1,0 +1,118 @@
+"""Which slots of the pool are free: a pure data structure, no memory behind it.
+
+Slots are numbered over all slabs. Each slab has a range of its own and one number is left out between two ranges, so
+that slots with consecutive numbers always lie side by side in one slab:
+
+    slab 0            slab 7
+    0 1 2 3 4 5   .   7 8 9 10   .
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
+
+
+class SlotAllocator:
+    """Best fit over runs of free slots."""
+
+    def __init__(self) -> None:
+        self._next_base = 0
+        self._bases: list[int] = []
+        self._sizes: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._starts: list[int] = []
+        """Ascending first slots of the free runs; no two runs touch."""
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def free_slots(self) -> int:
+        return sum(self._lengths.values())
+
+    @property
+    def used_slots(self) -> int:
+        return sum(self._used.values())
+
+    @property
+    def regions(self) -> dict[int, int]:
+        """First slot of each region -> its slots in use."""
+        return dict(self._used)
+
+    def size(self, base: int) -> int:
+        return self._sizes[base]
+
+    def region_of(self, slot: int) -> int:
+        """First slot of the region that holds `slot`."""
+        return self._bases[bisect_right(self._bases, slot) - 1]
+
+    def add_region(self, slots: int) -> int:
+        """Makes `slots` new slots known, all free; returns the first."""
+        base = self._next_base
+        self._next_base += slots + 1
+        self._bases.append(base)
+        self._sizes[base] = slots
+        self._used[base] = 0
+        self._add_run(base, slots)
+        return base
+
+    def remove_region(self, base: int) -> None:
+        assert self._used[base] == 0, "a region with slots in use can't be removed"
+        self._remove_run(base)
+        self._bases.remove(base)
+        del self._sizes[base], self._used[base]
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` free slots in as few runs as best fit finds, continuing behind slot `after` if those are free.
+
+        The caller knows that there are enough.
+        """
+        assert count <= self.free_slots, f"{count} slots asked, {self.free_slots} free"
+        taken: list[int] = []
+        if count and after is not None and after + 1 in self._lengths:
+            taken += self._take(after + 1, count)
+        while len(taken) < count:
+            taken += self._take(self._best_run(count - len(taken)), count - len(taken))
+        return taken
+
+    def free(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._used[self.region_of(slot)] -= 1
+            self._add_run(slot, 1)
+
+    def _best_run(self, wanted: int) -> int:
+        """Start of the smallest run that holds `wanted`, else of the largest; the first of equals."""
+        enough = [start for start in self._starts if self._lengths[start] >= wanted]
+        if enough:
+            return min(enough, key=self._lengths.__getitem__)
+        return max(self._starts, key=self._lengths.__getitem__)
+
+    def _take(self, start: int, wanted: int) -> list[int]:
+        length = self._lengths[start]
+        count = min(length, wanted)
+        self._remove_run(start)
+        if count < length:
+            self._add_run(start + count, length - count)
+        self._used[self.region_of(start)] += count
+        return list(range(start, start + count))
+
+    def _add_run(self, start: int, length: int) -> None:
+        """Adds a free run and merges it with the ones it touches."""
+        at = bisect_left(self._starts, start)
+        if at < len(self._starts):
+            following = self._starts[at]
+            assert following >= start + length, "a slot was freed twice"
+            if following == start + length:
+                length += self._lengths[following]
+                self._remove_run(following)
+        if at > 0:
+            before = self._starts[at - 1]
+            assert before + self._lengths[before] <= start, "a slot was freed twice"
+            if before + self._lengths[before] == start:
+                self._lengths[before] += length
+                return
+        insort(self._starts, start)
+        self._lengths[start] = length
+
+    def _remove_run(self, start: int) -> None:
+        del self._starts[bisect_left(self._starts, start)]
+        del self._lengths[start]

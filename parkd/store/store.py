@@ -1,0 +1,318 @@
+"""The store of parked conversations: what the daemon sees of it.
+
+Synchronous and owned by one task; nothing here waits, and nothing copies rows: the engine does, into and out of the
+buffers it is given.
+
+A conversation is parked in three steps, so that no byte is copied before its room is certain and nobody sees it before
+all its stages are in:
+
+    begin_capture   reserves every byte, evicting for it      (engine copies)      commit   publishes, supersedes
+                                                                                   abort    gives everything back
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from types import MappingProxyType
+
+from parkd.store.admission import Admission, Replaced, replaced
+from parkd.store.blocks import Owner
+from parkd.store.budget import Kind, conversation_metadata_bytes, mib
+from parkd.store.gone import GoneMemory
+from parkd.store.planning import CapturePlan, check_request
+from parkd.store.policy import LruPolicy, Policy
+from parkd.store.records import (
+    BlockId,
+    Capture,
+    CaptureRequest,
+    CheckpointId,
+    ConversationId,
+    Lease,
+    Parked,
+    ParkedCheckpoint,
+    RefusalReason,
+    Refused,
+    StoreConfig,
+    StoreStats,
+)
+from parkd.store.shelf import Entry, Shelf, superseded
+from parkd.store.slabs import SlabHooks
+from parkd.store.transfers import capture_transfer, lease_transfer
+from parkd.types import Checksums, StateLayout
+
+CANDIDATE_LIMIT = 64
+"""Conversations that one look-up names at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    """What a capture holds besides its reserved bytes."""
+
+    plan: CapturePlan
+    blocks: tuple[BlockId, ...]
+    fresh_blocks: tuple[BlockId, ...]
+    checkpoints: tuple[ParkedCheckpoint, ...]
+    fresh_checkpoints: tuple[CheckpointId, ...]
+    replaces: Replaced
+    """Ancestors at the time of reservation: the commit takes their place under the slot bound."""
+
+
+class ConversationStore:
+    """Parked conversations in RAM under one budget."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        layout: StateLayout,
+        clock: Callable[[], float],
+        *,
+        new_id: Callable[[], ConversationId] | None = None,
+        policy: Policy | None = None,
+        slab_hooks: SlabHooks | None = None,
+        observer: Callable[[], None] | None = None,
+    ) -> None:
+        """`clock` gives seconds; `new_id` an id never given before (else they are numbered); `observer` is called after
+        each change of what is charged to the budget."""
+        self.config = config
+        self.layout = layout
+        self._clock = clock
+        numbers = count(1)
+        self._new_id = new_id or (lambda: f"c{next(numbers)}")
+        self._shelf = Shelf(config, layout, slab_hooks, observer)
+        self._admission = Admission(config, self._shelf, policy or LruPolicy(), layout.fixed_bytes > 0)
+        self._owners = count(1)
+        self._captures: dict[Owner, _InFlight] = {}
+        self._gone = GoneMemory()
+        self._totals: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
+
+    def candidates(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...]) -> list[tuple[Parked, int]]:
+        """At most CANDIDATE_LIMIT conversations of the key, each with the count of full blocks whose hashes it shares,
+        deepest first; those that share none come last, since they may share less than a block."""
+        found = self._shelf.index.find(key_digest, prefix_hashes, CANDIDATE_LIMIT)
+        return [(self._shelf.entries[conversation_id].parked, shared) for conversation_id, shared in found]
+
+    def get(self, conversation_id: ConversationId) -> Parked | None:
+        entry = self._shelf.entries.get(conversation_id)
+        return None if entry is None else entry.parked
+
+    def touch(self, conversation_id: ConversationId) -> None:
+        """Marks as used now. Raises ConversationGone, as the next three do."""
+        entry = self._shelf.entry(conversation_id)
+        entry.parked = replace(entry.parked, last_used_s=self._clock())
+
+    def pin(self, conversation_id: ConversationId) -> None:
+        """Never evicted until unpinned; what supersedes it is pinned in its place."""
+        self._shelf.entry(conversation_id).is_pinned = True
+
+    def unpin(self, conversation_id: ConversationId) -> None:
+        self._shelf.entry(conversation_id).is_pinned = False
+
+    def lease(self, conversation_id: ConversationId, stop: int, start: int = 0) -> Lease:
+        """What an engine needs to make `[0, stop)` live, given that the rows before `start` are the ones meant.
+
+        `start` is 0 or a multiple of the block size. With fixed state, `stop` must be one of the checkpoints. Buffers
+        are read-only. Raises ConversationGone; ValueError for positions that the conversation can't serve.
+        """
+        entry = self._shelf.entry(conversation_id)
+        transfer = lease_transfer(self._shelf, self.layout, entry.parked, start, stop)
+        release = self._shelf.lease(entry, self._clock())
+        self._totals["leases"] += 1
+        return Lease(entry.parked, start, stop, transfer, self._lineage(entry.parked, stop), release)
+
+    def begin_capture(self, request: CaptureRequest) -> Capture | Refused:
+        """Reserves room for what is live, evicting as the policy says; never what is leased or pinned.
+
+        Parks whole, else up to the longest resumable position that fits, else refuses and changes nothing. Raises
+        ValueError on a request that contradicts itself.
+        """
+        if self.config.budget_bytes == 0:
+            return self._refused(request, Refused(RefusalReason.OFF, "parking is off"))
+        check_request(request, self.layout.digest, self.config.block_tokens)
+        owner = next(self._owners)
+        plan = self._admission.plan(request)
+        # Held from here on, so that making room can't free what the capture builds upon.
+        self._shelf.blocks.hold(owner, plan.held)
+        self._shelf.checkpoints.hold(checkpoint.id for checkpoint in plan.inherited)
+        outcome = self._admission.settle(plan, self._replaced_in_flight())
+        if isinstance(outcome, int):
+            self._evict_for(plan, outcome)
+            try:
+                return self._open(owner, plan, outcome)
+            except (MemoryError, OSError) as error:
+                message = f"the machine gave no memory for {mib(plan.need_bytes(outcome))}: {error}"
+                outcome = Refused(RefusalReason.MEMORY, message)
+        self._shelf.blocks.release(owner, plan.held)
+        self._shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited)
+        return self._refused(request, outcome)
+
+    def commit(self, capture: Capture, checksums: Checksums) -> Parked:
+        """Publishes a capture whose every byte is in, and takes off what it supersedes.
+
+        The live conversation's lineage is the result's `blocks` from now on. Raises ValueError if the capture is not
+        open or the checksums are not one a part; an open capture then stays open.
+        """
+        flight = self._captures.get(capture.serial)
+        if flight is None:
+            raise ValueError("the capture was committed or aborted before")
+        stages = len(self.layout.stages)
+        expected = (len(flight.fresh_blocks), stages), (len(flight.fresh_checkpoints), stages)
+        if (checksums.rows.shape, checksums.fixed.shape) != expected:
+            raise ValueError(f"checksums {checksums.rows.shape}, {checksums.fixed.shape}; expected {expected}")
+        self._shelf.blocks.seal(flight.fresh_blocks, checksums.rows)
+        self._shelf.checkpoints.seal(flight.fresh_checkpoints, checksums.fixed)
+        parked = self._parked(capture, flight)
+        entry = Entry(parked, capture.serial)
+        places = [checkpoint.position for checkpoint in parked.checkpoints]
+        prefixes = self._shelf.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes)
+        for ancestor in superseded(prefixes, parked.position, places):
+            entry.is_pinned |= ancestor.is_pinned
+            self._shelf.take_off(ancestor)
+            self._totals["superseded"] += 1
+        del self._captures[capture.serial]
+        self._shelf.put(entry)
+        self._totals["captures"] += 1
+        self._totals["partial"] += not capture.is_whole
+        self._totals["captured_tokens"] += capture.position
+        self._totals["reused_tokens"] += capture.transfer.start
+        return parked
+
+    def abort(self, capture: Capture) -> None:
+        """Gives back all that the capture took; does nothing if it is closed.
+
+        The engine must be done with the buffers.
+        """
+        flight = self._captures.pop(capture.serial, None)
+        if flight is None:
+            return
+        self._shelf.blocks.release(capture.serial, flight.blocks)
+        self._shelf.checkpoints.release(checkpoint.id for checkpoint in flight.checkpoints)
+        self._shelf.budget.credit(
+            Kind.METADATA, conversation_metadata_bytes(capture.position, self.config.block_tokens)
+        )
+        self._totals["aborts"] += 1
+
+    def drop(self, conversation_id: ConversationId, reason: str) -> bool:
+        """Forgets a conversation, leased or not; a lease keeps its bytes until it ends. False if it is gone already."""
+        entry = self._shelf.entries.get(conversation_id)
+        if entry is None:
+            return False
+        self._forget(entry, "dropped", reason)
+        self._totals["dropped"] += 1
+        return True
+
+    def why_gone(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...]) -> str:
+        """What became of the one that shared most blocks with this prompt and is not parked any more; or empty."""
+        return self._gone.why(key_digest, prefix_hashes, self._clock())
+
+    def stats(self) -> StoreStats:
+        shelf, totals = self._shelf, self._totals
+        entries = shelf.entries.values()
+        flying_blocks = sum(len(flight.fresh_blocks) for flight in self._captures.values())
+        flying_checkpoints = sum(len(flight.fresh_checkpoints) for flight in self._captures.values())
+        slot_bytes, checkpoint_bytes = shelf.geometry.slot_bytes, shelf.checkpoints.checkpoint_bytes
+        return StoreStats(
+            conversations=len(shelf.entries),
+            conversation_slots=self.config.conversation_slots,
+            pinned=sum(entry.is_pinned for entry in entries),
+            leased=sum(entry.leases > 0 for entry in (*entries, *shelf.fading.values())),
+            captures_in_flight=len(self._captures),
+            blocks=len(shelf.blocks),
+            shared_blocks=shelf.blocks.shared,
+            budget_bytes=self.config.budget_bytes,
+            bytes_in_use=shelf.bytes_in_use,
+            bytes_allocated=shelf.budget.allocated_bytes,
+            peak_bytes_allocated=shelf.budget.peak_bytes,
+            row_bytes=(shelf.slabs.used_slots - flying_blocks) * slot_bytes,
+            checkpoint_bytes=shelf.budget[Kind.CHECKPOINTS] - flying_checkpoints * checkpoint_bytes,
+            in_flight_bytes=flying_blocks * slot_bytes + flying_checkpoints * checkpoint_bytes,
+            metadata_bytes=shelf.budget[Kind.METADATA],
+            captures_total=totals["captures"],
+            partial_captures_total=totals["partial"],
+            aborts_total=totals["aborts"],
+            leases_total=totals["leases"],
+            evictions_total=totals["evictions"],
+            superseded_total=totals["superseded"],
+            dropped_total=totals["dropped"],
+            captured_tokens_total=totals["captured_tokens"],
+            reused_tokens_total=totals["reused_tokens"],
+            refusals_total=MappingProxyType(dict(self._refusals)),
+        )
+
+    def close(self) -> None:
+        """Forgets everything and gives all memory back. No lease and no capture may be open."""
+        assert not self._captures, "a capture is in flight"
+        for entry in list(self._shelf.entries.values()):
+            self._shelf.take_off(entry)
+        self._shelf.slabs.close()
+
+    def _open(self, owner: Owner, plan: CapturePlan, position: int) -> Capture:
+        """Takes the room that was made. Raises OSError or MemoryError with only the plan's holdings left to release."""
+        shelf = self._shelf
+        shelf.slabs.reserve(plan.need(position))
+        places = plan.fresh_checkpoints(position)
+        fresh_checkpoints = tuple(shelf.checkpoints.allocate(places))
+        shelf.budget.charge(Kind.METADATA, conversation_metadata_bytes(position, self.config.block_tokens))
+        held, inherited = plan.held_at(position), plan.inherited_at(position)
+        shelf.blocks.release(owner, plan.held[len(held) :])
+        shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited[len(inherited) :])
+        fresh = tuple(shelf.blocks.allocate(owner, plan.fresh_shapes(position), held[-1] if held else None))
+        copied = map(ParkedCheckpoint, places, fresh_checkpoints)
+        self._captures[owner] = _InFlight(
+            plan,
+            held + fresh,
+            fresh,
+            tuple(sorted((*inherited, *copied), key=lambda checkpoint: checkpoint.position)),
+            fresh_checkpoints,
+            replaced(plan, position, self._admission.prefixes(plan)),
+        )
+        transfer = capture_transfer(shelf, self.layout, plan.start(position), position, fresh, fresh_checkpoints)
+        return Capture(owner, plan.request, position, transfer)
+
+    def _parked(self, capture: Capture, flight: _InFlight) -> Parked:
+        request, now = capture.request, self._clock()
+        units = request.units[: capture.position].copy()
+        units.flags.writeable = False
+        return Parked(
+            id=self._new_id(),
+            key_digest=request.key_digest,
+            units=units,
+            prefix_hashes=request.prefix_hashes[: capture.position // self.config.block_tokens],
+            blocks=flight.blocks,
+            checkpoints=flight.checkpoints,
+            layout_digest=request.layout_digest,
+            parked_at_s=now,
+            last_used_s=now,
+        )
+
+    def _lineage(self, parked: Parked, stop: int) -> tuple[BlockId, ...]:
+        """Blocks of which the live rows `[0, stop)` hold all rows."""
+        size = self.config.block_tokens
+        whole, rest = divmod(stop, size)
+        if rest:
+            tail = self._shelf.blocks.get(parked.blocks[whole])
+            whole += tail is not None and tail.rows == rest
+        return parked.blocks[:whole]
+
+    def _forget(self, entry: Entry, verb: str, reason: str) -> None:
+        self._gone.remember(entry.parked.key_digest, entry.parked.prefix_hashes, verb, reason, self._clock())
+        self._shelf.take_off(entry)
+
+    def _evict_for(self, plan: CapturePlan, position: int) -> None:
+        reason = f"its room was needed for a conversation of {position} tokens"
+        in_flight = self._replaced_in_flight()
+        while (victim := self._admission.next_victim(plan, position, in_flight, self._clock())) is not None:
+            self._forget(victim, "evicted", reason)
+            self._totals["evictions"] += 1
+
+    def _replaced_in_flight(self) -> list[Replaced]:
+        return [flight.replaces for flight in self._captures.values()]
+
+    def _refused(self, request: CaptureRequest, refused: Refused) -> Refused:
+        self._refusals[refused.reason.value] += 1
+        if refused.reason is not RefusalReason.OFF:
+            self._gone.remember(request.key_digest, request.prefix_hashes, "not parked", refused.message, self._clock())
+        return refused

@@ -1,0 +1,232 @@
+"""What the store's tests share: a small layout, prompts with their hashes, and an engine that only copies bytes.
+
+Rows that are computed twice differ in bits, as they may on a real engine, so every mix-up of blocks shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from hashlib import blake2b
+
+import numpy as np
+
+from parkd.store.records import Capture, CaptureRequest, Lease, Parked, Refused, StoreConfig
+from parkd.store.store import ConversationStore
+from parkd.types import Checksums, StageLayout, StateLayout, Transfer
+
+KEY = blake2b(b"a key", digest_size=16).digest()
+OTHER_KEY = blake2b(b"another key", digest_size=16).digest()
+
+
+def make_layout(row_bytes=(256, 128), fixed_bytes=(0, 0)) -> StateLayout:
+    stages = tuple(
+        StageLayout(index, index + 1, rows, fixed, bytes([index]) * 16)
+        for index, (rows, fixed) in enumerate(zip(row_bytes, fixed_bytes, strict=True))
+    )
+    return StateLayout(stages, "test-sum")
+
+
+def make_units(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50_000, count, dtype=np.uint64)
+
+
+def make_hashes(units: np.ndarray, block_tokens: int, key: bytes = KEY, width: int = 16) -> tuple[bytes, ...]:
+    """A chain; `width` bytes wide, so that a small width collides."""
+    hashes, last = [], key
+    for stop in range(block_tokens, len(units) + 1, block_tokens):
+        last = blake2b(last + units[stop - block_tokens : stop].tobytes(), digest_size=width).digest()
+        hashes.append(last)
+    return tuple(hashes)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def make_store(budget_bytes, layout=None, *, block_tokens=4, slots=None, slab_bytes=1 << 20, **options):
+    """A store whose budget is looked at after every change."""
+    holder: list[ConversationStore] = []
+
+    def observe() -> None:
+        if holder:
+            assert_within_budget(holder[0])
+
+    store = ConversationStore(
+        StoreConfig(budget_bytes, block_tokens, slots, slab_bytes),
+        layout or make_layout(),
+        Clock(),
+        observer=observe,
+        **options,
+    )
+    holder.append(store)
+    return store
+
+
+def assert_within_budget(store: ConversationStore) -> None:
+    shelf = store._shelf
+    slabs = sum(slab.memory.nbytes for slab in shelf.slabs._slabs.values())
+    checkpoints = sum(checkpoint.memory.nbytes for checkpoint in shelf.checkpoints._checkpoints.values())
+    assert shelf.bytes_in_use <= shelf.budget.allocated_bytes <= store.config.budget_bytes
+    assert slabs + checkpoints + shelf.budget["metadata"] <= store.config.budget_bytes
+
+
+def assert_counts(store: ConversationStore) -> None:
+    """Owners, slots and charges against a count from the conversations and captures there are."""
+    shelf = store._shelf
+    entries = [*shelf.entries.values(), *shelf.fading.values()]
+    flights = store._captures.values()
+    blocks = Counter(itertools.chain(*(e.parked.blocks for e in entries), *(f.blocks for f in flights)))
+    checkpoints = Counter(c.id for c in itertools.chain(*(e.parked.checkpoints for e in entries)))
+    checkpoints.update(c.id for flight in flights for c in flight.checkpoints)
+    assert shelf.blocks.recount() == blocks
+    assert shelf.checkpoints.recount() == checkpoints
+    slots = [shelf.blocks.get(block_id).slot for block_id in blocks]
+    assert len(set(slots)) == len(slots) == shelf.slabs.used_slots
+    for entry in entries:
+        assert shelf.blocks.exclusive(entry.owner) == sum(blocks[b] == 1 for b in entry.parked.blocks)
+    owned = shelf.blocks.metadata_bytes(len(blocks))
+    owned += sum(shelf.metadata_bytes(entry.parked) for entry in entries)
+    if not flights:
+        assert shelf.budget["metadata"] == owned
+    assert shelf.budget["checkpoints"] == len(checkpoints) * shelf.checkpoints.checkpoint_bytes
+    assert shelf.budget["slabs"] == sum(slab.memory.nbytes for slab in shelf.slabs._slabs.values())
+    if store.config.conversation_slots is not None:
+        assert len(shelf.entries) <= store.config.conversation_slots
+
+
+def part_sum(data: np.ndarray) -> int:
+    return int.from_bytes(blake2b(data.tobytes(), digest_size=8).digest(), "little")
+
+
+class CopyEngine:
+    """Live rows of all stages, and the lineage that the daemon would keep for them."""
+
+    def __init__(self, layout: StateLayout, block_tokens: int = 4, context_tokens: int = 4096, seed: int = 1) -> None:
+        self.layout = layout
+        self.block_tokens = block_tokens
+        self.arenas = [np.zeros((context_tokens, stage.row_bytes), np.uint8) for stage in layout.stages]
+        self.units = np.zeros(0, np.uint64)
+        self.fixed: dict[int, list[np.ndarray]] = {}
+        self.lineage: tuple[int, ...] = ()
+        self.rng = np.random.default_rng(seed)
+
+    @property
+    def position(self) -> int:
+        return len(self.units)
+
+    def truncate(self, position: int) -> None:
+        if position < self.position:
+            self.units = self.units[:position]
+            self.lineage = self.lineage[: position // self.block_tokens]
+            self.fixed = {place: parts for place, parts in self.fixed.items() if place <= position}
+
+    def extend(self, units: np.ndarray, *, checkpoint: bool = False) -> None:
+        start, stop = self.position, self.position + len(units)
+        self.lineage = self.lineage[: start // self.block_tokens]
+        self.units = np.concatenate([self.units, units])
+        for arena in self.arenas:
+            arena[start:stop] = self.rng.integers(0, 256, arena[start:stop].shape, dtype=np.uint8)
+        if checkpoint:
+            self.fixed[stop] = [
+                self.rng.integers(0, 256, stage.fixed_bytes, dtype=np.uint8) for stage in self.layout.stages
+            ]
+
+    def read(self, units: np.ndarray, *, checkpoint: bool = False) -> CopyEngine:
+        self.truncate(0)
+        self.extend(units, checkpoint=checkpoint)
+        return self
+
+    def request(self, key: bytes = KEY, *, rewindable: bool | None = None, width: int = 16) -> CaptureRequest:
+        if rewindable is None:
+            rewindable = not self.layout.fixed_bytes
+        return CaptureRequest(
+            key_digest=key,
+            units=self.units,
+            prefix_hashes=make_hashes(self.units, self.block_tokens, key, width),
+            lineage=self.lineage,
+            layout_digest=self.layout.digest,
+            checkpoints=tuple(sorted(self.fixed)),
+            rewindable=rewindable,
+        )
+
+    def capture(self, transfer: Transfer) -> Checksums:
+        assert transfer.stop <= self.position
+        for stage, part in enumerate(transfer.stages):
+            assert_contiguous(part.rows, transfer)
+            for run in part.rows:
+                run.buffer[:] = self.arenas[stage][run.start : run.stop].reshape(-1)
+            for fixed in part.fixed:
+                fixed.buffer[:] = self.fixed[fixed.position][stage]
+        places = [fixed.position for fixed in transfer.stages[0].fixed]
+        fixed_sums = [[part_sum(part) for part in self.fixed[place]] for place in places]
+        return Checksums(self._sums(transfer), np.array(fixed_sums, np.uint64).reshape(len(places), len(self.arenas)))
+
+    def restore(self, lease: Lease) -> None:
+        """Checks everything that a real engine checks."""
+        transfer = lease.transfer
+        assert transfer.layout_digest == self.layout.digest
+        assert transfer.position == lease.stop
+        for stage, part in enumerate(transfer.stages):
+            assert_contiguous(part.rows, transfer)
+            for run in part.rows:
+                assert not run.buffer.flags.writeable
+                self.arenas[stage][run.start : run.stop] = run.buffer.reshape(-1, self.layout.stages[stage].row_bytes)
+        assert np.array_equal(self._sums(transfer), transfer.checksums)
+        self.fixed = {}
+        if self.layout.fixed_bytes:
+            parts = [part.fixed[0] for part in transfer.stages]
+            assert {part.position for part in parts} == {lease.stop}
+            assert [[part_sum(part.buffer) for part in parts]] == transfer.fixed_checksums.tolist()
+            self.fixed[lease.stop] = [part.buffer.copy() for part in parts]
+        self.units = lease.parked.units[: lease.stop].copy()
+        self.lineage = lease.lineage
+
+    def park(self, store: ConversationStore, key: bytes = KEY) -> Parked | Refused:
+        capture = store.begin_capture(self.request(key))
+        if isinstance(capture, Refused):
+            return capture
+        return self.finish(store, capture)
+
+    def finish(self, store: ConversationStore, capture: Capture) -> Parked:
+        parked = store.commit(capture, self.capture(capture.transfer))
+        self.lineage = parked.blocks
+        return parked
+
+    def rows(self, stop: int | None = None) -> list[np.ndarray]:
+        return [arena[: self.position if stop is None else stop].copy() for arena in self.arenas]
+
+    def _sums(self, transfer: Transfer) -> np.ndarray:
+        size, start, stop = self.block_tokens, transfer.start, transfer.stop
+        edges = sorted({start, stop, *range(-(-start // size) * size, stop, size)})
+        sums = [[part_sum(arena[first:last]) for arena in self.arenas] for first, last in itertools.pairwise(edges)]
+        return np.array(sums, np.uint64).reshape(len(sums), len(self.arenas))
+
+
+def assert_contiguous(runs, transfer: Transfer) -> None:
+    at = transfer.start
+    for run in runs:
+        assert run.start == at
+        assert run.stop > run.start
+        at = run.stop
+    assert at == transfer.stop
+
+
+def leased_rows(store: ConversationStore, parked: Parked, stop: int | None = None) -> list[np.ndarray]:
+    """The rows `[0, stop)` a stage, as a lease gives them."""
+    stop = parked.position if stop is None else stop
+    with store.lease(parked.id, stop) as lease:
+        return [
+            np.concatenate([run.buffer for run in part.rows]).reshape(-1, stage.row_bytes)[:stop].copy()
+            for part, stage in zip(lease.transfer.stages, store.layout.stages, strict=True)
+        ]
+
+
+def assert_same_rows(left, right) -> None:
+    assert len(left) == len(right)
+    assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
