@@ -61,7 +61,8 @@ class Stage:
         `[1, q, hidden]`, in the others; on any device. Returns hidden states `[1, q, hidden]` on this stage's device,
         after the final norm in the last stage.
         """
-        inputs = inputs.to(self.device, non_blocking=True)
+        # To the CPU the copy must be waited for: nothing orders what the CPU reads after what a card still sends.
+        inputs = inputs.to(self.device, non_blocking=self.device.type == "cuda")
         stop = position + inputs.shape[1]
         position_ids = torch.arange(position, stop, device=self.device).unsqueeze(0)
         name = "input_ids" if self.index == 0 else "inputs_embeds"

@@ -73,21 +73,20 @@ def move_stages(
     ]
     running = [[checksum.start() for _ in stage_parts] for stage_parts in parts]
     on_device = [index for index, arena in enumerate(arenas) if arena.device.type != "cpu"]
-    for index in on_device:
-        _queue_copies(arenas[index], plan.stages[index].rows, plan.stages[index].fixed, direction, steps)
-    for index in on_device:
-        for part, each in zip(parts[index], running[index], strict=True):
-            each.update(part.arena_bytes)
-    on_host = [
-        (part, each)
-        for index, arena in enumerate(arenas)
-        if arena.device.type == "cpu"
-        for part, each in zip(parts[index], running[index], strict=True)
-    ]
-    _move_on_host(on_host, direction, steps)
-    values = np.stack([checksum.values(stage_running) for stage_running in running], axis=1)
-    for index in on_device:
-        torch.cuda.synchronize(arenas[index].device)
+    on_host = [index for index, arena in enumerate(arenas) if arena.device.type == "cpu"]
+    try:
+        for index in on_device:
+            _queue_copies(arenas[index], plan.stages[index].rows, plan.stages[index].fixed, direction, steps)
+        for index in on_device:
+            for part, each in zip(parts[index], running[index], strict=True):
+                each.update(part.arena_bytes)
+        work = [pair for index in on_host for pair in zip(parts[index], running[index], strict=True)]
+        _move_on_host(work, direction, steps)
+        values = np.stack([checksum.values(stage_running) for stage_running in running], axis=1)
+    finally:
+        # Also after a failure: the host buffers may be another conversation's as soon as this returns.
+        for index in on_device:
+            torch.cuda.synchronize(arenas[index].device)
     blocks = -(-(plan.stop - plan.start) // plan.block_tokens)
     return values[:blocks], values[blocks:]
 
