@@ -44,22 +44,17 @@ def map_prompt(
     generation = _find_generation(tokenised.text, openers, starts, profile)
     lead = next((i for i, turn in enumerate(prompt.turns) if turn.role != "system"), len(prompt.turns))
     head_end = _head_end(prompt.turns, lead, starts, tokenised.text)
-    positions = {char: tokenizer.position_of(tokenised, char) for char in starts.values()}
-    marks: dict[int, str] = {}
-    for index, char in starts.items():
-        if index >= lead:
-            marks[positions[char]] = _label(prompt.turns, index, starts)
     head_position = tokenizer.position_of(tokenised, head_end) if head_end is not None else None
+    positions = {index: tokenizer.position_of(tokenised, char) for index, char in starts.items()}
     if head_position is not None:
-        inside = [position for position in marks if position < head_position]
-        # A system text inside the first turn: that turn's own part begins where the system text ends.
-        for position in inside:
-            marks[head_position] = marks.pop(position)
+        # Where the system text lies inside the first turn, that turn's own part begins where the system text ends.
+        positions[lead] = head_position
+    marks = {positions[index]: _label(prompt.turns, index, starts) for index in starts if index >= lead}
     boundaries = {position for position in (head_position,) if position is not None}
-    users = [char for index, char in starts.items() if prompt.turns[index].message["role"] == "user"]
+    users = [index for index in starts if prompt.turns[index].message["role"] == "user"]
     if users:
-        boundaries.add(positions[max(users)])
-    boundaries |= {positions[char] for index, char in starts.items() if prompt.turns[index].role == "assistant"}
+        boundaries.add(positions[users[-1]])
+    boundaries |= {positions[index] for index in starts if prompt.turns[index].role == "assistant"}
     if generation is not None:
         position = tokenizer.position_of(tokenised, generation)
         marks[position] = "generation prompt"
