@@ -1,0 +1,84 @@
+"""Legacy completions: what a body becomes, and what the official SDK makes of the frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from parkd.errors import EngineFailure, InvalidRequest
+from parkd.proxy.dialects.base import ResponseMeta
+from parkd.proxy.dialects.openai_completions import OpenAICompletions
+from parkd.types import CacheOutcome, CacheReport, Finished, FinishReason, Started, TextDelta, Timings, TurnRequest
+
+META = ResponseMeta("req_abc", "some-model", 1700000000)
+REPORT = CacheReport(CacheOutcome.LIVE, prompt_tokens=100, reused_tokens=90)
+ANSWER = (
+    Started(REPORT),
+    TextDelta("on "),
+    TextDelta("a time"),
+    Finished(FinishReason.LENGTH, REPORT, Timings(output_tokens=7)),
+)
+
+
+def parse(**changes: Any) -> TurnRequest:
+    return OpenAICompletions().parse({"prompt": "Once up"} | changes, {})
+
+
+def answered(body: bytes) -> list[openai.types.Completion]:
+    def answer(_request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(200, content=body, headers={"content-type": "text/event-stream"})
+
+    http = httpx2.Client(transport=httpx2.MockTransport(answer))
+    client = openai.OpenAI(api_key="k", base_url="http://parkd/v1", http_client=http, max_retries=0)
+    return list(client.completions.create(model="m", prompt="x", stream=True))
+
+
+def test_the_sdk_reads_a_stream() -> None:
+    body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
+    encoder = OpenAICompletions().encoder(parse(**body), body, META)
+    chunks = answered(b"".join(encoder.keep_alive() + b"".join(encoder.feed(event)) for event in ANSWER))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "on a time"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.prompt_tokens == 100
+    document = encoder.document()
+    assert document["choices"][0]["text"] == "on a time"
+    assert document["usage"]["prompt_tokens_details"]["cached_tokens"] == 90
+
+
+def test_an_error_inside_a_stream_reaches_the_sdk() -> None:
+    encoder = OpenAICompletions().encoder(parse(), {}, META)
+    with pytest.raises(openai.APIError, match="engine broke"):
+        answered(b"".join(encoder.failure(EngineFailure("engine broke"))))
+
+
+def test_the_prompt_is_raw_text() -> None:
+    assert (parse().prompt, parse().messages) == ("Once up", ())
+    assert parse(prompt=["one"]).prompt == "one"
+    assert parse().max_output_tokens == 16
+    assert parse(max_tokens=0).max_output_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, 2, 3]}, "prompt"),
+        ({"prompt": [[1]]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"n": 2}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"stream_options": {"include_usage": 1}}, "include_usage"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**changes)
+    assert caught.value.param == param
