@@ -112,7 +112,7 @@ def test_reading_costs_grow_with_depth_as_a_sum_over_tokens(start: int, stop: in
 
 
 def test_a_divergence_names_the_token_its_text_and_its_message() -> None:
-    """Report 33: the system text of 10:01 and of 10:02."""
+    """Report 23: a clock heads the prompt."""
     tokenizer = WordTokenizer()
     builder = make_builder(tokenizer)
     clock = "Be brief. The time is {}."

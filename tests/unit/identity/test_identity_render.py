@@ -63,7 +63,7 @@ def test_developer_reaches_the_prompt_as_system() -> None:
 
 
 def test_a_system_message_in_the_middle_is_rendered_where_it_stands() -> None:
-    """Report 33 of the API kind: no failure, no hoisting."""
+    """Report 33: no failure, no hoisting."""
     text = make_builder().render(talk(say("user", "one"), say("system", "mid"), say("user", "two")))
     assert text.index("one") < text.index("<|start|>system\nmid") < text.index("two")
 
