@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from parkd.store.records import ConversationId
 
 
-@dataclass(frozen=True, slots=True)
-class Evictable:
-    """A parked conversation that may go: neither leased nor pinned."""
+class Evictable(NamedTuple):
+    """A parked conversation that may go: neither leased nor pinned. A tuple: each eviction makes one of each."""
 
     id: ConversationId
     position: int

@@ -111,15 +111,15 @@ class Shelf:
         replaced = {entry.owner for entry in superseded}
         return [
             Evictable(
-                id=entry.parked.id,
-                position=entry.parked.position,
-                freed_bytes=self._freed_bytes(entry),
-                parked_at_s=entry.parked.parked_at_s,
-                last_used_s=entry.parked.last_used_s,
-                is_superseded=entry.owner in replaced,
+                parked.id,
+                len(parked.units),
+                self._freed_bytes(entry),
+                parked.parked_at_s,
+                parked.last_used_s,
+                entry.owner in replaced,
             )
             for entry in self.entries.values()
-            if entry.may_go
+            if entry.may_go and (parked := entry.parked)
         ]
 
     def fits(self, need: Need, room: Room) -> bool:
@@ -141,8 +141,10 @@ class Shelf:
         return self.slabs.room(slots, side_bytes), self.budget.limit_bytes - in_use
 
     def _freed_bytes(self, entry: Entry) -> int:
-        alone = sum(1 for checkpoint in entry.parked.checkpoints if self.checkpoints.owners(checkpoint.id) == 1)
         rows = self.blocks.exclusive(entry.owner) * self.geometry.slot_bytes
+        if not entry.parked.checkpoints:
+            return rows
+        alone = sum(1 for checkpoint in entry.parked.checkpoints if self.checkpoints.owners(checkpoint.id) == 1)
         return rows + alone * self.checkpoints.checkpoint_bytes
 
     def _free(self, entry: Entry) -> None:

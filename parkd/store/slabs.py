@@ -24,6 +24,8 @@ from parkd.store.slots import SlotAllocator
 from parkd.types import Bytes, StateLayout
 
 PAGE_BYTES = 4096
+LEAST_SLAB_PAGES = 16
+"""A stage, so that the padding to whole pages stays small where budgets are tiny."""
 MOST_SLAB_SLOTS = 1 << 16
 METADATA_SHARE = 64
 """Slabs leave one part in so many of the budget to metadata, unless rows that must fit need it."""
@@ -68,7 +70,8 @@ class SlabGeometry:
     def of(cls, layout: StateLayout, block_tokens: int, slab_bytes: int, budget_bytes: int) -> SlabGeometry:
         parts = tuple(stage.row_bytes * block_tokens for stage in layout.stages)
         pieces = SLABS_IN_BUDGET_WITH_FIXED_STATE if layout.fixed_bytes else SLABS_IN_BUDGET
-        target = min(slab_bytes, budget_bytes // pieces)
+        least = LEAST_SLAB_PAGES * PAGE_BYTES * len(parts)
+        target = min(slab_bytes, max(least, budget_bytes // pieces))
         single = cls(parts, 1)
         return cls(parts, max(1, min(MOST_SLAB_SLOTS, single.slots_in_slab(target))))
 

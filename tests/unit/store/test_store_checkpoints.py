@@ -1,0 +1,125 @@
+"""Fixed state: parked at its positions, shared by descendants, and the only places to resume."""
+
+from __future__ import annotations
+
+import pytest
+from store_kit import CopyEngine, assert_counts, assert_same_rows, make_layout, make_store, make_units
+
+from parkd.store.records import Parked, RefusalReason
+
+LAYOUT = make_layout((256, 128), (5000, 0))
+CHECKPOINT_BYTES = 8192
+
+
+@pytest.fixture
+def engine() -> CopyEngine:
+    return CopyEngine(LAYOUT)
+
+
+def read(engine, *steps):
+    """Reads (seed, tokens) after one another, with a checkpoint after each."""
+    engine.truncate(0)
+    for seed, tokens in steps:
+        engine.extend(make_units(seed, tokens), checkpoint=True)
+    return engine
+
+
+def test_state_comes_back_at_each_checkpoint_and_nowhere_else(engine):
+    store = make_store(4 << 20, LAYOUT)
+    parked = read(engine, (1, 10), (2, 8), (3, 7)).park(store)
+    fixed, rows = dict(engine.fixed), engine.rows()
+    assert [checkpoint.position for checkpoint in parked.checkpoints] == [10, 18, 25]
+    for stop in (18, 10, 25):
+        with store.lease(parked.id, stop) as lease:
+            assert lease.transfer.position == stop
+            engine.restore(lease)
+        assert_same_rows(engine.fixed[stop], fixed[stop])
+        assert_same_rows(engine.rows(), [stage[:stop] for stage in rows])
+    for stop in (9, 12, 24):
+        with pytest.raises(ValueError, match="no checkpoint"):
+            store.lease(parked.id, stop)
+    assert store.stats().checkpoint_bytes == 3 * CHECKPOINT_BYTES
+
+
+def test_rows_behind_the_last_checkpoint_are_not_parked(engine):
+    store = make_store(4 << 20, LAYOUT)
+    read(engine, (1, 10))
+    engine.extend(make_units(2, 9))
+    assert engine.park(store).position == 10
+
+
+def test_without_a_checkpoint_nothing_is_parked(engine):
+    store = make_store(4 << 20, LAYOUT)
+    refused = engine.read(make_units(1, 30)).park(store)
+    assert refused.reason is RefusalReason.NO_CHECKPOINT
+    assert store.stats().bytes_in_use == 0
+
+
+def test_descendants_share_their_ancestors_checkpoints(engine):
+    store = make_store(4 << 20, LAYOUT)
+    parent = read(engine, (1, 8), (2, 8)).park(store)
+    with store.lease(parent.id, 16) as lease:
+        engine.restore(lease)
+    assert list(engine.fixed) == [16]
+    engine.extend(make_units(3, 8), checkpoint=True)
+    capture = store.begin_capture(engine.request())
+    assert [part.position for part in capture.transfer.stages[0].fixed] == [24]
+    child = engine.finish(store, capture)
+    assert [checkpoint.position for checkpoint in child.checkpoints] == [8, 16, 24]
+    assert child.checkpoints[:2] == parent.checkpoints
+    assert store.get(parent.id) is None
+    assert store.stats().checkpoint_bytes == 3 * CHECKPOINT_BYTES
+    assert_counts(store)
+
+
+def test_a_checkpoint_of_a_stranger_with_equal_units_is_not_inherited(engine):
+    store = make_store(4 << 20, LAYOUT)
+    first = read(engine, (1, 8), (2, 8)).park(store)
+    read(engine, (1, 8))
+    engine.extend(make_units(2, 8))
+    engine.extend(make_units(3, 8), checkpoint=True)
+    second = engine.park(store)
+    assert [checkpoint.position for checkpoint in second.checkpoints] == [8, 24]
+    # It can be resumed at 16, which the longer one can't.
+    assert store.get(first.id) is not None
+    assert_counts(store)
+
+
+def test_what_does_not_fit_is_parked_up_to_a_checkpoint(engine):
+    store = make_store(100_000, LAYOUT)
+    parked = read(engine, (1, 30), (2, 30), (3, 200)).park(store)
+    assert isinstance(parked, Parked)
+    assert parked.position == 60
+    assert [checkpoint.position for checkpoint in parked.checkpoints] == [30, 60]
+    assert_counts(store)
+
+
+def test_abort_frees_new_checkpoints_and_keeps_inherited_ones(engine):
+    store = make_store(4 << 20, LAYOUT)
+    read(engine, (1, 8)).park(store)
+    engine.extend(make_units(3, 8), checkpoint=True)
+    capture = store.begin_capture(engine.request())
+    assert store.stats().in_flight_bytes == 2 * 4 * 384 + CHECKPOINT_BYTES
+    store.abort(capture)
+    assert store.stats().checkpoint_bytes == CHECKPOINT_BYTES
+    assert_counts(store)
+
+
+def test_no_memory_for_a_checkpoint_leaves_nothing_behind(engine, monkeypatch):
+    from parkd.store import checkpoints
+
+    calls = []
+
+    def second_fails(size):
+        calls.append(size)
+        if len(calls) == 2:
+            raise OSError(12, "Cannot allocate memory")
+        return real(size)
+
+    real = checkpoints.anonymous
+    monkeypatch.setattr(checkpoints, "anonymous", second_fails)
+    store = make_store(4 << 20, LAYOUT)
+    refused = read(engine, (1, 8), (2, 8), (3, 8)).park(store)
+    assert refused.reason is RefusalReason.MEMORY
+    assert store.stats().bytes_in_use == 0
+    assert_counts(store)
