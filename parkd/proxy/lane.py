@@ -56,6 +56,10 @@ class Lane(Generic[W]):
         return self._running is not None
 
     @property
+    def running(self) -> W | None:
+        return self._running
+
+    @property
     def closed(self) -> bool:
         return self._closed_by is not None
 

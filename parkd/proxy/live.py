@@ -10,14 +10,16 @@ engine's position, also after failures, so that the two never part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.types import ConversationKey, Units
 
-NO_UNITS: Units = np.zeros(0, dtype=np.uint64)
+
+def no_units() -> Units:
+    return np.zeros(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +28,7 @@ class LiveConversation:
 
     key: ConversationKey | None = None
     """None: nothing is live."""
-    units: Units = NO_UNITS
+    units: Units = field(default_factory=no_units)
     """`[position]`"""
     lineage: tuple[int, ...] = ()
     """Ids of the stored blocks that rows `[0, covered)` were restored from or captured into."""

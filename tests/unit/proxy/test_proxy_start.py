@@ -1,0 +1,114 @@
+"""How a turn starts, as a pure decision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from parkd.identity.matcher import CostModel
+from parkd.proxy.live import LiveConversation
+from parkd.proxy.start import StartPlan, decide_start, explain
+from parkd.store.records import Parked, ParkedCheckpoint
+from parkd.types import CacheOutcome, ConversationKey, PromptIdentity, SegmentSpan, StageLayout, StateLayout, Units
+
+KEY = ConversationKey("", b"model")
+LAYOUT = StateLayout((StageLayout(0, 1, 64, 0, b"one"), StageLayout(1, 2, 64, 0, b"two")), "xxh3-64")
+FIXED = StateLayout((StageLayout(0, 1, 64, 4096, b"one"),), "xxh3-64")
+COST = CostModel(read_s=1e-3, bytes_per_s={CacheOutcome.RESTORED_RAM: 1e9})
+
+
+def units(*runs: tuple[int, int]) -> Units:
+    return np.concatenate([np.arange(first, stop, dtype=np.uint64) for first, stop in runs])
+
+
+def prompt(content: Units) -> PromptIdentity:
+    segments = (SegmentSpan(0, 100, "system"), SegmentSpan(100, len(content), "message 2 (user)"))
+    return PromptIdentity(KEY, content.astype(np.int64), content, (), segments)
+
+
+def parked(
+    content: Units, blocks: tuple[int, ...], checkpoints: tuple[int, ...] = (), layout: StateLayout = LAYOUT
+) -> Parked:
+    records = tuple(ParkedCheckpoint(position, position) for position in checkpoints)
+    return Parked("p", KEY.digest, content, (), blocks, records, layout.digest, 0.0, 0.0)
+
+
+def decide(
+    asked: Units,
+    live: Units | None = None,
+    candidates: tuple[Parked, ...] = (),
+    *,
+    lineage: tuple[int, ...] = (),
+    layout: StateLayout = LAYOUT,
+    cost: CostModel = COST,
+) -> StartPlan:
+    conversation = LiveConversation()
+    if live is not None:
+        conversation = LiveConversation(KEY, live, lineage, len(lineage) * 256)
+    return decide_start(prompt(asked), conversation, candidates, layout=layout, live_checkpoints=(), cost=cost)
+
+
+def test_nothing_known_reads_cold() -> None:
+    plan = decide(units((0, 500)))
+    assert (plan.option.outcome, plan.option.position, plan.parked) == (CacheOutcome.COLD, 0, None)
+    assert explain(prompt(units((0, 500))), plan, "") == ""
+
+
+def test_the_live_conversation_goes_on_without_a_copy() -> None:
+    plan = decide(units((0, 900)), units((0, 600)), (parked(units((0, 600)), (1, 2, 3)),))
+    assert (plan.option.outcome, plan.option.position, plan.keep_rows) == (CacheOutcome.LIVE, 600, 600)
+
+
+def test_the_prompts_last_token_always_runs() -> None:
+    assert decide(units((0, 600)), units((0, 600))).option.position == 599
+
+
+def test_a_deeper_parked_one_beats_the_live_head() -> None:
+    record = parked(units((0, 800)), (1, 2, 3, 4))
+    plan = decide(units((0, 900)), units((0, 300), (5000, 5400)), (record,), lineage=(1, 9))
+    assert (plan.option.outcome, plan.option.position) == (CacheOutcome.RESTORED_RAM, 800)
+    assert plan.keep_rows == 256  # block 1 is in the arenas already
+    assert plan.option.move_bytes == (800 - 256) * LAYOUT.row_bytes
+
+
+def test_equal_units_without_common_descent_are_copied_whole() -> None:
+    record = parked(units((0, 800)), (1, 2, 3, 4))
+    plan = decide(units((0, 900)), units((0, 300), (5000, 5400)), (record,), lineage=(7, 8))
+    assert plan.keep_rows == 0
+
+
+def test_another_key_or_layout_is_never_a_start() -> None:
+    foreign = replace(parked(units((0, 800)), (1,)), layout_digest=b"other")
+    assert decide(units((0, 900)), None, (foreign,)).option.outcome is CacheOutcome.COLD
+    live = LiveConversation(ConversationKey("someone", b"model"), units((0, 800)))
+    plan = decide_start(prompt(units((0, 900))), live, (), layout=LAYOUT, live_checkpoints=(), cost=COST)
+    assert plan.option.outcome is CacheOutcome.COLD
+
+
+def test_fixed_state_resumes_at_a_checkpoint_and_says_so() -> None:
+    record = parked(units((0, 800)), (1, 2, 3, 4), checkpoints=(400, 700, 790), layout=FIXED)
+    asked = units((0, 750), (5000, 5100))
+    plan = decide(asked, None, (record,), layout=FIXED)
+    assert plan.option.position == 700
+    assert explain(prompt(asked), plan, "") == "differs from token 750 in message 2 (user)"
+
+
+def test_a_slow_tier_is_not_worth_its_copy() -> None:
+    slow = CostModel(read_s=1e-6, bytes_per_s={CacheOutcome.RESTORED_RAM: 1e3})
+    asked = units((0, 900))
+    plan = decide(asked, None, (parked(units((0, 800)), (1, 2, 3, 4)),), cost=slow)
+    assert plan.option.outcome is CacheOutcome.COLD
+    assert explain(prompt(asked), plan, "") == "reading is cheaper than restoring 800 tokens"
+
+
+def test_what_is_gone_explains_before_what_differs() -> None:
+    asked = units((0, 90), (5000, 5400))
+    plan = decide(asked, units((0, 600)))
+    assert explain(prompt(asked), plan, "") == "differs from token 90 in system"
+    assert explain(prompt(asked), plan, "evicted 3 s ago") == "evicted 3 s ago"
+
+
+def test_a_prompt_that_only_goes_on_needs_no_reason() -> None:
+    asked = units((0, 900))
+    assert explain(prompt(asked), decide(asked, units((0, 600))), "") == ""
