@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -81,8 +81,9 @@ class ModelCache:
         except OSError as error:
             raise ModelLoadError(f"{path} cannot be read: {error}.") from error
         draft = note.with_suffix(f".{os.getpid()}.part")
-        draft.write_text(json.dumps({"look": look, "digest": digest.hex()}))
-        draft.replace(note)
+        with suppress(OSError):  # Without a note the next start only takes longer.
+            draft.write_text(json.dumps({"look": look, "digest": digest.hex()}))
+            draft.replace(note)
         return digest
 
 
