@@ -120,11 +120,13 @@ def load_engine(
 ) -> TorchEngine:
     """Raises ModelError."""
     import torch
+    from transformers.utils import logging as library_logging
 
     from engine.config import EngineConfig
     from engine.memory import free_bytes
     from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
 
+    library_logging.disable_progress_bar()
     devices = config.model.devices or ("cuda:0" if torch.cuda.is_available() else "cpu",)
     engine_config = TorchEngineConfig(
         model=model,

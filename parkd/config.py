@@ -172,7 +172,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("model", "model", "PATH|ID", _text, None, "Hugging Face directory, hub id or GGUF file (demo model)"),
     Setting("alias", "model", "NAME", _text, None, "name shown by /v1/models (the model's own)"),
     Setting("chat-template-file", "model", "FILE", _file, None, "chat template in place of the model's own"),
-    Setting("devices", "model", "LIST", _devices, (), "a device for each stage: cpu,cpu or cuda:0,cuda:1 (auto)"),
+    Setting("devices", "model", "LIST", _devices, (), "a device a stage: cpu,cpu or cuda:0,cuda:1 (cuda:0, else cpu)"),
     Setting("layer-split", "model", "LIST", _layer_split, (), "first layer of each later stage: 24 or 24,36 (auto)"),
     Setting("ctx-size", "model", "TOKENS", _count(16), None, "context (the largest that fits, up to the model's)"),
     Setting("batch-size", "model", "TOKENS", _count(1, 65536), 512, "tokens read in one prefill chunk (512)"),

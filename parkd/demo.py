@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def ask(client: httpx.Client, name: str, messages: Messages) -> Turn:
         if response.is_error:
             raise ServerFailed(f"{name}: HTTP {response.status_code}: {response.read().decode()}")
         cache = response.headers.get("x-parkd-cache", "")
-        for chunk in _chunks(response):
+        for chunk in _chunks(response, lambda: _say(f"{name}: at it for {time.monotonic() - started:.0f} s")):
             if "error" in chunk:
                 raise ServerFailed(f"{name}: {chunk['error']}")
             usage = chunk.get("usage") or usage
@@ -156,8 +156,10 @@ def ask(client: httpx.Client, name: str, messages: Messages) -> Turn:
     return turn
 
 
-def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+def _chunks(response: httpx.Response, on_keep_alive: Callable[[], None]) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines():
+        if line.startswith(":"):
+            on_keep_alive()
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
 

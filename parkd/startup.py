@@ -70,7 +70,7 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool) -> 
         f"stages    {' | '.join(stages)}",
         f"context   {info.context_tokens:,} tokens, {info.layout.row_bytes:,} bytes a token{fixed}, "
         f"live state {info.arena_bytes // MIB:,} MiB",
-        f"parking   {parking_line(budget, info)}",
+        f"budget    {parking_line(budget, info)}",
     ]
     if info.is_demo_model:
         lines.append("warning   this is the demo model, too small for real work: name your own with --model")
