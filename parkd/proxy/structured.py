@@ -1,0 +1,166 @@
+"""Answers that must obey a JSON schema or be tool calls: masks over the vocabulary, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from parkd.errors import EngineFailure, InvalidRequest
+from parkd.proxy.output.base import OutputFormat, ToolFormat
+from parkd.proxy.output.grammar import answer_grammar, json_rule, literal
+from parkd.types import TokenMask, ToolChoiceMode, TurnRequest
+
+SCHEMA_DEPTH_LIMIT = 32
+"""How deep the part that is at fault is looked for."""
+
+GRAMMAR_CHARACTERS_LIMIT = 512 * 1024
+"""A schema, or the tools of a forced call, longer than this are refused before they are compiled."""
+
+
+class GrammarMask:
+    """Implements `TokenMask` over a compiled grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """`[vocab]`. Only end tokens once the answer is complete. Raises EngineFailure past the grammar's limits."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
+
+    def accept(self, token_id: int) -> None:
+        """Raises EngineFailure for a token that was not allowed."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise EngineFailure(
+                f"The answer could not be held to its schema: {self._matcher.get_error()} Try a simpler schema."
+            )
+
+
+class StructuredOutput:
+    """Compiles masks for one tokenizer. Thread-safe; the first mask costs a second more than the others."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, end_token_ids: frozenset[int]) -> None:
+        """`tokenizer_json` is the text of a `tokenizer.json`; `vocab_size` the model's number of logits."""
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._end_token_ids = sorted(end_token_ids)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        return LLTokenizer(self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._end_token_ids)
+
+    def mask(self, request: TurnRequest, output: OutputFormat, prompt_tail: str) -> TokenMask | None:
+        """The mask for a request, None where it asks for none.
+
+        `prompt_tail` is the end of the rendered prompt. Raises InvalidRequest for a schema that cannot be enforced,
+        naming the part, and for a forced call to a model whose way of calling is not known.
+        """
+        tools = _tools_to_allow(request, output)
+        if request.response_schema is None and not tools:
+            return None
+        if request.response_schema is not None:
+            self._check_schema(request.response_schema)
+        grammar = answer_grammar(
+            request.response_schema, tools, output, prompt_tail, self._terms, parallel=request.parallel_tool_calls
+        )
+        matcher = self._matcher(grammar)
+        if matcher.is_error():
+            raise InvalidRequest(
+                f"The tools cannot be turned into a grammar: {matcher.get_error()} Simplify them, or use `tool_choice: "
+                f"auto`.",
+                param="tools" if tools else "response_format",
+            )
+        return GrammarMask(matcher, self._vocab_size)
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        if len(grammar) > GRAMMAR_CHARACTERS_LIMIT:
+            raise InvalidRequest("The schema is too long to be enforced. Send a smaller one.", param="response_format")
+        return LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=LLParserLimits())
+
+    def _terms(self, text: str) -> str:
+        """`text` as grammar terms; special tokens, which no literal matches, by id."""
+        terms: list[str] = []
+        plain: list[int] = []
+        for token_id in self._tokenizer.tokenize_str(text, parse_special=True):
+            if self._tokenizer.is_special_token(token_id):
+                terms += [literal(self._tokenizer.decode_str(plain))] if plain else []
+                terms.append(f"<[{token_id}]>")
+                plain = []
+            else:
+                plain.append(token_id)
+        terms += [literal(self._tokenizer.decode_str(plain))] if plain else []
+        return " ".join(terms)
+
+    def _check_schema(self, schema: Mapping[str, Any]) -> None:
+        """Raises InvalidRequest that names the smallest part at fault."""
+        error = self._schema_error(schema, schema)
+        if error is None:
+            return
+        path = "schema"
+        part: Mapping[str, Any] = schema
+        for _ in range(SCHEMA_DEPTH_LIMIT):
+            for name, child in _children(part):
+                if (inner := self._schema_error(child, schema)) is not None:
+                    path, part, error = f"{path}.{name}", child, inner
+                    break
+            else:
+                break
+        raise InvalidRequest(
+            f"The response format cannot be enforced: at `{path}`: {error} Change or remove that part.", param=path
+        )
+
+    def _schema_error(self, part: Mapping[str, Any], root: Mapping[str, Any]) -> str | None:
+        """What is wrong with a part of `root`, alone but with the definitions it may refer to."""
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root and part is not root}
+        matcher = self._matcher(f"start: {json_rule({**part, **definitions})}\n")
+        return " ".join(matcher.get_error().split()) + "." if matcher.is_error() else None
+
+
+def _tools_to_allow(request: TurnRequest, output: OutputFormat) -> Sequence[Mapping[str, Any]]:
+    """The tools that a constrained answer may call; none where calls need no constraint."""
+    mode, tools = request.tool_choice.mode, request.tools
+    forced = mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)
+    if forced and (not tools or output.tools is ToolFormat.NONE):
+        why = "this model's chat template has no tools" if tools else "there are no `tools`"
+        raise InvalidRequest(f"`tool_choice` forces a call, but {why}. Use `auto`.", param="tool_choice")
+    if mode is ToolChoiceMode.NAMED:
+        return [tool for tool in tools if tool["function"]["name"] == request.tool_choice.name]
+    if forced or (request.response_schema is not None and mode is ToolChoiceMode.AUTO):
+        return tools if output.tools is not ToolFormat.NONE else ()
+    return ()
+
+
+def _children(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The schemas inside a schema, with their paths."""
+    for keyword in ("properties", "$defs", "definitions", "patternProperties"):
+        inner = schema.get(keyword)
+        if isinstance(inner, Mapping):
+            yield from ((f"{keyword}.{name}", child) for name, child in inner.items() if isinstance(child, Mapping))
+    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        several = schema.get(keyword)
+        if isinstance(several, list):
+            yield from ((f"{keyword}[{i}]", child) for i, child in enumerate(several) if isinstance(child, Mapping))
+    for keyword in ("items", "additionalProperties"):
+        child = schema.get(keyword)
+        if isinstance(child, Mapping):
+            yield keyword, child
+
+
+def tokenizer_text(tokenizer: Any) -> str:
+    """The `tokenizer.json` text of a Hugging Face fast tokenizer, tokens added later included."""
+    document = json.loads(tokenizer.backend_tokenizer.to_str())
+    document["truncation"] = document["padding"] = None
+    return json.dumps(document)
