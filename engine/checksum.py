@@ -66,8 +66,19 @@ class WeightedSum:
 
     name = "weighted-sum-64"
 
+    def __init__(self) -> None:
+        self._weights: dict[torch.device, torch.Tensor] = {}
+
     def start(self) -> _RunningWeightedSum:
-        return _RunningWeightedSum()
+        return _RunningWeightedSum(self)
+
+    def weights(self, device: torch.device, start: int, stop: int) -> torch.Tensor:
+        """int64 `[stop - start]`, `2 i + 1` for the words `[start, stop)`; kept, as all parts need the same ones."""
+        kept = self._weights.get(device)
+        if kept is None or len(kept) < stop:
+            kept = torch.arange(1, 2 * stop + 1, 2, dtype=torch.int64, device=device)
+            self._weights[device] = kept
+        return kept[start:stop]
 
     def values(self, running: Sequence[Any]) -> npt.NDArray[np.uint64]:
         values = np.zeros(len(running), dtype=np.uint64)
@@ -82,15 +93,15 @@ class WeightedSum:
 
 
 class _RunningWeightedSum:
-    def __init__(self) -> None:
+    def __init__(self, kind: WeightedSum) -> None:
+        self.kind = kind
         self.words = 0
         self.total: torch.Tensor | None = None
         """int64 scalar on the bytes' device; its bits are the unsigned sum. None before the first byte."""
 
     def update(self, piece: torch.Tensor) -> None:
         words = piece.view(torch.int64)
-        first = 2 * self.words + 1
-        weights = torch.arange(first, first + 2 * len(words), 2, dtype=torch.int64, device=piece.device)
+        weights = self.kind.weights(piece.device, self.words, self.words + len(words))
         # int64 products and sums wrap modulo 2**64, and the wrapped bits are those of the unsigned ones.
         partial = (words * weights).sum()
         self.total = partial if self.total is None else self.total + partial

@@ -67,16 +67,17 @@ def move_stages(
 
     The plan has been checked. Raises whatever a copy raises; then some bytes were moved and others not.
     """
-    parts = [
-        list(_block_parts(arena, plan, stage.rows)) + [Part(arena.fixed, (part.buffer,)) for part in stage.fixed]
-        for arena, stage in zip(arenas, plan.stages, strict=True)
-    ]
-    running = [[checksum.start() for _ in stage_parts] for stage_parts in parts]
     on_device = [index for index, arena in enumerate(arenas) if arena.device.type != "cpu"]
     on_host = [index for index, arena in enumerate(arenas) if arena.device.type == "cpu"]
     try:
         for index in on_device:
             _queue_copies(arenas[index], plan.stages[index].rows, plan.stages[index].fixed, direction, steps)
+        # Cut while the cards copy.
+        parts = [
+            list(_block_parts(arena, plan, stage.rows)) + [Part(arena.fixed, (part.buffer,)) for part in stage.fixed]
+            for arena, stage in zip(arenas, plan.stages, strict=True)
+        ]
+        running = [[checksum.start() for _ in stage_parts] for stage_parts in parts]
         for index in on_device:
             for part, each in zip(parts[index], running[index], strict=True):
                 each.update(part.arena_bytes)
@@ -94,14 +95,18 @@ def move_stages(
 def _block_parts(arena: StageArena, plan: Plan, runs: Sequence[Run]) -> Iterator[Part]:
     """One stage's parts of the blocks that overlap `[plan.start, plan.stop)`, in order."""
     row_bytes = arena.layout.row_bytes
+    index = 0
     for first in range(plan.start, plan.stop, plan.block_tokens):
         end = min(first + plan.block_tokens, plan.stop)
-        host = tuple(
-            run.buffer[(max(first, run.start) - run.start) * row_bytes : (min(end, run.stop) - run.start) * row_bytes]
-            for run in runs
-            if run.start < end and first < run.stop
-        )
-        yield Part(arena.rows[first:end].view(-1), host)
+        host = []
+        at = first
+        while at < end:
+            run = runs[index]
+            until = min(end, run.stop)
+            host.append(run.buffer[(at - run.start) * row_bytes : (until - run.start) * row_bytes])
+            at = until
+            index += at == run.stop
+        yield Part(arena.rows[first:end].view(-1), tuple(host))
 
 
 def _move_on_host(work: Sequence[tuple[Part, RunningChecksum]], direction: Direction, steps: CopySteps) -> None:
