@@ -53,7 +53,7 @@ def check_origin(headers: Mapping[str, str], *, bound_host: str, allowed_origins
     A page whose name was rebound to a loopback address sends its own name as Host; a page elsewhere that posts here
     sends its Origin. Programs send no Origin and a loopback Host.
     """
-    host = _host_name(headers.get("host", ""))
+    host = _name_of(f"//{headers.get('host', '')}")
     if is_loopback(bound_host) and host and not is_loopback(host):
         raise Forbidden(
             "This server listens on loopback only and answers to loopback names only. Use http://127.0.0.1 or "
@@ -62,7 +62,7 @@ def check_origin(headers: Mapping[str, str], *, bound_host: str, allowed_origins
     origin = headers.get("origin")
     if origin is None or origin in allowed_origins:
         return
-    name = urlsplit(origin).hostname or ""
+    name = _name_of(origin)
     if not is_loopback(name) and name != host:
         raise Forbidden("Web pages of this origin may not use this server.")
 
@@ -85,9 +85,9 @@ def _sent_key(headers: Mapping[str, str]) -> str:
     return headers.get("x-api-key", "").strip()
 
 
-def _host_name(host: str) -> str:
-    """A Host header without its port; empty if it is none."""
+def _name_of(url: str) -> str:
+    """The host of a URL, without its port; one that no machine has if the URL is none."""
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return urlsplit(url).hostname or ""
     except ValueError:
         return "invalid"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from parkd.engine_adapter.base import Cancel, RowEngine, TextPiece
 from parkd.proxy.output.base import Parser
-from parkd.types import Event, FinishReason, PromptIdentity, TurnRequest
+from parkd.types import Event, FinishReason, PromptIdentity, TokenMask, TurnRequest
 
 Emit = Callable[[Event], None]
 
@@ -43,6 +43,7 @@ class AnswerLoop:
     emit: Emit
     """Thread-safe; never waits."""
     monotonic: Callable[[], float]
+    mask: TokenMask | None = None
     answer: Answer = field(default_factory=Answer)
 
     def run(self) -> None:
@@ -64,7 +65,9 @@ class AnswerLoop:
         """Steps until the answer ends. Returns its last text, which is not parsed yet."""
         answer, engine = self.answer, self.engine
         stream = engine.text_stream(self.request.stop)
-        steps = engine.generate(int(self.prompt.token_ids[-1]), self.request.sampling, history=self.prompt.token_ids)
+        steps = engine.generate(
+            int(self.prompt.token_ids[-1]), self.request.sampling, history=self.prompt.token_ids, mask=self.mask
+        )
         try:
             for step in steps:
                 if answer.first_token_at_s is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import anyio
@@ -18,26 +18,30 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from parkd.errors import ContextOverflow, EngineLost, InvalidRequest, NotFound, ParkdError
+from parkd.errors import ContextOverflow, EngineLost, InvalidRequest, NotFound
 from parkd.proxy import admin, metrics
-from parkd.proxy.access import authenticate, check_origin
+from parkd.proxy.access import authenticate
 from parkd.proxy.config import Services
 from parkd.proxy.cost import CostMeter
+from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect, ResponseMeta
 from parkd.proxy.dialects.openai_chat import OpenAIChat
+from parkd.proxy.dialects.openai_completions import OpenAICompletions
+from parkd.proxy.dialects.openai_responses import OpenAIResponses
 from parkd.proxy.engine_thread import EngineThread
+from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.lane import Lane
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.parking import LiveState
-from parkd.proxy.requests import parse_object, read_body, request_id_of
-from parkd.proxy.sse import TurnResponse, unforeseen
-from parkd.proxy.turn import Turn, TurnRunner
-from parkd.types import TurnRequest
+from parkd.proxy.requests import parse_object, read_body
+from parkd.proxy.sse import TurnResponse
+from parkd.proxy.turn import Turn, TurnRunner, prompt_tail
+from parkd.types import PromptIdentity, TokenMask, TurnRequest
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class Proxy:
     def __init__(self, services: Services) -> None:
         config, store = services.config, services.store
         self.services = services
+        self.config = config
         self.created_s = int(services.wall())
         self.lost: EngineLost | None = None
         self.on_lost: Callable[[], None] = lambda: None
@@ -106,12 +111,34 @@ class Proxy:
         body = await parse_object(await read_body(request, config.body_limit_bytes))
         parsed = dialect.parse(body, request.headers)
         turn_request = dataclasses.replace(parsed, namespace=caller.namespace)
-        prompt = await anyio.to_thread.run_sync(services.build_identity, turn_request, limiter=self._build_limiter)
+        prompt, mask = await self.build(turn_request)
         self._check_fits(len(prompt), turn_request)
         meta = ResponseMeta(request_id, turn_request.model or self.model_id, int(services.wall()))
         encoder = dialect.encoder(turn_request, body, meta)
-        turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s)
+        turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)
         return TurnResponse(turn, self.lane, self.runner, dialect, encoder, config, services.monotonic)
+
+    async def build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
+        """The prompt's identity and what its answer must obey, made in a worker thread. Raises InvalidRequest."""
+        if request.response_schema is not None and self.services.build_mask is None:
+            advice = "This server gives free text only. Leave out `response_format` and ask for JSON in the messages."
+            raise InvalidRequest(advice, param="response_format")
+        return await anyio.to_thread.run_sync(self._build, request, limiter=self._build_limiter)
+
+    def _build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
+        services = self.services
+        prompt = services.build_identity(request)
+        mask = services.build_mask(request, prompt_tail(services.engine, prompt)) if services.build_mask else None
+        return prompt, mask
+
+    async def count_tokens(self, request: Request, dialect: AnthropicMessages) -> int:
+        """Tokens of the prompt that the same body would make as a turn."""
+        config = self.services.config
+        caller = authenticate(request.headers, config.api_keys)
+        body = await parse_object(await read_body(request, config.body_limit_bytes))
+        parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
+        prompt, _ = await self.build(dataclasses.replace(parsed, response_schema=None))
+        return len(prompt)
 
     @property
     def model_id(self) -> str:
@@ -143,7 +170,13 @@ class Proxy:
 def default_dialects(services: Services) -> Mapping[str, Dialect]:
     """Paths and what is spoken there."""
     chat = OpenAIChat(f"parkd-{services.engine.info.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}")
-    return {"/v1/chat/completions": chat, "/chat/completions": chat}
+    return {
+        "/v1/chat/completions": chat,
+        "/chat/completions": chat,
+        "/v1/completions": OpenAICompletions(),
+        "/v1/responses": OpenAIResponses(),
+        "/v1/messages": AnthropicMessages(),
+    }
 
 
 def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None) -> Starlette:
@@ -151,11 +184,14 @@ def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None
     proxy = Proxy(services)
     fallback: Dialect = OpenAIChat()
     routes = [
-        Route(path, _guarded(proxy, dialect, _turn(proxy, dialect)), methods=["POST"])
+        Route(path, guarded(proxy.config, proxy.metrics, dialect, _turn(proxy, dialect)), methods=["POST"])
         for path, dialect in (default_dialects(services) if dialects is None else dialects).items()
     ]
+    counter = AnthropicMessages()
+    count_route = guarded(proxy.config, proxy.metrics, counter, _count(proxy, counter))
+    routes.append(Route("/v1/messages/count_tokens", count_route, methods=["POST"]))
     for path, handler in _admin(proxy).items():
-        routes.append(Route(path, _guarded(proxy, fallback, handler), methods=["GET"]))
+        routes.append(Route(path, guarded(proxy.config, proxy.metrics, fallback, handler), methods=["GET"]))
     middleware = []
     if services.config.cors_origins:
         origins = list(services.config.cors_origins)
@@ -164,37 +200,24 @@ def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None
         routes=routes,
         middleware=middleware,
         lifespan=proxy.life,
-        exception_handlers={HTTPException: _http_error(fallback), Exception: _server_error(fallback)},
+        exception_handlers={HTTPException: http_error(fallback), Exception: server_error(fallback)},
     )
     app.router.redirect_slashes = False
     app.state.parkd = proxy
     return app
 
 
-Handler = Callable[[Request, str], Awaitable[ASGIApp]]
-
-
-def _guarded(proxy: Proxy, dialect: Dialect, handler: Handler) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """A handler behind the origin check, with its errors in the dialect's shape."""
-    config = proxy.services.config
-
-    async def endpoint(request: Request) -> ASGIApp:
-        request_id = request_id_of(request.headers)
-        try:
-            check_origin(request.headers, bound_host=config.host, allowed_origins=config.cors_origins)
-            return await handler(request, request_id)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except ParkdError as error:
-            proxy.metrics.requests.labels(error.code).inc()
-            return _error_response(dialect, error, request_id)
-
-    return endpoint
-
-
 def _turn(proxy: Proxy, dialect: Dialect) -> Handler:
     async def handler(request: Request, request_id: str) -> ASGIApp:
         return await proxy.turn_response(request, dialect, request_id)
+
+    return handler
+
+
+def _count(proxy: Proxy, dialect: AnthropicMessages) -> Handler:
+    async def handler(request: Request, request_id: str) -> ASGIApp:
+        count = await proxy.count_tokens(request, dialect)
+        return JSONResponse({"input_tokens": count}, headers={"request-id": request_id, "x-request-id": request_id})
 
     return handler
 
@@ -234,38 +257,5 @@ def _admin(proxy: Proxy) -> Mapping[str, Handler]:
         "/health": health,
         "/metrics": metrics_page,
         "/": root,
+        "/api/hello": root,
     }
-
-
-def _error_response(dialect: Dialect, error: ParkdError, request_id: str) -> Response:
-    answer = dialect.error(error, request_id)
-    return JSONResponse(
-        dict(answer.body), status_code=answer.status, headers={"x-request-id": request_id, **answer.headers}
-    )
-
-
-def _http_error(dialect: Dialect) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """What the router refuses: unknown paths and methods. OPTIONS is answered, and permits no web page anything."""
-
-    async def handler(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        if error.status_code == 405 and request.method == "OPTIONS":
-            return Response(status_code=204, headers=error.headers)
-        refused: ParkdError
-        if error.status_code == 404:
-            refused = NotFound(f"There is nothing at {request.url.path}. The chat API is POST /v1/chat/completions.")
-        else:
-            refused = InvalidRequest(f"{request.method} is not possible at {request.url.path}.")
-        response = _error_response(dialect, refused, request_id_of(request.headers))
-        response.status_code = error.status_code
-        response.headers.update(error.headers or {})
-        return response
-
-    return handler
-
-
-def _server_error(dialect: Dialect) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def handler(request: Request, _error: Exception) -> Response:
-        return _error_response(dialect, unforeseen(), request_id_of(request.headers))
-
-    return handler

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from parkd.engine_adapter.base import RowEngine
 from parkd.proxy.output.base import OutputFormat
-from parkd.types import PromptIdentity, TurnRequest
+from parkd.types import PromptIdentity, TokenMask, TurnRequest
 
 if TYPE_CHECKING:
     from parkd.store.store import ConversationStore
@@ -45,6 +45,10 @@ class ProxyConfig:
 BuildIdentity = Callable[[TurnRequest], PromptIdentity]
 """`IdentityBuilder.build`; runs in a worker thread. Raises InvalidRequest."""
 
+BuildMask = Callable[[TurnRequest, str], TokenMask | None]
+"""From a request and the end of its rendered prompt to what its answer must obey, None for nothing. Runs in a worker
+thread. Raises InvalidRequest."""
+
 
 @dataclass(frozen=True)
 class Services:
@@ -57,5 +61,7 @@ class Services:
     config: ProxyConfig = ProxyConfig()
     output: OutputFormat = field(default_factory=OutputFormat)
     """How the model writes its thinking and its tool calls."""
+    build_mask: BuildMask | None = None
+    """None: a request for structured output is refused."""
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.engine_adapter.base import BLOCK_TOKENS, RowEngine
 from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError, RestoreFailed
 from parkd.proxy.answer import Answer, AnswerLoop
 from parkd.proxy.cost import CostMeter
@@ -39,6 +39,7 @@ from parkd.types import (
     PromptIdentity,
     Started,
     Timings,
+    TokenMask,
     TurnRequest,
     Units,
 )
@@ -61,6 +62,9 @@ class Turn:
     request: TurnRequest
     prompt: PromptIdentity
     arrived_s: float
+    queued_s: float
+    """`arrived_s` and the time to parse, render and tokenise."""
+    mask: TokenMask | None = None
     channel: EventChannel = field(default_factory=EventChannel)
     began_s: float | None = None
     """When the lane took it."""
@@ -78,6 +82,11 @@ def output_limit(asked: int | None, server_limit: int | None) -> int | None:
     """The longest answer in tokens; None: up to the context's end."""
     limits = [limit for limit in (asked, server_limit) if limit is not None]
     return min(limits, default=None)
+
+
+def prompt_tail(engine: RowEngine, prompt: PromptIdentity) -> str:
+    """The end of the rendered prompt. Thread-safe, as the tokenizer is."""
+    return engine.tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:].tolist())
 
 
 class TurnRunner:
@@ -106,7 +115,7 @@ class TurnRunner:
     async def run(self, turn: Turn) -> None:
         """Pushes the turn's events and ends its channel. Raises EngineLost only."""
         turn.began_s = self._monotonic()
-        turn.timings = Timings(wait_s=turn.began_s - turn.arrived_s)
+        turn.timings = Timings(wait_s=turn.began_s - turn.queued_s)
         error: ParkdError | None = None
         try:
             if turn.channel.cancel.is_set():
@@ -129,6 +138,7 @@ class TurnRunner:
         """Counts the turn and writes its log line: numbers and reasons, never text."""
         self._metrics.requests.labels("ok" if error is None else error.code).inc()
         self._metrics.finished(turn.timings)
+        in_lane_s = turn.timings.first_token_s - ((turn.began_s or turn.arrived_s) - turn.arrived_s)
         requests_log.info(
             "key=%s prompt=%d reused=%d cache=%s wait=%.1fs ttft=%.1fs out=%d why=%s%s",
             turn.caller,
@@ -136,7 +146,7 @@ class TurnRunner:
             turn.report.reused_tokens if turn.report else 0,
             turn.report.outcome.value if turn.report else "-",
             turn.timings.wait_s,
-            max(0.0, turn.timings.first_token_s - turn.timings.wait_s),
+            max(0.0, in_lane_s),  # the wait stands beside it
             turn.timings.output_tokens,
             (turn.report.why if turn.report else "") or "-",
             f" end={error.code}" if error is not None else "",
@@ -224,6 +234,7 @@ class TurnRunner:
             cancel=turn.channel.cancel,
             emit=self._emitter(turn.channel),
             monotonic=self._monotonic,
+            mask=turn.mask,
         )
         answer = loop.answer
         began_s = self._monotonic()
@@ -244,7 +255,7 @@ class TurnRunner:
         return answer
 
     def _parser(self, turn: Turn) -> Parser:
-        tail = self._live.engine.tokenizer.decode(turn.prompt.token_ids[-TAIL_TOKENS:].tolist())
+        tail = prompt_tail(self._live.engine, turn.prompt)
         return make_parser(self._output, turn.request, tail, self._call_ids)
 
     async def _keep(self, turn: Turn) -> None:

@@ -15,7 +15,7 @@ from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
-from parkd.proxy.dialects.nested import cache_hints, check_named, name_at, object_at, objects, text_at, wrong
+from parkd.proxy.dialects.nested import cache_hints, check_named, name_at, object_at, objects, response_schema, wrong
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
 from parkd.types import (
     Event,
@@ -67,6 +67,7 @@ class OpenAIChat:
             model=fields.text(body, "model"),
             tool_choice=_tool_choice(body, tools),
             parallel_tool_calls=fields.flag(body, "parallel_tool_calls", default=True),
+            response_schema=_response_schema(body),
             reasoning=ReasoningParams(enabled=False if effort == "none" else None, effort=effort),
             cache=cache_hints(body, headers),
         )
@@ -211,11 +212,14 @@ def _finish_reason(finished: Finished) -> str:
 def _refuse_unsupported(body: Mapping[str, Any]) -> None:
     if fields.whole(body, "n", 1, fields.MAX_TOKENS) not in (None, 1):
         raise InvalidRequest("This server gives one answer a request. Leave out `n` or send more requests.", param="n")
-    if text_at(fields.obj(body, "response_format"), "type", "response_format") not in {"", "text"}:
-        advice = "This server gives text only. Leave out `response_format` and ask for JSON in the messages."
-        raise InvalidRequest(advice, param="response_format")
     if body.get("grammar"):
         raise InvalidRequest("`grammar` is not supported. Describe the form in the messages instead.", param="grammar")
+
+
+def _response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    wanted = fields.obj(body, "response_format")
+    schema = object_at(wanted, "json_schema", "response_format").get("schema")
+    return response_schema(wanted, schema, "response_format")
 
 
 def _check_message(message: Any, where: str) -> None:

@@ -1,0 +1,73 @@
+"""What stands around every endpoint: the origin check before it, and errors in its dialect's shape behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from parkd.errors import InvalidRequest, NotFound, ParkdError
+from parkd.proxy.access import check_origin
+from parkd.proxy.config import ProxyConfig
+from parkd.proxy.dialects.base import Dialect
+from parkd.proxy.metrics import Metrics
+from parkd.proxy.requests import request_id_of
+from parkd.proxy.sse import unforeseen
+
+Handler = Callable[[Request, str], Awaitable[ASGIApp]]
+
+
+def guarded(
+    config: ProxyConfig, metrics: Metrics, dialect: Dialect, handler: Handler
+) -> Callable[[Request], Awaitable[ASGIApp]]:
+    """A handler behind the origin check, with its errors in the dialect's shape."""
+
+    async def endpoint(request: Request) -> ASGIApp:
+        request_id = request_id_of(request.headers)
+        try:
+            check_origin(request.headers, bound_host=config.host, allowed_origins=config.cors_origins)
+            return await handler(request, request_id)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except ParkdError as error:
+            metrics.requests.labels(error.code).inc()
+            return _error_response(dialect, error, request_id)
+
+    return endpoint
+
+
+def _error_response(dialect: Dialect, error: ParkdError, request_id: str) -> Response:
+    answer = dialect.error(error, request_id)
+    return JSONResponse(
+        dict(answer.body), status_code=answer.status, headers={"x-request-id": request_id, **answer.headers}
+    )
+
+
+def http_error(dialect: Dialect) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """What the router refuses: unknown paths and methods. OPTIONS is answered, and permits no web page anything."""
+
+    async def handler(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 405 and request.method == "OPTIONS":
+            return Response(status_code=204, headers=error.headers)
+        refused: ParkdError
+        if error.status_code == 404:
+            refused = NotFound(f"There is nothing at {request.url.path}. The chat API is POST /v1/chat/completions.")
+        else:
+            refused = InvalidRequest(f"{request.method} is not possible at {request.url.path}.")
+        response = _error_response(dialect, refused, request_id_of(request.headers))
+        response.status_code = error.status_code
+        response.headers.update(error.headers or {})
+        return response
+
+    return handler
+
+
+def server_error(dialect: Dialect) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handler(request: Request, _error: Exception) -> Response:
+        return _error_response(dialect, unforeseen(), request_id_of(request.headers))
+
+    return handler

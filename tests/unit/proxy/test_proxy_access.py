@@ -1,0 +1,87 @@
+"""Keys, Host and Origin, and what goes into headers."""
+
+from __future__ import annotations
+
+import pytest
+
+from parkd.errors import Forbidden, Unauthorized
+from parkd.proxy.access import authenticate, check_origin, is_loopback, namespace_of
+from parkd.proxy.requests import request_id_of
+from parkd.proxy.sse import cache_headers, header_text
+from parkd.types import CacheOutcome, CacheReport
+
+
+def test_the_namespace_tells_keys_apart_and_nothing_of_the_key() -> None:
+    first = authenticate({"authorization": "Bearer one"}, ("one", "two"))
+    second = authenticate({"x-api-key": "two"}, ("one", "two"))
+    assert first.namespace != second.namespace
+    assert first.namespace == namespace_of("one")
+    assert "one" not in first.shown
+    assert authenticate({"authorization": "Bearer anything"}, ()).namespace == ""
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "one"}, {"authorization": "Bearer ONE"}, {"x-api-key": "é"}])
+def test_a_wrong_key_is_refused(headers: dict[str, str]) -> None:
+    with pytest.raises(Unauthorized):
+        authenticate(headers, ("one",))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "localhost:8080"},
+        {"host": "127.0.0.1"},
+        {"host": "[::1]:8080"},
+        {"host": "LOCALHOST", "origin": "http://127.0.0.1:3000"},
+        {},
+    ],
+)
+def test_local_programs_and_pages_may_ask(headers: dict[str, str]) -> None:
+    check_origin(headers, bound_host="127.0.0.1", allowed_origins=())
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "localhost.evil.example"},
+        {"host": "[bad"},
+        {"host": "localhost", "origin": "https://evil.example"},
+        {"host": "localhost", "origin": "null"},
+        {"host": "localhost", "origin": "http://["},
+    ],
+)
+def test_other_pages_may_not(headers: dict[str, str]) -> None:
+    with pytest.raises(Forbidden):
+        check_origin(headers, bound_host="127.0.0.1", allowed_origins=())
+
+
+def test_a_server_for_others_takes_any_name_and_the_pages_it_allows() -> None:
+    check_origin({"host": "box.lan"}, bound_host="0.0.0.0", allowed_origins=())
+    check_origin({"host": "box.lan", "origin": "http://box.lan"}, bound_host="0.0.0.0", allowed_origins=())
+    page = {"host": "box.lan", "origin": "https://ui.example"}
+    check_origin(page, bound_host="0.0.0.0", allowed_origins=("https://ui.example",))
+    with pytest.raises(Forbidden):
+        check_origin(page, bound_host="0.0.0.0", allowed_origins=())
+
+
+def test_loopback_is_told_by_address_not_by_spelling() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost", "a.localhost")))
+    assert not any(map(is_loopback, ("", "0.0.0.0", "10.0.0.1", "localhost.com", "127.0.0.1.evil.example")))
+
+
+def test_any_reason_fits_a_header() -> None:
+    assert header_text("é\r\nset-cookie: x ☃") == "é  set-cookie: x ?"
+    report = CacheReport(CacheOutcome.LIVE, 10, 7, "differs\nthere")
+    assert cache_headers(report) == {
+        "x-parkd-cache": "live",
+        "x-parkd-reused-tokens": "7",
+        "x-parkd-why": "differs there",
+    }
+    assert cache_headers(None) == {"x-parkd-cache": "pending"}
+
+
+def test_a_request_id_is_the_clients_only_if_harmless() -> None:
+    assert request_id_of({"x-request-id": "abc-1.2_3"}) == "abc-1.2_3"
+    for sent in ("", "a b", "x" * 129, "a\nb"):
+        assert request_id_of({"x-request-id": sent}).startswith("req_")
