@@ -85,6 +85,18 @@ def test_a_checkpoint_of_a_stranger_with_equal_units_is_not_inherited(engine):
     assert_counts(store)
 
 
+def test_a_checkpoint_behind_the_fork_is_not_inherited_although_its_units_are_equal(engine):
+    store = make_store(4 << 20, LAYOUT)
+    parent = read(engine, (1, 8), (2, 8)).park(store)
+    with store.lease(parent.id, 8) as lease:
+        engine.restore(lease)
+    engine.extend(make_units(2, 8))
+    engine.extend(make_units(3, 8), checkpoint=True)
+    child = engine.park(store)
+    assert child.blocks[:2] == parent.blocks[:2]
+    assert [checkpoint.position for checkpoint in child.checkpoints] == [8, 24]
+
+
 def test_what_does_not_fit_is_parked_up_to_a_checkpoint(engine):
     store = make_store(100_000, LAYOUT)
     parked = read(engine, (1, 30), (2, 30), (3, 200)).park(store)
