@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,17 +50,27 @@ class GrammarMask:
 
 
 class StructuredOutput:
-    """Compiles masks for one tokenizer. Thread-safe; the first mask costs a second more than the others."""
+    """Compiles masks for one tokenizer. Thread-safe. Reading a large vocabulary takes seconds: `prepare` does it ahead,
+    else the first mask does."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, end_token_ids: frozenset[int]) -> None:
         """`tokenizer_json` is the text of a `tokenizer.json`; `vocab_size` the model's number of logits."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
+        self._building = threading.Lock()
+        self._built: LLTokenizer | None = None
 
-    @cached_property
+    def prepare(self) -> None:
+        with self._building:
+            if self._built is None:
+                self._built = LLTokenizer(self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._end_token_ids)
+
+    @property
     def _tokenizer(self) -> LLTokenizer:
-        return LLTokenizer(self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._end_token_ids)
+        self.prepare()
+        assert self._built is not None
+        return self._built
 
     def mask(self, request: TurnRequest, output: OutputFormat, prompt_tail: str) -> TokenMask | None:
         """The mask for a request, None where it asks for none.
@@ -93,16 +103,14 @@ class StructuredOutput:
     def _terms(self, text: str) -> str:
         """`text` as grammar terms; special tokens, which no literal matches, by id."""
         terms: list[str] = []
-        plain: list[int] = []
+        rest = text
         for token_id in self._tokenizer.tokenize_str(text, parse_special=True):
             if self._tokenizer.is_special_token(token_id):
-                terms += [literal(self._tokenizer.decode_str(plain))] if plain else []
-                terms.append(f"<[{token_id}]>")
-                plain = []
-            else:
-                plain.append(token_id)
-        terms += [literal(self._tokenizer.decode_str(plain))] if plain else []
-        return " ".join(terms)
+                plain, found, after = rest.partition(self._tokenizer.decode_str([token_id]))
+                if found:
+                    terms += [*([literal(plain)] if plain else []), f"<[{token_id}]>"]
+                    rest = after
+        return " ".join([*terms, *([literal(rest)] if rest else [])])
 
     def _check_schema(self, schema: Mapping[str, Any]) -> None:
         """Raises InvalidRequest that names the smallest part at fault."""

@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import orjson
+
 from parkd.errors import ParkdError
 from parkd.proxy.dialects.anthropic_errors import error_document
 from parkd.proxy.dialects.base import ResponseMeta
@@ -159,9 +161,16 @@ def usage(report: CacheReport, output_tokens: int, reasoning_tokens: int = 0) ->
 
 
 def _arguments(text: str) -> Any:
-    """A call's arguments as a value. A call that broke off has none that a client could use."""
+    """A call's arguments as a value that can be written again. A call that broke off has none that a client could use.
+
+    The encoder is stricter than JSON: it takes no half surrogate pair, which a model may escape.
+    """
     try:
-        return json.loads(text) if text else {}
+        return orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return orjson.loads(json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8", "replace"))
     except ValueError:
         return {}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from enum import Enum, auto
 
-from parkd.proxy.output.json_calls import NAME, NAME_LIMIT, Closing
+from parkd.proxy.output.json_calls import Closing
 from parkd.proxy.output.json_calls import Sequence as ReaderSequence
 from parkd.proxy.output.json_machine import DEPTH_LIMIT, ESCAPES, LITERAL, WHITESPACE, escaped
 from parkd.proxy.output.scan import held_tail
-from parkd.proxy.output.signals import CallArguments, CallClosed, CallOpened, Malformed, Signal
+from parkd.proxy.output.signals import NAME_LIMIT, CallArguments, CallClosed, CallOpened, Malformed, Signal, is_name
 
 HEAD = "call:"
 BARE_LIMIT = 4096
@@ -72,7 +72,7 @@ class GemmaCall:
                 raise Malformed
             return []
         name = self._held.removeprefix(HEAD).strip()
-        if not self._held.startswith(HEAD) or not NAME.fullmatch(name):
+        if not self._held.startswith(HEAD) or not is_name(name):
             raise Malformed
         self._held = ""
         return [CallOpened(name), CallArguments(self._push("{"))]

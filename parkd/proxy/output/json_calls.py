@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from parkd.proxy.output.json_machine import WHITESPACE, JsonArguments, JsonCall
-from parkd.proxy.output.signals import CallOpened, CallReader, Malformed, Signal
-
-NAME_LIMIT = 256
-"""Characters in a tool's name."""
-
-NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+from parkd.proxy.output.signals import NAME_LIMIT, CallOpened, CallReader, Malformed, Signal, is_name
 
 
 class Closing:
@@ -66,7 +60,7 @@ class Padded:
         return signals
 
 
-def padded_call(accepts: Callable[[str], bool] = bool, *, strict: bool = False) -> Padded:
+def padded_call(accepts: Callable[[str], bool] = is_name, *, strict: bool = False) -> Padded:
     """One call as a JSON object, whitespace before it."""
     return Padded(lambda _: JsonCall(accepts, strict=strict))
 
@@ -74,7 +68,9 @@ def padded_call(accepts: Callable[[str], bool] = bool, *, strict: bool = False) 
 class JsonCalls:
     """Calls as JSON objects with `separator` between them, ended by `end` or (None) by whatever follows."""
 
-    def __init__(self, separator: str, end: str | None, accepts: Callable[[str], bool] = bool, *, strict: bool) -> None:
+    def __init__(
+        self, separator: str, end: str | None, accepts: Callable[[str], bool] = is_name, *, strict: bool
+    ) -> None:
         self.done = False
         self._separator = separator
         self._end = end
@@ -136,7 +132,7 @@ class MistralNamed:
     def _name(self) -> str:
         head = self._head.strip()
         head = head.removesuffix(self.ARGS).split(self.CALL_ID)[0].strip()
-        if not NAME.fullmatch(head):
+        if not is_name(head):
             raise Malformed
         return head
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-from parkd.proxy.output.signals import CallArguments, CallClosed, CallOpened, Malformed, Signal
+from parkd.proxy.output.signals import CallArguments, CallClosed, CallOpened, Malformed, Signal, is_name
 
 DEPTH_LIMIT = 128
 """Nesting beyond this is taken for nonsense; it also bounds the stack."""
@@ -162,7 +162,7 @@ class JsonCall:
     ARGUMENT_KEYS = ("arguments", "parameters")
     STRICT_KEYS = ("name", "type", *ARGUMENT_KEYS)
 
-    def __init__(self, accepts: Callable[[str], bool] = bool, *, strict: bool = False) -> None:
+    def __init__(self, accepts: Callable[[str], bool] = is_name, *, strict: bool = False) -> None:
         self.done = False
         self._accepts = accepts
         self._strict = strict
@@ -224,7 +224,7 @@ class JsonCall:
             self._collected = None
         elif self._key == "name":
             name = self._take()
-            if self._name is not None or not isinstance(name, str) or not name or not self._accepts(name):
+            if self._name is not None or not isinstance(name, str) or not self._accepts(name):
                 raise Malformed
             self._name = name
         elif self._key in self.ARGUMENT_KEYS:

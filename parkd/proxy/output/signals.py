@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol
+
+NAME_LIMIT = 256
+"""Characters in a tool's name."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+
+
+def is_name(text: str) -> bool:
+    """Whether this can be a tool's name. Clients allow less; what has other characters is surely no name."""
+    return len(text) <= NAME_LIMIT and _NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parkd.proxy.output.json_calls import NAME, NAME_LIMIT, Closing, Padded
+from parkd.proxy.output.json_calls import Closing, Padded
 from parkd.proxy.output.json_calls import Sequence as ReaderSequence
 from parkd.proxy.output.json_machine import WHITESPACE, JsonCall, escaped
-from parkd.proxy.output.signals import CallArguments, CallClosed, CallOpened, CallReader, Malformed, Signal
+from parkd.proxy.output.signals import (
+    NAME_LIMIT,
+    CallArguments,
+    CallClosed,
+    CallOpened,
+    CallReader,
+    Malformed,
+    Signal,
+    is_name,
+)
 
 FUNCTION = "<function="
 PARAMETER = "<parameter="
@@ -89,7 +98,7 @@ class XmlCall:
             self.done = True
             return [CallArguments("}" if len(self._keys) > 1 else "{}"), CallClosed()]
         name = tag.partition("=")[2][:-1].strip().strip('"')
-        if not NAME.fullmatch(name):
+        if not is_name(name):
             raise Malformed
         if tag.startswith(FUNCTION):
             # The empty key marks the call as opened; no parameter can have it.

@@ -8,6 +8,7 @@ from typing import Any
 
 import anthropic
 import httpx2
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,6 +108,23 @@ def test_the_document_is_what_the_stream_adds_up_to() -> None:
     whole, streamed = anthropic.types.Message.model_validate(document), accumulated(stream(ANSWER))
     assert whole.to_dict(exclude_none=True) == streamed.to_dict(exclude_none=True)
     assert document["id"] == "msg_abc"
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ('{"a": "\\ud800x"}', {"a": "?x"}),
+        ('{"a": 123456789012345678901234567890}', {"a": 123456789012345678901234567890.0}),
+        ('{"a": 1e999}', {}),
+        ('{"a": ', {}),
+        ("", {}),
+    ],
+)
+def test_any_arguments_can_be_written_as_a_document(written: str, value: Any) -> None:
+    encoder = AnthropicMessages().encoder(parse(), HELLO, META)
+    for event in (Started(REPORT), ToolCallDelta(0, "call_1", "look", written), finished(FinishReason.TOOL_CALLS)):
+        list(encoder.feed(event))
+    assert json.loads(orjson.dumps(encoder.document()))["content"][0]["input"] == value
 
 
 def frames(body: bytes) -> list[tuple[str, dict[str, Any]]]:

@@ -134,6 +134,7 @@ BAD = {
     "hermes not json": (ToolFormat.HERMES, 'So: <tool_call>{"name": write}</tool_call> done'),
     "hermes no name": (ToolFormat.HERMES, '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
     "hermes arguments are a list": (ToolFormat.HERMES, '<tool_call>{"name": "write", "arguments": [1]}</tool_call>'),
+    "hermes name is no name": (ToolFormat.HERMES, '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
     "hermes empty": (ToolFormat.HERMES, "use <tool_call></tool_call> tags"),
     "hermes marker twice": (ToolFormat.HERMES, "<tool_call><tool_call>x"),
     "hermes half marker": (ToolFormat.HERMES, "a <tool_c"),

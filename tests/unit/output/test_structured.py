@@ -239,3 +239,14 @@ def test_a_forced_call_without_tools_is_refused(
     with pytest.raises(InvalidRequest) as caught:
         made[1].mask(asked(tools=given, tool_choice=REQUIRED), OutputFormat(tools), "")
     assert caught.value.param == "tool_choice"
+
+
+def test_one_tokenizer_is_built_whoever_comes_first() -> None:
+    words = tokenizer(special=True)
+    structured = StructuredOutput(words.to_str(), VOCAB_SIZE, frozenset({END}))
+    structured.prepare()
+    built = structured._tokenizer
+    structured.prepare()
+    assert structured._tokenizer is built
+    opening, closing = words.token_to_id("<think>"), words.token_to_id("</think>")
+    assert structured._terms("a<think> b\n</think>") == f'"a" <[{opening}]> " b\\n" <[{closing}]>'
