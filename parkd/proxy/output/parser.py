@@ -65,9 +65,11 @@ def make_parser(output: OutputFormat, request: TurnRequest, prompt_tail: str, ca
     """The parser for one answer.
 
     `prompt_tail` is the end of the rendered prompt (64 characters are enough): it tells whether thinking is open. A
-    request without tools, or with `tool_choice: none`, gets every would-be call as text.
+    request without tools, or with `tool_choice: none`, gets every would-be call as text; one with a raw prompt gets
+    everything as text.
     """
-    splitter = ReasoningSplitter(output.reasoning, opened=opens_reasoning(prompt_tail, output.reasoning))
+    marks = output.reasoning if request.prompt is None else None
+    splitter = ReasoningSplitter(marks, opened=opens_reasoning(prompt_tail, marks))
     wants_calls = bool(request.tools) and request.tool_choice.mode is not ToolChoiceMode.NONE
     sections, bare = _sections(output.tools, request) if wants_calls else ({}, None)
     calls = CallParser(

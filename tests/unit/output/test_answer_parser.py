@@ -322,3 +322,9 @@ def test_thinking_is_known_while_it_lasts() -> None:
 def test_closing_tags_may_be_missing() -> None:
     text = '<tool_call>{"name": "look", "arguments": {}}\n<tool_call>{"name": "look", "arguments": {"a": 1}}\nBye.'
     assert parse([text], ToolFormat.HERMES)[1:3] == ("\nBye.", [("look", "{}"), ("look", '{"a": 1}')])
+
+
+def test_an_answer_to_a_raw_prompt_is_text_as_it_is() -> None:
+    text = "<think>hm</think>\n\nYes."
+    assert parse([text], ToolFormat.HERMES, marks=THINK, prompt="x", tools=())[:2] == ("", text)
+    assert parse([text], ToolFormat.HERMES, marks=THINK, tail="<think>", prompt="x", tools=())[:2] == ("", text)
