@@ -167,13 +167,20 @@ def make_services(
 
 @asynccontextmanager
 async def running(
-    engine: FakeEngine, *, budget_bytes: int = 64 * MIB, slots: int | None = None, config: ProxyConfig | None = None
+    engine: FakeEngine,
+    *,
+    budget_bytes: int = 64 * MIB,
+    slots: int | None = None,
+    config: ProxyConfig | None = None,
+    send_buffer_bytes: int | None = None,
 ) -> AsyncIterator[Running]:
     """Starts a server, gives it, stops it as SIGTERM would."""
     services, identity = make_services(engine, budget_bytes=budget_bytes, slots=slots, config=config)
     server = Server(services)
     # its own socket, so that a test's server never takes over the runner's signals: `_serve` is `serve` without them
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        if send_buffer_bytes is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_serve, server, listener)
             await until(lambda: server.started)
