@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ SHORT_CHARACTERS = 4_000
 ANSWER_TOKENS = 24
 LEAST_REUSED = 0.99
 """Of A1's prompt, when A comes back."""
+EXIT_TERMINATED = 143
 SILENCE_LIMIT_S = 120
 """The server keeps a waiting client alive; a longer silence is a failure."""
 
@@ -49,6 +51,7 @@ class Turn:
 
 def run(flags: Mapping[str, str]) -> int:
     """The whole demo; `flags` go to the servers. Returns the exit code: 0, or 1 when something is not as promised."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # unwinds, so that no server is left behind
     config = load(flags)
     given = dict(flags) | {"port": "0"}
     if not config.model.devices:
