@@ -64,6 +64,8 @@ class Plan(Protocol):
     @property
     def stop(self) -> int: ...
     @property
+    def position(self) -> int: ...
+    @property
     def block_tokens(self) -> int: ...
     @property
     def stages(self) -> Sequence[StageMove]: ...
@@ -110,6 +112,14 @@ class SnapshotPlan:
     """`[blocks, stages]`; needed by a restore."""
     fixed_checksums: Sums | None = None
     """`[fixed parts, stages]`; needed by a restore that has fixed parts."""
+    resume_at: int | None = None
+    """Restore only: the position that becomes live; None means `stop`. A checksum covers a whole block, so the rows
+    behind this position in its block come along and are compared, and are then not live."""
+
+    @property
+    def position(self) -> int:
+        """What is live after a restore; where the fixed state is true."""
+        return self.stop if self.resume_at is None else self.resume_at
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +168,7 @@ def capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
 
 
 def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> None:
-    """Makes the rows `[0, plan.stop)` the live state: the session's position is `plan.stop`.
+    """Makes the rows `[0, plan.position)` the live state: the session's position is `plan.position`.
 
     The rows `[0, plan.start)` stay as they are and must be live. Raises SnapshotMismatch before anything is written,
     SnapshotDamaged after a reset of every stage.
@@ -168,7 +178,7 @@ def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
     try:
         rows, fixed = move_stages(session.arenas, plan, session.checksum, Direction.IN, steps)
         _compare(plan, rows, fixed)
-        session.adopt(plan.stop)
+        session.adopt(plan.position)
     except SnapshotDamaged:
         session.reset()
         raise
@@ -224,8 +234,10 @@ def _check_restore(session: Session, plan: Plan) -> None:
     needed = any(arena.layout.fixed_bytes for arena in session.arenas)
     if len(fixed) != (1 if needed else 0):
         raise SnapshotMismatch(f"the snapshot has {len(fixed)} fixed parts; a restore takes {int(needed)}")
-    if any(part.position != plan.stop for stage in plan.stages for part in stage.fixed):
-        raise SnapshotMismatch(f"the fixed state is not that of position {plan.stop}")
+    if not plan.start <= plan.position <= plan.stop:
+        raise SnapshotMismatch(f"position {plan.position} is not in the rows [{plan.start}, {plan.stop})")
+    if any(part.position != plan.position for stage in plan.stages for part in stage.fixed):
+        raise SnapshotMismatch(f"the fixed state is not that of position {plan.position}")
     if fixed and (plan.fixed_checksums is None or plan.fixed_checksums.shape != (1, stages)):
         raise SnapshotMismatch("the snapshot lacks the checksum of its fixed state")
 

@@ -8,6 +8,7 @@ The checksum is always that of the arena's bytes: what was there (out) or what a
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -145,10 +146,18 @@ def _move_part(part: Part, running: RunningChecksum, direction: Direction, steps
 def _queue_copies(
     arena: StageArena, runs: Sequence[Run], fixed: Sequence[Any], direction: Direction, steps: CopySteps
 ) -> None:
-    moves = [(arena.rows[run.start : run.stop].view(-1), torch.from_numpy(run.buffer)) for run in runs]
-    moves += [(arena.fixed, torch.from_numpy(part.buffer)) for part in fixed]
+    moves = [(arena.rows[run.start : run.stop].view(-1), _host_tensor(run.buffer)) for run in runs]
+    moves += [(arena.fixed, _host_tensor(part.buffer)) for part in fixed]
     for here, there in moves:
         if direction is Direction.IN:
             steps.device(here, there)
         else:
             steps.device(there, here)
+
+
+def _host_tensor(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """The same bytes as a tensor. Tensors cannot be read-only as arrays can: a buffer that may only be read is only
+    ever a copy's source, which is what `Direction` says."""
+    if buffer.flags.writeable or buffer.nbytes == 0:
+        return torch.from_numpy(buffer)
+    return torch.frombuffer((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data), dtype=torch.uint8)

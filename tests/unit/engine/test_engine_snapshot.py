@@ -103,6 +103,27 @@ def test_runs_may_be_cut_anywhere_and_differ_between_stages() -> None:
     assert_same(read_and_decode(session, ALICE), staying)
 
 
+@pytest.mark.parametrize("position", [160, 161, 190])
+def test_a_restore_can_resume_inside_its_last_block(position: int) -> None:
+    """The block's checksum covers rows behind the position too: they are compared, but not live."""
+    model = tiny_model()
+    session = tiny_session(2, model)
+    session.extend(ALICE[:190])
+    plan = parked(session, 190)
+    session.truncate(position)
+    staying = read_and_decode(session, np.concatenate([ALICE[:position], BOB[:60]]))
+    session.reset()
+    session.extend(BOB)
+    restore(session, replace(plan, resume_at=position))
+    assert session.position == position
+    assert_same(read_and_decode(session, np.concatenate([ALICE[:position], BOB[:60]])), staying)
+    plan.stages[1].rows[0].buffer[-1] ^= 1
+    with pytest.raises(SnapshotDamaged):
+        restore(session, replace(plan, resume_at=position))
+    with pytest.raises(SnapshotMismatch, match="not in the rows"):
+        restore(session, replace(plan, resume_at=191))
+
+
 def test_a_transfer_of_the_store_is_taken_as_it_is() -> None:
     model = tiny_model()
     session = tiny_session(2, model)
