@@ -221,6 +221,8 @@ def test_free_answers_have_no_mask(made: tuple[Tokenizer, StructuredOutput]) -> 
         ({"type": "array", "items": {"anyOf": [{"type": "null"}, {"format": "zip", "type": "string"}]}},
          "schema.items.anyOf[1]"),
         ({"$defs": {"d": {"type": "bar"}}, "$ref": "#/$defs/d"}, "schema.$defs.d"),
+        ({"$defs": {"d": {"type": "null"}}, "type": "object",
+          "properties": {"good": {"$ref": "#/$defs/d"}, "bad": {"not": {}}}}, "schema.properties.bad"),
         ({"$ref": "#/nowhere"}, "schema"),
     ],
 )  # fmt: skip
