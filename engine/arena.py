@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
 from engine.errors import OutOfMemory
 from engine.layout import Field, StageStateLayout
 from engine.memory import free_bytes
+from engine.streams import DeviceStreams
 
 
 class StageArena:
@@ -49,6 +51,11 @@ class StageArena:
     @staticmethod
     def bytes_needed(layout: StageStateLayout, context_tokens: int) -> int:
         return context_tokens * layout.row_bytes + layout.fixed_bytes
+
+    @cached_property
+    def streams(self) -> DeviceStreams:
+        """Those that move these rows; for an arena on a card."""
+        return DeviceStreams(self.device)
 
     @property
     def nbytes(self) -> int:

@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from engine.kernels import has_triton
+
 WORD_BYTES = 8
 
 
@@ -79,6 +81,22 @@ class WeightedSum:
             kept = torch.arange(1, 2 * stop + 1, 2, dtype=torch.int64, device=device)
             self._weights[device] = kept
         return kept[start:stop]
+
+    def block_sums(self, part: torch.Tensor, block_bytes: int) -> torch.Tensor:
+        """int64 `[blocks]` on the device of `part` (uint8 `[n]`): a sum for each `block_bytes`, the last one shorter.
+
+        An empty part has one sum, 0. Only queues work, on the current stream.
+        """
+        words = part.view(torch.int64)
+        if not len(words):
+            return torch.zeros(1, dtype=torch.int64, device=part.device)
+        block_words = block_bytes // WORD_BYTES
+        if part.device.type == "cuda" and has_triton():
+            from engine.kernels.sums import block_sums
+
+            return block_sums(words, block_words)
+        weights = torch.arange(1, 2 * block_words, 2, dtype=torch.int64, device=part.device)
+        return torch.stack([(block * weights[: len(block)]).sum() for block in torch.split(words, block_words)])
 
     def values(self, running: Sequence[Any]) -> npt.NDArray[np.uint64]:
         values = np.zeros(len(running), dtype=np.uint64)

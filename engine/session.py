@@ -19,6 +19,8 @@ from engine.arena import StageArena
 from engine.cache import StageCache
 from engine.checksum import Checksum, checksum_for
 from engine.config import EngineConfig
+from engine.copies import CaptureInFlight
+from engine.decode_graph import DecodeGraph, record_decoding
 from engine.errors import ContextFull, EngineError, StageFailed
 from engine.layout import build_layout, state_digest
 from engine.stages import Stage, place, split_layers
@@ -37,22 +39,46 @@ class Session:
     also when it raises: the rows beyond it mean nothing.
     """
 
-    def __init__(self, stages: Sequence[Stage], arenas: Sequence[StageArena], batch_tokens: int = 512) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], arenas: Sequence[StageArena], batch_tokens: int = 512, config: Any = None
+    ) -> None:
+        """`config` is the library's, of the model; without it decoding is never recorded."""
         if len(stages) != len(arenas):
             raise ValueError(f"{len(stages)} stages need as many arenas, not {len(arenas)}")
         self.stages = tuple(stages)
         self.arenas = tuple(arenas)
         self.batch_tokens = batch_tokens
+        self.config = config
         self.context_tokens = min(arena.context_tokens for arena in arenas)
         self.checksum: Checksum = checksum_for(arena.device for arena in arenas)
         self.layout_digest = state_digest([arena.layout for arena in arenas], self.checksum.name)
         """16 bytes; a snapshot belongs here only if it carries the same."""
         self._caches = [StageCache(arena, stage.num_layers) for stage, arena in zip(stages, arenas, strict=True)]
         self._position = 0
+        self._decode_graph: DecodeGraph | None = None
+        self._captures: list[CaptureInFlight] = []
 
     @property
     def position(self) -> int:
         return self._position
+
+    def prepare_decoding(self, progress: Callable[[str, float], None] | None = None) -> bool:
+        """Records decoding as CUDA graphs where that is possible; True if it was. Forgets the timeline."""
+        self.reset()
+        self._decode_graph = record_decoding(self.config, self.stages, self.arenas, self._caches, progress)
+        return self._decode_graph is not None
+
+    def captures_in_background(self, capture: CaptureInFlight) -> None:
+        """From now on no row of `capture` is overwritten before it is copied."""
+        self._captures = [each for each in self._captures if not each.is_done]
+        self._captures.append(capture)
+
+    def before_write(self, stage: int, stream: torch.cuda.Stream, start: int, stop: int) -> None:
+        """Makes `stream` wait until rows `[start, stop)` of `stage` may be overwritten. The host waits for nothing."""
+        if self._captures:
+            self._captures = [each for each in self._captures if not each.is_done]
+        for capture in self._captures:
+            capture.free_rows(stage, stream, start, stop)
 
     def reset(self) -> None:
         """Forgets the timeline. Rows are not cleared: what is beyond the position is never read."""
@@ -105,6 +131,8 @@ class Session:
         Returns the logits of what follows it, float32 `[vocab]`, on the last device. Raises ContextFull, StageFailed.
         """
         self._check_room(1)
+        if self._decode_graph is not None:
+            return self._step_recorded(self._decode_graph, token_id)
         hidden = self._forward(np.array([token_id], dtype=np.int64), self._position, "decode")
         try:
             with torch.inference_mode():
@@ -114,12 +142,27 @@ class Session:
         self._position += 1
         return logits
 
+    def _step_recorded(self, graph: DecodeGraph, token_id: int) -> torch.Tensor:
+        start = self._position
+        try:
+            for stage in self.stages:
+                self.before_write(stage.index, torch.cuda.current_stream(stage.device), start, start + 1)
+            with torch.inference_mode():
+                logits = graph.step(token_id, start)
+        except Exception as error:
+            raise StageFailed(len(self.stages) - 1, "decode", error) from error
+        self._position += 1
+        return logits
+
     def _forward(self, token_ids: npt.NDArray[np.int64], position: int, doing: str) -> torch.Tensor:
         """Hidden states `[1, q, hidden]` of the last stage for `[position, position + q)`; the caller commits."""
         flow = torch.from_numpy(token_ids).unsqueeze(0)
+        stop = position + len(token_ids)
         with torch.inference_mode():
             for stage, cache in zip(self.stages, self._caches, strict=True):
                 try:
+                    if stage.device.type == "cuda":
+                        self.before_write(stage.index, torch.cuda.current_stream(stage.device), position, stop)
                     flow = stage.forward(flow, cache, position)
                 except EngineError:
                     raise
@@ -154,4 +197,4 @@ def open_session(model: Any, config: EngineConfig) -> Session:
     layouts = build_layout(model.config, ranges, config.kv_dtype or model.dtype)
     stages = place(model, ranges, config.devices)
     arenas = [StageArena(layout, context_tokens, stage.device) for layout, stage in zip(layouts, stages, strict=True)]
-    return Session(stages, arenas, config.batch_tokens)
+    return Session(stages, arenas, config.batch_tokens, model.config)

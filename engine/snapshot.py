@@ -17,9 +17,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from engine.copies import CaptureInFlight
 from engine.errors import SnapshotDamaged, SnapshotMismatch, StageFailed
 from engine.session import Session
-from engine.transfer import CopySteps, Direction, move_stages
+from engine.transfer import CopySteps, Direction, move_stages, queue_stage
 
 Bytes = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.uint64]
@@ -151,20 +152,34 @@ def capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
     Raises SnapshotMismatch, or StageFailed when a copy broke; then the buffers' content means nothing. The live
     state stays as it is either way.
     """
-    _check(session, plan)
-    if plan.stop > session.position:
-        raise SnapshotMismatch(f"rows up to {plan.stop} are asked for; the session has {session.position}")
-    for index, stage in enumerate(plan.stages):
-        buffers = [run.buffer for run in stage.rows] + [part.buffer for part in stage.fixed]
-        if not all(buffer.flags.writeable for buffer in buffers):
-            raise SnapshotMismatch(f"stage {index}: a buffer cannot be written to")
-        if any(part.position != session.position for part in stage.fixed):
-            raise SnapshotMismatch(f"stage {index}: the fixed state is that of position {session.position} only")
+    _check_capture(session, plan)
     try:
-        rows, fixed = move_stages(session.arenas, plan, session.checksum, Direction.OUT, steps)
+        rows, fixed = move_stages(session.arenas, plan, session.checksum, Direction.OUT, steps, session.before_write)
     except Exception as error:
         raise StageFailed(getattr(error, "stage", 0), "capture", error) from error
     return SnapshotChecksums(rows, fixed)
+
+
+def start_capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> CaptureInFlight | None:
+    """The same, beside what the engine does next: what overwrites these rows waits on the cards until they are copied.
+
+    None if it cannot be done so: a stage in main memory, or fixed state, which the next token would change. The
+    buffers belong to the capture until its `wait` has returned. Raises as `capture` does.
+    """
+    if any(arena.device.type != "cuda" or arena.layout.fixed_bytes for arena in session.arenas):
+        return None
+    _check_capture(session, plan)
+    copies = []
+    try:
+        for index, arena in enumerate(session.arenas):
+            copies.append(queue_stage(index, arena, plan, session.checksum, Direction.OUT, steps, session.before_write))
+    except Exception as error:
+        for arena in session.arenas:
+            arena.streams.synchronize()
+        raise StageFailed(len(copies), "capture", error) from error
+    capture_in_flight = CaptureInFlight(copies, -(-(plan.stop - plan.start) // plan.block_tokens))
+    session.captures_in_background(capture_in_flight)
+    return capture_in_flight
 
 
 def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> None:
@@ -176,7 +191,7 @@ def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
     _check(session, plan)
     _check_restore(session, plan)
     try:
-        rows, fixed = move_stages(session.arenas, plan, session.checksum, Direction.IN, steps)
+        rows, fixed = move_stages(session.arenas, plan, session.checksum, Direction.IN, steps, session.before_write)
         _compare(plan, rows, fixed)
         session.adopt(plan.position)
     except SnapshotDamaged:
@@ -188,6 +203,18 @@ def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
     except BaseException:
         session.reset()
         raise
+
+
+def _check_capture(session: Session, plan: Plan) -> None:
+    _check(session, plan)
+    if plan.stop > session.position:
+        raise SnapshotMismatch(f"rows up to {plan.stop} are asked for; the session has {session.position}")
+    for index, stage in enumerate(plan.stages):
+        buffers = [run.buffer for run in stage.rows] + [part.buffer for part in stage.fixed]
+        if not all(buffer.flags.writeable for buffer in buffers):
+            raise SnapshotMismatch(f"stage {index}: a buffer cannot be written to")
+        if any(part.position != session.position for part in stage.fixed):
+            raise SnapshotMismatch(f"stage {index}: the fixed state is that of position {session.position} only")
 
 
 def _check(session: Session, plan: Plan) -> None:

@@ -54,6 +54,11 @@ class Stage:
         """Of the whole model."""
         return len(self.inner.layers)  # type: ignore[arg-type]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return next(parameter.dtype for parameter in self.inner.parameters())
+
     def forward(self, inputs: torch.Tensor, cache: StageCache, position: int) -> torch.Tensor:
         """Runs `q` tokens at `[position, position + q)` and writes their rows through `cache`.
 

@@ -1,19 +1,19 @@
 """Moves the bytes of a checked plan between arenas and host memory, and computes their checksums.
 
     CPU     block parts over a few threads; each a piece at a time, copied and then summed while it is in the cache
-    CUDA    one copy a run, all devices queued before any is waited for; then the sums, from the arena's bytes
+    CUDA    `engine.copies`; all devices queued before any is waited for
 
 The checksum is always that of the arena's bytes: what was there (out) or what arrived (in).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +21,11 @@ import numpy.typing as npt
 import torch
 
 from engine.arena import StageArena
-from engine.checksum import Checksum, RunningChecksum
+from engine.checksum import Checksum, RunningChecksum, WeightedSum
+from engine.copies import StageCopy, copy_on_device
 
 if TYPE_CHECKING:
-    from engine.snapshot import Plan, Run
+    from engine.snapshot import Plan, Run, StageMove
 
 PIECE_BYTES = 1 << 20
 """Copied and summed in one go on CPU: small enough to be in the cache still when the sum reads it, large enough that
@@ -36,11 +37,6 @@ MAX_THREADS = 4
 class Direction(Enum):
     OUT = "arena to host"
     IN = "host to arena"
-
-
-def copy_on_device(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Queues a copy; it is asynchronous only if the host side is pinned."""
-    destination.copy_(source, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,35 +58,65 @@ class Part:
 
 
 def move_stages(
-    arenas: Sequence[StageArena], plan: Plan, checksum: Checksum, direction: Direction, steps: CopySteps
+    arenas: Sequence[StageArena],
+    plan: Plan,
+    checksum: Checksum,
+    direction: Direction,
+    steps: CopySteps,
+    before_write: Callable[[int, torch.cuda.Stream, int, int], None],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Moves all stages; returns the checksums `[blocks, stages]` and `[fixed parts, stages]`.
 
-    The plan has been checked. Raises whatever a copy raises; then some bytes were moved and others not.
+    The plan has been checked. `before_write` is told `(stage, stream, start, stop)` before rows on a card are
+    overwritten. Raises whatever a copy raises; then some bytes were moved and others not.
     """
     on_device = [index for index, arena in enumerate(arenas) if arena.device.type != "cpu"]
     on_host = [index for index, arena in enumerate(arenas) if arena.device.type == "cpu"]
+    copies: dict[int, StageCopy] = {}
     try:
         for index in on_device:
-            _queue_copies(arenas[index], plan.stages[index].rows, plan.stages[index].fixed, direction, steps)
-        # Cut while the cards copy.
-        parts = [
-            list(_block_parts(arena, plan, stage.rows)) + [Part(arena.fixed, (part.buffer,)) for part in stage.fixed]
-            for arena, stage in zip(arenas, plan.stages, strict=True)
-        ]
-        running = [[checksum.start() for _ in stage_parts] for stage_parts in parts]
-        for index in on_device:
-            for part, each in zip(parts[index], running[index], strict=True):
-                each.update(part.arena_bytes)
+            copies[index] = queue_stage(index, arenas[index], plan, checksum, direction, steps, before_write)
+        parts = {index: _parts(arenas[index], plan, plan.stages[index]) for index in on_host}
+        running = {index: [checksum.start() for _ in stage_parts] for index, stage_parts in parts.items()}
         work = [pair for index in on_host for pair in zip(parts[index], running[index], strict=True)]
         _move_on_host(work, direction, steps)
-        values = np.stack([checksum.values(stage_running) for stage_running in running], axis=1)
+        values = np.stack(
+            [
+                copies[index].values() if index in copies else checksum.values(running[index])
+                for index in range(len(arenas))
+            ],
+            axis=1,
+        )
     finally:
         # Also after a failure: the host buffers may be another conversation's as soon as this returns.
         for index in on_device:
-            torch.cuda.synchronize(arenas[index].device)
+            arenas[index].streams.synchronize()
     blocks = -(-(plan.stop - plan.start) // plan.block_tokens)
     return values[:blocks], values[blocks:]
+
+
+def queue_stage(
+    index: int,
+    arena: StageArena,
+    plan: Plan,
+    checksum: Checksum,
+    direction: Direction,
+    steps: CopySteps,
+    before_write: Callable[[int, torch.cuda.Stream, int, int], None],
+) -> StageCopy:
+    """Starts one stage's move on a card; behind what the card was told to compute so far."""
+    assert isinstance(checksum, WeightedSum), "the kind that cards compute"
+    arena.streams.follow_computing()
+    copy = StageCopy(arena, arena.streams)
+    if direction is Direction.OUT:
+        copy.queue_out(plan, plan.stages[index], checksum, steps.device)
+    else:
+        copy.queue_in(plan, plan.stages[index], checksum, steps.device, partial(before_write, index))
+    return copy
+
+
+def _parts(arena: StageArena, plan: Plan, move: StageMove) -> list[Part]:
+    return [*_block_parts(arena, plan, move.rows), *(Part(arena.fixed, (part.buffer,)) for part in move.fixed)]
 
 
 def _block_parts(arena: StageArena, plan: Plan, runs: Sequence[Run]) -> Iterator[Part]:
@@ -141,23 +167,3 @@ def _move_part(part: Part, running: RunningChecksum, direction: Direction, steps
                 steps.host(there, here)
             running.update(part.arena_bytes[offset : offset + len(there)])
             offset += len(there)
-
-
-def _queue_copies(
-    arena: StageArena, runs: Sequence[Run], fixed: Sequence[Any], direction: Direction, steps: CopySteps
-) -> None:
-    moves = [(arena.rows[run.start : run.stop].view(-1), _host_tensor(run.buffer)) for run in runs]
-    moves += [(arena.fixed, _host_tensor(part.buffer)) for part in fixed]
-    for here, there in moves:
-        if direction is Direction.IN:
-            steps.device(here, there)
-        else:
-            steps.device(there, here)
-
-
-def _host_tensor(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """The same bytes as a tensor. Tensors cannot be read-only as arrays can: a buffer that may only be read is only
-    ever a copy's source, which is what `Direction` says."""
-    if buffer.flags.writeable or buffer.nbytes == 0:
-        return torch.from_numpy(buffer)
-    return torch.frombuffer((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data), dtype=torch.uint8)

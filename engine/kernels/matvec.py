@@ -1,0 +1,219 @@
+"""Products of weight matrices with one token's vector, which is what decoding spends its time on.
+
+Each program reads a few rows of the weights once, at memory speed, and does beside it what else the layer needs: the
+norm of the vector before, the sum with the residual or the gate behind. Sums are in float32; what the library would
+round between its operations is rounded at the ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut: measured, not derived."""
+
+    rows: int = 8
+    """Of the weights, a program."""
+    columns: int = 1024
+    """Of the weights, a step."""
+    warps: int = 4
+
+
+DEFAULT_TILING = Tiling()
+
+
+@triton.jit
+def _matvec_kernel(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    offset1,
+    offset2,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    residual_ptr,
+    out_ptr,
+    n0,
+    n1,
+    n2,
+    eps,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # Up to three matrices one behind the other in the output; `offset1` and `offset2` lead from the first's weights to
+    # the others', in elements.
+    program = tl.program_id(0)
+    blocks0 = tl.cdiv(n0, ROWS)
+    blocks1 = blocks0 + tl.cdiv(n1, ROWS)
+    is1 = (program >= blocks0) & (program < blocks1)
+    is2 = program >= blocks1
+    block = program - tl.where(is2, blocks1, tl.where(is1, blocks0, 0))
+    n = tl.where(is2, n2, tl.where(is1, n1, n0))
+    base = tl.where(is2, n0 + n1, tl.where(is1, n0, 0))
+    weights = weight_ptr + tl.where(is2, offset2, tl.where(is1, offset1, 0))
+    rows = block * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    starts = rows.to(tl.int64) * K
+    sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    squares = tl.zeros([COLUMNS], dtype=tl.float32)
+    for start in range(0, K, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        if K % COLUMNS == 0:
+            w = tl.load(weights + starts[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
+            x = tl.load(x_ptr + columns).to(tl.float32)
+            if NORM:
+                squares += x * x
+                x *= tl.load(norm_ptr + columns).to(tl.float32)
+        else:
+            there = columns < K
+            w = tl.load(weights + starts[:, None] + columns[None, :], mask=inside[:, None] & there[None, :], other=0.0)
+            x = tl.load(x_ptr + columns, mask=there, other=0.0).to(tl.float32)
+            if NORM:
+                squares += x * x
+                x *= tl.load(norm_ptr + columns, mask=there, other=0.0).to(tl.float32)
+        sums += w.to(tl.float32) * x[None, :]
+    y = tl.sum(sums, axis=1)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    if BIAS:
+        b0 = tl.load(bias0_ptr + rows, mask=inside & ~is1 & ~is2, other=0.0)
+        b1 = tl.load(bias1_ptr + rows, mask=inside & is1, other=0.0)
+        b2 = tl.load(bias2_ptr + rows, mask=inside & is2, other=0.0)
+        y += (b0 + b1 + b2).to(tl.float32)
+    if RESIDUAL:
+        y = y.to(residual_ptr.dtype.element_ty).to(tl.float32)
+        y += tl.load(residual_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + base + rows, y.to(weight_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_kernel(
+    x_ptr,
+    norm_ptr,
+    gate_ptr,
+    up_offset,
+    out_ptr,
+    n,
+    eps,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    starts = rows.to(tl.int64) * K
+    gates = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    ups = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    squares = tl.zeros([COLUMNS], dtype=tl.float32)
+    for start in range(0, K, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        there = columns < K
+        at = starts[:, None] + columns[None, :]
+        valid = inside[:, None] & there[None, :]
+        gate = tl.load(gate_ptr + at, mask=valid, other=0.0)
+        up = tl.load(gate_ptr + up_offset + at, mask=valid, other=0.0)
+        x = tl.load(x_ptr + columns, mask=there, other=0.0).to(tl.float32)
+        squares += x * x
+        x *= tl.load(norm_ptr + columns, mask=there, other=0.0).to(tl.float32)
+        gates += gate.to(tl.float32) * x[None, :]
+        ups += up.to(tl.float32) * x[None, :]
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    dtype = gate_ptr.dtype.element_ty
+    gate_out = (tl.sum(gates, axis=1) * scale).to(dtype).to(tl.float32)
+    up_out = (tl.sum(ups, axis=1) * scale).to(dtype).to(tl.float32)
+    act = (gate_out * tl.sigmoid(gate_out)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + rows, (act * up_out).to(dtype), mask=inside)
+
+
+def _distance(first: torch.Tensor, other: torch.Tensor) -> int:
+    """Elements from the one's memory to the other's: one pointer then serves for both."""
+    return (other.data_ptr() - first.data_ptr()) // first.element_size()
+
+
+def matvec(
+    x: torch.Tensor,
+    linears: tuple[Any, ...],
+    out: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    tiling: Tiling = DEFAULT_TILING,
+) -> None:
+    """`out[...] = residual + concat(W x + b)` over one to three linear modules.
+
+    `x` is `[k]`, weights `[n_i, k]`, `out` `[sum of n_i]`, in the weights' dtype or float32 (then rounded to the
+    weights' dtype first, as a product in that dtype would be). With `norm` `[k]`, `x` is first divided by the root of
+    its mean square plus `eps`, and multiplied by `norm`. `out` may be `residual` itself.
+    """
+    weights = [linear.weight for linear in linears]
+    sizes = [weight.shape[0] for weight in weights] + [0, 0]
+    others = [_distance(weights[0], weight) for weight in weights[1:]] + [0, 0]
+    biases = [linear.bias for linear in linears]
+    has_bias = any(bias is not None for bias in biases)
+    if has_bias and any(bias is None for bias in biases):
+        raise ValueError("either all or none of the matrices have a bias")
+    tables = [weights[0] if bias is None else bias for bias in biases] + [weights[0], weights[0]]
+    programs = sum(triton.cdiv(size, tiling.rows) for size in sizes)
+    _matvec_kernel[(programs,)](
+        x,
+        x if norm is None else norm,
+        weights[0],
+        others[0],
+        others[1],
+        tables[0],
+        tables[1],
+        tables[2],
+        x if residual is None else residual,
+        out,
+        sizes[0],
+        sizes[1],
+        sizes[2],
+        eps,
+        K=weights[0].shape[1],
+        NORM=norm is not None,
+        BIAS=has_bias,
+        RESIDUAL=residual is not None,
+        ROWS=tiling.rows,
+        COLUMNS=tiling.columns,
+        num_warps=tiling.warps,
+    )
+
+
+def gated(
+    x: torch.Tensor,
+    gate: Any,
+    up: Any,
+    out: torch.Tensor,
+    *,
+    norm: torch.Tensor,
+    eps: float,
+    tiling: Tiling = DEFAULT_TILING,
+) -> None:
+    """`out = silu(G x') * (U x')` with `x'` the normed `x` `[k]`; weights `[n, k]` without bias, `out` `[n]`."""
+    rows = gate.weight.shape[0]
+    _gated_kernel[(triton.cdiv(rows, tiling.rows),)](
+        x,
+        norm,
+        gate.weight,
+        _distance(gate.weight, up.weight),
+        out,
+        rows,
+        eps,
+        K=gate.weight.shape[1],
+        ROWS=tiling.rows,
+        COLUMNS=tiling.columns,
+        num_warps=tiling.warps,
+    )
