@@ -44,7 +44,11 @@ def parse(arguments: Sequence[str]) -> Invocation:
     if rest:
         known = [f"--{setting.name}" for setting in SETTINGS] + ["--config", "--help", "--version"]
         raise ConfigError(f"unknown flag {rest[0]}{nearest(rest[0].partition('=')[0], known)}")
-    given = {name.replace("_", "-"): value for name, value in vars(parsed).items() if value is not None}
+    given = {
+        name.replace("_", "-"): ",".join(value) if isinstance(value, list) else value
+        for name, value in vars(parsed).items()
+        if value is not None
+    }
     return Invocation(command, given)
 
 
@@ -65,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         if group is None:
             group = groups[setting.group] = parser.add_argument_group(setting.group)
         if setting.metavar:
-            group.add_argument(f"--{setting.name}", metavar=setting.metavar, help=setting.help)
+            action = "append" if setting.many else "store"
+            group.add_argument(f"--{setting.name}", metavar=setting.metavar, action=action, help=setting.help)
         else:
             group.add_argument(f"--{setting.name}", action="store_const", const="true", help=setting.help)
     return parser

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING
 from parkd import arguments
 from parkd.config import Config, ModelConfig, load
 from parkd.errors import ConfigError, ModelError
+from parkd.keys import read_key_file
 from parkd.memory import free_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.engine_adapter.torch_engine import TorchEngine
     from parkd.proxy.config import Services
     from parkd.store.records import StoreConfig
+    from parkd.types import NamedKey
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -66,6 +68,8 @@ def serve(config: Config) -> int:
     logging.getLogger("parkd").setLevel(logging.INFO)
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
+    key_file = config.server.api_key_file
+    named_keys = () if key_file is None else read_key_file(key_file)
     model, is_demo = find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound:
         from parkd.proxy import server
@@ -73,9 +77,9 @@ def serve(config: Config) -> int:
         memory = MemoryShare(config.cache.budget_bytes)
         engine = load_engine(config, model, memory, startup.ProgressPrinter(), is_demo=is_demo)
         store_config = store_config_of(config, memory)
-        services = compose(config, engine, store_config)
+        services = compose(config, engine, store_config, named_keys)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
-        url, needs_key = listener.url_of(bound), bool(config.server.api_keys)
+        url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
         lines = startup.describe(engine.info, budget, url, needs_key=needs_key)
         return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
 
@@ -153,10 +157,14 @@ def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
     return StoreConfig(memory.budget_bytes, BLOCK_TOKENS, config.cache.slots)
 
 
-def compose(config: Config, engine: TorchEngine, store_config: StoreConfig) -> Services:
+def compose(
+    config: Config, engine: TorchEngine, store_config: StoreConfig, named_keys: tuple[NamedKey, ...] = ()
+) -> Services:
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.identity.builder import IdentityBuilder
     from parkd.proxy.config import ProxyConfig, Services
+    from parkd.proxy.output.formats import output_format
+    from parkd.proxy.structured import StructuredOutput
     from parkd.store.store import ConversationStore
 
     identity = IdentityBuilder(engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, MEMO_BYTES)
@@ -169,16 +177,21 @@ def compose(config: Config, engine: TorchEngine, store_config: StoreConfig) -> S
             new_id=lambda: secrets.token_hex(CONVERSATION_ID_BYTES),
         )
     server = config.server
+    output = output_format(engine.template_source)
+    structured = StructuredOutput(engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids)
     return Services(
         engine=engine,
         build_identity=identity.build,
         store=store,
+        output=output,
+        build_mask=lambda request, prompt_tail: structured.mask(request, output, prompt_tail),
         config=ProxyConfig(
             host=server.host,
             port=server.port,
             max_queue=server.max_queue,
             max_output_tokens=server.max_output_tokens,
             api_keys=server.api_keys,
+            named_keys=named_keys,
             alias=config.model.alias,
         ),
     )

@@ -62,7 +62,9 @@ class ServerConfig:
     port: int
     """0: any free one."""
     api_keys: tuple[str, ...]
-    """Empty: no key is asked for."""
+    """Keys given as they are, each with conversations of its own."""
+    api_key_file: Path | None
+    """Named keys and their namespaces; with neither, no key is asked for."""
     max_queue: int
     max_output_tokens: int | None
     """None: up to the context's end."""
@@ -92,6 +94,8 @@ class Setting:
     """Text to value; raises ValueError saying what is expected."""
     default: Any
     help: str
+    many: bool = False
+    """The flag may be given several times."""
 
     @property
     def variable(self) -> str:
@@ -189,7 +193,10 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("host", "server", "ADDRESS", _text, "127.0.0.1", "address to listen on (127.0.0.1)"),
     Setting("port", "server", "PORT", _count(0, 65535), 8080, "port to listen on, 0 for any free one (8080)"),
-    Setting("api-key", "server", "KEY[,KEY]", _keys, (), "keys of which a client must send one (none asked for)"),
+    Setting(
+        "api-key", "server", "KEY", _keys, (), "a key that clients may send; may be repeated (none asked for)", True
+    ),
+    Setting("api-key-file", "server", "FILE", _file, None, "lines name:key:namespace; one namespace shares a cache"),
     Setting("insecure", "server", "", _switch, False, "allow an address others can reach without an API key"),
     Setting("max-queue", "server", "N", _count(1, 100_000), 64, "requests that may wait before 503 (64)"),
     Setting("max-output-tokens", "server", "TOKENS", _count(1), None, "longest answer (to the context's end)"),
@@ -257,7 +264,7 @@ def _check_together(values: Mapping[str, Any]) -> None:
             f"--layer-split names the first layer of {len(split)} later stage(s), so --devices must name "
             f"{len(split) + 1} devices; it names {len(devices) or 'none'}"
         )
-    if not (_is_loopback(values["host"]) or values["api-key"] or values["insecure"]):
+    if not (_is_loopback(values["host"]) or values["api-key"] or values["api-key-file"] or values["insecure"]):
         raise ConfigError(
             f"--host {values['host']} can be reached from other machines and no key is set: set PARKD_API_KEY, "
             "or say --insecure if everyone who can reach it may use it"
@@ -288,6 +295,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             host=values["host"],
             port=values["port"],
             api_keys=values["api-key"],
+            api_key_file=values["api-key-file"],
             max_queue=values["max-queue"],
             max_output_tokens=values["max-output-tokens"],
         ),

@@ -21,6 +21,7 @@ import httpx
 from parkd.config import Config, load
 from parkd.demo_server import ServerFailed, running_server
 from parkd.errors import ParkdError
+from parkd.keys import read_key_file
 
 Messages = list[dict[str, str]]
 
@@ -111,7 +112,8 @@ def _turn(answer: str, question: str) -> Messages:
 
 
 def _client(config: Config, url: str) -> httpx.Client:
-    keys = config.server.api_keys
+    file = config.server.api_key_file
+    keys = config.server.api_keys or tuple(key.key for key in (() if file is None else read_key_file(file)))
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     return httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(SILENCE_LIMIT_S))
 

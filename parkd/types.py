@@ -49,6 +49,17 @@ class ConversationKey:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedKey:
+    """An API key as the operator wrote it down."""
+
+    name: str
+    """For logs and people."""
+    key: str = field(repr=False)
+    namespace: str | None = None
+    """Keys of one namespace share parked conversations; None: a namespace of its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentSpan:
     """A named piece of a prompt, so that a cold read can say where it diverged."""
 
@@ -306,6 +317,8 @@ class CacheHints:
     """The longest `cache_control.ttl` of the request."""
     group: str | None = None
     """`prompt_cache_key`."""
+    salt: str | None = None
+    """`cache_salt`: narrows the caller's namespace, never widens it."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from urllib.parse import urlsplit
 
 from parkd.errors import Forbidden, Unauthorized
+from parkd.types import NamedKey
 
 NAMESPACE_BYTES = 16
 SHOWN_CHARACTERS = 8
@@ -19,17 +20,22 @@ SHOWN_CHARACTERS = 8
 @dataclass(frozen=True, slots=True)
 class Caller:
     namespace: str
-    """The cache namespace: derived from the key, empty without one."""
+    """The cache namespace, the server's word for the key: one that several keys may share, or else derived from the
+    key; empty without one."""
+    name: str = ""
+    """The key's name, if it has one."""
+    owner: str = ""
+    """Tells keys apart, also those that share a namespace, and nothing of the key: who may see a request's report."""
 
     @property
     def shown(self) -> str:
         """For the log."""
-        return self.namespace[:SHOWN_CHARACTERS] or "-"
+        return self.name or self.namespace[:SHOWN_CHARACTERS] or "-"
 
 
-def authenticate(headers: Mapping[str, str], api_keys: Sequence[str]) -> Caller:
+def authenticate(headers: Mapping[str, str], api_keys: Sequence[str], named_keys: Sequence[NamedKey] = ()) -> Caller:
     """Raises Unauthorized. Without configured keys everyone is the same caller, whatever key they send."""
-    if not api_keys:
+    if not api_keys and not named_keys:
         return Caller("")
     sent = _sent_key(headers)
     if not sent:
@@ -37,10 +43,21 @@ def authenticate(headers: Mapping[str, str], api_keys: Sequence[str]) -> Caller:
             "This server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
         )
     # every key is compared, so that the time tells neither which matched nor how far
-    matches = [hmac.compare_digest(sent.encode(), key.encode()) for key in api_keys]
+    known = [*named_keys, *(NamedKey("", key) for key in api_keys)]
+    matches = [hmac.compare_digest(sent.encode(), key.key.encode()) for key in known]
     if not any(matches):
         raise Unauthorized("The API key is not one of this server's. Check the key that your client sends.")
-    return Caller(namespace_of(sent))
+    key = known[matches.index(True)]
+    own = namespace_of(sent)
+    return Caller(own if key.namespace is None else f"={key.namespace}", key.name, own)
+
+
+def narrowed(namespace: str, salt: str | None) -> str:
+    """A client's own part of a namespace. No salt reaches another namespace, nor another salt's part."""
+    if not salt:
+        return namespace
+    digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=NAMESPACE_BYTES, person=b"parkd-salt")
+    return f"{namespace}/{digest.hexdigest()}"
 
 
 def namespace_of(api_key: str) -> str:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from parkd.errors import ContextOverflow, EngineLost, InvalidRequest, NotFound
 from parkd.proxy import admin, metrics
-from parkd.proxy.access import authenticate
+from parkd.proxy.access import authenticate, narrowed
 from parkd.proxy.config import Services
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
@@ -106,11 +106,11 @@ class Proxy:
         """Everything before the queue. Raises ParkdError for the dialect to shape."""
         services, config = self.services, self.services.config
         arrived_s = services.monotonic()
-        caller = authenticate(request.headers, config.api_keys)
+        caller = authenticate(request.headers, config.api_keys, config.named_keys)
         self.lane.check_room()
         body = await parse_object(await read_body(request, config.body_limit_bytes))
         parsed = dialect.parse(body, request.headers)
-        turn_request = dataclasses.replace(parsed, namespace=caller.namespace)
+        turn_request = dataclasses.replace(parsed, namespace=narrowed(caller.namespace, parsed.cache.salt))
         prompt, mask = await self.build(turn_request)
         self._check_fits(len(prompt), turn_request)
         meta = ResponseMeta(request_id, turn_request.model or self.model_id, int(services.wall()))
@@ -134,7 +134,7 @@ class Proxy:
     async def count_tokens(self, request: Request, dialect: AnthropicMessages) -> int:
         """Tokens of the prompt that the same body would make as a turn."""
         config = self.services.config
-        caller = authenticate(request.headers, config.api_keys)
+        caller = authenticate(request.headers, config.api_keys, config.named_keys)
         body = await parse_object(await read_body(request, config.body_limit_bytes))
         parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
         prompt, _ = await self.build(dataclasses.replace(parsed, response_schema=None))
@@ -226,11 +226,11 @@ def _admin(proxy: Proxy) -> Mapping[str, Handler]:
     info, config = proxy.services.engine.info, proxy.services.config
 
     async def models(request: Request, request_id: str) -> ASGIApp:
-        authenticate(request.headers, config.api_keys)
+        authenticate(request.headers, config.api_keys, config.named_keys)
         return JSONResponse(admin.model_list(info, config.alias, proxy.created_s), headers={"x-request-id": request_id})
 
     async def model(request: Request, request_id: str) -> ASGIApp:
-        authenticate(request.headers, config.api_keys)
+        authenticate(request.headers, config.api_keys, config.named_keys)
         entry = admin.model_entry(info, config.alias, proxy.created_s)
         if request.path_params["name"] != entry["id"]:
             raise NotFound(f"This server has one model, {entry['id']!r}.", param="model")
@@ -244,7 +244,7 @@ def _admin(proxy: Proxy) -> Mapping[str, Handler]:
         return JSONResponse(body, status_code=status)
 
     async def metrics_page(request: Request, _request_id: str) -> ASGIApp:
-        authenticate(request.headers, config.api_keys)
+        authenticate(request.headers, config.api_keys, config.named_keys)
         return Response(proxy.metrics.page(), headers={"content-type": metrics.CONTENT_TYPE})
 
     async def root(_request: Request, _request_id: str) -> ASGIApp:

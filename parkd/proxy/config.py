@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from parkd.engine_adapter.base import RowEngine
 from parkd.proxy.output.base import OutputFormat
-from parkd.types import PromptIdentity, TokenMask, TurnRequest
+from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest
 
 if TYPE_CHECKING:
     from parkd.store.store import ConversationStore
@@ -28,7 +28,8 @@ class ProxyConfig:
     max_output_tokens: int | None = None
     """The longest answer; None: up to the context's end."""
     api_keys: tuple[str, ...] = ()
-    """Empty: no key is asked for."""
+    """Keys with a namespace each. With neither these nor named ones, no key is asked for."""
+    named_keys: tuple[NamedKey, ...] = ()
     body_limit_bytes: int = DEFAULT_BODY_LIMIT_BYTES
     first_byte_deadline_s: float = 10.0
     """A streamed answer's headers go out by then, with `pending` if the start is not settled."""

@@ -95,4 +95,6 @@ def cache_hints(
         mode = CacheMode(asked)
     else:
         raise wrong(CACHE_MODE_HEADER, "`use`, `read` or `off`")
-    return CacheHints(mode, min_retention_s, fields.text(body, "prompt_cache_key") or None)
+    return CacheHints(
+        mode, min_retention_s, fields.text(body, "prompt_cache_key") or None, fields.text(body, "cache_salt") or None
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from parkd.errors import Forbidden, Unauthorized
-from parkd.proxy.access import authenticate, check_origin, is_loopback, namespace_of
+from parkd.proxy.access import authenticate, check_origin, is_loopback, namespace_of, narrowed
 from parkd.proxy.requests import request_id_of
 from parkd.proxy.sse import cache_headers, header_text
-from parkd.types import CacheOutcome, CacheReport
+from parkd.types import CacheOutcome, CacheReport, NamedKey
 
 
 def test_the_namespace_tells_keys_apart_and_nothing_of_the_key() -> None:
@@ -18,6 +18,26 @@ def test_the_namespace_tells_keys_apart_and_nothing_of_the_key() -> None:
     assert first.namespace == namespace_of("one")
     assert "one" not in first.shown
     assert authenticate({"authorization": "Bearer anything"}, ()).namespace == ""
+
+
+def test_keys_of_one_namespace_share_a_cache_and_nothing_else() -> None:
+    named = (NamedKey("anna", "one", "team"), NamedKey("ben", "two", "team"), NamedKey("carl", "three"))
+    anna, ben, carl, plain = (
+        authenticate({"x-api-key": key}, ("four",), named) for key in ("one", "two", "three", "four")
+    )
+    assert anna.namespace == ben.namespace
+    assert len({anna.owner, ben.owner, carl.owner, plain.owner}) == 4
+    assert len({anna.namespace, carl.namespace, plain.namespace}) == 3
+    assert (anna.shown, carl.shown) == ("anna", "carl")
+    with pytest.raises(Unauthorized):
+        authenticate({"x-api-key": "anna"}, ("four",), named)
+
+
+def test_a_salt_narrows_and_never_reaches_another_namespace() -> None:
+    spaces = ["", "=team", "=team2", namespace_of("one")]
+    salts = [None, "a", "b", "/a", "2"]
+    assert narrowed("=team", "") == "=team"
+    assert len({narrowed(space, salt) for space in spaces for salt in salts}) == len(spaces) * len(salts)
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "one"}, {"authorization": "Bearer ONE"}, {"x-api-key": "é"}])

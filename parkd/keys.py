@@ -1,0 +1,44 @@
+"""The file of named API keys: one `name:key:namespace` a line.
+
+The namespace says whose parked conversations a key may reuse: keys that name the same one share a cache, so that a
+team's system prompt is held once. A line without a namespace gives its key one of its own. Blank lines and lines that
+begin with `#` are passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from parkd.errors import ConfigError
+from parkd.types import NamedKey
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def read_key_file(path: Path) -> tuple[NamedKey, ...]:
+    """Raises ConfigError, which names the line and never shows a key."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path}: cannot be read: {error}") from error
+    keys: list[NamedKey] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            keys.append(_key(line.strip(), f"--api-key-file {path}, line {number}"))
+    if not keys:
+        raise ConfigError(f"--api-key-file {path}: there is no key in it. Add a line name:key:namespace.")
+    for what, values in (("name", [key.name for key in keys]), ("key", [key.key for key in keys])):
+        if len(set(values)) < len(values):
+            raise ConfigError(f"--api-key-file {path}: a {what} stands there twice. Give each line its own.")
+    return tuple(keys)
+
+
+def _key(line: str, where: str) -> NamedKey:
+    name, _, rest = line.partition(":")
+    key, _, namespace = rest.rpartition(":") if ":" in rest else (rest, "", "")
+    if not _NAME.fullmatch(name) or not key or (namespace and not _NAME.fullmatch(namespace)):
+        raise ConfigError(
+            f"{where}: expected name:key:namespace, names of letters, digits, `_`, `.` and `-` (the key may hold any)"
+        )
+    return NamedKey(name, key, namespace or None)
