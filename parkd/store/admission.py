@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parkd.store.blocks import Owner
-from parkd.store.budget import mib
+from parkd.store.budget import Need, Room, mib
+from parkd.store.eviction import Queue
+from parkd.store.history import History
 from parkd.store.planning import CapturePlan, block_identity
-from parkd.store.policy import Policy, longest_position
+from parkd.store.policy import Costs, Evictable, Policy, longest_position
 from parkd.store.records import BlockId, CaptureRequest, ParkedCheckpoint, RefusalReason, Refused, StoreConfig
 from parkd.store.shelf import Entry, Shelf, superseded
 
@@ -20,6 +22,14 @@ KIN_LIMIT = 64
 
 Replaced = tuple[Entry, ...]
 """Conversations that a capture will supersede."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """How far to park, and in what order others go until there is room; None: there is."""
+
+    position: int
+    queue: Queue | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,43 +54,80 @@ class Admission:
             self.shelf.checkpoints.checkpoint_bytes,
         )
 
-    def settle(self, plan: CapturePlan, in_flight: Sequence[Replaced]) -> int | Refused:
-        """The position up to which to park. `next_victim` then says who must go for it."""
+    def settle(
+        self, plan: CapturePlan, in_flight: Sequence[Replaced], history: History, costs: Costs, now_s: float
+    ) -> Decision | Refused:
+        """The position up to which to park, and who may go for it until `has_room`."""
         request = plan.request
         # What is parked resumes only where its fixed state is held, whatever the live state may do.
         places = plan.checkpoint_positions(len(request.units)) if self.has_fixed_state else None
         if places is not None and not places:
             return Refused(RefusalReason.NO_CHECKPOINT, "the engine holds no checkpoint to resume from")
         longest = len(request.units) if places is None else places[-1]
-        prefixes = self.prefixes(plan)
-        if self._is_room(plan, longest, in_flight, prefixes):
-            return longest
+        prefixes = self.shelf.prefixes_of(request.key_digest, request.units, request.prefix_hashes)
+        if self.has_room(plan, longest, in_flight, prefixes):
+            return Decision(longest, None)
         bound = self.config.conversation_slots
         if bound is not None and self._slots_taken(in_flight, replaced(plan, longest, prefixes), evicted=True) > bound:
             return Refused(RefusalReason.SLOTS, f"all {bound} conversation slots are leased, pinned or being written")
-        room, freeable = self.shelf.most_room()
-        position = longest_position(longest, places, lambda place: self.shelf.fits(plan.need(place), room))
-        known = max((entry.parked.position for entry in prefixes), default=0)
-        if position == 0 or (position < longest and position <= known):
-            message = f"needs {mib(plan.need_bytes(longest))}, {mib(max(0, freeable))} could be freed"
-            if position:
-                message += f"; no more than the {known} tokens that are parked already would fit"
-            return Refused(RefusalReason.BUDGET, message)
-        return position
+        queue = self._queue(plan, longest, prefixes, costs, now_s)
+        position = longest
+        if not self._surely_fits(plan.need(longest), queue):
+            room, freeable = self.shelf.most_room()
+            position = longest_position(longest, places, lambda place: self.shelf.fits(plan.need(place), room))
+            known = max((entry.parked.position for entry in prefixes), default=0)
+            if position == 0 or (position < longest and position <= known):
+                message = f"needs {mib(plan.need_bytes(longest))}, {mib(max(0, freeable))} could be freed"
+                if position:
+                    message += f"; no more than the {known} tokens that are parked already would fit"
+                return Refused(RefusalReason.BUDGET, message)
+            if position < longest:
+                queue = self._queue(plan, position, prefixes, costs, now_s)
+        if self.policy.is_selective and not self._is_worth(plan, position, in_flight, prefixes, queue, history, costs):
+            return Refused(RefusalReason.VALUE, "what would have to go for it is expected to save more")
+        return Decision(position, queue)
 
-    def next_victim(
-        self, plan: CapturePlan, position: int, in_flight: Sequence[Replaced], now_s: float
-    ) -> Entry | None:
-        """Whom to evict next so that the plan fits up to `position`; None once it does."""
-        prefixes = self.prefixes(plan)
-        if self._is_room(plan, position, in_flight, prefixes):
-            return None
-        evictable = self.shelf.evictable(replaced(plan, position, prefixes))
-        return self.shelf.entry(self.policy.victim(evictable, now_s))
+    def has_room(
+        self, plan: CapturePlan, position: int, in_flight: Sequence[Replaced], prefixes: Sequence[Entry]
+    ) -> bool:
+        """Whether the plan fits up to `position` as things stand."""
+        bound = self.config.conversation_slots
+        if bound is not None and self._slots_taken(in_flight, replaced(plan, position, prefixes)) > bound:
+            return False
+        return self.shelf.fits(plan.need(position), self.shelf.room())
 
     def prefixes(self, plan: CapturePlan) -> list[Entry]:
         request = plan.request
         return self.shelf.prefixes_of(request.key_digest, request.units, request.prefix_hashes)
+
+    def _queue(self, plan: CapturePlan, position: int, prefixes: Sequence[Entry], costs: Costs, now_s: float) -> Queue:
+        gone = replaced(plan, position, prefixes)
+        return Queue(self.shelf, self.policy, costs, now_s, family=prefixes, superseded=gone)
+
+    def _surely_fits(self, need: Need, queue: Queue) -> bool:
+        """True when what each candidate frees alone is enough; then the costly count of what they share is spared."""
+        room = self.shelf.room()
+        return self.shelf.fits(need, Room(room.open_slots + queue.freed_slots, room.free_bytes))
+
+    def _is_worth(
+        self,
+        plan: CapturePlan,
+        position: int,
+        in_flight: Sequence[Replaced],
+        prefixes: Sequence[Entry],
+        queue: Queue,
+        history: History,
+        costs: Costs,
+    ) -> bool:
+        """Whether the plan scores higher than all that would go for it."""
+        need, room, bound = plan.need(position), self.shelf.room(), self.config.conversation_slots
+        fresh_bytes = need.slots * self.shelf.geometry.slot_bytes
+        fresh_bytes += len(plan.fresh_checkpoints(position)) * self.shelf.checkpoints.checkpoint_bytes
+        missing = plan.need_bytes(position) - room.open_slots * self.shelf.geometry.slot_bytes - room.free_bytes
+        taken = 0 if bound is None else self._slots_taken(in_flight, replaced(plan, position, prefixes)) - bound
+        tokens = position - plan.start(position)
+        incoming = Evictable("", position, fresh_bytes, queue.now_s, queue.now_s, False, tokens, history)
+        return self.policy.score(incoming, costs, queue.now_s) > queue.foresee(missing, taken).most_score
 
     def _usable_lineage(self, request: CaptureRequest) -> tuple[BlockId, ...]:
         """The blocks of the lineage that are still there and hold only rows of the request."""
@@ -135,5 +182,6 @@ class Admission:
 
 
 def replaced(plan: CapturePlan, position: int, prefixes: Sequence[Entry]) -> Replaced:
-    """Which of the prefixes a capture up to `position` will supersede."""
-    return tuple(superseded(prefixes, position, plan.checkpoint_positions(position)))
+    """Which of the prefixes that are still there a capture up to `position` will supersede."""
+    there = [entry for entry in prefixes if entry.is_published]
+    return tuple(superseded(there, position, plan.checkpoint_positions(position)))

@@ -48,6 +48,7 @@ class BlockPool:
         self._blocks: dict[BlockId, Block] = {}
         self._ids = count(1)
         self._exclusive: Counter[Owner] = Counter()
+        self._left_alone: set[Owner] = set()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -58,6 +59,11 @@ class BlockPool:
     def exclusive(self, owner: Owner) -> int:
         """Blocks that nobody else owns: what would be freed if the owner let go."""
         return self._exclusive[owner]
+
+    def take_left_alone(self) -> set[Owner]:
+        """Owners that became the only ones of some block since this was last asked."""
+        taken, self._left_alone = self._left_alone, set()
+        return taken
 
     @property
     def shared(self) -> int:
@@ -101,6 +107,7 @@ class BlockPool:
             block.owners_xor ^= owner
             if block.owners == 1:
                 self._exclusive[block.owners_xor] += 1
+                self._left_alone.add(block.owners_xor)
             elif block.owners == 0:
                 self._exclusive[owner] -= 1
                 del self._blocks[block_id]

@@ -32,6 +32,8 @@ class StoreConfig:
     """Most parked conversations; None has no bound but the budget."""
     slab_bytes: int = 256 << 20
     """Host memory is taken in pieces of at most this size."""
+    min_free_bytes: int = 0
+    """Of the machine's memory, left free: a capture that would take more is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,10 @@ class RefusalReason(StrEnum):
     BUDGET = "budget"
     SLOTS = "slots"
     NO_CHECKPOINT = "no-checkpoint"
+    VALUE = "value"
+    """What would have to go is expected to save more."""
     MEMORY = "memory"
+    MEMORY_FLOOR = "memory-floor"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ charge, until the last lease ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from parkd.store.blocks import BlockPool, Owner
 from parkd.store.budget import Budget, Kind, Need, Room, conversation_metadata_bytes
 from parkd.store.checkpoints import CheckpointPool
+from parkd.store.history import Ghosts, History
 from parkd.store.index import PrefixIndex
 from parkd.store.policy import Evictable
 from parkd.store.records import ConversationGone, ConversationId, Parked, StoreConfig
@@ -30,10 +31,15 @@ class Entry:
     leases: int = 0
     is_pinned: bool = False
     is_published: bool = True
+    awaited: int = 0
+    """Requests in the queue that would start from it."""
+    history: History = field(default_factory=History)
+    floor: float = 0.0
+    """The shelf's floor when this was last used."""
 
     @property
     def may_go(self) -> bool:
-        return self.is_published and not self.leases and not self.is_pinned
+        return self.is_published and not self.leases and not self.is_pinned and not self.awaited
 
 
 class Shelf:
@@ -57,6 +63,9 @@ class Shelf:
         """Published only."""
         self.fading: dict[Owner, Entry] = {}
         """Taken off while leased."""
+        self.ghosts = Ghosts()
+        self.floor = 0.0
+        """The highest score of one that was evicted."""
 
     @property
     def bytes_in_use(self) -> int:
@@ -86,10 +95,15 @@ class Shelf:
         else:
             self._free(entry)
 
+    def used(self, entry: Entry, now_s: float) -> None:
+        entry.parked = replace(entry.parked, last_used_s=now_s)
+        entry.floor = self.floor
+
     def lease(self, entry: Entry, now_s: float) -> Callable[[], None]:
         """Returns what ends the lease."""
         entry.leases += 1
-        entry.parked = replace(entry.parked, last_used_s=now_s)
+        entry.history = entry.history.forked(now_s - entry.parked.last_used_s)
+        self.used(entry, now_s)
 
         def release() -> None:
             entry.leases -= 1
@@ -107,20 +121,24 @@ class Shelf:
     def metadata_bytes(self, parked: Parked) -> int:
         return conversation_metadata_bytes(parked.position, self.block_tokens)
 
-    def evictable(self, superseded: Iterable[Entry]) -> list[Evictable]:
-        replaced = {entry.owner for entry in superseded}
-        return [
-            Evictable(
-                parked.id,
-                len(parked.units),
-                self._freed_bytes(entry),
-                parked.parked_at_s,
-                parked.last_used_s,
-                entry.owner in replaced,
-            )
-            for entry in self.entries.values()
-            if entry.may_go and (parked := entry.parked)
-        ]
+    def rated(self, entry: Entry, is_superseded: bool) -> Evictable:
+        """What a policy judges the entry by, as it stands now."""
+        parked, slots = entry.parked, self.blocks.exclusive(entry.owner)
+        freed_bytes = slots * self.geometry.slot_bytes
+        if parked.checkpoints:
+            freed_bytes += self._exclusive_checkpoint_bytes(parked)
+        position = len(parked.units)
+        return Evictable(
+            parked.id,
+            position,
+            freed_bytes,
+            parked.parked_at_s,
+            parked.last_used_s,
+            is_superseded,
+            min(position, slots * self.block_tokens),
+            entry.history,
+            entry.floor,
+        )
 
     def fits(self, need: Need, room: Room) -> bool:
         return self.geometry.fits(need, room)
@@ -140,12 +158,9 @@ class Shelf:
         in_use = self.bytes_in_use - len(slots) * self.geometry.slot_bytes - side_bytes
         return self.slabs.room(slots, side_bytes), self.budget.limit_bytes - in_use
 
-    def _freed_bytes(self, entry: Entry) -> int:
-        rows = self.blocks.exclusive(entry.owner) * self.geometry.slot_bytes
-        if not entry.parked.checkpoints:
-            return rows
-        alone = sum(1 for checkpoint in entry.parked.checkpoints if self.checkpoints.owners(checkpoint.id) == 1)
-        return rows + alone * self.checkpoints.checkpoint_bytes
+    def _exclusive_checkpoint_bytes(self, parked: Parked) -> int:
+        alone = sum(1 for checkpoint in parked.checkpoints if self.checkpoints.owners(checkpoint.id) == 1)
+        return alone * self.checkpoints.checkpoint_bytes
 
     def _free(self, entry: Entry) -> None:
         parked = entry.parked

@@ -117,6 +117,8 @@ class SlabPool:
         self._hooks = hooks
         self._slots = SlotAllocator()
         self._slabs: dict[int, _Slab] = {}
+        self._touched_slots = 0
+        """The most slots that were ever in use in the slabs there are: the machine gave memory for no more."""
 
     @property
     def used_slots(self) -> int:
@@ -136,6 +138,10 @@ class SlabPool:
         slab_bytes = sum(self._slabs[base].memory.nbytes for base in staying)
         return Room(open_slots, self._budget.limit_bytes - self._budget.side_bytes + freed_side_bytes - slab_bytes)
 
+    def untouched_bytes(self, need: Need) -> int:
+        """What `need` would take from the machine beyond what was written before, at least."""
+        return max(0, self.used_slots + need.slots - self._touched_slots) * self.geometry.slot_bytes + need.side_bytes
+
     def reserve(self, need: Need) -> None:
         """Gives slabs back and takes new ones until the slots are free and the side bytes may be charged.
 
@@ -148,7 +154,9 @@ class SlabPool:
             self._grow(need.slots - self.free_slots, self._budget.free_bytes - need.side_bytes)
 
     def allocate(self, count: int, after: int | None) -> list[int]:
-        return self._slots.allocate(count, after)
+        slots = self._slots.allocate(count, after)
+        self._touched_slots = max(self._touched_slots, self.used_slots)
+        return slots
 
     def free(self, slots: Iterable[int]) -> None:
         self._slots.free(slots)
@@ -188,6 +196,7 @@ class SlabPool:
         self._slabs[self._slots.add_region(slots)] = _Slab(memory, tuple(stages))
 
     def _give_back(self, base: int) -> None:
+        self._touched_slots = max(self.used_slots, self._touched_slots - self._slots.size(base))
         self._slots.remove_region(base)
         slab = self._slabs.pop(base)
         size = slab.memory.nbytes

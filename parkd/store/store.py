@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
 
-from parkd.store.admission import Admission, Replaced, replaced
+from parkd.store.admission import Admission, Decision, Replaced, replaced
 from parkd.store.blocks import Owner
 from parkd.store.budget import Kind, conversation_metadata_bytes, mib
 from parkd.store.gone import GoneMemory
+from parkd.store.history import History
 from parkd.store.planning import CapturePlan, check_request
-from parkd.store.policy import LruPolicy, Policy
+from parkd.store.policy import Costs, LruPolicy, Policy
 from parkd.store.records import (
     BlockId,
     Capture,
@@ -58,6 +59,7 @@ class _InFlight:
     fresh_checkpoints: tuple[CheckpointId, ...]
     replaces: Replaced
     """Ancestors at the time of reservation: the commit takes their place under the slot bound."""
+    history: History
 
 
 class ConversationStore:
@@ -73,9 +75,11 @@ class ConversationStore:
         policy: Policy | None = None,
         slab_hooks: SlabHooks | None = None,
         observer: Callable[[], None] | None = None,
+        free_memory: Callable[[], int] | None = None,
     ) -> None:
         """`clock` gives seconds; `new_id` an id never given before (else they are numbered); `observer` is called after
-        each change of what is charged to the budget."""
+        each change of what is charged to the budget; `free_memory` says what the machine could still give (without it
+        the configuration's floor does not hold)."""
         self.config = config
         self.layout = layout
         self._clock = clock
@@ -86,6 +90,8 @@ class ConversationStore:
         self._owners = count(1)
         self._captures: dict[Owner, _InFlight] = {}
         self._gone = GoneMemory()
+        self._costs = Costs()
+        self._free_memory = free_memory
         self._totals: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
 
@@ -101,8 +107,7 @@ class ConversationStore:
 
     def touch(self, conversation_id: ConversationId) -> None:
         """Marks as used now. Raises ConversationGone, as the next three do."""
-        entry = self._shelf.entry(conversation_id)
-        entry.parked = replace(entry.parked, last_used_s=self._clock())
+        self._shelf.used(self._shelf.entry(conversation_id), self._clock())
 
     def pin(self, conversation_id: ConversationId) -> None:
         """Never evicted until unpinned; what supersedes it is pinned in its place."""
@@ -110,6 +115,24 @@ class ConversationStore:
 
     def unpin(self, conversation_id: ConversationId) -> None:
         self._shelf.entry(conversation_id).is_pinned = False
+
+    def measured(self, costs: Costs) -> None:
+        """What reading and restoring cost from now on, for the policy."""
+        self._costs = costs
+
+    def expect(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...]) -> Callable[[], None]:
+        """Keeps what a queued prompt would start from until the returned function is called, once or more often."""
+        found = self._shelf.index.find(key_digest, prefix_hashes, 1)
+        if not found or found[0][1] == 0:
+            return lambda: None
+        waiting = [self._shelf.entry(found[0][0])]
+        waiting[0].awaited += 1
+
+        def release() -> None:
+            if waiting:
+                waiting.pop().awaited -= 1
+
+        return release
 
     def lease(self, conversation_id: ConversationId, stop: int, start: int = 0) -> Lease:
         """What an engine needs to make `[0, stop)` live, given that the rows before `start` are the ones meant.
@@ -137,13 +160,17 @@ class ConversationStore:
         # Held from here on, so that making room can't free what the capture builds upon.
         self._shelf.blocks.hold(owner, plan.held)
         self._shelf.checkpoints.hold(checkpoint.id for checkpoint in plan.inherited)
-        outcome = self._admission.settle(plan, self._replaced_in_flight())
-        if isinstance(outcome, int):
+        now_s, tokens = self._clock(), len(request.units)
+        history = self._shelf.ghosts.next(request.prefix_hashes, tokens, now_s)
+        self._shelf.ghosts.note(request.prefix_hashes, tokens, history, now_s)
+        outcome = self._admission.settle(plan, self._replaced_in_flight(), history, self._costs, now_s)
+        outcome = self._above_floor(plan, outcome)
+        if isinstance(outcome, Decision):
             self._evict_for(plan, outcome)
             try:
-                return self._open(owner, plan, outcome)
+                return self._open(owner, plan, outcome.position, history)
             except (MemoryError, OSError) as error:
-                message = f"the machine gave no memory for {mib(plan.need_bytes(outcome))}: {error}"
+                message = f"the machine gave no memory for {mib(plan.need_bytes(outcome.position))}: {error}"
                 outcome = Refused(RefusalReason.MEMORY, message)
         self._shelf.blocks.release(owner, plan.held)
         self._shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited)
@@ -165,7 +192,7 @@ class ConversationStore:
         self._shelf.blocks.seal(flight.fresh_blocks, checksums.rows)
         self._shelf.checkpoints.seal(flight.fresh_checkpoints, checksums.fixed)
         parked = self._parked(capture, flight)
-        entry = Entry(parked, capture.serial)
+        entry = Entry(parked, capture.serial, history=flight.history, floor=self._shelf.floor)
         places = [checkpoint.position for checkpoint in parked.checkpoints]
         prefixes = self._shelf.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes)
         for ancestor in superseded(prefixes, parked.position, places):
@@ -249,7 +276,7 @@ class ConversationStore:
             self._shelf.take_off(entry)
         self._shelf.slabs.close()
 
-    def _open(self, owner: Owner, plan: CapturePlan, position: int) -> Capture:
+    def _open(self, owner: Owner, plan: CapturePlan, position: int, history: History) -> Capture:
         """Takes the room that was made. Raises OSError or MemoryError with only the plan's holdings left to release."""
         shelf = self._shelf
         shelf.slabs.reserve(plan.need(position))
@@ -268,6 +295,7 @@ class ConversationStore:
             tuple(sorted((*inherited, *copied), key=lambda checkpoint: checkpoint.position)),
             fresh_checkpoints,
             replaced(plan, position, self._admission.prefixes(plan)),
+            history,
         )
         transfer = capture_transfer(shelf, self.layout, plan.start(position), position, fresh, fresh_checkpoints)
         return Capture(owner, plan.request, position, transfer)
@@ -301,12 +329,25 @@ class ConversationStore:
         self._gone.remember(entry.parked.key_digest, entry.parked.prefix_hashes, verb, reason, self._clock())
         self._shelf.take_off(entry)
 
-    def _evict_for(self, plan: CapturePlan, position: int) -> None:
-        reason = f"its room was needed for a conversation of {position} tokens"
-        in_flight = self._replaced_in_flight()
-        while (victim := self._admission.next_victim(plan, position, in_flight, self._clock())) is not None:
-            self._forget(victim, "evicted", reason)
+    def _evict_for(self, plan: CapturePlan, decision: Decision) -> None:
+        if decision.queue is None:
+            return
+        reason = f"its room was needed for a conversation of {decision.position} tokens"
+        in_flight, prefixes = self._replaced_in_flight(), self._admission.prefixes(plan)
+        while not self._admission.has_room(plan, decision.position, in_flight, prefixes):
+            self._forget(decision.queue.pop(), "evicted", reason)
             self._totals["evictions"] += 1
+
+    def _above_floor(self, plan: CapturePlan, outcome: Decision | Refused) -> Decision | Refused:
+        """Refuses what would take so much more memory from the machine that less than the floor is left free."""
+        if self._free_memory is None or isinstance(outcome, Refused):
+            return outcome
+        taken, free = self._shelf.slabs.untouched_bytes(plan.need(outcome.position)), self._free_memory()
+        if taken == 0 or free - taken >= self.config.min_free_bytes:
+            return outcome
+        floor = mib(self.config.min_free_bytes)
+        message = f"needs {mib(taken)} of the machine's free {mib(free)}, of which {floor} are to stay free"
+        return Refused(RefusalReason.MEMORY_FLOOR, message)
 
     def _replaced_in_flight(self) -> list[Replaced]:
         return [flight.replaces for flight in self._captures.values()]

@@ -15,7 +15,7 @@ from store_kit import (
     make_units,
 )
 
-from parkd.store.policy import Evictable, LruPolicy, longest_position
+from parkd.store.policy import longest_position
 from parkd.store.records import Parked, RefusalReason, Refused
 
 LAYOUT = make_layout((1024, 1024))
@@ -194,20 +194,6 @@ def test_memory_of_what_is_gone_is_bounded(engine):
     assert store.why_gone(KEY, parked.prefix_hashes).endswith("number 139")
     assert store.why_gone(KEY, make_hashes(make_units(0, 100), 4)) == ""
     assert sum(len(gone.hashes) for gone in store._gone._gone) <= 128 * 16
-
-
-def evictable(name, *, used, freed=100, superseded=False) -> Evictable:
-    return Evictable(name, 10, freed, 0.0, used, superseded)
-
-
-def test_lru_takes_superseded_ones_then_the_oldest_that_frees_something():
-    policy = LruPolicy()
-    parent = evictable("parent", used=1, freed=0)
-    old, fresh = evictable("old", used=2), evictable("fresh", used=3)
-    ancestor = evictable("ancestor", used=9, freed=0, superseded=True)
-    assert policy.victim([fresh, parent, ancestor, old], 10) == "ancestor"
-    assert policy.victim([fresh, parent, old], 10) == "old"
-    assert policy.victim([parent], 10) == "parent"
 
 
 @pytest.mark.parametrize("limit", [0, 1, 7, 99, 100, 101])
