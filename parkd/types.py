@@ -227,6 +227,44 @@ class CacheOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a prompt leaves what was known. The texts are a few tokens of both, so they are for their owner, never
+    for a log."""
+
+    position: int
+    """The first token that differs."""
+    label: str
+    """The segment it is in."""
+    text: str
+    known_text: str
+
+    def __str__(self) -> str:
+        where = f" in {self.label}" if self.label else ""
+        return f"token {self.position}{where} is the first that differs: {self.text} where {self.known_text} was known"
+
+
+class DiagnosisKind(StrEnum):
+    HIT = "hit"
+    CHANGED = "changed"
+    NOT_FOUND = "not_found"
+    """The request to compare with is not remembered, or is another caller's."""
+    UNAVAILABLE = "unavailable"
+    """The prompts agree and still tokens were read: what was parked had gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A prompt against the one of an earlier request that the client named."""
+
+    kind: DiagnosisKind
+    changed: str = ""
+    """The first part that differs: `model`, `system`, `tools` or `messages`."""
+    common_tokens: int = 0
+    missed_tokens: int = 0
+    """Tokens of the earlier prompt behind the common ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReport:
     """What the client and the operator are told of one turn's start."""
 
@@ -235,6 +273,10 @@ class CacheReport:
     reused_tokens: int
     why: str = ""
     """Why tokens had to be read although something was known of this prompt; empty when nothing is to be said."""
+    divergence: Divergence | None = None
+    """Where the prompt leaves the conversation that it shares most with."""
+    diagnosis: Diagnosis | None = None
+    """None if the client did not ask."""
 
 
 class FinishReason(StrEnum):
@@ -319,6 +361,10 @@ class CacheHints:
     """`prompt_cache_key`."""
     salt: str | None = None
     """`cache_salt`: narrows the caller's namespace, never widens it."""
+    compare_to: str | None = None
+    """The id of an earlier answer: the client asks why its prompt was not reused whole."""
+    wants_diagnosis: bool = False
+    """This request or a later one will be compared."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from parkd.engine_adapter.base import Tokenizer
 from parkd.identity.units import IMAGE_BIT, common_prefix
-from parkd.types import CacheOutcome, PromptIdentity, Units
+from parkd.types import CacheOutcome, Divergence, PromptIdentity, Units
 
 __all__ = [
     "CostModel",
@@ -23,6 +23,7 @@ __all__ = [
     "choose_start",
     "cold_start",
     "common_prefix",
+    "divergence_of",
     "explain_divergence",
     "resumable_position",
 ]
@@ -119,18 +120,24 @@ def explain_divergence(identity: PromptIdentity, other_units: Units, tokenizer: 
 
     The text holds a few tokens of both prompts, so it is for their owner, never for a log.
     """
-    common = common_prefix(identity.units, other_units)
+    divergence = divergence_of(identity, other_units, tokenizer)
+    if divergence is not None:
+        return str(divergence)
+    common = min(len(identity.units), len(other_units))
     if common == len(identity.units) == len(other_units):
         return f"nothing differs: both are the same {common} tokens"
     if common == len(other_units):
         return f"nothing differs: the known conversation ends after {common} tokens and the prompt goes on"
-    if common == len(identity.units):
-        return f"nothing differs: the prompt ends after {common} tokens and the known conversation goes on"
+    return f"nothing differs: the prompt ends after {common} tokens and the known conversation goes on"
+
+
+def divergence_of(identity: PromptIdentity, other_units: Units, tokenizer: Tokenizer) -> Divergence | None:
+    """Where a prompt leaves another one; None if one is the head of the other."""
+    common = common_prefix(identity.units, other_units)
+    if common == min(len(identity.units), len(other_units)):
+        return None
     label = next((span.label for span in identity.segments if span.start <= common < span.stop), "")
-    where = f" in {label}" if label else ""
-    ours = _shown(identity.units, common, tokenizer)
-    theirs = _shown(other_units, common, tokenizer)
-    return f"token {common}{where} is the first that differs: {ours} where {theirs} was known"
+    return Divergence(common, label, _shown(identity.units, common, tokenizer), _shown(other_units, common, tokenizer))
 
 
 def _shown(units: Units, start: int, tokenizer: Tokenizer) -> str:

@@ -8,13 +8,13 @@ cold     read everything
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.matcher import CostModel, StartOption, choose_start, cold_start, common_prefix, resumable_position
 from parkd.proxy.live import LiveConversation
 from parkd.store.records import Parked
-from parkd.types import CacheOutcome, PromptIdentity, StateLayout
+from parkd.types import CacheOutcome, PromptIdentity, StateLayout, Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class StartPlan:
     """Length of what shares it."""
     resumable: int = 0
     """The deepest position that could have been started from, at any cost."""
+    nearest: Units | None = field(default=None, compare=False, repr=False)
+    """The units that share `common`."""
 
 
 def decide_start(
@@ -46,12 +48,14 @@ def decide_start(
     length = len(prompt)
     plans = [StartPlan(cold_start(length), 0, None)]
     deepest_common, deepest_known, deepest_position = 0, 0, 0
+    nearest: Units | None = None
     if live.key == prompt.key:
         common = common_prefix(live.units, prompt.units)
         position = resumable_position(common, length, rewindable, live_checkpoints)
         if position > 0:
             plans.append(StartPlan(StartOption(CacheOutcome.LIVE, position, length), position, None))
         deepest_common, deepest_known, deepest_position = common, live.position, position
+        nearest = live.units
     for parked in candidates:
         if parked.layout_digest != layout.digest:
             continue
@@ -59,13 +63,13 @@ def decide_start(
         checkpoints = [checkpoint.position for checkpoint in parked.checkpoints]
         position = resumable_position(common, length, rewindable, checkpoints)
         if common > deepest_common:
-            deepest_common, deepest_known = common, len(parked.units)
+            deepest_common, deepest_known, nearest = common, len(parked.units), parked.units
         deepest_position = max(deepest_position, position)
         if position > 0:
             plans.append(_restore_plan(parked, position, length, live, layout))
     best = choose_start([plan.option for plan in plans], cost).option
     plan = next(plan for plan in plans if plan.option is best)
-    return replace(plan, common=deepest_common, known=deepest_known, resumable=deepest_position)
+    return replace(plan, common=deepest_common, known=deepest_known, resumable=deepest_position, nearest=nearest)
 
 
 def plan_cold(prompt: PromptIdentity) -> StartPlan:
