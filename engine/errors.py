@@ -1,11 +1,15 @@
 """Every error the engine raises on purpose.
 
     EngineError
+    ├── ModelLoadError        files that are missing, damaged, refused, or too large for the machine
     ├── UnsupportedModel      an architecture, a layer kind or an attention argument the engine does not honour
     ├── InvalidSplit          layers cannot be divided over the stages as asked
     ├── OutOfMemory           an arena does not fit its device
     ├── ContextFull           more tokens than the arenas have rows
     ├── StageFailed           a forward or a capture broke; the session's position is valid
+    ├── TemplateRefused       the chat template does not take these messages
+    ├── UnknownVector         steering by a control vector that was not loaded
+    ├── BadLogits             the model's numbers leave nothing to sample from
     └── SnapshotError
         ├── SnapshotMismatch  a snapshot does not belong here; found before anything was written
         └── SnapshotDamaged   a snapshot broke while it was restored; the session was reset
@@ -15,9 +19,15 @@ Argument mistakes of the calling program are `ValueError`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class EngineError(Exception):
     """Base of all; the message is for people."""
+
+
+class ModelLoadError(EngineError):
+    """The message says what to do."""
 
 
 class UnsupportedModel(EngineError):
@@ -57,6 +67,22 @@ class StageFailed(EngineError):
     def __init__(self, stage: int, doing: str, cause: BaseException) -> None:
         super().__init__(f"stage {stage} failed in {doing}: {type(cause).__name__}: {cause}")
         self.stage = stage
+
+
+class TemplateRefused(EngineError):
+    """The message carries the template's own words."""
+
+
+class BadLogits(EngineError):
+    """No token has a finite score: the weights are broken, or a mask allows nothing."""
+
+
+class UnknownVector(EngineError):
+    """A request names a control vector that was not loaded."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        loaded = f"These are: {', '.join(known)}." if known else "None is loaded: start with --control-vector."
+        super().__init__(f"There is no control vector {name!r}. {loaded}")
 
 
 class SnapshotError(EngineError):

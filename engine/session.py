@@ -24,6 +24,7 @@ from engine.decode_graph import DecodeGraph, record_decoding
 from engine.errors import ContextFull, EngineError, StageFailed
 from engine.layout import build_layout, state_digest
 from engine.stages import Stage, place, split_layers
+from engine.steering import Steering, hook_layers
 
 
 class Cancel(Protocol):
@@ -57,10 +58,40 @@ class Session:
         self._position = 0
         self._decode_graph: DecodeGraph | None = None
         self._captures: list[CaptureInFlight] = []
+        self._steering = Steering()
+        self._hooks: list[Any] = []
 
     @property
     def position(self) -> int:
         return self._position
+
+    @property
+    def steering_digest(self) -> bytes:
+        """Of what steers from here on; empty when nothing does."""
+        return self._steering.digest
+
+    @property
+    def is_steered(self) -> bool:
+        """Then every forward must go through the layers' own modules: what was recorded knows nothing of directions."""
+        return bool(self._steering.sums)
+
+    def steer(self, steering: Steering) -> None:
+        """From now on forwards are steered so. Rows stay: what they were made under is the caller's to know.
+
+        Raises StageFailed; then the steering is as before.
+        """
+        if steering.digest == self._steering.digest:
+            return
+        hooks = []
+        for stage in self.stages:
+            try:
+                hooks += hook_layers(stage, steering)
+            except Exception as error:
+                raise StageFailed(stage.index, "steering", error) from error
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = [module.register_forward_hook(hook) for module, hook in hooks]
+        self._steering = steering
 
     def prepare_decoding(self, progress: Callable[[str, float], None] | None = None) -> bool:
         """Records decoding as CUDA graphs where that is possible; True if it was. Forgets the timeline."""
@@ -131,7 +162,7 @@ class Session:
         Returns the logits of what follows it, float32 `[vocab]`, on the last device. Raises ContextFull, StageFailed.
         """
         self._check_room(1)
-        if self._decode_graph is not None:
+        if self._decode_graph is not None and not self.is_steered:
             return self._step_recorded(self._decode_graph, token_id)
         hidden = self._forward(np.array([token_id], dtype=np.int64), self._position, "decode")
         try:
