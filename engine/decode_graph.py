@@ -102,9 +102,9 @@ class StageDecoder:
 
         inner: Any = stage.inner
         self.stage = stage
-        self.layers = [
-            _layer_of(inner.layers[index], cache.layers[index]) for index in range(stage.first_layer, stage.end_layer)
-        ]
+        span = range(stage.first_layer, stage.end_layer)
+        self._modules = [inner.layers[index] for index in span]
+        self.layers = [_layer_of(inner.layers[index], cache.layers[index]) for index in span]
         first = self.layers[0]
         kv_heads, dim = first.key_rows.shape[1:]
         q_width = first.output.weight.shape[1]
@@ -141,6 +141,10 @@ class StageDecoder:
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 self.run()
         self._graph = graph
+
+    @property
+    def has_hooks(self) -> bool:
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -183,6 +187,11 @@ class DecodeGraph:
 
     def __init__(self, decoders: Sequence[StageDecoder]) -> None:
         self._decoders = tuple(decoders)
+
+    @property
+    def is_true(self) -> bool:
+        """Whether the recording is what the layers would do now: not while hooks on them add to it."""
+        return not any(decoder.has_hooks for decoder in self._decoders)
 
     def step(self, token_id: int, position: int) -> torch.Tensor:
         """Runs one token at `position`, writing that row in every stage; waits for nothing.

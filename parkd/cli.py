@@ -169,13 +169,17 @@ def compose(
 
     identity = IdentityBuilder(engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, MEMO_BYTES)
     store = None
+    hooks = engine.host_memory_hooks()
     if store_config.budget_bytes:
         store = ConversationStore(
             store_config,
             engine.info.layout,
             clock=time.monotonic,
             new_id=lambda: secrets.token_hex(CONVERSATION_ID_BYTES),
+            slab_hooks=hooks,
         )
+        if hooks is not None:  # Page-locked in the background from here on, while requests are answered.
+            store.grow_ahead()
     server = config.server
     output = output_format(engine.template_source)
     structured = StructuredOutput(engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from parkd.types import Checksums, SamplingParams, StateLayout, TokenIds, TokenMask, Transfer
 
@@ -90,6 +90,27 @@ class TextStream(Protocol):
 
     def flush(self) -> TextPiece:
         """The rest, once no token follows."""
+
+
+class CaptureInFlight(Protocol):
+    """A capture that goes on while the engine does other things."""
+
+    def wait(self) -> Checksums:
+        """Blocks until every byte is in the buffers; from any thread. Raises EngineFailure, EngineLost.
+
+        Until it returns, or has raised, the buffers may be written to.
+        """
+
+
+@runtime_checkable
+class OverlappingEngine(Protocol):
+    """What an engine may offer besides: captures that the next prompt does not wait for."""
+
+    def start_capture(self, transfer: Transfer) -> CaptureInFlight | None:
+        """Begins what `capture` does and returns at once; None if this state can only be captured by waiting.
+
+        The engine itself sees to it that no row is overwritten before it is copied.
+        """
 
 
 class RowEngine(Protocol):

@@ -25,12 +25,14 @@ from engine.architectures import architecture_of
 from engine.arena import StageArena
 from engine.chat import ChatTemplate as EngineTemplate
 from engine.config import EngineConfig
+from engine.copies import CaptureInFlight
 from engine.errors import EngineError, SnapshotError
 from engine.fingerprint import fingerprint
 from engine.layout import StageStateLayout, build_layout
 from engine.load_errors import TemplateRefused
 from engine.loader import LoadConfig, LoadedModel, load_model
 from engine.memory import StageNeed, choose_context, free_bytes
+from engine.pinned import PinnedMemory
 from engine.sampling import Sampler
 from engine.session import Session
 from engine.stages import Stage, place, split_layers
@@ -112,7 +114,7 @@ class TorchEngine:
                 free=free,
             )
             arenas = [StageArena(s, context, d) for d, s in zip(layout.devices, state, strict=True)]
-            session = Session(stages, arenas, layout.batch_tokens)
+            session = Session(stages, arenas, layout.batch_tokens, loaded.config)
         except EngineError as error:
             raise ModelError(str(error)) from error
         info = EngineInfo(
@@ -130,6 +132,17 @@ class TorchEngine:
         )
         return cls(loaded, session, info, fresh_seed=fresh_seed)
 
+    def host_memory_hooks(self) -> PinnedMemory | None:
+        """What a pool of parked rows should tell of its memory, so that cards copy at full speed; None without cards."""
+        uses_cards = any(torch.device(device).type == "cuda" for device in self.info.devices)
+        return PinnedMemory() if uses_cards else None
+
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
+                f"Name more devices with --devices, or use a smaller model."
+            ) from error
+        session.prepare_decoding(progress)
     @property
     def _session(self) -> Session:
         if self._open is None:
@@ -206,6 +219,11 @@ class _Template:
         tools: Sequence[Mapping[str, Any]],
         kwargs: Mapping[str, Any],
         *,
+    def start_capture(self, transfer: Transfer) -> _CaptureInFlight | None:
+        with _translated():
+            capture = snapshot.start_capture(self._session, transfer)
+        return None if capture is None else _CaptureInFlight(capture)
+
         add_generation_prompt: bool = True,
     ) -> str:
         try:
@@ -224,6 +242,17 @@ class _TextStream:
         return _piece(self._assembler.push(token_ids))
 
     def flush(self) -> TextPiece:
+class _CaptureInFlight:
+    """The engine's, in the daemon's words."""
+
+    def __init__(self, capture: CaptureInFlight) -> None:
+        self._capture = capture
+
+    def wait(self) -> Checksums:
+        with _translated():
+            return Checksums(*self._capture.wait())
+
+
         return _piece(self._assembler.flush())
 
 
@@ -248,7 +277,7 @@ def _weights_bytes(stages: Sequence[Stage]) -> int:
 def _translated() -> Iterator[None]:
     try:
         yield
-    except EngineError as error:
+    except Exception as error:
         if _is_lost(error):
             raise EngineLost(_lost_message(error)) from error
         raise EngineFailure(f"The engine could not finish this turn: {error}. Send the request again.") from error
@@ -268,3 +297,15 @@ def _is_lost(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
+        if not isinstance(error, EngineError):
+            raise
+        if _is_out_of_memory(error):
+            torch.cuda.empty_cache()
+            raise EngineFailure(
+                f"The device has too little free memory for this turn: {error}. Start with a smaller --batch-size or "
+                f"--ctx-size, or send a shorter prompt."
+            ) from error
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error.__cause__, torch.OutOfMemoryError)
+
+

@@ -91,6 +91,7 @@ class Proxy:
                 tasks.start_soon(self._serve_lane)
                 yield
                 await self._drain()
+                await self.live.settle()
                 tasks.cancel_scope.cancel()
         finally:
             self._tasks = None

@@ -5,11 +5,13 @@ One owner, the lane's turn. The engine's calls run on its thread; the store is o
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, RowEngine
+from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, OverlappingEngine, RowEngine
 from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.proxy.cost import CostMeter
@@ -17,14 +19,28 @@ from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.live import LiveConversation, restored
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.start import StartPlan
-from parkd.store.records import CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
+from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
 from parkd.store.store import ConversationStore
-from parkd.types import CacheOutcome, ConversationKey, Units
+from parkd.types import CacheOutcome, Checksums, ConversationKey, Units
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class BackgroundPark:
+    """A capture that the next turn does not wait for."""
+
+    capture: Capture
+    in_flight: CaptureInFlight
+    live: LiveConversation
+    """What was live when it began."""
+    began_s: float
+    intact: int
+    """Rows `[0, intact)` in the arenas are still those that are captured."""
+    task: asyncio.Task[None] | None = None
 
 
 class LiveState:
@@ -41,11 +57,26 @@ class LiveState:
     ) -> None:
         self.engine = engine
         self.thread = thread
-        self.conversation = LiveConversation()
+        self._conversation = LiveConversation()
+        self._background: BackgroundPark | None = None
         self._store = store
         self._metrics = metrics
         self._costs = costs
         self._monotonic = monotonic
+
+    @property
+    def conversation(self) -> LiveConversation:
+        return self._conversation
+
+    @conversation.setter
+    def conversation(self, conversation: LiveConversation) -> None:
+        self._conversation = conversation
+        self._rows_lost(conversation.position)
+
+    def _rows_lost(self, kept: int) -> None:
+        """Rows behind the first `kept` are no longer those that a capture under way copies."""
+        if self._background is not None:
+            self._background.intact = min(self._background.intact, kept)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """One engine call. Raises ParkdError only: an engine's unforeseen error resets it and is an EngineFailure."""
@@ -130,7 +161,11 @@ class LiveState:
         raise failed
 
     async def park(self) -> None:
-        """Copies what is live and not yet in the store. A refusal or a failed copy leaves everything as it was."""
+        """Copies what is live and not yet in the store. A refusal or a failed copy leaves everything as it was.
+
+        Where the engine can go on meanwhile, this returns once the copy is under way; `settle` waits for its end.
+        """
+        await self.settle()
         live, store = self.conversation, self._store
         if store is None or live.key is None or live.position == 0:
             return
@@ -156,6 +191,11 @@ class LiveState:
             return
         began_s = self._monotonic()
         try:
+            in_flight = await self._started(capture)
+            if in_flight is not None:
+                self._background = BackgroundPark(capture, in_flight, live, began_s, intact=live.position)
+                self._background.task = asyncio.create_task(self._finish(store, self._background))
+                return
             checksums = await self.call(self.engine.capture, capture.transfer)
         except BaseException as error:
             store.abort(capture)
@@ -163,14 +203,51 @@ class LiveState:
                 log.warning("not parked: the copy failed: %s", error.message)
                 return
             raise
+        parked = self._commit(store, capture, checksums, began_s)
+        self.conversation = live.captured(parked.blocks, parked.position, parked.id)
+
+    async def settle(self) -> None:
+        """Waits for the capture under way, if there is one: then it is in the store, or given up."""
+        if self._background is not None and self._background.task is not None:
+            await self._background.task
+
+    async def _started(self, capture: Capture) -> CaptureInFlight | None:
+        if not isinstance(self.engine, OverlappingEngine):
+            return None
+        return await self.call(self.engine.start_capture, capture.transfer)
+
+    async def _finish(self, store: ConversationStore, background: BackgroundPark) -> None:
+        """Publishes what was captured, once it is; what of it is still live then descends from it."""
+        capture = background.capture
+        try:
+            checksums = await asyncio.to_thread(background.in_flight.wait)
+        except Exception as error:
+            # The next call of the engine meets a lost device too, and says so to who waits for it.
+            self._background = None
+            store.abort(capture)
+            log.warning("not parked: the copy failed: %s", error)
+            return
+        parked = self._commit(store, capture, checksums, background.began_s)
+        self._background = None
+        covered = min(background.intact, parked.position)
+        if covered < parked.position:
+            covered = covered // BLOCK_TOKENS * BLOCK_TOKENS
+        if covered:
+            self.conversation = self.conversation.captured(parked.blocks, covered, parked.id)
+
+    def _commit(self, store: ConversationStore, capture: Capture, checksums: Checksums, began_s: float) -> Parked:
         self._metrics.moved("park", capture.transfer.bytes, self._monotonic() - began_s)
         parked = store.commit(capture, checksums)
-        self.conversation = live.captured(parked.blocks, parked.position, parked.id)
         if not capture.is_whole:
+            position = len(capture.request.units)
             self._metrics.refusals.labels("parked in part").inc()
-            log.info("parked the first %d of %d tokens: the budget holds no more", parked.position, live.position)
+            log.info("parked the first %d of %d tokens: the budget holds no more", parked.position, position)
+        return parked
 
     async def _park_if_lost(self, keep_rows: int) -> None:
+        background = self._background
+        if background is not None and background.live is self.conversation and background.capture.is_whole:
+            return  # Every row is being copied already, and is not overwritten before it is.
         if keep_rows < self.conversation.position:
             await self.park()
 
@@ -185,6 +262,7 @@ class LiveState:
         await self.call(self.engine.restore, transfer)
         took_s = self._monotonic() - began_s
         whole = lease.stop == parked.position
+        self._rows_lost(transfer.start)
         self.conversation = restored(key, parked.units, lease.lineage, lease.stop, parked.id if whole else None)
         self._metrics.moved("restore", transfer.bytes, took_s)
         self._costs.has_moved(outcome, transfer.bytes, took_s)

@@ -153,6 +153,14 @@ class SlabPool:
         while self.free_slots < need.slots:
             self._grow(need.slots - self.free_slots, self._budget.free_bytes - need.side_bytes)
 
+    def grow_ahead(self) -> bool:
+        """Adds a full slab before anyone needs it, if the budget has the room. False if not."""
+        room = self._budget.free_bytes - self._budget.limit_bytes // METADATA_SHARE
+        if self.geometry.slab_bytes(self.geometry.most_slots) > room:
+            return False
+        self._grow(self.geometry.most_slots, self._budget.free_bytes)
+        return True
+
     def allocate(self, count: int, after: int | None) -> list[int]:
         slots = self._slots.allocate(count, after)
         self._touched_slots = max(self._touched_slots, self.used_slots)

@@ -146,6 +146,14 @@ class ConversationStore:
         self._totals["leases"] += 1
         return Lease(entry.parked, start, stop, transfer, self._lineage(entry.parked, stop), release)
 
+    def grow_ahead(self) -> None:
+        """Takes as many slabs as the budget allows, now: memory that must be made ready for a device takes its time.
+
+        Raises OSError or MemoryError; what was taken until then stays.
+        """
+        while self._shelf.slabs.grow_ahead():
+            pass
+
     def begin_capture(self, request: CaptureRequest) -> Capture | Refused:
         """Reserves room for what is live, evicting as the policy says; never what is leased or pinned.
 

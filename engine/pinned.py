@@ -1,0 +1,119 @@
+"""Page-locks host memory in the background, so that cards copy to and from it at the speed of the link.
+
+    added -> waiting -> locking -> locked          a copy works at any time; it is fast from `locked` on
+                 |-- refused: stays pageable, with one warning
+
+Locking waits for nobody and nobody waits for it, except who takes memory away while it is being locked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+log = logging.getLogger("parkd.engine")
+
+HOST_REGISTER_PORTABLE = 1
+"""For all cards, not just the current one (CUDA runtime API, cudaHostRegister)."""
+MADV_POPULATE_WRITE = 23
+"""Gives pages their memory without changing what is in them (Linux 5.14 and later)."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def register_with_cuda(address: int, size: int) -> int:
+    """0, or the error's number."""
+    return int(torch.cuda.cudart().cudaHostRegister(address, size, HOST_REGISTER_PORTABLE))  # type: ignore[no-untyped-call]
+
+
+def unregister_with_cuda(address: int) -> int:
+    return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+
+
+def populate(address: int, size: int) -> None:
+    """Faults the pages in ahead of locking, which would do it more slowly; a kernel that can't is no harm."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE)
+
+
+class PinnedMemory:
+    """Hooks for a pool of host memory: what is added gets page-locked, what is removed is released first.
+
+    `added` and `removed` are called by the pool's owner, from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        register: Callable[[int, int], int] = register_with_cuda,
+        unregister: Callable[[int], int] = unregister_with_cuda,
+        prepare: Callable[[int, int], None] = populate,
+    ) -> None:
+        self._register, self._unregister, self._prepare = register, unregister, prepare
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._locking: int | None = None
+        self._locked: dict[int, int] = {}
+        self._refused = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def locked_bytes(self) -> int:
+        with self._changed:
+            return sum(self._locked.values())
+
+    def added(self, memory: Bytes) -> None:
+        if memory.nbytes == 0:
+            return
+        with self._changed:
+            self._waiting.append((memory.ctypes.data, memory.nbytes))
+            if self._thread is None:
+                # A daemon: a driver call that hangs must not keep the process from ending.
+                self._thread = threading.Thread(target=self._serve, name="parkd-pin", daemon=True)
+                self._thread.start()
+
+    def removed(self, memory: Bytes) -> None:
+        address = memory.ctypes.data
+        with self._changed:
+            self._waiting = deque(each for each in self._waiting if each[0] != address)
+            self._changed.wait_for(lambda: self._locking != address)
+            if self._locked.pop(address, None) is not None:
+                self._unregister(address)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until nothing is left to be locked. False after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and self._locking is None, timeout_s)
+
+    def _serve(self) -> None:
+        """Locks what waits and ends when nothing does."""
+        while True:
+            with self._changed:
+                self._locking = None
+                self._changed.notify_all()
+                if not self._waiting or self._refused:
+                    self._waiting.clear()
+                    self._thread = None
+                    return
+                address, size = self._waiting.popleft()
+                self._locking = address
+            self._prepare(address, size)
+            error = self._register(address, size)
+            with self._changed:
+                if error == 0:
+                    self._locked[address] = size
+                    continue
+                self._refused = True
+            log.warning(
+                "host memory cannot be page-locked (CUDA error %d, %d MiB locked so far): copies are slower. "
+                "The limit is that of `ulimit -l`, or the machine's memory.",
+                error,
+                self.locked_bytes >> 20,
+            )
