@@ -117,6 +117,12 @@ class TorchEngine:
             session = Session(stages, arenas, layout.batch_tokens, loaded.config)
         except EngineError as error:
             raise ModelError(str(error)) from error
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
+                f"Name more devices with --devices, or use a smaller model."
+            ) from error
+        session.prepare_decoding(progress)
         info = EngineInfo(
             model_name=config.name or loaded.name,
             architecture=architecture_of(loaded.config),
@@ -137,12 +143,6 @@ class TorchEngine:
         uses_cards = any(torch.device(device).type == "cuda" for device in self.info.devices)
         return PinnedMemory() if uses_cards else None
 
-        except torch.OutOfMemoryError as error:
-            raise ModelError(
-                f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
-                f"Name more devices with --devices, or use a smaller model."
-            ) from error
-        session.prepare_decoding(progress)
     @property
     def _session(self) -> Session:
         if self._open is None:
@@ -189,6 +189,11 @@ class TorchEngine:
             sums = snapshot.capture(self._session, transfer)
         return Checksums(sums.rows, sums.fixed)
 
+    def start_capture(self, transfer: Transfer) -> _CaptureInFlight | None:
+        with _translated():
+            capture = snapshot.start_capture(self._session, transfer)
+        return None if capture is None else _CaptureInFlight(capture)
+
     def restore(self, transfer: Transfer) -> None:
         try:
             snapshot.restore(self._session, transfer)
@@ -207,6 +212,17 @@ class TorchEngine:
         self._open = None
 
 
+class _CaptureInFlight:
+    """The engine's, in the daemon's words."""
+
+    def __init__(self, capture: CaptureInFlight) -> None:
+        self._capture = capture
+
+    def wait(self) -> Checksums:
+        with _translated():
+            return Checksums(*self._capture.wait())
+
+
 class _Template:
     """The engine's template, refusing in the daemon's words."""
 
@@ -219,11 +235,6 @@ class _Template:
         tools: Sequence[Mapping[str, Any]],
         kwargs: Mapping[str, Any],
         *,
-    def start_capture(self, transfer: Transfer) -> _CaptureInFlight | None:
-        with _translated():
-            capture = snapshot.start_capture(self._session, transfer)
-        return None if capture is None else _CaptureInFlight(capture)
-
         add_generation_prompt: bool = True,
     ) -> str:
         try:
@@ -242,17 +253,6 @@ class _TextStream:
         return _piece(self._assembler.push(token_ids))
 
     def flush(self) -> TextPiece:
-class _CaptureInFlight:
-    """The engine's, in the daemon's words."""
-
-    def __init__(self, capture: CaptureInFlight) -> None:
-        self._capture = capture
-
-    def wait(self) -> Checksums:
-        with _translated():
-            return Checksums(*self._capture.wait())
-
-
         return _piece(self._assembler.flush())
 
 
@@ -280,7 +280,19 @@ def _translated() -> Iterator[None]:
     except Exception as error:
         if _is_lost(error):
             raise EngineLost(_lost_message(error)) from error
+        if not isinstance(error, EngineError):
+            raise
+        if _is_out_of_memory(error):
+            torch.cuda.empty_cache()
+            raise EngineFailure(
+                f"The device has too little free memory for this turn: {error}. Start with a smaller --batch-size or "
+                f"--ctx-size, or send a shorter prompt."
+            ) from error
         raise EngineFailure(f"The engine could not finish this turn: {error}. Send the request again.") from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error.__cause__, torch.OutOfMemoryError)
 
 
 def _lost_message(error: BaseException) -> str:
@@ -297,15 +309,3 @@ def _is_lost(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
-        if not isinstance(error, EngineError):
-            raise
-        if _is_out_of_memory(error):
-            torch.cuda.empty_cache()
-            raise EngineFailure(
-                f"The device has too little free memory for this turn: {error}. Start with a smaller --batch-size or "
-                f"--ctx-size, or send a shorter prompt."
-            ) from error
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error.__cause__, torch.OutOfMemoryError)
-
-
