@@ -1,6 +1,6 @@
 """Leaving a conversation and coming back: parkd and llama.cpp's server side by side over HTTP, same GGUF file.
 
-    python -m benchmarks.aba [--runs 3] [--output-tokens 48]
+    python -m benchmarks.aba [--runs 3] [--output-tokens 48] [--a-characters 12200] [--b-characters 4000] [--threads N]
 
 Every run uses fresh texts, so nothing of an earlier run helps; each step goes to one server and then to the other, so
 whatever else the machine does hits both. Steps of a run, in order:
@@ -59,11 +59,11 @@ class Conversations:
     a2: list[dict[str, str]]
 
 
-def run_steps(contender: Contender, run: int) -> Callable[[str], Answer]:
+def run_steps(contender: Contender, run: int, a_characters: int, b_characters: int) -> Callable[[str], Answer]:
     """A function that takes the next step's name; it is called once for each of STEPS, in order."""
     seen = Conversations(
-        a=texts.opening("Ada", 1000 + run, A_CHARACTERS, QUESTIONS[0]),
-        b=texts.opening("Boris", 2000 + run, B_CHARACTERS, QUESTIONS[0]),
+        a=texts.opening("Ada", 1000 + run, a_characters, QUESTIONS[0]),
+        b=texts.opening("Boris", 2000 + run, b_characters, QUESTIONS[0]),
         a2=[],
     )
 
@@ -99,10 +99,12 @@ Measured = dict[str, dict[str, list[Answer]]]
 """Contender's name -> step -> one answer a run."""
 
 
-def measure(contenders: list[Contender], runs: int) -> Measured:
+def measure(
+    contenders: list[Contender], runs: int, a_characters: int = A_CHARACTERS, b_characters: int = B_CHARACTERS
+) -> Measured:
     measured: Measured = {contender.name: {step: [] for step in STEPS} for contender in contenders}
     for run in range(runs):
-        takers = {contender.name: run_steps(contender, run) for contender in contenders}
+        takers = {c.name: run_steps(c, run, a_characters, b_characters) for c in contenders}
         for step in STEPS:
             for name, take in takers.items():
                 answer = take(step)
@@ -203,6 +205,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A, B, A over HTTP")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--output-tokens", type=int, default=48)
+    parser.add_argument("--a-characters", type=int, default=A_CHARACTERS)
+    parser.add_argument("--b-characters", type=int, default=B_CHARACTERS)
+    parser.add_argument("--threads", type=int, help="for every server; default: all cores")
     options = parser.parse_args()
     started = machine()
     result = Result("aba", "Leaving a conversation and coming back", HOW)
@@ -211,10 +216,15 @@ def main() -> None:
     def asker(server: servers.Server, **extra: bool) -> Asker:
         return lambda messages: ask(server.base_url, messages, output_tokens=options.output_tokens, extra=extra)
 
+    threads = options.threads
     with ExitStack() as stack:
-        ours = stack.enter_context(servers.parkd_server(cache_mib=CACHE_MIB, context_tokens=CONTEXT_TOKENS))
+        ours = stack.enter_context(
+            servers.parkd_server(cache_mib=CACHE_MIB, context_tokens=CONTEXT_TOKENS, threads=threads)
+        )
         unparked = stack.enter_context(
-            servers.parkd_server(cache_mib=0, name="parkd without parking", context_tokens=CONTEXT_TOKENS)
+            servers.parkd_server(
+                cache_mib=0, name="parkd without parking", context_tokens=CONTEXT_TOKENS, threads=threads
+            )
         )
 
         def ask_ours_cold(messages: list[dict[str, str]]) -> Answer:
@@ -223,13 +233,15 @@ def main() -> None:
 
         contenders = [Contender("parkd", asker(ours), ask_ours_cold)]
         if servers.peer_installed():
-            peer = stack.enter_context(servers.peer_server(cache_ram_mib=CACHE_MIB, context_tokens=CONTEXT_TOKENS))
+            peer = stack.enter_context(
+                servers.peer_server(cache_ram_mib=CACHE_MIB, context_tokens=CONTEXT_TOKENS, threads=threads)
+            )
             contenders.append(Contender("llama.cpp", asker(peer), asker(peer, cache_prompt=False)))
         else:
             result.notes.append("llama.cpp was not measured: pip install xllamacpp.")
         for contender in contenders:
             contender.ask(tiny)
-        measured = measure(contenders, options.runs)
+        measured = measure(contenders, options.runs, options.a_characters, options.b_characters)
         report(measured, result)
         judge(measured, result)
         memory(ours, result)

@@ -1,6 +1,6 @@
 """How late `/health` answers while the engine reads a long prompt, and while it writes the answer.
 
-    python -m benchmarks.health_lag
+    python -m benchmarks.health_lag [--characters 28000] [--threads N]
 
 The event loop and the engine share a process; were the loop ever blocked by the engine, a probe would wait for the end
 of a chunk (seconds). Probes come from another process on one kept-alive connection, one every 20 ms.
@@ -47,7 +47,7 @@ class Probe(threading.Thread):
                 self.milliseconds[phase].append((time.perf_counter() - started) * 1000)
 
 
-def measure(server: servers.Server) -> tuple[Probe, Answer]:
+def measure(server: servers.Server, characters: int) -> tuple[Probe, Answer]:
     probe = Probe(server.base_url)
 
     def decoding() -> None:
@@ -57,7 +57,7 @@ def measure(server: servers.Server) -> tuple[Probe, Answer]:
     time.sleep(IDLE_S)
     progress("reading a long prompt ...")
     probe.phase = "prefill"
-    messages = texts.opening("Hedy", 3000, CHARACTERS, "Summarise the document in at least ten sentences.")
+    messages = texts.opening("Hedy", 3000, characters, "Summarise the document in at least ten sentences.")
     answer = ask(server.base_url, messages, output_tokens=OUTPUT_TOKENS, on_first_token=decoding)
     probe.ended.set()
     probe.join()
@@ -65,11 +65,14 @@ def measure(server: servers.Server) -> tuple[Probe, Answer]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description="/health while a prompt is read").parse_args()
+    parser = argparse.ArgumentParser(description="/health while a prompt is read")
+    parser.add_argument("--characters", type=int, default=CHARACTERS)
+    parser.add_argument("--threads", type=int, help="the engine computes with; default: all cores")
+    options = parser.parse_args()
     started = machine()
     result = Result("health_lag", "/health while the engine works", __doc__.split("\n\n")[2].replace("\n", " "))
-    with servers.parkd_server(cache_mib=1024, context_tokens=8192) as server:
-        probe, answer = measure(server)
+    with servers.parkd_server(cache_mib=1024, context_tokens=8192, threads=options.threads) as server:
+        probe, answer = measure(server, options.characters)
     rows = []
     for phase in PHASES:
         samples = probe.milliseconds[phase]

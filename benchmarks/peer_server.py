@@ -15,7 +15,7 @@ def main() -> None:
     import xllamacpp
 
     model, port, context_tokens, cache_ram_mib = sys.argv[1:]
-    threads = os.cpu_count() or 1
+    threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     parameters = xllamacpp.CommonParams()
     parameters.model.path = model
     parameters.hostnames = ["127.0.0.1"]

@@ -1,6 +1,6 @@
 """What a request costs outside the engine: parse, render, tokenise, hash, match.
 
-    python -m benchmarks.proxy_time [--repeats 7]
+    python -m benchmarks.proxy_time [--repeats 15]
 
 The prompt is a long chat (a system prompt, then turns of the user and answers). *Cold*: nothing of it was seen before.
 *Next turn*: the last request plus an answer and a question. *Again*: the same request once more. Matching compares it
@@ -26,7 +26,7 @@ from benchmarks import texts
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progress
 from benchmarks.servers import demo_model
 from engine.chat import ChatTemplate, ChatTokenizer
-from engine.gguf import GgufFile
+from engine.gguf_metadata import read_metadata
 from engine.gguf_tokenizer import save_tokenizer
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.builder import IdentityBuilder
@@ -34,7 +34,9 @@ from parkd.identity.matcher import CostModel
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.live import LiveConversation
 from parkd.proxy.start import decide_start
+from parkd.store.index import PrefixIndex
 from parkd.store.records import Parked
+from parkd.store.store import CANDIDATE_LIMIT
 from parkd.types import CacheOutcome, PromptIdentity, StageLayout, StateLayout
 
 SIZES = {"30k": 30_000, "86k": 86_000}
@@ -108,9 +110,14 @@ def match_ms(prompt: PromptIdentity, known: PromptIdentity, live: PromptIdentity
     length = min(len(known), len(prompt))
     siblings = [parked_of(known, length * (i + 1) // (PARKED_SIBLINGS + 1), f"s{i}") for i in range(PARKED_SIBLINGS)]
     candidates = [parked_of(known, len(known), "right"), *siblings]
+    by_id = {parked.id: parked for parked in candidates}
+    index = PrefixIndex()
+    for parked in candidates:
+        index.add(parked.id, parked.key_digest, parked.prefix_hashes)
     elsewhere = LiveConversation(live.key, live.units)
     started = time.perf_counter()
-    plan = decide_start(prompt, elsewhere, candidates, layout=LAYOUT, live_checkpoints=(), cost=COST, gone="")
+    found = [by_id[name] for name, _ in index.find(prompt.key.digest, prompt.prefix_hashes, CANDIDATE_LIMIT)]
+    plan = decide_start(prompt, elsewhere, found, layout=LAYOUT, live_checkpoints=(), cost=COST)
     elapsed_ms = (time.perf_counter() - started) * 1000
     assert plan.option.position >= outcome_min, "the parked conversation was not found"
     return elapsed_ms
@@ -129,7 +136,7 @@ def measure(tokenizer: Any, tokens: int, repeats: int) -> tuple[int, dict[str, d
         proxy = Proxy(OpenAIChat(), builder)
         live, _ = proxy.identify(other)  # a server's first request also compiles the template
         gc.collect()
-        known = None
+        known: PromptIdentity | None = None
         for way, body in (("cold", first), ("next turn", grown), ("again", grown)):
             identity, parts = proxy.identify(body)
             known = known or identity
@@ -138,20 +145,20 @@ def measure(tokenizer: Any, tokens: int, repeats: int) -> tuple[int, dict[str, d
             known = identity
             for part in PARTS:
                 measured[way][part].append(parts[part])
-        prompt_tokens = len(known)
+        prompt_tokens = len(identity)
     return prompt_tokens, measured
 
 
 def demo_tokenizer() -> Any:
     """The demo model's tokenizer, without its weights."""
-    with tempfile.TemporaryDirectory() as folder, GgufFile(demo_model()) as file:
-        save_tokenizer(file, Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(read_metadata(demo_model()), Path(folder))
         return AutoTokenizer.from_pretrained(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="time outside the engine")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     started = machine()
     how = " ".join(__doc__.split("\n\n")[2].split())

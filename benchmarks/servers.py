@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -69,7 +71,7 @@ def peer_installed() -> bool:
 
 @contextlib.contextmanager
 def parkd_server(
-    *, cache_mib: int, context_tokens: int, devices: str = "cpu,cpu", name: str = "parkd"
+    *, cache_mib: int, context_tokens: int, threads: int | None = None, devices: str = "cpu,cpu", name: str = "parkd"
 ) -> Iterator[Server]:
     arguments = [
         *("serve", "--model", str(demo_model()), "--devices", devices, "--ctx-size", str(context_tokens)),
@@ -77,24 +79,30 @@ def parkd_server(
     ]
     command = [sys.executable, "-m", "parkd", *arguments]
     port = _free_port()
-    with _running(name, [*command, "--port", str(port)], port) as server:
+    with _running(name, [*command, "--port", str(port)], port, threads) as server:
         yield server
 
 
 @contextlib.contextmanager
-def peer_server(*, cache_ram_mib: int, context_tokens: int) -> Iterator[Server]:
+def peer_server(*, cache_ram_mib: int, context_tokens: int, threads: int | None = None) -> Iterator[Server]:
     port = _free_port()
     arguments = [str(demo_model()), str(port), str(context_tokens), str(cache_ram_mib)]
-    with _running("llama.cpp", [sys.executable, "-m", "benchmarks.peer_server", *arguments], port) as server:
+    with _running("llama.cpp", [sys.executable, "-m", "benchmarks.peer_server", *arguments], port, threads) as server:
         yield server
 
 
 @contextlib.contextmanager
-def _running(name: str, command: list[str], port: int) -> Iterator[Server]:
+def _running(name: str, command: list[str], port: int, threads: int | None = None) -> Iterator[Server]:
+    """`threads` bounds what the server computes with; None leaves it all cores."""
+    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
+        # A benchmark that is told to end takes its servers with it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with log.open("wb") as output:
-            process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
         server = Server(name, f"http://127.0.0.1:{port}", process, log)
         try:
             _wait_until_ready(server)
