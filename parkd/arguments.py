@@ -68,7 +68,10 @@ def _parser() -> argparse.ArgumentParser:
         group = groups.get(setting.group)
         if group is None:
             group = groups[setting.group] = parser.add_argument_group(setting.group)
-        if setting.metavar:
+        if setting.words > 1:
+            names = tuple(setting.metavar.split())
+            group.add_argument(f"--{setting.name}", metavar=names, nargs=setting.words, help=setting.help)
+        elif setting.metavar:
             action = "append" if setting.many else "store"
             group.add_argument(f"--{setting.name}", metavar=setting.metavar, action=action, help=setting.help)
         else:

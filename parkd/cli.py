@@ -128,6 +128,7 @@ def load_engine(
 
     from engine.config import EngineConfig
     from engine.memory import free_bytes
+    from engine.steering import VectorFile
     from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
 
     library_logging.disable_progress_bar()
@@ -144,6 +145,8 @@ def load_engine(
             batch_tokens=config.model.batch_tokens,
         ),
         is_demo_model=is_demo,
+        control_vectors=tuple(VectorFile(each.name, each.path, each.scale) for each in config.model.control_vectors),
+        steered_layers=config.model.steered_layers,
     )
     return TorchEngine.load(
         engine_config, progress, free=lambda device: memory.for_arenas() if device == "cpu" else free_bytes(device)

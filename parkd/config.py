@@ -28,6 +28,17 @@ _FALSE = ("0", "false", "no", "off", "")
 
 
 @dataclass(frozen=True, slots=True)
+class ControlVectorFile:
+    """A control vector to load."""
+
+    name: str
+    """What requests call it: its file's name without the ending, unless one is given."""
+    path: Path
+    scale: float
+    """For requests that name no vectors."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model, and how it lies on the devices."""
 
@@ -44,6 +55,9 @@ class ModelConfig:
     """None: the largest that fits, up to the model's own."""
     batch_tokens: int
     """Tokens a prefill chunk."""
+    control_vectors: tuple[ControlVectorFile, ...] = ()
+    steered_layers: tuple[int, int] | None = None
+    """First and last layer that control vectors may steer; None: all but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +110,8 @@ class Setting:
     help: str
     many: bool = False
     """The flag may be given several times."""
+    words: int = 1
+    """That the flag takes on the command line; elsewhere they are one text."""
 
     @property
     def variable(self) -> str:
@@ -133,6 +149,36 @@ def _file(text: str) -> Path:
     if not path.is_file():
         raise ValueError("there is no such file")
     return path
+
+
+def _vectors(text: str) -> tuple[ControlVectorFile, ...]:
+    return tuple(_vector(item.strip(), 1.0) for item in text.split(","))
+
+
+def _scaled_vectors(text: str) -> tuple[ControlVectorFile, ...]:
+    vectors = []
+    for item in text.split(","):
+        file, _, scale = item.strip().rpartition(":")
+        if not file or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", scale):
+            raise ValueError("expected [NAME=]FILE:SCALE, e.g. calm.gguf:0.8, or several with a comma between them")
+        vectors.append(_vector(file, float(scale)))
+    return tuple(vectors)
+
+
+def _vector(text: str, scale: float) -> ControlVectorFile:
+    named = re.fullmatch(r"([\w.-]+)=(.+)", text)
+    name, file = (named[1], named[2]) if named else (Path(text).stem, text)
+    try:
+        return ControlVectorFile(name, _file(file), scale)
+    except ValueError:
+        raise ValueError(f"expected [NAME=]FILE; there is no file {file!r}") from None
+
+
+def _layer_range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,4})[ ,]+(\d{1,4})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError("expected the first and the last layer to steer, from 1 up, e.g. 10 20")
+    return int(match[1]), int(match[2])
 
 
 def _devices(text: str) -> tuple[str, ...]:
@@ -180,6 +226,27 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("layer-split", "model", "LIST", _layer_split, (), "first layer of each later stage: 24 or 24,36 (auto)"),
     Setting("ctx-size", "model", "TOKENS", _count(16), None, "context (the largest that fits, up to the model's)"),
     Setting("batch-size", "model", "TOKENS", _count(1, 65536), 512, "tokens read in one prefill chunk (512)"),
+    Setting(
+        "control-vector", "model", "[NAME=]FILE", _vectors, (), "control vector, at scale 1; may be repeated", True
+    ),
+    Setting(
+        "control-vector-scaled",
+        "model",
+        "[NAME=]FILE:SCALE",
+        _scaled_vectors,
+        (),
+        "the same with its default scale; 0: only requests that name it use it",
+        True,
+    ),
+    Setting(
+        "control-vector-layer-range",
+        "model",
+        "START END",
+        _layer_range,
+        None,
+        "layers that control vectors steer, both included (all but the first)",
+        words=2,
+    ),
     Setting(
         "conversation-cache-mib",
         "parking",
@@ -271,6 +338,15 @@ def _check_together(values: Mapping[str, Any]) -> None:
         )
 
 
+def _control_vectors(values: Mapping[str, Any]) -> tuple[ControlVectorFile, ...]:
+    vectors: tuple[ControlVectorFile, ...] = (*values["control-vector"], *values["control-vector-scaled"])
+    names = [vector.name for vector in vectors]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two control vectors are called {name}: name one otherwise, e.g. other={name}.gguf")
+    return vectors
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -289,6 +365,8 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             layer_split=values["layer-split"],
             context_tokens=values["ctx-size"],
             batch_tokens=values["batch-size"],
+            control_vectors=_control_vectors(values),
+            steered_layers=values["control-vector-layer-range"],
         ),
         cache=CacheConfig(values["conversation-cache-mib"], values["conversation-cache-slots"]),
         server=ServerConfig(

@@ -390,6 +390,8 @@ class TurnRequest:
     """A JSON schema the answer must obey; `{"type": "object"}` for any JSON object."""
     reasoning: ReasoningParams = field(default_factory=ReasoningParams)
     cache: CacheHints = field(default_factory=CacheHints)
+    steering: Mapping[str, float] | None = None
+    """Scales by control vector: the whole set: what it leaves out does not steer. None: the server's default."""
 
 
 @dataclass(frozen=True, slots=True)

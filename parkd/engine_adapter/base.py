@@ -161,6 +161,18 @@ class RowEngine(Protocol):
         the prompt's ids, for the penalties. Raises EngineFailure.
         """
 
+    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+        """Of the effective set of control vectors: 16 bytes, empty when nothing steers. Thread-safe.
+
+        `scales` is the whole set, by name; None is the engine's default. Raises InvalidRequest for an unknown name.
+        """
+
+    def steer(self, scales: Mapping[str, float] | None) -> bytes:
+        """What is read and generated from here on is steered so; rows stay. Returns the digest now in effect.
+
+        To be called before a turn reads. Raises InvalidRequest as `steering_digest` does, EngineFailure.
+        """
+
     def text_stream(self, stop: Sequence[str]) -> TextStream:
         """Thread-safe."""
 

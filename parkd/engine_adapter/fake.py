@@ -3,7 +3,7 @@
 Row t of every stage is a function of all tokens up to t, each next token is a function of all rows of all stages, and
 a row is computed from the row before it as the arena holds it. So state that is wrong anywhere gives wrong text.
 
-    chain[t] = chain[t-1] + mix(token[t], t)           (64-bit, wrapping)
+    chain[t] = chain[t-1] + mix(token[t], t, steering) (64-bit, wrapping)
     row[s, t] = words (chain[t] ^ salt[s], mix(chain[t], s), ...)
     next token = mix(sum of all words of rows [0, position) of all stages)
 
@@ -151,7 +151,9 @@ class FakeEngine:
         batch_tokens: int = 512,
         hook: Hook | None = None,
         end_odds: int = END_ODDS,
+        steering: Mapping[str, float] | None = None,
     ) -> None:
+        """`steering` are the known control vectors, each with the scale it has by default."""
         self.tokenizer = FakeTokenizer()
         self.template = FakeTemplate()
         self.hook: Hook = hook or (lambda _name, _number: None)
@@ -161,6 +163,8 @@ class FakeEngine:
         """Tokens read by `extend`, over the engine's life."""
         self._batch = batch_tokens
         self._end_odds = end_odds
+        self._default_steering = dict(steering or {})
+        self._steering = self.steering_digest(None)
         self._position = 0
         self._words = [2 + stage % 2 for stage in range(stages)]
         self._arenas = [np.zeros((context_tokens, words), dtype=np.uint64) for words in self._words]
@@ -225,6 +229,19 @@ class FakeEngine:
             token_id = self._next_token(sampling)
             yield [token_id]
 
+    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+        chosen = self._default_steering if scales is None else scales
+        for name in chosen:
+            if name not in self._default_steering:
+                known = ", ".join(self._default_steering) or "none"
+                raise InvalidRequest(f"There is no control vector {name!r}; known: {known}.", param="steering")
+        used = sorted((name, float(scale)) for name, scale in chosen.items() if scale)
+        return blake2b(repr(used).encode(), digest_size=16).digest() if used else b""
+
+    def steer(self, scales: Mapping[str, float] | None) -> bytes:
+        self._steering = self.steering_digest(scales)
+        return self._steering
+
     def text_stream(self, stop: Sequence[str]) -> FakeTextStream:
         return FakeTextStream(stop)
 
@@ -288,7 +305,9 @@ class FakeEngine:
         """Computes rows behind the position from the tokens and the last row of every stage."""
         start, stop = self._position, self._position + len(token_ids)
         places = np.arange(start, stop, dtype=np.uint64)
-        chain = np.cumsum(mix(token_ids.astype(np.uint64) * np.uint64(1_000_003) + places), dtype=np.uint64)
+        steered = np.uint64(int.from_bytes(self._steering[:8], "little"))
+        words = token_ids.astype(np.uint64) * np.uint64(1_000_003) + places
+        chain = np.cumsum(mix(words + steered), dtype=np.uint64)
         chain += self._last_chain()
         for stage, arena in enumerate(self._arenas):
             arena[start:stop] = row_words(chain, stage, self._words[stage])

@@ -7,6 +7,7 @@ Here the engine's errors become the daemon's:
                      a device that stopped answering                              ->  EngineLost
     in a restore     SnapshotError                                                ->  RestoreFailed, the state is empty
     in a template    TemplateRefused                                              ->  InvalidRequest
+    in a request     UnknownVector                                                ->  InvalidRequest
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from engine.arena import StageArena
 from engine.chat import ChatTemplate as EngineTemplate
 from engine.config import EngineConfig
 from engine.copies import CaptureInFlight
-from engine.errors import EngineError, SnapshotError
+from engine.errors import EngineError, SnapshotError, UnknownVector
 from engine.fingerprint import fingerprint
 from engine.layout import StageStateLayout, build_layout
 from engine.load_errors import TemplateRefused
@@ -36,6 +37,7 @@ from engine.pinned import PinnedMemory
 from engine.sampling import Sampler
 from engine.session import Session
 from engine.stages import Stage, place, split_layers
+from engine.steering import SteeringBank, VectorFile, load_vectors
 from engine.text import Piece, TextAssembler
 from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, TextPiece, Tokenizer
 from parkd.errors import EngineFailure, EngineLost, InvalidRequest, ModelError, RestoreFailed
@@ -62,6 +64,9 @@ class TorchEngineConfig:
     reserved_bytes: int = 0
     """Main memory promised to parked conversations: the arenas leave it alone."""
     is_demo_model: bool = False
+    control_vectors: tuple[VectorFile, ...] = ()
+    steered_layers: tuple[int, int] | None = None
+    """First and last layer that control vectors may steer, both included; None: all but the first."""
 
 
 class TorchEngine:
@@ -74,14 +79,17 @@ class TorchEngine:
         info: EngineInfo,
         *,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        vectors: SteeringBank | None = None,
     ) -> None:
-        """`fresh_seed` gives the randomness of answers whose request names no seed."""
+        """`fresh_seed` gives the randomness of answers whose request names no seed. `vectors` are those that requests
+        can name; their default scales steer whoever names none."""
         self.info = info
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.template: ChatTemplate = _Template(loaded.template)
         self._chat = loaded.tokenizer
         self._open: Session | None = session
         self._fresh_seed = fresh_seed
+        self._vectors = vectors or SteeringBank()
 
     @classmethod
     def load(
@@ -101,6 +109,12 @@ class TorchEngine:
             loaded = load_model(
                 LoadConfig(config.model, config.cache_dir, config.chat_template_file, layout.dtype, layout.devices[0]),
                 progress,
+            )
+            vectors = load_vectors(
+                config.control_vectors,
+                int(loaded.config.hidden_size),
+                int(loaded.config.num_hidden_layers),
+                config.steered_layers,
             )
             ranges = split_layers(loaded.config, len(layout.devices), layout.layer_split)
             kv_dtype = layout.kv_dtype or loaded.dtype
@@ -136,7 +150,7 @@ class TorchEngine:
             arena_bytes=sum(arena.nbytes for arena in arenas),
             is_demo_model=config.is_demo_model,
         )
-        return cls(loaded, session, info, fresh_seed=fresh_seed)
+        return cls(loaded, session, info, fresh_seed=fresh_seed, vectors=vectors)
 
     def host_memory_hooks(self) -> PinnedMemory | None:
         """What a pool of parked rows should tell of its memory, so that cards copy at full speed; None without cards."""
@@ -180,6 +194,17 @@ class TorchEngine:
             if mask is not None:
                 mask.accept(token)
             yield (token,)
+
+    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+        with _known_vectors():
+            return self._vectors.digest(scales)
+
+    def steer(self, scales: Mapping[str, float] | None) -> bytes:
+        # A set is often the same for a whole conversation: its sums are made only when it changes.
+        if self.steering_digest(scales) != self._session.steering_digest:
+            with _translated():
+                self._session.steer(self._vectors.select(scales))
+        return self._session.steering_digest
 
     def text_stream(self, stop: Sequence[str]) -> _TextStream:
         return _TextStream(self._chat.text(stop))
@@ -271,6 +296,14 @@ def _weights_bytes(stages: Sequence[Stage]) -> int:
     modules = [module for stage in stages for module in (stage.inner, stage.head) if module is not None]
     tensors = [parameter for module in modules for parameter in module.parameters()]
     return sum({(str(t.device), t.data_ptr()): t.numel() * t.element_size() for t in tensors}.values())
+
+
+@contextmanager
+def _known_vectors() -> Iterator[None]:
+    try:
+        yield
+    except UnknownVector as error:
+        raise InvalidRequest(str(error), param="steering") from error
 
 
 @contextmanager

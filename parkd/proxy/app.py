@@ -128,7 +128,7 @@ class Proxy:
 
     def _build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
         services = self.services
-        prompt = services.build_identity(request)
+        prompt = services.build_identity(request, steering=services.engine.steering_digest(request.steering))
         mask = services.build_mask(request, prompt_tail(services.engine, prompt)) if services.build_mask else None
         return prompt, mask
 

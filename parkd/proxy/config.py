@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from parkd.engine_adapter.base import RowEngine
 from parkd.proxy.output.base import OutputFormat
@@ -43,8 +43,12 @@ class ProxyConfig:
     """Web pages that may call this server; empty: none."""
 
 
-BuildIdentity = Callable[[TurnRequest], PromptIdentity]
-"""`IdentityBuilder.build`; runs in a worker thread. Raises InvalidRequest."""
+
+class BuildIdentity(Protocol):
+    """`IdentityBuilder.build`; runs in a worker thread. Raises InvalidRequest."""
+
+    def __call__(self, request: TurnRequest, *, steering: bytes = b"") -> PromptIdentity: ...
+
 
 BuildMask = Callable[[TurnRequest, str], TokenMask | None]
 """From a request and the end of its rendered prompt to what its answer must obey, None for nothing. Runs in a worker

@@ -155,6 +155,7 @@ class TurnRunner:
     async def _answer(self, turn: Turn) -> None:
         plan, why = self._decide(turn)
         report, restore_s = await self._start(turn, plan, why)
+        await self._steer(turn)
         turn.report = report
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s)
         self._metrics.started(report)
@@ -195,6 +196,12 @@ class TurnRunner:
         option = plan.option
         assert self._live.conversation.position == option.position
         return CacheReport(option.outcome, len(turn.prompt), option.position, why), restore_s
+
+    async def _steer(self, turn: Turn) -> None:
+        """After the start: what may have been parked on the way was copied, not computed."""
+        in_effect = await self._live.call(self._live.engine.steer, turn.request.steering)
+        if in_effect != turn.prompt.key.steering:
+            raise EngineFailure("The engine steers by another set of control vectors than was asked for. Try again.")
 
     async def _read(self, turn: Turn) -> float:
         """Reads the prompt up to its last token. Returns the seconds. Raises Cancelled with what was read kept."""

@@ -31,8 +31,14 @@ def test_serve_may_be_left_out() -> None:
 def test_every_setting_is_a_flag_and_nothing_typed_is_nothing_given() -> None:
     assert arguments.parse([]).flags == {}
     for setting in SETTINGS:
-        words = [f"--{setting.name}", *(["1"] if setting.metavar else [])]
+        words = [f"--{setting.name}", *(["1"] * len(setting.metavar.split()))]
         assert list(arguments.parse(words).flags) == [setting.name]
+
+
+def test_control_vectors_are_given_as_llama_cpp_takes_them() -> None:
+    words = ["--control-vector", "a.gguf", "--control-vector", "b=c.gguf", "--control-vector-layer-range", "10", "20"]
+    flags = {"control-vector": "a.gguf,b=c.gguf", "control-vector-layer-range": "10,20"}
+    assert arguments.parse(words).flags == flags
 
 
 def test_a_flag_given_twice_counts_as_last_said() -> None:

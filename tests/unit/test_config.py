@@ -88,6 +88,12 @@ def test_missing_file_is_refused() -> None:
         ("chat-template-file", "/nowhere.jinja", "no such file"),
         ("model", " ", "some text"),
         ("insecure", "maybe", "true or false"),
+        ("control-vector", "/nowhere.gguf", "no file '/nowhere.gguf'"),
+        ("control-vector-scaled", "/nowhere.gguf", "FILE:SCALE"),
+        ("control-vector-scaled", "/nowhere.gguf:much", "FILE:SCALE"),
+        ("control-vector-layer-range", "20 10", "first and the last layer"),
+        ("control-vector-layer-range", "0 10", "from 1 up"),
+        ("control-vector-layer-range", "10", "first and the last layer"),
     ],
 )
 def test_bad_value_names_its_place_and_what_is_expected(name: str, text: str, hint: str) -> None:
@@ -97,6 +103,19 @@ def test_bad_value_names_its_place_and_what_is_expected(name: str, text: str, hi
         assert hint in message
     assert f"--{name}" in refusal({name: text})
     assert variable in refusal({}, {variable: text})
+
+
+def test_control_vectors_have_names_files_and_scales(tmp_path: Path) -> None:
+    calm, terse = tmp_path / "calm.v2.gguf", tmp_path / "terse.safetensors"
+    calm.touch()
+    terse.touch()
+    flags = {"control-vector": str(calm), "control-vector-scaled": f"short={terse}:-0.5,{terse}:0"}
+    vectors = load(flags | {"control-vector-layer-range": "4 9"}, {}).model.control_vectors
+    named = [(vector.name, vector.path, vector.scale) for vector in vectors]
+    assert named == [("calm.v2", calm, 1.0), ("short", terse, -0.5), ("terse", terse, 0.0)]
+    assert load({"control-vector-layer-range": "4 9"}, {}).model.steered_layers == (4, 9)
+    assert (load({}, {}).model.control_vectors, load({}, {}).model.steered_layers) == ((), None)
+    assert "two control vectors are called short" in refusal({"control-vector": f"short={calm},short={terse}"})
 
 
 def test_bad_key_is_not_repeated_in_the_message() -> None:

@@ -68,6 +68,7 @@ class AnthropicMessages:
             response_schema=_schema(body, config),
             reasoning=reasoning,
             cache=cache_hints(body, headers, min_retention_s=_longest_ttl_s(body)),
+            steering=fields.steering(body),
         )
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:  # noqa: ARG002

@@ -20,6 +20,9 @@ MAX_TOP_K = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)
 TOKEN_ID_DIGITS = 9
+MAX_STEERING_VECTORS = 64
+MAX_STEERING_SCALE = 1000.0
+"""Beyond it a mistyped number is likelier than a meaning."""
 
 Body = Mapping[str, Any]
 
@@ -100,6 +103,21 @@ def stop_strings(body: Body, name: str) -> tuple[str, ...]:
             f"`{name}` takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARACTERS} characters.", param=name
         )
     return tuple(string for string in strings if string)
+
+
+def steering(body: Body) -> Mapping[str, float] | None:
+    """`{"control vector": scale}`; None if absent. Which vectors there are, the engine knows."""
+    if body.get("steering") is None:
+        return None
+    vectors = obj(body, "steering")
+    if len(vectors) > MAX_STEERING_VECTORS:
+        raise InvalidRequest(f"`steering` takes at most {MAX_STEERING_VECTORS} vectors.", param="steering")
+    for name, scale in vectors.items():
+        good = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if not good or not -MAX_STEERING_SCALE <= scale <= MAX_STEERING_SCALE:
+            words = f"a number from {-MAX_STEERING_SCALE:g} to {MAX_STEERING_SCALE:g}"
+            raise InvalidRequest(f"`steering.{name}` must be {words}.", param=f"steering.{name}")
+    return {name: float(scale) for name, scale in vectors.items()}
 
 
 def sampling(body: Body) -> SamplingParams:

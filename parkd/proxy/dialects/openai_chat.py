@@ -70,6 +70,7 @@ class OpenAIChat:
             response_schema=_response_schema(body),
             reasoning=ReasoningParams(enabled=False if effort == "none" else None, effort=effort),
             cache=cache_hints(body, headers),
+            steering=fields.steering(body),
         )
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> ChatEncoder:

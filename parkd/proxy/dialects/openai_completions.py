@@ -45,6 +45,7 @@ class OpenAICompletions:
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),
             cache=cache_hints(body, headers),
+            steering=fields.steering(body),
         )
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:  # noqa: ARG002

@@ -69,6 +69,7 @@ class OpenAIResponses:
             response_schema=response_schema(wanted, wanted.get("schema"), "text.format"),
             reasoning=ReasoningParams(enabled=False if effort == "none" else None, effort=effort),
             cache=cache_hints(body, headers),
+            steering=fields.steering(body),
         )
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:
