@@ -50,6 +50,10 @@ class BlockPool:
         self._exclusive: Counter[Owner] = Counter()
         self._left_alone: set[Owner] = set()
 
+    def number_from(self, first: BlockId) -> None:
+        """Ids are given from here on, so that none is one that lies on disk."""
+        self._ids = count(first)
+
     def __len__(self) -> int:
         return len(self._blocks)
 
@@ -69,16 +73,24 @@ class BlockPool:
     def shared(self) -> int:
         return len(self._blocks) - self._exclusive.total()
 
-    def allocate(self, owner: Owner, shapes: Sequence[tuple[int, int, bytes]], after: BlockId | None) -> list[BlockId]:
+    def allocate(
+        self,
+        owner: Owner,
+        shapes: Sequence[tuple[int, int, bytes]],
+        after: BlockId | None,
+        names: Sequence[BlockId | None] = (),
+    ) -> list[BlockId]:
         """New blocks of (index, rows, identity), owned by `owner`, behind block `after` in memory if that is free.
 
-        The caller has reserved the slots and their metadata.
+        The caller has reserved the slots and their metadata. `names` are the ids, where the bytes to come have one
+        already because they lie on disk under it; None, or none at all, gives a new one.
         """
         self._budget.charge(Kind.METADATA, BLOCK_BYTES * len(shapes))
         slots = self._slabs.allocate(len(shapes), None if after is None else self._blocks[after].slot)
         ids = []
-        for slot, (index, rows, identity) in zip(slots, shapes, strict=True):
-            block_id = next(self._ids)
+        for slot, (index, rows, identity), name in zip(slots, shapes, names or [None] * len(shapes), strict=True):
+            block_id = next(self._ids) if name is None else name
+            assert block_id not in self._blocks, "a block has one place in memory"
             self._blocks[block_id] = Block(index, rows, identity, slot)
             ids.append(block_id)
         self.hold(owner, ids)

@@ -36,6 +36,16 @@ class StoreConfig:
     """Of the machine's memory, left free: a capture that would take more is refused."""
 
 
+class Tier(StrEnum):
+    """Where a conversation's bytes are."""
+
+    RAM = "ram"
+    PROMOTED = "promoted"
+    """In RAM, read from disk, and not used since."""
+    DISK = "disk"
+    """On disk only: it must be promoted before it can be leased."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParkedCheckpoint:
     """The fixed state of all stages at `position`; it belongs to the first `ceil(position / block_tokens)` blocks."""
@@ -61,6 +71,9 @@ class Parked:
     layout_digest: bytes
     parked_at_s: float
     last_used_s: float
+    tier: Tier = Tier.RAM
+    namespace: str = ""
+    """Whose it is, so that it can be forgotten by name."""
 
     @property
     def position(self) -> int:
@@ -84,6 +97,8 @@ class CaptureRequest:
     """Ascending positions in (0, n] at which the engine holds the fixed state of all stages."""
     rewindable: bool = True
     """True: any token is a resumable position. False: only checkpoints are."""
+    namespace: str = ""
+    """The cache namespace of the key, for those who later want to forget what is parked under it."""
 
 
 class RefusalReason(StrEnum):
@@ -94,6 +109,8 @@ class RefusalReason(StrEnum):
     VALUE = "value"
     """What would have to go is expected to save more."""
     MEMORY = "memory"
+    BUSY = "busy"
+    """A part of it is being read or written; in a moment it won't be."""
     MEMORY_FLOOR = "memory-floor"
 
 

@@ -13,7 +13,7 @@ all its stages are in:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
@@ -294,7 +294,8 @@ class ConversationStore:
         held, inherited = plan.held_at(position), plan.inherited_at(position)
         shelf.blocks.release(owner, plan.held[len(held) :])
         shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited[len(inherited) :])
-        fresh = tuple(shelf.blocks.allocate(owner, plan.fresh_shapes(position), held[-1] if held else None))
+        shapes, behind = plan.fresh_shapes(position), held[-1] if held else None
+        fresh = tuple(shelf.blocks.allocate(owner, shapes, behind, self._names(plan.request, shapes)))
         copied = map(ParkedCheckpoint, places, fresh_checkpoints)
         self._captures[owner] = _InFlight(
             plan,
@@ -322,7 +323,16 @@ class ConversationStore:
             layout_digest=request.layout_digest,
             parked_at_s=now,
             last_used_s=now,
+            namespace=request.namespace,
         )
+
+    def _names(
+        self,
+        request: CaptureRequest,  # noqa: ARG002 - for a store with another tier
+        shapes: Sequence[tuple[int, int, bytes]],
+    ) -> list[BlockId | None]:
+        """Ids that the blocks to be copied have already in another tier; None for a new one."""
+        return [None] * len(shapes)
 
     def _lineage(self, parked: Parked, stop: int) -> tuple[BlockId, ...]:
         """Blocks of which the live rows `[0, stop)` hold all rows."""

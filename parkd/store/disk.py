@@ -1,0 +1,327 @@
+"""The disk tier's books: which conversations lie there, in which files, and what may be written or must go.
+
+Touches no file: it hands out jobs (`disk_jobs.py`) and is told how they ended. Bytes are charged before a job is handed
+out and given back when the files are gone, so that the sum of all files never exceeds the budget.
+
+    conversation ──> manifest file          one a conversation
+                 ──> extents                shared; each lives while a manifest, a write or a read needs it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from parkd.store.budget import BLOCK_BYTES, conversation_metadata_bytes
+from parkd.store.disk_jobs import RemoveJob, WriteJob
+from parkd.store.disk_policy import Removable, next_removal
+from parkd.store.fs import GRAIN_BYTES
+from parkd.store.index import PrefixIndex
+from parkd.store.manifest import DiskBlock, DiskCheckpoint, ExtentRef, Manifest, encoded_bytes
+from parkd.store.records import BlockId, CheckpointId, ConversationId, Parked, ParkedCheckpoint, Tier
+from parkd.store.slabs import round_up
+
+
+@dataclass(frozen=True, slots=True)
+class DiskConfig:
+    budget_bytes: int
+    """All files together, rounded up to pages."""
+    fingerprint: bytes
+    """16 bytes: of the model that is loaded."""
+    index_bytes: int
+    """Most memory that what is known of the disk may take; set aside from the memory budget."""
+    write_bytes_per_day: int
+    max_age_s: float | None = None
+    """What was not used for so long is forgotten."""
+
+
+@dataclass(eq=False)
+class DiskEntry:
+    """A conversation on disk."""
+
+    parked: Parked
+    manifest: Manifest
+    manifest_bytes: int
+    is_foreign: bool = False
+    is_pinned: bool = False
+    readers: int = 0
+
+
+@dataclass(eq=False)
+class _Extent:
+    ref: ExtentRef
+    holders: int = 0
+    """Manifests, writes and reads that need it."""
+    blocks: list[BlockId] = field(default_factory=list)
+    checkpoints: list[CheckpointId] = field(default_factory=list)
+    """What the tables below hold of it."""
+    read_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """A view of the disk tier at one instant."""
+
+    conversations: int
+    extents: int
+    budget_bytes: int
+    bytes_in_use: int
+    """Files there are, files being written, files still to be removed."""
+    foreign_conversations: int
+    """Of other weights or another layer split."""
+    index_bytes: int
+    waiting_conversations: int
+    """To be written."""
+    allowance_bytes: int
+    """What may still be written of the daily allowance."""
+    writes_total: int
+    written_bytes_total: int
+    write_failures_total: int
+    reads_total: int
+    read_bytes_total: int
+    read_failures_total: int
+    evictions_total: int
+    not_written_total: int
+    """Conversations that were judged not worth a write, or found no room."""
+
+
+class DiskTier:
+    """What lies on disk, and what is charged for it."""
+
+    def __init__(self, config: DiskConfig) -> None:
+        self.config = config
+        self.entries: dict[ConversationId, DiskEntry] = {}
+        self.index = PrefixIndex()
+        """Of what can be used now."""
+        self.blocks: dict[BlockId, DiskBlock] = {}
+        self.checkpoints: dict[CheckpointId, DiskCheckpoint] = {}
+        """By the ids that checkpoints have in memory."""
+        self.index_bytes = 0
+        self.evictions = 0
+        self._extents: dict[int, _Extent] = {}
+        self._file_bytes = 0
+        """Extents and manifests, also those being written or not removed yet."""
+        self._condemned: dict[str, int] = {}
+        """Names of files to be removed, manifests first, and the bytes that are free once they are."""
+        self._removing: RemoveJob | None = None
+
+    @property
+    def bytes_in_use(self) -> int:
+        return self._file_bytes
+
+    @property
+    def extent_count(self) -> int:
+        return len(self._extents)
+
+    # What is there
+
+    def add(self, manifest: Manifest, parked: Parked, manifest_bytes: int, *, is_foreign: bool = False) -> DiskEntry:
+        """A conversation whose files are there and charged."""
+        entry = DiskEntry(parked, manifest, manifest_bytes, is_foreign)
+        self.entries[manifest.id] = entry
+        for ref in manifest.extents:
+            self._hold(ref)
+        if not is_foreign:
+            self.index.add(parked.id, parked.key_digest, parked.prefix_hashes)
+            for block in manifest.blocks:
+                if self.blocks.setdefault(block.id, block) is block:
+                    self._extents[block.extent].blocks.append(block.id)
+        self.index_bytes += index_bytes_of(manifest)
+        return entry
+
+    def know_checkpoint(self, checkpoint_id: CheckpointId, place: DiskCheckpoint) -> None:
+        """The checkpoint in memory is the one that lies there."""
+        if checkpoint_id not in self.checkpoints and place.extent in self._extents:
+            self.checkpoints[checkpoint_id] = place
+            self._extents[place.extent].checkpoints.append(checkpoint_id)
+
+    def forget(self, entry: DiskEntry) -> None:
+        """Takes a conversation off at once; its files go with the next removal, those in use when they are free."""
+        del self.entries[entry.manifest.id]
+        if not entry.is_foreign:
+            self.index.remove(entry.parked.id, entry.parked.key_digest, entry.parked.prefix_hashes)
+        self.index_bytes -= index_bytes_of(entry.manifest)
+        self._condemned = {entry.manifest.name: entry.manifest_bytes, **self._condemned}
+        for ref in entry.manifest.extents:
+            self._let_go(ref.id)
+
+    def damaged(self, extent_id: int) -> list[DiskEntry]:
+        """Takes off everything that needs the extent, for it is not what was written. Returns those."""
+        going = [e for e in self.entries.values() if any(ref.id == extent_id for ref in e.manifest.extents)]
+        for entry in going:
+            self.forget(entry)
+        extent = self._extents.get(extent_id)
+        if extent is not None:
+            self._unlist(extent)
+        return going
+
+    def failed_read(self, extent_id: int) -> int:
+        """Counts a read that the device did not answer. Returns how many there were."""
+        extent = self._extents.get(extent_id)
+        if extent is None:
+            return 0
+        extent.read_failures += 1
+        return extent.read_failures
+
+    def ref(self, extent_id: int) -> ExtentRef:
+        return self._extents[extent_id].ref
+
+    def hold(self, refs: Iterable[ExtentRef]) -> None:
+        """Keeps extents for a write that builds on them, or a read."""
+        for ref in refs:
+            self._hold(ref)
+
+    def let_go(self, refs: Iterable[ExtentRef]) -> None:
+        for ref in refs:
+            self._let_go(ref.id)
+
+    # Room
+
+    def charge(self, size: int) -> None:
+        assert self._file_bytes + size <= self.config.budget_bytes
+        self._file_bytes += size
+
+    def charge_found(self, size: int) -> None:
+        """Files that were there at the start, whatever the budget is now."""
+        self._file_bytes += size
+
+    def make_room(self, size: int, index_bytes: int, used_before_s: float, superseded: set[ConversationId]) -> bool:
+        """Condemns conversations until `size` fits once they are removed. False, and nobody goes, if it can't."""
+        going: list[DiskEntry] = []
+        condemned = sum(self._condemned.values())
+        removable = {
+            e.manifest.id: Removable(
+                e.manifest.id, e.parked.last_used_s, e.is_foreign, is_superseded=e.manifest.id in superseded
+            )
+            for e in self.entries.values()
+            if not e.is_pinned and not e.readers
+        }
+        freed_index = 0
+        holders = {extent.ref.id: extent.holders for extent in self._extents.values()}
+        while (
+            self._file_bytes - condemned + size > self.config.budget_bytes
+            or self.index_bytes - freed_index + index_bytes > self.config.index_bytes
+        ):
+            chosen = next_removal(removable.values(), used_before_s)
+            if chosen is None:
+                return False
+            del removable[chosen]
+            entry = self.entries[chosen]
+            going.append(entry)
+            freed_index += index_bytes_of(entry.manifest)
+            condemned += entry.manifest_bytes
+            for ref in entry.manifest.extents:
+                holders[ref.id] -= 1
+                condemned += ref.size if holders[ref.id] == 0 else 0
+        for entry in going:
+            self.forget(entry)
+            self.evictions += entry.manifest.id not in superseded
+        return True
+
+    def has_room(self, size: int) -> bool:
+        return self._file_bytes + size <= self.config.budget_bytes
+
+    # Files that must go
+
+    def next_removal_job(self) -> RemoveJob | None:
+        if self._removing is not None or not self._condemned:
+            return None
+        self._removing = RemoveJob(tuple(self._condemned))
+        return self._removing
+
+    def removed(self, job: RemoveJob, left: Iterable[str]) -> None:
+        """What could not be removed stays charged, and goes at the next start."""
+        stuck = set(left)
+        for name in job.names:
+            size = self._condemned.pop(name)
+            self._file_bytes -= 0 if name in stuck else size
+        self._removing = None
+
+    def condemn(self, names: Iterable[str], size: int) -> None:
+        """Files that a failed write may have left, charged with `size` together."""
+        for name in names:
+            self._condemned.setdefault(name, 0)
+            self._condemned[name] += size
+            size = 0
+
+    def write_failed(self, job: WriteJob, leftovers: tuple[str, ...]) -> None:
+        self.condemn(leftovers, job_bytes(job))
+
+    @property
+    def is_removing(self) -> bool:
+        return self._removing is not None
+
+    def prefixes_of(self, parked: Parked) -> Iterator[DiskEntry]:
+        """Conversations that may be prefixes of this one: their full blocks are its first."""
+        for conversation_id in self.index.ending_within(parked.key_digest, parked.prefix_hashes):
+            if conversation_id != parked.id:
+                yield self.entries[conversation_id]
+
+    def _hold(self, ref: ExtentRef) -> None:
+        extent = self._extents.get(ref.id)
+        if extent is None:
+            extent = self._extents[ref.id] = _Extent(ref)
+        extent.holders += 1
+
+    def _let_go(self, extent_id: int) -> None:
+        extent = self._extents[extent_id]
+        extent.holders -= 1
+        if extent.holders == 0:
+            self._unlist(extent)
+            del self._extents[extent_id]
+            self._condemned[extent.ref.name] = extent.ref.size
+
+    def _unlist(self, extent: _Extent) -> None:
+        for block_id in extent.blocks:
+            self.blocks.pop(block_id, None)
+        for checkpoint_id in extent.checkpoints:
+            self.checkpoints.pop(checkpoint_id, None)
+        extent.blocks, extent.checkpoints = [], []
+
+
+def index_bytes_of(manifest: Manifest) -> int:
+    """Memory for what is known of a conversation on disk."""
+    records = (len(manifest.blocks) + len(manifest.checkpoints)) * BLOCK_BYTES
+    return conversation_metadata_bytes(len(manifest.units), manifest.block_tokens) + records
+
+
+def file_bytes(size: int) -> int:
+    """What a file of that length takes of the disk."""
+    return round_up(size, GRAIN_BYTES)
+
+
+def manifest_limit_bytes(manifest: Manifest) -> int:
+    """No less than its file takes."""
+    return file_bytes(
+        encoded_bytes(
+            len(manifest.units), len(manifest.blocks), len(manifest.checkpoints), manifest.stages, len(manifest.extents)
+        )
+        + len(manifest.id)
+        + len(manifest.namespace)
+    )
+
+
+def job_bytes(job: WriteJob) -> int:
+    """Bytes charged for a write: its extent and its manifest."""
+    return (job.extent.size if job.extent is not None else 0) + manifest_limit_bytes(job.manifest)
+
+
+def parked_of(manifest: Manifest, now_s: float, wall_s: float) -> Parked:
+    """The conversation as the matcher sees it. `now_s` and `wall_s` are the same instant by two clocks."""
+    shift = now_s - wall_s
+    return Parked(
+        id=manifest.id,
+        key_digest=manifest.key_digest,
+        units=manifest.units,
+        prefix_hashes=manifest.prefix_hashes,
+        blocks=tuple(block.id for block in manifest.blocks),
+        checkpoints=tuple(ParkedCheckpoint(c.position, 0) for c in manifest.checkpoints),
+        layout_digest=manifest.layout_digest,
+        parked_at_s=manifest.parked_at_s + shift,
+        last_used_s=min(now_s, manifest.last_used_s + shift),
+        tier=Tier.DISK,
+    )
+
+
+def touched(entry: DiskEntry, now_s: float) -> None:
+    entry.parked = replace(entry.parked, last_used_s=now_s)

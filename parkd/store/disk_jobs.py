@@ -1,0 +1,221 @@
+"""What the disk tier wants done, as plain values, and the functions that do it.
+
+The store hands jobs out and is told how they ended; it never waits for one. A job touches files and the buffers it
+names, nothing else, so it may run on any thread, or in line, which is how faults are replayed in tests.
+
+    write    parts -> extent -> fsync -> manifest under a temporary name -> fsync -> rename -> fsync of the directory
+    read     extents -> buffers, each part's checksum compared
+    remove   manifests first, then extents: a manifest never outlives what it names by our own doing
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from parkd.store.fs import GRAIN_BYTES, File, FileSystem, aligned_zeros
+from parkd.store.manifest import TEMPORARY_SUFFIX, ExtentRef, Manifest, Sums, encode
+from parkd.types import Bytes
+
+BATCH_BYTES = 16 << 20
+"""About as much is moved by one call: large enough for full speed, small enough that several are in flight."""
+
+RunAll = Callable[[Sequence[Callable[[], None]]], None]
+"""Runs all of them, in any order, and returns when none runs any more; raises the first error."""
+
+
+class DamagedPart(Exception):
+    """An extent's bytes are not those that were written."""
+
+    def __init__(self, extent: int, message: str) -> None:
+        super().__init__(message)
+        self.extent = extent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The bytes of one stage of a block or a checkpoint, and where they lie in an extent."""
+
+    offset: int
+    buffer: Bytes
+    file_sums: Sums
+    """`[stages]`: a write fills in `file_sums[stage]`, a read compares with it."""
+    stage: int
+    is_summed: bool = False
+    """The file's sum is known already: the engine's checksum is the same function of the same bytes."""
+
+    @property
+    def padding(self) -> int:
+        return -self.buffer.nbytes % GRAIN_BYTES
+
+
+@dataclass(frozen=True, eq=False)
+class WriteJob:
+    """A conversation to be written: what is not on disk yet, then its manifest."""
+
+    manifest: Manifest
+    extent: ExtentRef | None
+    """The new one; None when every part is on disk already."""
+    parts: tuple[Part, ...]
+    """Ascending and without gaps but padding, from 0 to the extent's size."""
+
+    @property
+    def temporary_name(self) -> str:
+        return self.manifest.name + TEMPORARY_SUFFIX
+
+
+@dataclass(frozen=True, eq=False)
+class ReadJob:
+    extents: tuple[tuple[ExtentRef, tuple[Part, ...]], ...]
+    """Parts ascending in each."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.buffer.nbytes for _, parts in self.extents for part in parts)
+
+
+@dataclass(frozen=True, eq=False)
+class RemoveJob:
+    names: tuple[str, ...]
+
+
+def run_serially(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def part_sum(buffer: Bytes) -> int:
+    return int(xxhash.xxh3_64_intdigest(buffer.data))
+
+
+def write(fs: FileSystem, job: WriteJob, run_all: RunAll = run_serially) -> None:
+    """Returns once the conversation is on the device for good. Raises OSError with nothing of it left, unless even
+    removing fails: `leftovers` names what to remove then."""
+    try:
+        if job.extent is not None:
+            _write_file(fs, job.extent.name, _extent_writers(job.parts), run_all)
+        data = np.frombuffer(encode(job.manifest), dtype=np.uint8)
+        _write_file(fs, job.temporary_name, lambda file: [lambda: file.write(0, [data])], run_serially)
+        fs.rename(job.temporary_name, job.manifest.name)
+        fs.sync()
+    except Exception:
+        # A failed fsync may have lost any of the pages, and a second one may not tell: what was written is given up.
+        remove(fs, RemoveJob(leftovers(job)))
+        raise
+
+
+def leftovers(job: WriteJob) -> tuple[str, ...]:
+    """What a write that failed may have left."""
+    names = [job.temporary_name, job.manifest.name]
+    if job.extent is not None:
+        names.append(job.extent.name)
+    return tuple(names)
+
+
+def read(fs: FileSystem, job: ReadJob, run_all: RunAll = run_serially) -> None:
+    """Fills the buffers. Raises DamagedPart, or OSError if the device does not answer."""
+    with contextlib.ExitStack() as files:
+        calls: list[Callable[[], None]] = []
+        for extent, parts in job.extents:
+            try:
+                file = fs.open(extent.name)
+            except FileNotFoundError as error:
+                raise DamagedPart(extent.id, f"{extent.name} is not there") from error
+            files.callback(file.close)
+            calls += [_reader(file, extent, batch) for batch in batches(parts)]
+        run_all(calls)
+
+
+def remove(fs: FileSystem, job: RemoveJob) -> tuple[str, ...]:
+    """Returns what could not be removed."""
+    left = []
+    for name in job.names:
+        try:
+            fs.remove(name)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            left.append(name)
+    return tuple(left)
+
+
+def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Runs of parts that lie one behind the other, of about BATCH_BYTES each."""
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        joins = bool(batch) and batch[-1].offset + batch[-1].buffer.nbytes + batch[-1].padding == part.offset
+        if batch and (not joins or size + part.buffer.nbytes > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += part.buffer.nbytes + part.padding
+    if batch:
+        yield batch
+
+
+def _write_file(
+    fs: FileSystem, name: str, writers: Callable[[File], Sequence[Callable[[], None]]], run_all: RunAll
+) -> None:
+    file = fs.create(name)
+    try:
+        run_all(writers(file))
+        file.sync()
+    finally:
+        file.close()
+
+
+def _extent_writers(parts: tuple[Part, ...]) -> Callable[[File], Sequence[Callable[[], None]]]:
+    def writer(file: File, batch: list[Part]) -> Callable[[], None]:
+        def call() -> None:
+            for part in batch:
+                if not part.is_summed:
+                    part.file_sums[part.stage] = part_sum(part.buffer)
+            buffers, tails = _in_pages(batch)
+            for part, tail in tails:
+                tail[: -part.padding] = part.buffer[part.buffer.nbytes - tail.nbytes + part.padding :]
+            file.write(batch[0].offset, buffers)
+
+        return call
+
+    return lambda file: [writer(file, batch) for batch in batches(parts)]
+
+
+def _reader(file: File, extent: ExtentRef, batch: list[Part]) -> Callable[[], None]:
+    def call() -> None:
+        buffers, tails = _in_pages(batch)
+        try:
+            file.read(batch[0].offset, buffers)
+        except OSError as error:
+            if error.errno == errno.ENODATA:
+                raise DamagedPart(extent.id, f"{extent.name} is too short") from error
+            raise
+        for part, tail in tails:
+            part.buffer[part.buffer.nbytes - tail.nbytes + part.padding :] = tail[: -part.padding]
+        for part in batch:
+            if part_sum(part.buffer) != int(part.file_sums[part.stage]):
+                raise DamagedPart(extent.id, f"a part of {extent.name} at {part.offset} is not what was written")
+
+    return call
+
+
+def _in_pages(batch: list[Part]) -> tuple[list[Bytes], list[tuple[Part, Bytes]]]:
+    """The buffers of a batch in whole pages, as direct I/O wants them. A part that ends inside a page has its last page
+    apart, zeroed: neither does the file get what lies behind the part in memory, nor memory what lies in the file."""
+    padded = [part for part in batch if part.padding]
+    pages = iter(aligned_zeros(GRAIN_BYTES * len(padded)).reshape(len(padded), GRAIN_BYTES))
+    buffers: list[Bytes] = []
+    tails: list[tuple[Part, Bytes]] = []
+    for part in batch:
+        whole = part.buffer.nbytes // GRAIN_BYTES * GRAIN_BYTES
+        if whole:
+            buffers.append(part.buffer[:whole])
+        if part.padding:
+            tails.append((part, next(pages)))
+            buffers.append(tails[-1][1])
+    return buffers, tails

@@ -1,0 +1,289 @@
+"""Files of the disk tier: the only module of the store that touches the operating system's files.
+
+    FileSystem        names in one flat directory, nothing else
+    ├── PosixFs       a directory that stays (--park-dir), locked by one process
+    └── UnlinkedFs    files without a name: they are gone with the process, however it ends
+
+Every failure is an OSError, so that a test's file system can raise what a real one would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from parkd.errors import ConfigError
+from parkd.types import Bytes
+
+GRAIN_BYTES = 4096
+"""Parts begin at multiples of this in a file, so that direct I/O can move them without a copy between."""
+FILE_MODE = 0o600
+DIRECTORY_MODE = 0o700
+LOCK_NAME = "lock"
+MOST_VECTORS = 512
+"""Buffers in one call; the system's own limit is 1024."""
+
+
+class File(Protocol):
+    """An open file."""
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """All of them, one behind the other from `offset`. Raises OSError."""
+
+    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """Fills all of them. Raises OSError; also if the file ends before."""
+
+    def sync(self) -> None:
+        """Returns when the content is on the device. Raises OSError; then what is there is not known."""
+
+    def close(self) -> None: ...
+
+
+class FileSystem(Protocol):
+    """One flat directory."""
+
+    def sizes(self) -> dict[str, int]:
+        """Every file's name and bytes."""
+
+    def create(self, name: str) -> File:
+        """A new file to write. Raises FileExistsError."""
+
+    def open(self, name: str) -> File:
+        """A file to read. Raises FileNotFoundError."""
+
+    def load(self, name: str) -> bytes:
+        """A small file's whole content."""
+
+    def rename(self, old: str, new: str) -> None:
+        """At once, over what was there."""
+
+    def remove(self, name: str) -> None: ...
+
+    def sync(self) -> None:
+        """Returns when names made, changed and removed before are on the device."""
+
+    def close(self) -> None: ...
+
+
+def _is_aligned(offset: int, buffers: Sequence[Bytes]) -> bool:
+    return offset % GRAIN_BYTES == 0 and all(
+        buffer.nbytes % GRAIN_BYTES == 0 and buffer.__array_interface__["data"][0] % GRAIN_BYTES == 0
+        for buffer in buffers
+    )
+
+
+def _rest(buffers: list[Bytes], done: int) -> list[Bytes]:
+    """What is left of the buffers behind their first `done` bytes."""
+    rest = []
+    for buffer in buffers:
+        if done < buffer.nbytes:
+            rest.append(buffer[done:])
+        done = max(0, done - buffer.nbytes)
+    return rest
+
+
+class PosixFile:
+    """A file descriptor. Direct I/O is used where the file system takes it and the buffers are aligned."""
+
+    def __init__(self, fd: int, *, direct: bool) -> None:
+        self._fd = fd
+        self._direct = direct and self._set_direct(on=True)
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        rest = [buffer for buffer in buffers if buffer.nbytes]
+        self._choose_mode(offset, rest)
+        while rest:
+            written = os.pwritev(self._fd, [buffer.data for buffer in rest[:MOST_VECTORS]], offset)
+            if written == 0:
+                raise OSError(errno.EIO, "nothing was written")
+            offset += written
+            rest = _rest(rest, written)
+            if rest:
+                self._choose_mode(offset, rest)
+
+    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        rest = [buffer for buffer in buffers if buffer.nbytes]
+        self._choose_mode(offset, rest)
+        while rest:
+            count = os.preadv(self._fd, [buffer.data for buffer in rest[:MOST_VECTORS]], offset)
+            if count == 0:
+                raise OSError(errno.ENODATA, "the file ends too early")
+            offset += count
+            rest = _rest(rest, count)
+            if rest:
+                self._choose_mode(offset, rest)
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _choose_mode(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        if self._direct and not _is_aligned(offset, buffers):
+            # once off it stays off: two ways into one file are slower than either
+            self._set_direct(on=False)
+            self._direct = False
+
+    def _set_direct(self, *, on: bool) -> bool:
+        flag = getattr(os, "O_DIRECT", 0)
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+        except OSError:
+            return False  # the file system takes no direct I/O
+        return bool(flag)
+
+
+class PosixFs:
+    """A directory and its lock. Made by `open_directory`."""
+
+    def __init__(self, directory_fd: int, lock_fd: int, *, direct: bool) -> None:
+        self._directory = directory_fd
+        self._lock = lock_fd
+        self._direct = direct
+
+    def sizes(self) -> dict[str, int]:
+        with os.scandir(self._directory) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
+
+    def create(self, name: str) -> PosixFile:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return PosixFile(os.open(name, flags, FILE_MODE, dir_fd=self._directory), direct=self._direct)
+
+    def open(self, name: str) -> PosixFile:
+        return PosixFile(os.open(name, _READ_FLAGS, dir_fd=self._directory), direct=self._direct)
+
+    def load(self, name: str) -> bytes:
+        with open(os.open(name, _READ_FLAGS, dir_fd=self._directory), "rb") as file:  # noqa: PTH123 - a descriptor
+            return file.read()
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+
+    def remove(self, name: str) -> None:
+        os.unlink(name, dir_fd=self._directory)
+
+    def sync(self) -> None:
+        os.fsync(self._directory)
+
+    def close(self) -> None:
+        os.close(self._directory)
+        os.close(self._lock)  # and with it the lock
+
+
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def open_directory(path: Path, *, direct: bool = True) -> PosixFs:
+    """Makes the directory if there is none, and locks it. Raises ConfigError if it can't be used."""
+    try:
+        path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"--park-dir {path} cannot be used: {error.strerror}") from error
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, directory)
+        try:
+            names = os.listdir(directory)  # noqa: PTH208 - a descriptor
+            if names and LOCK_NAME not in names:
+                raise ConfigError(
+                    f"--park-dir {path} holds files that are not parkd's: name an empty or a new directory"
+                )
+            os.fchmod(directory, DIRECTORY_MODE)
+            lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE, dir_fd=directory)
+            undo.callback(os.close, lock)
+            _take_lock(lock, path)
+        except OSError as error:
+            raise ConfigError(f"--park-dir {path} cannot be used: {error.strerror}") from error
+        undo.pop_all()
+    return PosixFs(directory, lock, direct=direct)
+
+
+def _take_lock(lock: int, path: Path) -> None:
+    """Raises ConfigError that names the holder."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        raise ConfigError(
+            f"--park-dir {path} is in use by another parkd (process {holder}): stop that one or name another directory"
+        ) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+
+
+class UnlinkedFs:
+    """Names that exist in this process only, over files that have none. Nothing has to be synced: nothing stays."""
+
+    def __init__(self, folder: Path | None = None, *, direct: bool = True) -> None:
+        self._folder = folder
+        self._direct = direct
+        self._files: dict[str, int] = {}
+
+    def sizes(self) -> dict[str, int]:
+        return {name: os.fstat(fd).st_size for name, fd in self._files.items()}
+
+    def create(self, name: str) -> PosixFile:
+        if name in self._files:
+            raise FileExistsError(errno.EEXIST, "there is such a file", name)
+        fd, path = tempfile.mkstemp(prefix="parkd-", dir=self._folder)
+        Path(path).unlink()
+        self._files[name] = fd
+        # opened anew through the descriptor: modes are of an open file, and each user of this one chooses its own
+        return _Volatile(_reopen(fd, os.O_WRONLY), direct=self._direct)
+
+    def open(self, name: str) -> PosixFile:
+        return PosixFile(_reopen(self._fd(name), os.O_RDONLY), direct=self._direct)
+
+    def load(self, name: str) -> bytes:
+        fd = self._fd(name)
+        return os.pread(fd, os.fstat(fd).st_size, 0)
+
+    def rename(self, old: str, new: str) -> None:
+        fd = self._fd(old)
+        if new in self._files:
+            self.remove(new)
+        del self._files[old]
+        self._files[new] = fd
+
+    def remove(self, name: str) -> None:
+        os.close(self._fd(name))
+        del self._files[name]
+
+    def sync(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    def _fd(self, name: str) -> int:
+        try:
+            return self._files[name]
+        except KeyError:
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", name) from None
+
+
+class _Volatile(PosixFile):
+    def sync(self) -> None:
+        """Nothing to do."""
+
+
+def _reopen(fd: int, flags: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def aligned_zeros(size: int) -> Bytes:
+    """`[size]` zero bytes that begin on a page."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=np.uint8)[:size]

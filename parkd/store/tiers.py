@@ -1,0 +1,526 @@
+"""RAM and disk as one store: RAM is a cache of what is parked.
+
+    commit ──> RAM, waiting ──write──> RAM and disk ──evicted from RAM──> disk ──promote──> RAM and disk
+
+A conversation keeps its id, and its blocks keep theirs, in whichever tier they are; so what is live goes on descending
+from its blocks while these leave RAM and return. A conversation that waits for its write is leased by the queue: until
+its bytes are on disk they are served from memory, and nothing evicts them.
+
+As synchronous as the store it extends: `next_job` hands out file work, `finished` is told how it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from parkd.store.disk import (
+    DiskEntry,
+    DiskStats,
+    DiskTier,
+    index_bytes_of,
+    job_bytes,
+    manifest_limit_bytes,
+    touched,
+)
+from parkd.store.disk_jobs import DamagedPart, ReadJob, RemoveJob, WriteJob, leftovers
+from parkd.store.disk_layout import read_job, write_job
+from parkd.store.disk_policy import WriteAllowance, worth_writing
+from parkd.store.manifest import ExtentRef
+from parkd.store.policy import Costs, Evictable, Policy
+from parkd.store.records import (
+    BlockId,
+    Capture,
+    CaptureRequest,
+    ConversationGone,
+    ConversationId,
+    Lease,
+    Parked,
+    RefusalReason,
+    Refused,
+    StoreConfig,
+    Tier,
+)
+from parkd.store.shelf import Entry
+from parkd.store.store import CANDIDATE_LIMIT, ConversationStore
+from parkd.types import Checksums, StateLayout
+
+QUEUE_SHARE = 2
+"""Conversations that wait for the disk hold at most one part in so many of the memory budget."""
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 600.0
+"""Without writes, after one that failed; doubled with each failure in a row."""
+READ_FAILURES = 2
+"""Reads that the device does not answer before what lies there is given up."""
+EXPIRY_STEP_S = 60.0
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A conversation to be written."""
+
+    entry: Entry
+    bytes: int
+    release: Callable[[], None]
+
+
+@dataclass(eq=False)
+class _Writing:
+    waiting: _Waiting
+    job: WriteJob
+    reused: tuple[ExtentRef, ...]
+    is_dropped: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Promotion:
+    """Blocks of a conversation on their way from disk to RAM: run `job`, then tell `promoted`."""
+
+    source: ConversationId
+    capture: Capture
+    job: ReadJob
+    sums: Checksums
+    is_whole: bool
+
+
+@dataclass
+class _Totals:
+    writes: int = 0
+    written_bytes: int = 0
+    write_failures: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    read_failures: int = 0
+    not_written: int = 0
+
+
+@dataclass(frozen=True)
+class DiskSources:
+    """What the disk tier takes from outside."""
+
+    wall: Callable[[], float]
+    """Seconds since the epoch."""
+    new_extent: Callable[[], int]
+    """A 64-bit number never given before, also by another process."""
+    first_block: BlockId
+    """Ids of blocks are given from here on; none of them was ever used before in the directory."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Loading:
+    """A promotion, from its reservation to its end."""
+
+    parked: Parked
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class _Unselective:
+    """A policy that lets everyone in: who is promoted returns now, whatever was expected of it."""
+
+    policy: Policy
+    name: str = "unselective"
+    is_selective: bool = False
+
+    def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:
+        return self.policy.score(candidate, costs, now_s)
+
+
+class TieredStore(ConversationStore):
+    """`ConversationStore` over RAM and disk. `stats` are those of RAM; `disk_stats` the other half."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        layout: StateLayout,
+        clock: Callable[[], float],
+        *,
+        disk: DiskTier,
+        sources: DiskSources,
+        allowance: WriteAllowance,
+        **options: object,
+    ) -> None:
+        """The disk's index is charged to the memory budget. `options` are those of ConversationStore."""
+        memory = replace(config, budget_bytes=max(0, config.budget_bytes - disk.config.index_bytes))
+        super().__init__(memory, layout, clock, **options)  # type: ignore[arg-type]
+        self.disk = disk
+        self._sources = sources
+        self._allowance = allowance
+        self._shelf.blocks.number_from(sources.first_block)
+        self._waiting: dict[ConversationId, _Waiting] = {}
+        self._writing: _Writing | None = None
+        self._is_loading = False
+        """Inside a reservation for a promotion."""
+        self._promotions: dict[int, _Loading] = {}
+        self._sources_of: dict[ConversationId, ConversationId] = {}
+        """Conversations in RAM that are heads of longer ones on disk."""
+        self._disk_totals = _Totals()
+        self._paused_until_s = float("-inf")
+        self._pause_s = FIRST_PAUSE_S
+        self._expire_at_s = float("-inf")
+
+    # Look-up
+
+    def candidates(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...]) -> list[tuple[Parked, int]]:
+        found = super().candidates(key_digest, prefix_hashes)
+        known = {parked.id for parked, _ in found}
+        for conversation_id, shared in self.disk.index.find(key_digest, prefix_hashes, CANDIDATE_LIMIT):
+            if conversation_id not in known and conversation_id not in self._shelf.entries:
+                found.append((self.disk.entries[conversation_id].parked, shared))
+        found.sort(key=lambda pair: -pair[1])  # stable: what is in RAM stays before what is not
+        return found[:CANDIDATE_LIMIT]
+
+    def get(self, conversation_id: ConversationId) -> Parked | None:
+        parked = super().get(conversation_id)
+        if parked is None and conversation_id in self.disk.entries:
+            return self.disk.entries[conversation_id].parked
+        return parked
+
+    def touch(self, conversation_id: ConversationId) -> None:
+        self._touch_disk(conversation_id)
+        if conversation_id in self._shelf.entries or conversation_id not in self.disk.entries:
+            super().touch(conversation_id)
+
+    def pin(self, conversation_id: ConversationId) -> None:
+        self._set_pinned(conversation_id, is_pinned=True)
+
+    def unpin(self, conversation_id: ConversationId) -> None:
+        self._set_pinned(conversation_id, is_pinned=False)
+
+    def lease(self, conversation_id: ConversationId, stop: int, start: int = 0) -> Lease:
+        """As of RAM. A conversation that is only on disk is gone as far as leases go: promote it first."""
+        lease = super().lease(conversation_id, stop, start)
+        entry = self._shelf.entries[conversation_id]
+        entry.parked = replace(entry.parked, tier=Tier.RAM)
+        self._touch_disk(conversation_id)
+        return lease
+
+    def drop(self, conversation_id: ConversationId, reason: str) -> bool:
+        self._cancel_write(conversation_id)
+        entry = self.disk.entries.get(conversation_id)
+        if entry is not None:
+            self.disk.forget(entry)
+        return super().drop(conversation_id, reason) or entry is not None
+
+    # Captures and promotions
+
+    def commit(self, capture: Capture, checksums: Checksums) -> Parked:
+        loading = self._promotions.get(capture.serial)
+        if loading is None:
+            self._check_names(capture, checksums)
+        parked = super().commit(capture, checksums)
+        self._promotions.pop(capture.serial, None)
+        for conversation_id, waiting in list(self._waiting.items()):
+            if not waiting.entry.is_published:  # superseded: what is parked now will be written in its place
+                self._cancel_write(conversation_id)
+        if loading is None:
+            self._offer(parked)
+        return parked
+
+    def abort(self, capture: Capture) -> None:
+        self._promotions.pop(capture.serial, None)
+        super().abort(capture)
+
+    def promote(self, conversation_id: ConversationId, stop: int) -> Promotion | Refused:
+        """Reserves room in RAM for what `[0, stop)` of a conversation on disk needs and RAM does not hold.
+
+        Whole blocks only; everything of a model with fixed state. Less than asked for, if no more fits. Raises
+        ConversationGone.
+        """
+        entry = self.disk.entries.get(conversation_id)
+        if entry is None or entry.is_foreign:
+            raise ConversationGone(conversation_id)
+        parked, size = entry.parked, self.config.block_tokens
+        end = -(-stop // size) * size
+        if self.layout.fixed_bytes or end > parked.position:
+            end = parked.position
+        blocks = parked.blocks[: -(-end // size)]
+        held = [self._shelf.blocks.get(block_id) for block_id in blocks]
+        if conversation_id in self._shelf.entries or any(b is not None and b.checksums is None for b in held):
+            return Refused(RefusalReason.BUSY, "it is being read from disk, or copied")
+        selective = self._admission
+        self._admission = replace(selective, policy=_Unselective(selective.policy))
+        self._is_loading = True
+        try:
+            capture = super().begin_capture(self._load_request(parked, end))
+        finally:
+            self._is_loading = False
+            self._admission = selective
+        if isinstance(capture, Refused):
+            return capture
+        return self._promotion(entry, capture)
+
+    def promoted(self, promotion: Promotion, error: Exception | None) -> Parked | None:
+        """Publishes what was read; None if it could not be, and what is damaged is dropped."""
+        entry = self.disk.entries.get(promotion.source)
+        if entry is not None:
+            entry.readers -= 1
+        self.disk.let_go(ref for ref, _ in promotion.job.extents)
+        if error is None and entry is not None:
+            self._disk_totals.reads += 1
+            self._disk_totals.read_bytes += promotion.job.bytes
+            parked = self.commit(promotion.capture, promotion.sums)
+            if not promotion.is_whole:
+                self._sources_of[parked.id] = promotion.source
+            for checkpoint, place in zip(parked.checkpoints, entry.manifest.checkpoints, strict=False):
+                self.disk.know_checkpoint(checkpoint.id, place)
+            return parked
+        self.abort(promotion.capture)
+        if error is not None:
+            self._disk_totals.read_failures += 1
+            self._read_failed(promotion, error)
+        return None
+
+    # File work
+
+    def next_job(self) -> WriteJob | RemoveJob | None:
+        """The next thing to do, if any; run it and tell `finished`. One at a time."""
+        self._expire()
+        removal = self.disk.next_removal_job()
+        if removal is not None:
+            return removal
+        if self._writing is not None or self.disk.is_removing or self._clock() < self._paused_until_s:
+            return None
+        while self._waiting:
+            conversation_id = next(iter(self._waiting))
+            waiting = self._waiting[conversation_id]
+            writing = self._start(waiting)
+            if writing is None:
+                self._cancel_write(conversation_id)
+                self._disk_totals.not_written += 1
+                continue
+            if not self.disk.has_room(job_bytes(writing.job)):
+                self.disk.let_go(writing.reused)
+                return self.disk.next_removal_job()
+            del self._waiting[conversation_id]
+            self._allowance.spend(job_bytes(writing.job))
+            self.disk.charge(job_bytes(writing.job))
+            self._writing = writing
+            return writing.job
+        return None
+
+    def finished(self, job: WriteJob | RemoveJob, error: Exception | None, left: Sequence[str] = ()) -> None:
+        """How a job ended; `left` are files that a removal could not remove."""
+        if isinstance(job, RemoveJob):
+            self.disk.removed(job, left)
+            return
+        writing, self._writing = self._writing, None
+        assert writing is not None
+        assert writing.job is job
+        if error is None:
+            self._written(writing)
+        else:
+            self._disk_totals.write_failures += 1
+            self.disk.write_failed(job, leftovers(job))
+            self._paused_until_s = self._clock() + self._pause_s
+            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+        self.disk.let_go(writing.reused)
+        writing.waiting.release()
+
+    @property
+    def has_writes(self) -> bool:
+        """True while conversations wait for the disk: room in RAM that they hold comes free."""
+        return self._writing is not None or bool(self._waiting)
+
+    def disk_stats(self) -> DiskStats:
+        disk, totals = self.disk, self._disk_totals
+        return DiskStats(
+            conversations=len(disk.entries),
+            extents=disk.extent_count,
+            budget_bytes=disk.config.budget_bytes,
+            bytes_in_use=disk.bytes_in_use,
+            foreign_conversations=sum(entry.is_foreign for entry in disk.entries.values()),
+            index_bytes=disk.index_bytes,
+            waiting_conversations=len(self._waiting) + (self._writing is not None),
+            allowance_bytes=int(self._allowance.left_bytes),
+            writes_total=totals.writes,
+            written_bytes_total=totals.written_bytes,
+            write_failures_total=totals.write_failures,
+            reads_total=totals.reads,
+            read_bytes_total=totals.read_bytes,
+            read_failures_total=totals.read_failures,
+            evictions_total=disk.evictions,
+            not_written_total=totals.not_written,
+        )
+
+    # What differs from a store of RAM alone
+
+    def _parked(self, capture: Capture, flight: object) -> Parked:
+        parked = super()._parked(capture, flight)  # type: ignore[arg-type]
+        loading = self._promotions.get(capture.serial)
+        if loading is None:
+            return parked
+        parked = replace(parked, tier=Tier.PROMOTED, parked_at_s=loading.parked.parked_at_s)
+        is_whole = loading.is_whole and capture.position == loading.parked.position
+        return replace(parked, id=loading.parked.id) if is_whole else parked
+
+    def _names(self, request: CaptureRequest, shapes: Sequence[tuple[int, int, bytes]]) -> list[BlockId | None]:
+        names: list[BlockId | None] = []
+        for index, rows, identity in shapes:
+            known = request.lineage[index] if index < len(request.lineage) else None
+            place = self.disk.blocks.get(known) if known is not None else None
+            is_same = place is not None and (place.rows, place.identity) == (rows, identity)
+            names.append(known if is_same and known is not None and self._shelf.blocks.get(known) is None else None)
+        return names
+
+    def _forget(self, entry: Entry, verb: str, reason: str) -> None:
+        source = self._sources_of.pop(entry.parked.id, entry.parked.id)
+        if source in self.disk.entries and verb == "evicted":
+            self._shelf.take_off(entry)  # it is not gone: it is on disk
+        else:
+            super()._forget(entry, verb, reason)
+
+    def _refused(self, request: CaptureRequest, refused: Refused) -> Refused:
+        return refused if self._is_loading else super()._refused(request, refused)
+
+    # Writing
+
+    def _offer(self, parked: Parked) -> None:
+        """Queues a conversation for the disk if it is worth the write."""
+        entry = self._shelf.entries[parked.id]
+        job_size = self._missing_bytes(parked)
+        self._allowance.refill(self._clock())
+        returned = entry.history.turns > 1 or any(block_id in self.disk.blocks for block_id in parked.blocks)
+        allowance = self._allowance
+        worth = worth_writing(job_size, allowance.left_bytes, allowance.share, has_returned=returned)
+        queued = sum(waiting.bytes for waiting in self._waiting.values())
+        if not worth or queued + job_size > self.config.budget_bytes // QUEUE_SHARE:
+            self._disk_totals.not_written += 1
+            return
+        release = self._shelf.lease(entry, self._clock())
+        self._waiting[parked.id] = _Waiting(entry, job_size, release)
+
+    def _missing_bytes(self, parked: Parked) -> int:
+        """Bytes of the conversation that are not on disk."""
+        blocks = sum(block_id not in self.disk.blocks for block_id in parked.blocks)
+        checkpoints = sum(c.id not in self.disk.checkpoints for c in parked.checkpoints)
+        return blocks * self._shelf.geometry.slot_bytes + checkpoints * self._shelf.checkpoints.checkpoint_bytes
+
+    def _start(self, waiting: _Waiting) -> _Writing | None:
+        """The job for a conversation, its reused extents held and room condemned for it; None if there is no room."""
+        now_s = self._clock()
+        shift = self._sources.wall() - now_s
+        job, reused = write_job(
+            self._shelf, self.disk, self.layout, waiting.entry.parked, self._sources.new_extent(), shift
+        )
+        superseded = {entry.manifest.id for entry in self._superseded_on_disk(waiting.entry.parked)}
+        self.disk.hold(reused)
+        size, index_bytes = job_bytes(job), index_bytes_of(job.manifest)
+        if not self.disk.make_room(size, index_bytes, waiting.entry.parked.last_used_s, superseded):
+            self.disk.let_go(reused)
+            return None
+        return _Writing(waiting, job, reused)
+
+    def _written(self, writing: _Writing) -> None:
+        job, entry = writing.job, writing.waiting.entry
+        self._pause_s = FIRST_PAUSE_S
+        self._disk_totals.writes += 1
+        self._disk_totals.written_bytes += job_bytes(job)
+        parked = replace(entry.parked, tier=Tier.DISK)
+        on_disk = self.disk.add(job.manifest, parked, manifest_limit_bytes(job.manifest))
+        if writing.is_dropped:
+            self.disk.forget(on_disk)
+            return
+        on_disk.is_pinned = entry.is_pinned
+        for checkpoint, place in zip(parked.checkpoints, job.manifest.checkpoints, strict=True):
+            self.disk.know_checkpoint(checkpoint.id, place)
+        for ancestor in self._superseded_on_disk(parked):
+            on_disk.is_pinned |= ancestor.is_pinned
+            self.disk.forget(ancestor)
+
+    def _superseded_on_disk(self, parked: Parked) -> list[DiskEntry]:
+        """Those that this conversation makes superfluous."""
+        places = {checkpoint.position for checkpoint in parked.checkpoints}
+        return [
+            entry
+            for entry in self.disk.prefixes_of(parked)
+            if entry.parked.position <= parked.position
+            and np.array_equal(entry.parked.units, parked.units[: entry.parked.position])
+            and places.issuperset(c.position for c in entry.parked.checkpoints)
+        ]
+
+    def _cancel_write(self, conversation_id: ConversationId) -> None:
+        waiting = self._waiting.pop(conversation_id, None)
+        if waiting is not None:
+            waiting.release()
+        if self._writing is not None and self._writing.job.manifest.id == conversation_id:
+            self._writing.is_dropped = True
+
+    def _check_names(self, capture: Capture, checksums: Checksums) -> None:
+        """A block that was copied anew under the id it has on disk must have the bytes it has there. If it has not, the
+        live rows were not what they were taken for: nothing may build on the place on disk."""
+        flight = self._captures.get(capture.serial)
+        if flight is None or checksums.rows.shape[0] != len(flight.fresh_blocks):
+            return  # the base refuses it
+        for block_id, sums in zip(flight.fresh_blocks, checksums.rows, strict=True):
+            place = self.disk.blocks.get(block_id)
+            if place is not None and not np.array_equal(place.sums, sums):
+                self.disk.damaged(place.extent)
+
+    # Reading
+
+    def _load_request(self, parked: Parked, end: int) -> CaptureRequest:
+        return CaptureRequest(
+            key_digest=parked.key_digest,
+            units=parked.units[:end],
+            prefix_hashes=parked.prefix_hashes[: end // self.config.block_tokens],
+            lineage=parked.blocks,
+            layout_digest=parked.layout_digest,
+            checkpoints=tuple(c.position for c in parked.checkpoints if c.position <= end),
+            rewindable=not self.layout.fixed_bytes,
+            namespace=parked.namespace,
+        )
+
+    def _promotion(self, entry: DiskEntry, capture: Capture) -> Promotion:
+        flight = self._captures[capture.serial]
+        whole = capture.position == entry.parked.position
+        self._promotions[capture.serial] = _Loading(entry.parked, whole)
+        job, sums = read_job(self._shelf, entry.manifest, capture.transfer, flight.fresh_blocks)
+        entry.readers += 1
+        self.disk.hold(ref for ref, _ in job.extents)
+        return Promotion(entry.manifest.id, capture, job, sums, whole)
+
+    def _read_failed(self, promotion: Promotion, error: Exception) -> None:
+        extents = [ref.id for ref, _ in promotion.job.extents]
+        if isinstance(error, DamagedPart):
+            given_up = [error.extent]
+        else:
+            given_up = [extent for extent in extents if self.disk.failed_read(extent) >= READ_FAILURES]
+        for extent in given_up:
+            for entry in self.disk.damaged(extent):
+                if entry.manifest.id not in self._shelf.entries:
+                    parked = entry.parked
+                    self._gone.remember(
+                        parked.key_digest,
+                        parked.prefix_hashes,
+                        "dropped",
+                        f"it could not be read: {error}",
+                        self._clock(),
+                    )
+
+    # Small things
+
+    def _touch_disk(self, conversation_id: ConversationId) -> None:
+        for known in (conversation_id, self._sources_of.get(conversation_id)):
+            if known is not None and known in self.disk.entries:
+                touched(self.disk.entries[known], self._clock())
+
+    def _set_pinned(self, conversation_id: ConversationId, *, is_pinned: bool) -> None:
+        on_disk = self.disk.entries.get(conversation_id)
+        if on_disk is not None:
+            on_disk.is_pinned = is_pinned
+        if conversation_id in self._shelf.entries or on_disk is None:
+            self._shelf.entry(conversation_id).is_pinned = is_pinned
+
+    def _expire(self) -> None:
+        """Forgets what was not used for too long, in both tiers."""
+        age_s, now_s = self.disk.config.max_age_s, self._clock()
+        if age_s is None or now_s < self._expire_at_s:
+            return
+        self._expire_at_s = now_s + EXPIRY_STEP_S
+        entries: list[Entry | DiskEntry] = [*self._shelf.entries.values(), *self.disk.entries.values()]
+        old = {e.parked.id for e in entries if e.parked.last_used_s < now_s - age_s and not e.is_pinned}
+        for conversation_id in old:
+            self.drop(conversation_id, f"it was not used for {age_s / 3600:.0f} hours")

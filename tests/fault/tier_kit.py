@@ -1,0 +1,136 @@
+"""A store over RAM and a disk that lives in memory, driven without threads: every run replays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+from fault_fs import FaultFs
+from store_kit import KEY, CopyEngine, leased_rows, make_layout
+
+from parkd.store.budget import BLOCK_BYTES
+from parkd.store.disk import DiskConfig
+from parkd.store.disk_jobs import RemoveJob, WriteJob, read, remove, write
+from parkd.store.disk_policy import WriteAllowance
+from parkd.store.records import Parked, Refused, StoreConfig, Tier
+from parkd.store.recovery import open_tier
+from parkd.store.tiers import DiskSources, TieredStore
+from parkd.types import StateLayout
+
+FINGERPRINT = b"the weights, one"
+BLOCK_TOKENS = 4
+INDEX_BYTES = 1 << 20
+DAY_BYTES = 1 << 40
+
+
+@dataclass
+class Times:
+    """The store's clock and the wall's, which differ."""
+
+    now: float = 1000.0
+
+    def clock(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def wall(self) -> float:
+        return self.now + 1.7e9
+
+
+@dataclass
+class Machine:
+    """What outlives a process: the disk, and time."""
+
+    fs: FaultFs = field(default_factory=FaultFs)
+    layout: StateLayout = field(default_factory=make_layout)
+    ram_bytes: int = 1 << 20
+    disk_bytes: int = 4 << 20
+    fingerprint: bytes = FINGERPRINT
+    max_age_s: float | None = None
+    write_bytes_per_day: int = DAY_BYTES
+    index_bytes: int = INDEX_BYTES
+    slots: int | None = None
+    times: Times = field(default_factory=Times)
+    starts: int = 0
+    numbers: count = field(default_factory=lambda: count(1))
+
+    def start(self) -> TieredStore:
+        """A process: opens what the disk holds."""
+        self.starts += 1
+        config = DiskConfig(
+            self.disk_bytes, self.fingerprint, self.index_bytes, self.write_bytes_per_day, self.max_age_s
+        )
+        disk = open_tier(self.fs, config, self.layout, self.times.now, self.times.wall())
+        store = TieredStore(
+            StoreConfig(self.ram_bytes + self.index_bytes, BLOCK_TOKENS, self.slots, slab_bytes=1 << 18),
+            self.layout,
+            self.times.clock,
+            disk=disk,
+            sources=DiskSources(self.times.wall, lambda: next(self.numbers), self.starts << 32),
+            allowance=WriteAllowance.full(self.write_bytes_per_day, self.times.now),
+            new_id=lambda: f"conversation-{next(self.numbers)}",
+        )
+        assert store.disk.bytes_in_use <= self.disk_bytes
+        return store
+
+    def engine(self, seed: int = 1) -> CopyEngine:
+        return CopyEngine(self.layout, BLOCK_TOKENS, seed=seed)
+
+
+def run(store: TieredStore, fs: FaultFs, job: WriteJob | RemoveJob) -> Exception | None:
+    """One job, as the worker does it."""
+    if isinstance(job, RemoveJob):
+        store.finished(job, None, remove(fs, job))
+        return None
+    try:
+        write(fs, job)
+    except OSError as error:
+        store.finished(job, error)
+        return error
+    store.finished(job, None)
+    return None
+
+
+def pump(store: TieredStore, fs: FaultFs, most: int = 1000) -> list[Exception]:
+    """Does what there is to do; returns what failed. A pause after a failure is waited out by nobody."""
+    errors = []
+    for _ in range(most):
+        job = store.next_job()
+        if job is None:
+            break
+        error = run(store, fs, job)
+        if error is not None:
+            errors.append(error)
+    return errors
+
+
+def promote(store: TieredStore, fs: FaultFs, parked: Parked, stop: int | None = None) -> Parked | Refused | None:
+    promotion = store.promote(parked.id, parked.position if stop is None else stop)
+    if isinstance(promotion, Refused):
+        return promotion
+    error: Exception | None = None
+    try:
+        read(fs, promotion.job)
+    except Exception as raised:
+        error = raised
+    return store.promoted(promotion, error)
+
+
+def rows_of(store: TieredStore, fs: FaultFs, parked: Parked, stop: int | None = None) -> list[np.ndarray] | None:
+    """The rows `[0, stop)` as the store gives them, from whichever tier; None for a miss."""
+    stop = parked.position if stop is None else stop
+    if parked.tier is Tier.DISK:
+        loaded = promote(store, fs, parked, stop)
+        if not isinstance(loaded, Parked) or loaded.position < stop:
+            return None
+        parked = loaded
+    return leased_rows(store, parked, stop)
+
+
+def evict(store: TieredStore, parked: Parked) -> None:
+    """Takes a conversation out of RAM as making room does."""
+    store._forget(store._shelf.entry(parked.id), "evicted", "a test")
+
+
+__all__ = ["BLOCK_BYTES", "KEY", "Machine", "evict", "promote", "pump", "rows_of", "run"]
