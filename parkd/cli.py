@@ -191,6 +191,8 @@ def compose(
         build_identity=identity.build,
         store=store,
         output=output,
+        render=identity.render,
+        chat_template=engine.template_source,
         build_mask=lambda request, prompt_tail: structured.mask(request, output, prompt_tail),
         config=ProxyConfig(
             host=server.host,

@@ -1,10 +1,12 @@
-"""The endpoints that are not turns: models, health, metrics. None of them waits for the lane."""
+"""What the endpoints that are not turns say: plain values to documents."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
+from parkd import __version__
 from parkd.engine_adapter.base import EngineInfo
 
 
@@ -20,6 +22,36 @@ def model_entry(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[
 
 def model_list(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[str, Any]:
     return {"object": "list", "data": [model_entry(info, alias, created_s)]}
+
+
+def anthropic_model_entry(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[str, Any]:
+    return {
+        "type": "model",
+        "id": alias or info.model_name,
+        "display_name": alias or info.model_name,
+        "created_at": datetime.fromtimestamp(created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": info.context_tokens,
+        "max_tokens": info.context_tokens,
+    }
+
+
+def anthropic_model_list(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[str, Any]:
+    entry = anthropic_model_entry(info, alias, created_s)
+    return {"data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
+
+
+def props(info: EngineInfo, alias: str | None, chat_template: str | None) -> Mapping[str, Any]:
+    """What llama-server's clients read there; no paths of this machine."""
+    name = alias or info.model_name
+    return {
+        "default_generation_settings": {"n_ctx": info.context_tokens},
+        "total_slots": 1,
+        "model_alias": name,
+        "model_path": name,
+        "chat_template": chat_template or "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"parkd {__version__}",
+    }
 
 
 def health(*, lost: bool, stopping: bool, waiting: int, busy: bool) -> tuple[int, Mapping[str, Any]]:

@@ -19,21 +19,23 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from parkd.errors import ContextOverflow, EngineLost, InvalidRequest, NotFound
-from parkd.proxy import admin, metrics
+from parkd.errors import ContextOverflow, EngineLost, InvalidRequest
 from parkd.proxy.access import authenticate, narrowed
 from parkd.proxy.config import Services
 from parkd.proxy.cost import CostMeter
+from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect, ResponseMeta
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
+from parkd.proxy.endpoints import Endpoints
 from parkd.proxy.engine_thread import EngineThread
+from parkd.proxy.explain import Explained, PromptParts, RequestMemory
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.lane import Lane
 from parkd.proxy.metrics import Metrics
@@ -41,6 +43,7 @@ from parkd.proxy.parking import LiveState
 from parkd.proxy.requests import parse_object, read_body
 from parkd.proxy.sse import TurnResponse
 from parkd.proxy.turn import Turn, TurnRunner, prompt_tail
+from parkd.store.tiers import TieredStore
 from parkd.types import PromptIdentity, TokenMask, TurnRequest
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,8 @@ BUILD_THREADS = 2
 """Prompts rendered and tokenised at once."""
 FINGERPRINT_CHARACTERS = 12
 """Of the model's fingerprint, shown as `system_fingerprint`."""
+FLUSH_DEADLINE_S = 10.0
+"""How long writes to disk that wait may take when the server stops."""
 CUT_WAIT_S = 5.0
 """How long a cut turn may take to reach its next chunk or token."""
 
@@ -67,7 +72,11 @@ class Proxy:
         self.thread = EngineThread()
         costs = CostMeter()
         self.metrics = Metrics(waiting=lambda: self.lane.waiting, store_stats=store.stats if store else None)
-        self.live = LiveState(services.engine, self.thread, store, self.metrics, costs, services.monotonic)
+        self.disk: DiskWorker | None = None
+        if isinstance(store, TieredStore) and services.files is not None:
+            self.disk = DiskWorker(store, services.files, costs, services.monotonic)
+            self.metrics.watch("parkd_disk", store.disk_stats)
+        self.live = LiveState(services.engine, self.thread, store, self.metrics, costs, services.monotonic, self.disk)
         self.runner = TurnRunner(
             self.live,
             store,
@@ -76,27 +85,42 @@ class Proxy:
             services.output,
             max_output_tokens=config.max_output_tokens,
             monotonic=services.monotonic,
+            disk=self.disk,
         )
-        self.lane: Lane[Turn] = Lane(self.runner.run, max_queue=config.max_queue, monotonic=services.monotonic)
-        self._build_limiter: anyio.CapacityLimiter | None = None
+        self.lane: Lane[Turn] = Lane(
+            self.runner.run, max_queue=config.max_queue, monotonic=services.monotonic, on_queued=self._queued
+        )
+        self.requests = RequestMemory()
+        self.build_limiter: anyio.CapacityLimiter | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
 
     @asynccontextmanager
     async def life(self, _app: Starlette) -> AsyncIterator[None]:
-        self._build_limiter = anyio.CapacityLimiter(BUILD_THREADS)
+        self.build_limiter = anyio.CapacityLimiter(BUILD_THREADS)
         self.thread.start()
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 tasks.start_soon(self._serve_lane)
+                if self.disk is not None:
+                    tasks.start_soon(self.disk.serve)
                 yield
                 await self._drain()
                 await self.live.settle()
+                if self.disk is not None:
+                    await self.disk.flush(FLUSH_DEADLINE_S)
                 tasks.cancel_scope.cancel()
         finally:
             self._tasks = None
+            if self.disk is not None:
+                self.disk.stop()
             if not self.thread.stop(CUT_WAIT_S):
                 log.warning("the engine is still busy; the process ends without it")
+
+    def _queued(self, turn: Turn) -> None:
+        """A turn has to wait: meanwhile what it will start from is read from disk."""
+        if self.disk is not None and self._tasks is not None:
+            self._tasks.start_soon(self.runner.prefetch, turn)
 
     def begin_shutdown(self) -> None:
         """Called on the event loop when a stop was asked for: nothing new starts, what runs may end in time."""
@@ -117,14 +141,24 @@ class Proxy:
         meta = ResponseMeta(request_id, turn_request.model or self.model_id, int(services.wall()))
         encoder = dialect.encoder(turn_request, body, meta)
         turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)
+        self._remember(turn, caller.owner)
         return TurnResponse(turn, self.lane, self.runner, dialect, encoder, config, services.monotonic)
+
+    def _remember(self, turn: Turn, owner: str) -> None:
+        """For `/parkd/explain`, and for later requests to be compared with."""
+        cache = turn.request.cache
+        parts = PromptParts.of(turn.request) if cache.wants_diagnosis else None
+        if cache.compare_to is not None:
+            turn.earlier = self.requests.get(cache.compare_to, owner)
+        turn.explained = Explained(turn.request_id, owner, turn.prompt, parts, self.services.wall())
+        self.requests.add(turn.explained)
 
     async def build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
         """The prompt's identity and what its answer must obey, made in a worker thread. Raises InvalidRequest."""
         if request.response_schema is not None and self.services.build_mask is None:
             advice = "This server gives free text only. Leave out `response_format` and ask for JSON in the messages."
             raise InvalidRequest(advice, param="response_format")
-        return await anyio.to_thread.run_sync(self._build, request, limiter=self._build_limiter)
+        return await anyio.to_thread.run_sync(self._build, request, limiter=self.build_limiter)
 
     def _build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
         services = self.services
@@ -191,8 +225,10 @@ def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None
     counter = AnthropicMessages()
     count_route = guarded(proxy.config, proxy.metrics, counter, _count(proxy, counter))
     routes.append(Route("/v1/messages/count_tokens", count_route, methods=["POST"]))
-    for path, handler in _admin(proxy).items():
-        routes.append(Route(path, guarded(proxy.config, proxy.metrics, fallback, handler), methods=["GET"]))
+    endpoints = Endpoints(proxy)
+    for method, handlers in (("GET", endpoints.reading()), ("POST", endpoints.asking())):
+        for path, handler in handlers.items():
+            routes.append(Route(path, guarded(proxy.config, proxy.metrics, fallback, handler), methods=[method]))
     middleware = []
     if services.config.cors_origins:
         origins = list(services.config.cors_origins)
@@ -221,42 +257,3 @@ def _count(proxy: Proxy, dialect: AnthropicMessages) -> Handler:
         return JSONResponse({"input_tokens": count}, headers={"request-id": request_id, "x-request-id": request_id})
 
     return handler
-
-
-def _admin(proxy: Proxy) -> Mapping[str, Handler]:
-    info, config = proxy.services.engine.info, proxy.services.config
-
-    async def models(request: Request, request_id: str) -> ASGIApp:
-        authenticate(request.headers, config.api_keys, config.named_keys)
-        return JSONResponse(admin.model_list(info, config.alias, proxy.created_s), headers={"x-request-id": request_id})
-
-    async def model(request: Request, request_id: str) -> ASGIApp:
-        authenticate(request.headers, config.api_keys, config.named_keys)
-        entry = admin.model_entry(info, config.alias, proxy.created_s)
-        if request.path_params["name"] != entry["id"]:
-            raise NotFound(f"This server has one model, {entry['id']!r}.", param="model")
-        return JSONResponse(entry, headers={"x-request-id": request_id})
-
-    async def health(_request: Request, _request_id: str) -> ASGIApp:
-        lane = proxy.lane
-        status, body = admin.health(
-            lost=proxy.lost is not None, stopping=lane.closed, waiting=lane.waiting, busy=lane.busy
-        )
-        return JSONResponse(body, status_code=status)
-
-    async def metrics_page(request: Request, _request_id: str) -> ASGIApp:
-        authenticate(request.headers, config.api_keys, config.named_keys)
-        return Response(proxy.metrics.page(), headers={"content-type": metrics.CONTENT_TYPE})
-
-    async def root(_request: Request, _request_id: str) -> ASGIApp:
-        return JSONResponse({"name": "parkd"})
-
-    return {
-        "/v1/models": models,
-        "/models": models,
-        "/v1/models/{name:path}": model,
-        "/health": health,
-        "/metrics": metrics_page,
-        "/": root,
-        "/api/hello": root,
-    }

@@ -12,6 +12,7 @@ from parkd.proxy.output.base import OutputFormat
 from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest
 
 if TYPE_CHECKING:
+    from parkd.store.fs import FileSystem
     from parkd.store.store import ConversationStore
 
 MIB = 1024 * 1024
@@ -43,7 +44,6 @@ class ProxyConfig:
     """Web pages that may call this server; empty: none."""
 
 
-
 class BuildIdentity(Protocol):
     """`IdentityBuilder.build`; runs in a worker thread. Raises InvalidRequest."""
 
@@ -68,5 +68,11 @@ class Services:
     """How the model writes its thinking and its tool calls."""
     build_mask: BuildMask | None = None
     """None: a request for structured output is refused."""
+    render: Callable[[TurnRequest], str] | None = None
+    """A request to the text that the model reads; runs in a worker thread. Raises InvalidRequest."""
+    chat_template: str | None = None
+    """Its source, for `/props`."""
+    files: FileSystem | None = None
+    """Where a `TieredStore` keeps its files; None: the store is of RAM alone."""
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time

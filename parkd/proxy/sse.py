@@ -37,6 +37,8 @@ def cache_headers(report: CacheReport | None) -> dict[str, str]:
     headers = {"x-parkd-cache": report.outcome.value, "x-parkd-reused-tokens": str(report.reused_tokens)}
     if report.why:
         headers["x-parkd-why"] = header_text(report.why)
+    if report.divergence is not None:
+        headers["x-parkd-divergence"] = header_text(str(report.divergence))
     return headers
 
 

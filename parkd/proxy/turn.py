@@ -19,15 +19,19 @@ import numpy as np
 
 from parkd.engine_adapter.base import BLOCK_TOKENS, RowEngine
 from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError, RestoreFailed
+from parkd.identity.matcher import divergence_of
 from parkd.proxy.answer import Answer, AnswerLoop
 from parkd.proxy.cost import CostMeter
+from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.events import EventChannel
+from parkd.proxy.explain import Explained, diagnose
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.output.base import OutputFormat, Parser
 from parkd.proxy.output.formats import call_ids
 from parkd.proxy.output.parser import make_parser
 from parkd.proxy.parking import LiveState
 from parkd.proxy.start import StartPlan, decide_start, explain, plan_cold
+from parkd.store.records import Tier
 from parkd.store.store import ConversationStore
 from parkd.types import (
     CacheMode,
@@ -70,6 +74,10 @@ class Turn:
     """When the lane took it."""
     report: CacheReport | None = None
     timings: Timings = field(default_factory=Timings)
+    explained: Explained | None = None
+    """What is remembered of it for `/parkd/explain`."""
+    earlier: Explained | None = None
+    """The request that it is to be compared with, if that is remembered."""
 
     def fail(self, error: ParkdError) -> None:
         self.channel.fail(error)
@@ -102,8 +110,10 @@ class TurnRunner:
         *,
         max_output_tokens: int | None,
         monotonic: Callable[[], float],
+        disk: DiskWorker | None = None,
     ) -> None:
         self._live = live
+        self._disk = disk
         self._store = store
         self._metrics = metrics
         self._costs = costs
@@ -138,6 +148,10 @@ class TurnRunner:
         """Counts the turn and writes its log line: numbers and reasons, never text."""
         self._metrics.requests.labels("ok" if error is None else error.code).inc()
         self._metrics.finished(turn.timings)
+        if turn.explained is not None:
+            turn.explained.timings = turn.timings
+            turn.explained.state = "done" if error is None else "failed"
+            turn.explained.end = turn.explained.end if error is None else error.code
         in_lane_s = turn.timings.first_token_s - ((turn.began_s or turn.arrived_s) - turn.arrived_s)
         requests_log.info(
             "key=%s prompt=%d reused=%d cache=%s wait=%.1fs ttft=%.1fs out=%d why=%s%s",
@@ -153,29 +167,59 @@ class TurnRunner:
         )
 
     async def _answer(self, turn: Turn) -> None:
-        plan, why = self._decide(turn)
+        plan, why, from_disk_s = await self._at_hand(turn)
         report, restore_s = await self._start(turn, plan, why)
         await self._steer(turn)
-        turn.report = report
-        turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s)
+        report = turn.report = self._told(turn, plan, report)
+        turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
         self._metrics.started(report)
         turn.channel.push(Started(report))
         read_s = await self._read(turn)
         answer = await self._generate(turn, read_s)
         if answer.reason is FinishReason.CANCELLED:
             raise Cancelled("The client left; its answer was stopped.")
+        if turn.explained is not None:
+            turn.explained.end = answer.reason.value
         turn.channel.push(Finished(answer.reason, report, turn.timings, answer.reasoning_tokens, answer.stop_string))
 
-    def _decide(self, turn: Turn) -> tuple[StartPlan, str]:
-        """How to start, and why the rest is read."""
+    async def _at_hand(self, turn: Turn) -> tuple[StartPlan, str, float]:
+        """How to start, once what it starts from is in RAM; why the rest is read; and the seconds that reading from
+        disk took. What can't be read from disk is done without."""
+        plan, why = self._decide(turn)
+        if not plan.is_on_disk:
+            return plan, why, 0.0
+        began_s = self._monotonic()
+        await self._promote(plan)
+        plan, why = self._decide(turn)
+        if plan.is_on_disk:
+            plan, why = self._decide(turn, on_disk=False)
+            why = why or "what is on disk could not be read"
+        return plan, why, self._monotonic() - began_s
+
+    async def prefetch(self, turn: Turn) -> None:
+        """Reads what a waiting turn would start from into RAM."""
+        if turn.began_s is not None or turn.channel.cancel.is_set():
+            return
+        plan, _ = self._decide(turn)
+        if plan.is_on_disk:
+            await self._promote(plan)
+
+    async def _promote(self, plan: StartPlan) -> None:
+        assert self._disk is not None
+        assert plan.parked is not None
+        await self._disk.promote(plan.parked.id, plan.option.position)
+
+    def _decide(self, turn: Turn, *, on_disk: bool = True) -> tuple[StartPlan, str]:
+        """How to start, and why the rest is read. `on_disk`: also from what is not in RAM."""
         prompt, store = turn.prompt, self._store
         if turn.request.cache.mode is CacheMode.OFF:
             return plan_cold(prompt), "the request asked for no cache"
         key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
+        candidates = [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else []
         plan = decide_start(
             prompt,
             self._live.conversation,
-            [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else [],
+            [parked for parked in candidates if on_disk or parked.tier is not Tier.DISK],
             layout=self._live.engine.info.layout,
             live_checkpoints=(),
             cost=self._costs.model,
@@ -183,6 +227,19 @@ class TurnRunner:
         beyond = hashes[plan.common // BLOCK_TOKENS :]
         gone = store.why_gone(key_digest, beyond) if store is not None else ""
         return plan, explain(prompt, plan, gone)
+
+    def _told(self, turn: Turn, plan: StartPlan, report: CacheReport) -> CacheReport:
+        """The report with what its owner may know besides, also for `/parkd/explain`."""
+        explained = turn.explained
+        if plan.nearest is not None:
+            divergence = divergence_of(turn.prompt, plan.nearest, self._live.engine.tokenizer)
+            report = dataclasses.replace(report, divergence=divergence)
+        if explained is not None:
+            if turn.request.cache.compare_to is not None:
+                diagnosis = diagnose(explained, turn.earlier, report.reused_tokens)
+                report = dataclasses.replace(report, diagnosis=diagnosis)
+            explained.state, explained.report = "running", report
+        return report
 
     async def _start(self, turn: Turn, plan: StartPlan, why: str) -> tuple[CacheReport, float]:
         """Brings the engine to the plan's position; cold if a restore fails. Returns what is reused and seconds."""
@@ -195,7 +252,7 @@ class TurnRunner:
             restore_s = self._monotonic() - began_s
         option = plan.option
         assert self._live.conversation.position == option.position
-        return CacheReport(option.outcome, len(turn.prompt), option.position, why), restore_s
+        return CacheReport(plan.outcome, len(turn.prompt), option.position, why), restore_s
 
     async def _steer(self, turn: Turn) -> None:
         """After the start: what may have been parked on the way was copied, not computed."""

@@ -162,7 +162,7 @@ def make_services(
         new_id=lambda: f"conversation-{next(serial)}",
     )
     config = config or ProxyConfig()
-    return Services(engine, identity.build, store, replace(config, port=0)), identity
+    return Services(engine, identity.build, store, replace(config, port=0), render=identity.render), identity
 
 
 @asynccontextmanager

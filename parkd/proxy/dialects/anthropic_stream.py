@@ -19,6 +19,7 @@ from parkd.proxy.dialects.base import ResponseMeta
 from parkd.proxy.dialects.frames import json_frame
 from parkd.types import (
     CacheReport,
+    DiagnosisKind,
     Event,
     Finished,
     FinishReason,
@@ -51,6 +52,7 @@ class MessagesEncoder:
         """Pieces of the open block, joined when it closes."""
         self._open: str | None = None
         self._open_call: int | None = None
+        self._diagnostics: dict[str, Any] = {}
         self._document: dict[str, Any] | None = None
 
     def feed(self, event: Event) -> Iterable[bytes]:
@@ -69,6 +71,7 @@ class MessagesEncoder:
     def _frames(self, event: Event) -> Iterator[bytes]:
         match event:
             case Started(report):
+                self._diagnostics = diagnostics(report)
                 yield _event("message_start", message=self._message(usage(report, 0)))
             case Progress():
                 pass
@@ -96,6 +99,7 @@ class MessagesEncoder:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": counts,
+            **self._diagnostics,
         }
 
     def _ensure(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
@@ -158,6 +162,22 @@ def usage(report: CacheReport, output_tokens: int, reasoning_tokens: int = 0) ->
     if reasoning_tokens:
         counts["output_tokens_details"] = {"thinking_tokens": reasoning_tokens}
     return counts
+
+
+def diagnostics(report: CacheReport) -> dict[str, Any]:
+    """Why the earlier request's prompt was not reused whole, if the client asked; nothing to say of one that was."""
+    diagnosis = report.diagnosis
+    if diagnosis is None:
+        return {}
+    reason: dict[str, Any] | None = None
+    match diagnosis.kind:
+        case DiagnosisKind.CHANGED:
+            reason = {"type": f"{diagnosis.changed}_changed", "cache_missed_input_tokens": diagnosis.missed_tokens}
+        case DiagnosisKind.NOT_FOUND:
+            reason = {"type": "previous_message_not_found"}
+        case DiagnosisKind.UNAVAILABLE:
+            reason = {"type": "unavailable"}
+    return {"diagnostics": None if reason is None else {"cache_miss_reason": reason}}
 
 
 def _arguments(text: str) -> Any:

@@ -95,6 +95,14 @@ def cache_hints(
         mode = CacheMode(asked)
     else:
         raise wrong(CACHE_MODE_HEADER, "`use`, `read` or `off`")
+    diagnostics, options = fields.obj(body, "diagnostics"), fields.obj(body, "prompt_cache_options")
+    earlier = text_at(diagnostics, "previous_message_id", "diagnostics")
+    earlier = earlier or text_at(options, "comparison_response_id", "prompt_cache_options")
     return CacheHints(
-        mode, min_retention_s, fields.text(body, "prompt_cache_key") or None, fields.text(body, "cache_salt") or None
+        mode,
+        min_retention_s,
+        group=fields.text(body, "prompt_cache_key") or None,
+        salt=fields.text(body, "cache_salt") or None,
+        compare_to=earlier or None,
+        wants_diagnosis="diagnostics" in body or "prompt_cache_options" in body,
     )

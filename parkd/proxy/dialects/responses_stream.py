@@ -17,6 +17,8 @@ from parkd.errors import ParkdError
 from parkd.proxy.dialects.base import ResponseMeta
 from parkd.proxy.dialects.frames import json_frame
 from parkd.types import (
+    CacheReport,
+    DiagnosisKind,
     Event,
     Finished,
     FinishReason,
@@ -233,8 +235,31 @@ class ResponsesEncoder:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": self._items,
             "usage": usage(event),
+            **cache_diagnostics(event.report),
         }
         yield self._event(f"response.{status}", response=self._document)
+
+
+def cache_diagnostics(report: CacheReport) -> Mapping[str, Any]:
+    """The comparison with an earlier response, if the client asked for one."""
+    diagnosis = report.diagnosis
+    if diagnosis is None:
+        return {}
+    told: dict[str, Any] = {"type": "unavailable"}
+    match diagnosis.kind:
+        case DiagnosisKind.HIT:
+            told = {"type": "cache_hit"}
+        case DiagnosisKind.NOT_FOUND:
+            told = {"type": "comparison_response_not_found"}
+        case DiagnosisKind.CHANGED:
+            reason = f"{diagnosis.changed}_changed" if diagnosis.changed in ("model", "tools") else "input_changed"
+            told = {
+                "type": "cache_miss",
+                "reason": reason,
+                "cache_missed_tokens": diagnosis.missed_tokens,
+                "comparison_reusable_tokens": diagnosis.common_tokens,
+            }
+    return {"prompt_cache_diagnostics": told}
 
 
 def usage(event: Finished) -> Mapping[str, Any]:

@@ -1,0 +1,173 @@
+"""The endpoints that are not turns, as handlers. None of them waits for the lane, and none changes anything.
+
+What names conversations is for the key that sent them: `/slots` and `/parkd/explain` show a caller their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from parkd.errors import InvalidRequest, NotFound
+from parkd.proxy import admin, explain, metrics
+from parkd.proxy.access import Caller, authenticate
+from parkd.proxy.dialects import fields
+from parkd.proxy.dialects.openai_chat import OpenAIChat
+from parkd.proxy.guard import Handler
+from parkd.proxy.requests import parse_object, read_body
+from parkd.types import ConversationKey
+
+if TYPE_CHECKING:
+    from parkd.proxy.app import Proxy
+
+PIECE_LIMIT = 200_000
+"""Most tokens that `/tokenize` spells out one by one."""
+
+
+class Endpoints:
+    """Handlers over one proxy."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+        self._services = proxy.services
+        self._config = proxy.config
+        self._info = proxy.services.engine.info
+
+    def reading(self) -> Mapping[str, Handler]:
+        """Of GET requests, by path."""
+        return {
+            "/v1/models": self.models,
+            "/models": self.models,
+            "/v1/models/{name:path}": self.model,
+            "/health": self.health,
+            "/metrics": self.metrics_page,
+            "/props": self.props,
+            "/slots": self.slots,
+            "/parkd/explain/{request_id}": self.explain,
+            "/": self.root,
+            "/api/hello": self.root,
+        }
+
+    def asking(self) -> Mapping[str, Handler]:
+        """Of POST requests, by path."""
+        return {"/tokenize": self.tokenize, "/apply-template": self.apply_template}
+
+    async def models(self, request: Request, request_id: str) -> ASGIApp:
+        self._caller(request)
+        info, alias, created_s = self._info, self._config.alias, self._proxy.created_s
+        if "anthropic-version" in request.headers:
+            return _json(admin.anthropic_model_list(info, alias, created_s), request_id)
+        return _json(admin.model_list(info, alias, created_s), request_id)
+
+    async def model(self, request: Request, request_id: str) -> ASGIApp:
+        self._caller(request)
+        info, alias, created_s = self._info, self._config.alias, self._proxy.created_s
+        entry = admin.model_entry(info, alias, created_s)
+        if request.path_params["name"] != entry["id"]:
+            raise NotFound(f"This server has one model, {entry['id']!r}.", param="model")
+        if "anthropic-version" in request.headers:
+            entry = admin.anthropic_model_entry(info, alias, created_s)
+        return _json(entry, request_id)
+
+    async def health(self, _request: Request, _request_id: str) -> ASGIApp:
+        proxy = self._proxy
+        status, body = admin.health(
+            lost=proxy.lost is not None, stopping=proxy.lane.closed, waiting=proxy.lane.waiting, busy=proxy.lane.busy
+        )
+        return JSONResponse(body, status_code=status)
+
+    async def metrics_page(self, request: Request, _request_id: str) -> ASGIApp:
+        self._caller(request)
+        return Response(self._proxy.metrics.page(), headers={"content-type": metrics.CONTENT_TYPE})
+
+    async def root(self, _request: Request, _request_id: str) -> ASGIApp:
+        return JSONResponse({"name": "parkd"})
+
+    async def props(self, request: Request, request_id: str) -> ASGIApp:
+        self._caller(request)
+        template = self._services.chat_template
+        return _json(admin.props(self._info, self._config.alias, template), request_id)
+
+    async def slots(self, request: Request, request_id: str) -> ASGIApp:
+        """llama-server's shape: one slot, since there is one lane. Its details are for who asked for what runs."""
+        caller = self._caller(request)
+        running = self._proxy.lane.running
+        mine = running.explained if running is not None else None
+        if mine is not None and mine.owner != caller.owner:
+            mine = None
+        key = ConversationKey(caller.namespace, self._info.fingerprint)
+        store, now_s = self._services.store, self._services.monotonic()
+        parked = [] if store is None else [found for found, _ in store.candidates(key.digest, ())]
+        return _json(
+            [
+                {
+                    "id": 0,
+                    "n_ctx": self._info.context_tokens,
+                    "is_processing": self._proxy.lane.busy,
+                    "waiting": self._proxy.lane.waiting,
+                    "request": None if mine is None else explain.summary(mine),
+                    "parked": [
+                        {"tokens": found.position, "idle_s": round(max(0.0, now_s - found.last_used_s), 1)}
+                        for found in parked
+                    ],
+                }
+            ],
+            request_id,
+        )
+
+    async def explain(self, request: Request, request_id: str) -> ASGIApp:
+        caller = self._caller(request)
+        asked = request.path_params["request_id"]
+        found = self._proxy.requests.get(asked, caller.owner)
+        if found is None:
+            raise NotFound(
+                f"No request {asked[:128]!r} of this key is remembered. Ask for one of the last requests, by the "
+                "`x-request-id` of its answer.",
+                param="request_id",
+            )
+        return _json(explain.document(found), request_id)
+
+    async def tokenize(self, request: Request, request_id: str) -> ASGIApp:
+        """llama-server's: special tokens in the text are recognised, none is added."""
+        self._caller(request)
+        body = await parse_object(await read_body(request, self._config.body_limit_bytes))
+        content = fields.text(body, "content")
+        if not fields.flag(body, "parse_special", default=True):
+            raise InvalidRequest(
+                "`parse_special` must be true: special tokens in a text are always recognised.", param="parse_special"
+            )
+        with_pieces = fields.flag(body, "with_pieces", default=False)
+        tokenizer = self._services.engine.tokenizer
+        ids = await anyio.to_thread.run_sync(tokenizer.encode, content, limiter=self._proxy.build_limiter)
+        if not with_pieces:
+            return _json({"tokens": ids}, request_id)
+        if len(ids) > PIECE_LIMIT:
+            raise InvalidRequest(f"`with_pieces` takes at most {PIECE_LIMIT} tokens.", param="with_pieces")
+        pieces = await anyio.to_thread.run_sync(
+            lambda: [{"id": token_id, "piece": tokenizer.decode([token_id])} for token_id in ids],
+            limiter=self._proxy.build_limiter,
+        )
+        return _json({"tokens": pieces}, request_id)
+
+    async def apply_template(self, request: Request, request_id: str) -> ASGIApp:
+        caller = self._caller(request)
+        body = await parse_object(await read_body(request, self._config.body_limit_bytes))
+        asked = dataclasses.replace(OpenAIChat().parse(body, request.headers), namespace=caller.namespace)
+        render = self._services.render
+        if render is None:
+            raise NotFound("This server renders no templates.")
+        text = await anyio.to_thread.run_sync(render, asked, limiter=self._proxy.build_limiter)
+        return _json({"prompt": text}, request_id)
+
+    def _caller(self, request: Request) -> Caller:
+        return authenticate(request.headers, self._config.api_keys, self._config.named_keys)
+
+
+def _json(document: object, request_id: str) -> JSONResponse:
+    return JSONResponse(document, headers={"x-request-id": request_id})

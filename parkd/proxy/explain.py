@@ -1,0 +1,178 @@
+"""A bounded memory of recent requests: what `/parkd/explain` tells, and what later requests are compared with.
+
+Holds prompts' units, which is why only the key that sent a request may ask for it. The oldest requests make room.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from parkd.identity.matcher import common_prefix
+from parkd.types import CacheReport, Diagnosis, DiagnosisKind, PromptIdentity, Timings, TurnRequest, Units
+
+EXPLAINED_LIMIT = 512
+EXPLAINED_BYTES = 32 * 1024 * 1024
+"""Of units; the sum over all requests remembered."""
+ID_PREFIXES = ("msg_", "resp_", "chatcmpl-", "cmpl-")
+"""What dialects put before a request's id to name its answer."""
+SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """What tells which part of a prompt changed."""
+
+    model: str
+    system: bytes
+    tools: bytes
+
+    @classmethod
+    def of(cls, request: TurnRequest) -> PromptParts:
+        lead = [message for message in request.messages if message.get("role") in SYSTEM_ROLES]
+        return cls(request.model, _digest(lead), _digest(list(request.tools)))
+
+
+@dataclass(slots=True)
+class Explained:
+    """One request, from its arrival on; the turn fills it in."""
+
+    request_id: str
+    owner: str
+    prompt: PromptIdentity
+    parts: PromptParts | None
+    """None if the client did not ask for diagnoses."""
+    began_s: float
+    """Unix time."""
+    state: str = "waiting"
+    report: CacheReport | None = None
+    timings: Timings = Timings()  # noqa: RUF009 - frozen
+    end: str | None = None
+    """The finish reason, or the error's code."""
+
+    @property
+    def bytes(self) -> int:
+        return self.prompt.units.nbytes + self.prompt.token_ids.nbytes
+
+
+class RequestMemory:
+    """Lives on the event loop."""
+
+    def __init__(self, limit: int = EXPLAINED_LIMIT, limit_bytes: int = EXPLAINED_BYTES) -> None:
+        self._limit = limit
+        self._limit_bytes = limit_bytes
+        self._requests: OrderedDict[str, Explained] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes
+
+    def add(self, explained: Explained) -> None:
+        """A request id that is used again names the newer request."""
+        self._drop(explained.request_id)
+        self._requests[explained.request_id] = explained
+        self._bytes += explained.bytes
+        while len(self._requests) > self._limit or (self._bytes > self._limit_bytes and len(self._requests) > 1):
+            self._drop(next(iter(self._requests)))
+
+    def get(self, request_id: str, owner: str) -> Explained | None:
+        """By the id of the request or of its answer; None also if another key sent it."""
+        for prefix in ("", *ID_PREFIXES):
+            bare = request_id.removeprefix(prefix)
+            for name in (bare, f"req_{bare}"):
+                found = self._requests.get(name)
+                if found is not None and found.owner == owner:
+                    return found
+        return None
+
+    def _drop(self, request_id: str) -> None:
+        gone = self._requests.pop(request_id, None)
+        if gone is not None:
+            self._bytes -= gone.bytes
+
+
+def diagnose(now: Explained, earlier: Explained | None, reused_tokens: int) -> Diagnosis:
+    """Why the earlier request's prompt was not reused whole."""
+    if earlier is None:
+        return Diagnosis(DiagnosisKind.NOT_FOUND)
+    known = _settled(earlier.prompt)
+    common = common_prefix(now.prompt.units, known)
+    if common < len(known):
+        return Diagnosis(DiagnosisKind.CHANGED, _changed(now, earlier), common, len(known) - common)
+    if reused_tokens < min(common, len(now.prompt) - 1):
+        return Diagnosis(DiagnosisKind.UNAVAILABLE, common_tokens=common)
+    return Diagnosis(DiagnosisKind.HIT, common_tokens=common)
+
+
+def summary(explained: Explained) -> Mapping[str, Any]:
+    """The short form, for `/slots`."""
+    report = explained.report
+    return {
+        "request_id": explained.request_id,
+        "state": explained.state,
+        "cache": None if report is None else report.outcome.value,
+        "prompt_tokens": len(explained.prompt),
+        "reused_tokens": 0 if report is None else report.reused_tokens,
+    }
+
+
+def document(explained: Explained) -> Mapping[str, Any]:
+    """What `/parkd/explain/{request_id}` answers."""
+    report, timings = explained.report, explained.timings
+    divergence = None if report is None else report.divergence
+    return {
+        **summary(explained),
+        "began": explained.began_s,
+        "read_tokens": timings.prefill_tokens,
+        "why": "" if report is None else report.why,
+        "divergence": None
+        if divergence is None
+        else {
+            "token": divergence.position,
+            "segment": divergence.label,
+            "text": divergence.text,
+            "known_text": divergence.known_text,
+        },
+        "end": explained.end,
+        "output_tokens": timings.output_tokens,
+        "seconds": {
+            "wait": timings.wait_s,
+            "restore": timings.restore_s,
+            "read": timings.prefill_s,
+            "first_token": timings.first_token_s,
+            "decode": timings.decode_s,
+        },
+        "segments": [
+            {"start": span.start, "stop": span.stop, "label": span.label} for span in explained.prompt.segments
+        ],
+        "boundaries": list(explained.prompt.boundaries),
+    }
+
+
+def _settled(prompt: PromptIdentity) -> Units:
+    """A prompt without the generation prompt, whose tail may vanish in the next turn."""
+    last = prompt.segments[-1] if prompt.segments else None
+    return prompt.units[: last.start] if last is not None and last.label == "generation prompt" else prompt.units
+
+
+def _changed(now: Explained, earlier: Explained) -> str:
+    if now.parts is None or earlier.parts is None:
+        return "messages"
+    for name in ("model", "tools", "system"):
+        if getattr(now.parts, name) != getattr(earlier.parts, name):
+            return name
+    return "messages"
+
+
+def _digest(value: Any) -> bytes:
+    try:
+        data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # numbers or texts that JSON has no room for: equal only to themselves written out
+        data = repr(value).encode("utf-8", "surrogatepass")
+    return blake2b(data, digest_size=16).digest()
