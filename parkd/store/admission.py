@@ -126,7 +126,7 @@ class Admission:
         missing = plan.need_bytes(position) - room.open_slots * self.shelf.geometry.slot_bytes - room.free_bytes
         taken = 0 if bound is None else self._slots_taken(in_flight, replaced(plan, position, prefixes)) - bound
         tokens = position - plan.start(position)
-        incoming = Evictable("", position, fresh_bytes, queue.now_s, queue.now_s, False, tokens, history)
+        incoming = Evictable("", position, fresh_bytes, queue.now_s, queue.now_s, tokens, history)
         return self.policy.score(incoming, costs, queue.now_s) > queue.foresee(missing, taken).most_score
 
     def _usable_lineage(self, request: CaptureRequest) -> tuple[BlockId, ...]:

@@ -48,7 +48,7 @@ class BlockPool:
         self._blocks: dict[BlockId, Block] = {}
         self._ids = count(1)
         self._exclusive: Counter[Owner] = Counter()
-        self._left_alone: set[Owner] = set()
+        self._changed: set[Owner] = set()
 
     def number_from(self, first: BlockId) -> None:
         """Ids are given from here on, so that none is one that lies on disk."""
@@ -64,9 +64,9 @@ class BlockPool:
         """Blocks that nobody else owns: what would be freed if the owner let go."""
         return self._exclusive[owner]
 
-    def take_left_alone(self) -> set[Owner]:
-        """Owners that became the only ones of some block since this was last asked."""
-        taken, self._left_alone = self._left_alone, set()
+    def take_changed(self) -> set[Owner]:
+        """Owners whose exclusive blocks others came to share, or ceased to, since this was last asked."""
+        taken, self._changed = self._changed, set()
         return taken
 
     @property
@@ -106,6 +106,7 @@ class BlockPool:
             block = self._blocks[block_id]
             if block.owners == 1:
                 self._exclusive[block.owners_xor] -= 1
+                self._changed.add(block.owners_xor)
             elif block.owners == 0:
                 self._exclusive[owner] += 1
             block.owners += 1
@@ -119,7 +120,7 @@ class BlockPool:
             block.owners_xor ^= owner
             if block.owners == 1:
                 self._exclusive[block.owners_xor] += 1
-                self._left_alone.add(block.owners_xor)
+                self._changed.add(block.owners_xor)
             elif block.owners == 0:
                 self._exclusive[owner] -= 1
                 del self._blocks[block_id]

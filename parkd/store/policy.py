@@ -27,8 +27,6 @@ class Evictable(NamedTuple):
     """What its eviction frees now: what no one else holds, without its metadata. Of one that comes, what it takes."""
     parked_at_s: float
     last_used_s: float
-    is_superseded: bool = False
-    """The capture that room is made for will replace it."""
     freed_tokens: int = 0
     """The tokens behind `freed_bytes`: the last of the conversation, since heads are what is shared."""
     history: History = History()
@@ -56,6 +54,10 @@ class Costs:
         return max(0.0, self.reading_s(start, candidate.position) - candidate.freed_bytes / self.bytes_per_s)
 
 
+STEADY_SHARE = 0.05
+"""Of the time scale on which a score changes, for which it may stand."""
+
+
 class Policy(Protocol):
     """Whom to evict."""
 
@@ -69,6 +71,9 @@ class Policy(Protocol):
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:
         """The lowest goes first."""
 
+    def steady_s(self, history: History, idle_s: float) -> float:
+        """How long a score may stand while nothing but time changes."""
+
 
 @dataclass(frozen=True)
 class LruPolicy:
@@ -79,6 +84,9 @@ class LruPolicy:
 
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:  # noqa: ARG002
         return candidate.last_used_s
+
+    def steady_s(self, history: History, idle_s: float) -> float:  # noqa: ARG002
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,9 @@ class GdsfPolicy:
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:  # noqa: ARG002
         uses = candidate.history.turns + candidate.history.forks
         return candidate.floor + uses * costs.saved_s(candidate) * (1 << 20) / max(1, candidate.freed_bytes)
+
+    def steady_s(self, history: History, idle_s: float) -> float:  # noqa: ARG002
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,9 @@ class ValuePolicy:
             / (max(1, candidate.freed_bytes) * self.wait_s(candidate.history, now_s - candidate.last_used_s))
         )
 
+    def steady_s(self, history: History, idle_s: float) -> float:
+        return STEADY_SHARE * (history.gap_s * history.jitter + max(0.0, idle_s))
+
     def return_probability(self, history: History, idle_s: float) -> float:
         uses = history.turns + history.forks - 1
         prior = min(self.most_return, self.first_return + self.turn_gain * uses)
@@ -148,11 +162,12 @@ def policy_named(name: str) -> Policy:
 Rank = tuple[bool, int, float, float]
 
 
-def rank(candidate: Evictable, policy: Policy, costs: Costs, now_s: float, *, is_partner: bool) -> Rank:
-    """Sorts who goes first to the front. `is_partner` marks the other side of the switch that room is made for."""
+def rank(candidate: Evictable, score: float, *, is_superseded: bool, is_partner: bool) -> Rank:
+    """Sorts who goes first to the front. `is_superseded`: the capture that room is made for will replace it;
+    `is_partner`: it is the other side of the switch."""
     # A parent whose rows its workers all share frees nothing: evicting it would only forget it.
     last = 2 if candidate.freed_bytes == 0 else int(is_partner)
-    return (not candidate.is_superseded, last, policy.score(candidate, costs, now_s), candidate.parked_at_s)
+    return (not is_superseded, last, score, candidate.parked_at_s)
 
 
 def longest_position(longest: int, checkpoints: Sequence[int] | None, fits: Callable[[int], bool]) -> int:

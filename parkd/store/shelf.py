@@ -17,10 +17,20 @@ from parkd.store.budget import Budget, Kind, Need, Room, conversation_metadata_b
 from parkd.store.checkpoints import CheckpointPool
 from parkd.store.history import Ghosts, History
 from parkd.store.index import PrefixIndex
-from parkd.store.policy import Evictable
+from parkd.store.policy import Costs, Evictable, Policy
 from parkd.store.records import ConversationGone, ConversationId, Parked, StoreConfig
 from parkd.store.slabs import SlabGeometry, SlabHooks, SlabPool
 from parkd.types import StateLayout, Units
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rating:
+    """What a policy made of an entry; stands until `until_s`, or until the entry or what it shares changes."""
+
+    score: float
+    candidate: Evictable
+    freed_slots: int
+    until_s: float
 
 
 @dataclass(eq=False)
@@ -36,6 +46,7 @@ class Entry:
     history: History = field(default_factory=History)
     floor: float = 0.0
     """The shelf's floor when this was last used."""
+    rating: Rating | None = None
 
     @property
     def may_go(self) -> bool:
@@ -60,7 +71,9 @@ class Shelf:
         self.checkpoints = CheckpointPool(layout, self.budget)
         self.index = PrefixIndex()
         self.entries: dict[ConversationId, Entry] = {}
-        """Published only."""
+        """Published only; the one used last is last."""
+        self.owned: dict[Owner, Entry] = {}
+        """The same by owner."""
         self.fading: dict[Owner, Entry] = {}
         """Taken off while leased."""
         self.ghosts = Ghosts()
@@ -81,13 +94,13 @@ class Shelf:
     def put(self, entry: Entry) -> None:
         """Publishes a conversation whose bytes are held and charged in the name of `entry.owner`."""
         parked = entry.parked
-        self.entries[parked.id] = entry
+        self.entries[parked.id] = self.owned[entry.owner] = entry
         self.index.add(parked.id, parked.key_digest, parked.prefix_hashes)
 
     def take_off(self, entry: Entry) -> None:
         """Makes a conversation invisible, and frees what only it holds as soon as nobody leases it."""
         parked = entry.parked
-        del self.entries[parked.id]
+        del self.entries[parked.id], self.owned[entry.owner]
         self.index.remove(parked.id, parked.key_digest, parked.prefix_hashes)
         entry.is_published = False
         if entry.leases:
@@ -98,6 +111,9 @@ class Shelf:
     def used(self, entry: Entry, now_s: float) -> None:
         entry.parked = replace(entry.parked, last_used_s=now_s)
         entry.floor = self.floor
+        entry.rating = None
+        if entry.is_published:
+            self.entries[entry.parked.id] = self.entries.pop(entry.parked.id)
 
     def lease(self, entry: Entry, now_s: float) -> Callable[[], None]:
         """Returns what ends the lease."""
@@ -121,24 +137,20 @@ class Shelf:
     def metadata_bytes(self, parked: Parked) -> int:
         return conversation_metadata_bytes(parked.position, self.block_tokens)
 
-    def rated(self, entry: Entry, is_superseded: bool) -> Evictable:
-        """What a policy judges the entry by, as it stands now."""
+    def rated(self, entry: Entry, policy: Policy, costs: Costs, now_s: float) -> Rating:
+        """What the policy makes of the entry as it stands now."""
         parked, slots = entry.parked, self.blocks.exclusive(entry.owner)
         freed_bytes = slots * self.geometry.slot_bytes
         if parked.checkpoints:
             freed_bytes += self._exclusive_checkpoint_bytes(parked)
-        position = len(parked.units)
-        return Evictable(
-            parked.id,
-            position,
-            freed_bytes,
-            parked.parked_at_s,
-            parked.last_used_s,
-            is_superseded,
-            min(position, slots * self.block_tokens),
-            entry.history,
-            entry.floor,
+        position, used_s = len(parked.units), parked.last_used_s
+        tokens = min(position, slots * self.block_tokens)
+        candidate = Evictable(
+            parked.id, position, freed_bytes, parked.parked_at_s, used_s, tokens, entry.history, entry.floor
         )
+        steady_s = policy.steady_s(entry.history, now_s - used_s)
+        entry.rating = Rating(policy.score(candidate, costs, now_s), candidate, slots, now_s + steady_s)
+        return entry.rating
 
     def fits(self, need: Need, room: Room) -> bool:
         return self.geometry.fits(need, room)

@@ -12,6 +12,7 @@ use can be given back.
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -130,12 +131,11 @@ class SlabPool:
 
     def room(self, freed_slots: Iterable[int] = (), freed_side_bytes: int = 0) -> Room:
         """The room there would be if those slots and bytes were free, and empty slabs were given back."""
-        used = self._slots.regions
-        for slot in freed_slots:
-            used[self._slots.region_of(slot)] -= 1
-        staying = {base: count for base, count in used.items() if count}
-        open_slots = sum(self._slots.size(base) - count for base, count in staying.items())
-        slab_bytes = sum(self._slabs[base].memory.nbytes for base in staying)
+        freed = Counter(self._slots.region_of(slot) for slot in freed_slots)
+        idle = self._slots.idle
+        idle += [base for base, count in freed.items() if count == self._slots.used(base)]
+        open_slots = self._slots.free_slots + freed.total() - sum(self._slots.size(base) for base in idle)
+        slab_bytes = self._budget[Kind.SLABS] - sum(self._slabs[base].memory.nbytes for base in idle)
         return Room(open_slots, self._budget.limit_bytes - self._budget.side_bytes + freed_side_bytes - slab_bytes)
 
     def untouched_bytes(self, need: Need) -> int:
@@ -149,7 +149,7 @@ class SlabPool:
         fewer slots are free than asked for, and nothing else has changed.
         """
         while not self.geometry.fits(need, Room(self.free_slots, self._budget.free_bytes)):
-            self._give_back(next(base for base, used in self._slots.regions.items() if used == 0))
+            self._give_back(self._slots.idle[0])
         while self.free_slots < need.slots:
             self._grow(need.slots - self.free_slots, self._budget.free_bytes - need.side_bytes)
 

@@ -21,22 +21,34 @@ class SlotAllocator:
         self._bases: list[int] = []
         self._sizes: dict[int, int] = {}
         self._used: dict[int, int] = {}
+        self._used_slots = self._free_slots = 0
+        self._idle: dict[int, None] = {}
+        """Regions with no slot in use, in order of becoming so."""
         self._starts: list[int] = []
         """Ascending first slots of the free runs; no two runs touch."""
         self._lengths: dict[int, int] = {}
 
     @property
     def free_slots(self) -> int:
-        return sum(self._lengths.values())
+        return self._free_slots
 
     @property
     def used_slots(self) -> int:
-        return sum(self._used.values())
+        return self._used_slots
 
     @property
     def regions(self) -> dict[int, int]:
         """First slot of each region -> its slots in use."""
         return dict(self._used)
+
+    @property
+    def idle(self) -> list[int]:
+        """First slots of the regions with no slot in use."""
+        return list(self._idle)
+
+    def used(self, base: int) -> int:
+        """Slots in use of one region."""
+        return self._used[base]
 
     def size(self, base: int) -> int:
         return self._sizes[base]
@@ -52,6 +64,8 @@ class SlotAllocator:
         self._bases.append(base)
         self._sizes[base] = slots
         self._used[base] = 0
+        self._idle[base] = None
+        self._free_slots += slots
         self._add_run(base, slots)
         return base
 
@@ -59,7 +73,8 @@ class SlotAllocator:
         assert self._used[base] == 0, "a region with slots in use can't be removed"
         self._remove_run(base)
         self._bases.remove(base)
-        del self._sizes[base], self._used[base]
+        self._free_slots -= self._sizes[base]
+        del self._sizes[base], self._used[base], self._idle[base]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """`count` free slots in as few runs as best fit finds, continuing behind slot `after` if those are free.
@@ -76,7 +91,7 @@ class SlotAllocator:
 
     def free(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            self._used[self.region_of(slot)] -= 1
+            self._count(self.region_of(slot), -1)
             self._add_run(slot, 1)
 
     def _best_run(self, wanted: int) -> int:
@@ -92,8 +107,17 @@ class SlotAllocator:
         self._remove_run(start)
         if count < length:
             self._add_run(start + count, length - count)
-        self._used[self.region_of(start)] += count
+        self._count(self.region_of(start), count)
         return list(range(start, start + count))
+
+    def _count(self, base: int, taken: int) -> None:
+        self._used[base] += taken
+        self._used_slots += taken
+        self._free_slots -= taken
+        if self._used[base] == 0:
+            self._idle[base] = None
+        else:
+            self._idle.pop(base, None)
 
     def _add_run(self, start: int, length: int) -> None:
         """Adds a free run and merges it with the ones it touches."""
