@@ -1,0 +1,131 @@
+"""Matrix-vector products of an 8B shape: how they should be cut, and what the vendor's library does.
+
+python -m benchmarks.gpu.kernels [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import nn
+
+from engine.kernels.attend import DecodeAttention
+from engine.kernels.matvec import Tiling, gated, matvec
+from engine.kernels.sums import block_sums
+
+HIDDEN, WIDE, KV, VOCAB = 4096, 12288, 1024, 151_936
+TILINGS = [
+    Tiling(r, c, w) for r, c, w in ((4, 1024, 4), (8, 512, 4), (8, 1024, 8), (4, 2048, 8), (2, 2048, 4), (16, 512, 8))
+]
+COPIES = 6
+"""Sets of weights that are used in turn, so that none is still in the cache."""
+
+
+def linear(rows: int, columns: int) -> Any:
+    layer = nn.Linear(columns, rows, bias=False, device="cuda", dtype=torch.bfloat16)
+    layer.requires_grad_(False)
+    return layer
+
+
+def microseconds(actions: list[Any]) -> float:
+    """Of one action, all recorded in a graph so that launches do not count."""
+    for action in actions:
+        action()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for action in actions:
+            action()
+    graph.replay()
+    return float(triton.testing.do_bench(graph.replay, warmup=20, rep=60, return_mode="median")) * 1e3 / len(actions)
+
+
+def products() -> dict[str, dict[str, float]]:
+    x, wide = (torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (HIDDEN, WIDE))
+    norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+    table: dict[str, dict[str, float]] = {}
+    shapes = {
+        "qkv": [tuple(linear(n, HIDDEN) for n in (HIDDEN, KV, KV)) for _ in range(COPIES)],
+        "output": [(linear(HIDDEN, HIDDEN),) for _ in range(COPIES)],
+        "gated": [(linear(WIDE, HIDDEN), linear(WIDE, HIDDEN)) for _ in range(COPIES)],
+        "down": [(linear(HIDDEN, WIDE),) for _ in range(COPIES)],
+        "head": [(linear(VOCAB, HIDDEN),) for _ in range(2)],
+    }
+    for name, sets in shapes.items():
+        size = sum(layer.weight.nbytes for layer in sets[0])
+        source = wide if name == "down" else x
+        rows = sum(layer.weight.shape[0] for layer in sets[0]) // (2 if name == "gated" else 1)
+        out = torch.empty(rows, device="cuda", dtype=torch.bfloat16)
+        row: dict[str, float] = {}
+        actions = [lambda group=group: [layer(source[None]) for layer in group] for group in sets]
+        row["library GB/s"] = size / microseconds(actions) / 1e3
+        for tiling in TILINGS:
+            if name == "gated":
+                actions = [
+                    lambda group=group, tiling=tiling: gated(x, *group, out, norm=norm, eps=1e-6, tiling=tiling)
+                    for group in sets
+                ]
+            else:
+                normed = norm if name in ("qkv", "head") else None
+                actions = [
+                    lambda group=group, tiling=tiling, normed=normed: matvec(
+                        source, group, out, norm=normed, eps=1e-6, tiling=tiling
+                    )
+                    for group in sets
+                ]
+            try:
+                row[f"{tiling.rows}x{tiling.columns}/{tiling.warps}"] = size / microseconds(actions) / 1e3
+            except Exception as error:  # a cut that does not fit the card is a result too
+                print(name, tiling, type(error).__name__, error)
+        table[name] = row
+    return table
+
+
+def attention() -> dict[str, float]:
+    layers, context, heads, dim = 8, 88_064, 8, 128
+    rows = torch.empty((context, layers * 2 * heads * dim), device="cuda", dtype=torch.bfloat16).normal_()
+    query = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(query)
+    table = {}
+    for parts in (16, 32, 64):
+        attend = DecodeAttention(32, heads, dim, torch.device("cuda"), parts)
+        for length in (4096, 86_343):
+            position = torch.tensor([length - 1], device="cuda")
+            actions = []
+            for layer in range(layers):
+                at = layer * 2 * heads * dim
+                keys = rows[:, at : at + heads * dim].view(context, heads, dim)
+                values = rows[:, at + heads * dim : at + 2 * heads * dim].view(context, heads, dim)
+                actions.append(lambda k=keys, v=values, p=position, a=attend: a(query, k, v, p, out, dim**-0.5))
+            took = microseconds(actions)
+            table[f"{parts} parts, {length}: us"] = took
+            table[f"{parts} parts, {length}: GB/s"] = length * 2 * heads * dim * 2 / took / 1e3
+    return table
+
+
+def sums() -> dict[str, float]:
+    words = torch.empty(1 << 29, dtype=torch.int64, device="cuda").random_()
+    took = microseconds([lambda: block_sums(words, 256 * 73_728 // 8)])
+    return {"GB/s": words.nbytes / took / 1e3}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    table = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    table |= {"products": products(), "attention": attention(), "sums": sums()}
+    text = json.dumps(table, indent=1)
+    print(text)
+    if asked.out:
+        asked.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

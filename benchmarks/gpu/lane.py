@@ -1,0 +1,133 @@
+"""Turns as the daemon runs them (engine, store, parking), over token ids: no HTTP, no rendering, no tokenising."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.config import EngineConfig
+from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
+from parkd.errors import RestoreFailed
+from parkd.identity.chain import prefix_hashes
+from parkd.proxy.cost import CostMeter
+from parkd.proxy.engine_thread import EngineThread
+from parkd.proxy.metrics import Metrics
+from parkd.proxy.parking import LiveState
+from parkd.proxy.start import decide_start, plan_cold
+from parkd.store.records import StoreConfig
+from parkd.store.store import ConversationStore
+from parkd.types import ConversationKey, PromptIdentity, SamplingParams
+
+Ids = npt.NDArray[np.int64]
+GREEDY = SamplingParams(temperature=0)
+NEVER = threading.Event()
+
+
+@dataclass(frozen=True)
+class TurnFigures:
+    """What a turn said and what it took. Seconds count from the moment the lane took it."""
+
+    tokens: list[int]
+    outcome: str
+    reused: int
+    first_token_s: float
+    decode_s: float
+    """Seconds a token behind the first."""
+    wall_s: float
+    """To the last token."""
+
+
+def load(model: str, devices: tuple[str, ...], cache_dir: Path, **layout: Any) -> TorchEngine:
+    return TorchEngine.load(
+        TorchEngineConfig(model, cache_dir, layout=EngineConfig(devices=devices, **layout)), fresh_seed=lambda: 1
+    )
+
+
+class GpuLane:
+    """One engine and its store. Not for use by two tasks at once."""
+
+    def __init__(self, engine: TorchEngine, budget_bytes: int) -> None:
+        self.engine = engine
+        self.hooks = engine.host_memory_hooks()
+        self.store = ConversationStore(
+            StoreConfig(budget_bytes, BLOCK_TOKENS), engine.info.layout, clock=time.monotonic, slab_hooks=self.hooks
+        )
+        if self.hooks is not None:
+            self.store.grow_ahead()
+        self.costs = CostMeter()
+        self.thread = EngineThread()
+        self.thread.start()
+        metrics = Metrics(waiting=lambda: 0, store_stats=self.store.stats)
+        self.live = LiveState(engine, self.thread, self.store, metrics, self.costs, time.monotonic)
+
+    def prompt(self, namespace: str, ids: Ids) -> PromptIdentity:
+        key = ConversationKey(namespace, self.engine.info.fingerprint)
+        units = ids.astype(np.uint64)
+        return PromptIdentity(key, ids, units, prefix_hashes(units, key.digest, BLOCK_TOKENS))
+
+    async def turn(self, prompt: PromptIdentity, count: int) -> TurnFigures:
+        """Reads `prompt`, decodes `count` tokens greedily, parks behind the reply."""
+        began_s = time.perf_counter()
+        parked = [entry for entry, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
+        plan = decide_start(
+            prompt,
+            self.live.conversation,
+            parked,
+            layout=self.engine.info.layout,
+            live_checkpoints=(),
+            cost=dataclasses.replace(self.costs.model, read_s=1.0),  # reuse whatever there is
+        )
+        try:
+            await self.live.begin(plan, prompt.key)
+        except RestoreFailed:
+            plan = plan_cold(prompt)
+            await self.live.begin(plan, prompt.key)
+        start = self.live.conversation.position
+        await self.live.call(self.engine.extend, prompt.token_ids[start:-1], cancel=NEVER)
+        await self.live.advance(prompt.key, prompt.units)
+        tokens, times = await self.live.call(self._decode, prompt.token_ids, count)
+        units = np.concatenate([prompt.units, np.array(tokens, dtype=np.uint64)])
+        await self.live.advance(prompt.key, units)
+        await self.live.check()
+        figures = TurnFigures(
+            tokens,
+            plan.option.outcome.value,
+            start,
+            times[0] - began_s,
+            (times[-1] - times[0]) / max(1, count - 1),
+            times[-1] - began_s,
+        )
+        await self.live.park()
+        return figures
+
+    def _decode(self, ids: Ids, count: int) -> tuple[list[int], list[float]]:
+        tokens: list[int] = []
+        times = []
+        for step in self.engine.generate(int(ids[-1]), GREEDY, history=ids):
+            tokens += step
+            times.append(time.perf_counter())
+            if len(tokens) >= count:
+                break
+        return tokens, times
+
+    def close(self) -> None:
+        self.thread.stop(30.0)
+        self.store.close()
+        self.engine.close()
+
+
+def random_ids(count: int, vocab_size: int, seed: int) -> Ids:
+    return np.random.default_rng(seed).integers(0, vocab_size, count)
+
+
+def following(prompt: Ids, figures: TurnFigures, more: Ids) -> Ids:
+    """The next prompt of a conversation: all so far, and what its user adds."""
+    return np.concatenate([prompt, np.array(figures.tokens, dtype=np.int64), more])
