@@ -15,6 +15,7 @@ from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, Overlapping
 from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.proxy.cost import CostMeter
+from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.live import LiveConversation, restored
 from parkd.proxy.metrics import Metrics
@@ -24,6 +25,10 @@ from parkd.store.store import ConversationStore
 from parkd.types import CacheOutcome, Checksums, ConversationKey, Units
 
 log = logging.getLogger(__name__)
+
+WRITE_WAIT_S = 10.0
+"""For writes to disk that hold the room a capture needs; then the conversation is not parked."""
+_WAITING = (RefusalReason.BUDGET, RefusalReason.SLOTS)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,8 +59,10 @@ class LiveState:
         metrics: Metrics,
         costs: CostMeter,
         monotonic: Callable[[], float],
+        disk: DiskWorker | None = None,
     ) -> None:
         self.engine = engine
+        self._disk = disk
         self.thread = thread
         self._conversation = LiveConversation()
         self._background: BackgroundPark | None = None
@@ -172,7 +179,8 @@ class LiveState:
         if live.parked_id is not None and store.get(live.parked_id) is not None:
             store.touch(live.parked_id)
             return
-        capture = store.begin_capture(
+        capture = await self._reserved(
+            store,
             CaptureRequest(
                 key_digest=live.key.digest,
                 units=live.units,
@@ -181,7 +189,8 @@ class LiveState:
                 layout_digest=self.engine.info.layout.digest,
                 checkpoints=(),
                 rewindable=self.engine.info.layout.fixed_bytes == 0,
-            )
+                namespace=live.key.namespace,
+            ),
         )
         if isinstance(capture, Refused):
             if capture.reason is RefusalReason.OFF:
@@ -205,6 +214,17 @@ class LiveState:
             raise
         parked = self._commit(store, capture, checksums, began_s)
         self.conversation = live.captured(parked.blocks, parked.position, parked.id)
+
+    async def _reserved(self, store: ConversationStore, request: CaptureRequest) -> Capture | Refused:
+        """Room for a capture. What waits to be written to disk is not evicted; so if that is in the way, it is waited
+        for, a while."""
+        until_s = self._monotonic() + WRITE_WAIT_S
+        while True:
+            capture = store.begin_capture(request)
+            if not isinstance(capture, Refused) or capture.reason not in _WAITING or self._disk is None:
+                return capture
+            if not await self._disk.room(until_s - self._monotonic()):
+                return capture
 
     async def settle(self) -> None:
         """Waits for the capture under way, if there is one: then it is in the store, or given up."""
@@ -256,10 +276,18 @@ class LiveState:
         if self.conversation.position < keep_rows:
             raise RestoreFailed("The live state was lost while it was parked.")
 
+    def _restore_rows(self, lease: Lease) -> int:
+        """On the engine's thread; the position it came to."""
+        self.engine.restore(lease.transfer)
+        return self.engine.position
+
     async def _restore(self, lease: Lease, parked: Parked, outcome: CacheOutcome, key: ConversationKey) -> float:
         transfer = lease.transfer
         began_s = self._monotonic()
-        await self.call(self.engine.restore, transfer)
+        position = await self.call(self._restore_rows, lease)
+        if position != lease.stop:
+            await self.reset()
+            raise RestoreFailed(f"the engine came to {position} where {lease.stop} was restored")
         took_s = self._monotonic() - began_s
         whole = lease.stop == parked.position
         self._rows_lost(transfer.start)

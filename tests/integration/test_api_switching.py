@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.errors import RestoreFailed
 from parkd.proxy.config import ProxyConfig
-from parkd.types import SamplingParams, TurnRequest
+from parkd.types import SamplingParams, Transfer, TurnRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -240,6 +241,21 @@ async def test_a_restore_that_fails_at_any_step_reads_cold(step: str) -> None:
         first = await server.chat(a1)
         await server.chat(opening("b"))
         engine.hook = fail_at(step, 1, lambda: RestoreFailed("The copy was refused."))
+        a2 = turn_after(a1, first.text, "More.")
+        second = await server.chat(a2)
+        assert (second.cache, second.reused) == ("cold", 0)
+        assert second.text == never_parked(a2)
+
+
+async def test_an_engine_that_restores_to_another_position_is_not_believed() -> None:
+    class Overshooting(FakeEngine):
+        def restore(self, transfer: Transfer) -> None:
+            super().restore(replace(transfer, resume_at=transfer.position - 1))
+
+    async with running(Overshooting(stages=2)) as server:
+        a1 = opening("a")
+        first = await server.chat(a1)
+        await server.chat(opening("b"))
         a2 = turn_after(a1, first.text, "More.")
         second = await server.chat(a2)
         assert (second.cache, second.reused) == ("cold", 0)

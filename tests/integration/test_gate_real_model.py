@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.model, pytest.mark.timeout(600)]
 OUTPUT_TOKENS = 6
 NEVER = threading.Event()
 DOCUMENT = " ".join(
-    f"Clause {n}: whoever borrows a boat brings it back dry, with both oars, before the bell of house {n * 7 % 31} rings."
+    f"Clause {n}: whoever borrows a boat brings it back dry, with both oars, before bell {n * 7 % 31} rings."
     for n in range(12)
 )
 A1: Messages = [
