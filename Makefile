@@ -6,8 +6,8 @@
 #   make bench   the measurements under benchmarks/
 #   make clean   removes the virtual environment and what the tools left
 #
-# PYTHON=python3.12 chooses an interpreter. TORCH_ARGS is handed to pip for torch alone, for example
-# TORCH_ARGS="--index-url URL" where the CUDA build is not wanted.
+# PYTHON=python3.12 chooses an interpreter. TORCH_ARGS is handed to pip for torch alone, for example --index-url and the
+# index of torch's CPU builds where the CUDA build is not wanted.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -58,7 +58,7 @@ test: $(stamp)
 	$(bin)/pytest $(PYTEST_ARGS)
 
 bench: $(bench_stamp)
-	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(bin)/python $$script || exit 1; done
+	$(bin)/python -m benchmarks
 
 format: $(stamp)
 	$(bin)/ruff format .
