@@ -27,12 +27,12 @@ from parkd.errors import ContextOverflow, EngineLost, InvalidRequest
 from parkd.proxy.access import authenticate, narrowed
 from parkd.proxy.config import Services
 from parkd.proxy.cost import CostMeter
-from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect, ResponseMeta
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
+from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.endpoints import Endpoints
 from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.explain import Explained, PromptParts, RequestMemory
@@ -86,6 +86,7 @@ class Proxy:
             max_output_tokens=config.max_output_tokens,
             monotonic=services.monotonic,
             disk=self.disk,
+            remember=services.remember,
         )
         self.lane: Lane[Turn] = Lane(
             self.runner.run, max_queue=config.max_queue, monotonic=services.monotonic, on_queued=self._queued

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from parkd.engine_adapter.base import RowEngine
+from parkd.identity.output_memory import Said
 from parkd.proxy.output.base import OutputFormat
 from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest
 
@@ -70,6 +71,8 @@ class Services:
     """None: a request for structured output is refused."""
     render: Callable[[TurnRequest], str] | None = None
     """A request to the text that the model reads; runs in a worker thread. Raises InvalidRequest."""
+    remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None
+    """Told of each answer, so that it is recognised when it comes back; must not wait."""
     chat_template: str | None = None
     """Its source, for `/props`."""
     files: FileSystem | None = None

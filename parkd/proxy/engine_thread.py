@@ -21,9 +21,9 @@ class EngineThread:
     on its queue, because its only caller, the lane, awaits each call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "parkd-engine") -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="parkd-engine", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()

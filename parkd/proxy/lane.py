@@ -35,8 +35,17 @@ W = TypeVar("W", bound=Waiting)
 class Lane(Generic[W]):
     """FIFO over `run`, with at most `max_queue` waiting. Lives on the event loop."""
 
-    def __init__(self, run: Callable[[W], Awaitable[None]], *, max_queue: int, monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run: Callable[[W], Awaitable[None]],
+        *,
+        max_queue: int,
+        monotonic: Callable[[], float],
+        on_queued: Callable[[W], None] = lambda _turn: None,
+    ) -> None:
+        """`on_queued` is told of each turn that has to wait for another."""
         self._run = run
+        self._on_queued = on_queued
         self._max_queue = max_queue
         self._monotonic = monotonic
         self._waiting: deque[W] = deque()
@@ -78,6 +87,8 @@ class Lane(Generic[W]):
         self.check_room()
         self._waiting.append(turn)
         self._arrived.set()
+        if self._running is not None or len(self._waiting) > 1:
+            self._on_queued(turn)
 
     def leave(self, turn: W) -> bool:
         """The client of `turn` is gone: takes it out of the queue, or stops it if it runs. True if it never ran."""

@@ -53,7 +53,11 @@ class Metrics:
         queue = Gauge("parkd_queue_length", "Requests waiting for the lane.", registry=self.registry)
         queue.set_function(waiting)
         if store_stats is not None:
-            self.registry.register(_StoreCollector(store_stats))
+            self.watch("parkd_store", store_stats)
+
+    def watch(self, prefix: str, stats: Callable[[], object]) -> None:
+        """Shows the fields of a frozen dataclass, read whenever somebody looks."""
+        self.registry.register(_StatsCollector(prefix, stats))
 
     def started(self, report: CacheReport) -> None:
         self.starts.labels(report.outcome.value).inc()
@@ -73,10 +77,11 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _StoreCollector(Collector):
-    """Every number in the store's frozen stats, one gauge a field; a mapping becomes one labelled gauge."""
+class _StatsCollector(Collector):
+    """Every number in frozen stats, one gauge a field; a mapping becomes one labelled gauge."""
 
-    def __init__(self, stats: Callable[[], object]) -> None:
+    def __init__(self, prefix: str, stats: Callable[[], object]) -> None:
+        self._prefix = prefix
         self._stats = stats
 
     def describe(self) -> Iterable[Metric]:
@@ -87,11 +92,12 @@ class _StoreCollector(Collector):
         assert dataclasses.is_dataclass(stats)
         assert not isinstance(stats, type)
         for field in dataclasses.fields(stats):
-            yield from _family(f"parkd_store_{field.name}", getattr(stats, field.name))
+            yield from _family(self._prefix, field.name, getattr(stats, field.name))
 
 
-def _family(name: str, value: Any) -> Iterable[Metric]:
-    documentation = f"The store's {name.removeprefix('parkd_store_').replace('_', ' ')}."
+def _family(prefix: str, field: str, value: Any) -> Iterable[Metric]:
+    name = f"{prefix}_{field}"
+    documentation = f"The {prefix.removeprefix('parkd_')}'s {field.replace('_', ' ')}."
     if isinstance(value, bool):
         value = int(value)
     if isinstance(value, int | float):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.matcher import CostModel, StartOption, choose_start, cold_start, common_prefix, resumable_position
 from parkd.proxy.live import LiveConversation
-from parkd.store.records import Parked
+from parkd.store.records import Parked, Tier
 from parkd.types import CacheOutcome, PromptIdentity, StateLayout, Units
 
 
@@ -30,8 +30,21 @@ class StartPlan:
     """Length of what shares it."""
     resumable: int = 0
     """The deepest position that could have been started from, at any cost."""
+
     nearest: Units | None = field(default=None, compare=False, repr=False)
     """The units that share `common`."""
+
+    @property
+    def is_on_disk(self) -> bool:
+        """True: it must be read into RAM first."""
+        return self.parked is not None and self.parked.tier is Tier.DISK
+
+    @property
+    def outcome(self) -> CacheOutcome:
+        """As it is told: what was read from disk for this start came from there."""
+        if self.parked is not None and self.parked.tier is not Tier.RAM:
+            return CacheOutcome.RESTORED_DISK
+        return self.option.outcome
 
 
 def decide_start(
@@ -79,7 +92,8 @@ def plan_cold(prompt: PromptIdentity) -> StartPlan:
 def _restore_plan(parked: Parked, position: int, length: int, live: LiveConversation, layout: StateLayout) -> StartPlan:
     keep = min(live.shared_rows(parked.blocks), position // BLOCK_TOKENS * BLOCK_TOKENS)
     moved = (position - keep) * layout.row_bytes + layout.fixed_bytes
-    option = StartOption(CacheOutcome.RESTORED_RAM, position, length, move_bytes=moved, conversation=parked.id)
+    tier = CacheOutcome.RESTORED_DISK if parked.tier is Tier.DISK else CacheOutcome.RESTORED_RAM
+    option = StartOption(tier, position, length, move_bytes=moved, conversation=parked.id)
     return StartPlan(option, keep, parked)
 
 

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from parkd.engine_adapter.base import BLOCK_TOKENS, RowEngine
 from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError, RestoreFailed
 from parkd.identity.matcher import divergence_of
+from parkd.identity.output_memory import Said
 from parkd.proxy.answer import Answer, AnswerLoop
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
@@ -29,6 +30,7 @@ from parkd.proxy.metrics import Metrics
 from parkd.proxy.output.base import OutputFormat, Parser
 from parkd.proxy.output.formats import call_ids
 from parkd.proxy.output.parser import make_parser
+from parkd.proxy.output.transcript import Transcript
 from parkd.proxy.parking import LiveState
 from parkd.proxy.start import StartPlan, decide_start, explain, plan_cold
 from parkd.store.records import Tier
@@ -111,8 +113,10 @@ class TurnRunner:
         max_output_tokens: int | None,
         monotonic: Callable[[], float],
         disk: DiskWorker | None = None,
+        remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None,
     ) -> None:
         self._live = live
+        self._remember = remember
         self._disk = disk
         self._store = store
         self._metrics = metrics
@@ -200,9 +204,12 @@ class TurnRunner:
         """Reads what a waiting turn would start from into RAM."""
         if turn.began_s is not None or turn.channel.cancel.is_set():
             return
-        plan, _ = self._decide(turn)
-        if plan.is_on_disk:
-            await self._promote(plan)
+        try:
+            plan, _ = self._decide(turn)
+            if plan.is_on_disk:
+                await self._promote(plan)
+        except Exception:
+            log.exception("reading ahead for request %s failed in an unforeseen way", turn.request_id)
 
     async def _promote(self, plan: StartPlan) -> None:
         assert self._disk is not None
@@ -289,6 +296,12 @@ class TurnRunner:
         limit = output_limit(turn.request.max_output_tokens, self._max_output_tokens)
         if limit == 0:
             return Answer()
+        transcript, push = Transcript(), self._emitter(turn.channel)
+
+        def emit(event: Event) -> None:
+            transcript.feed(event)
+            push(event)
+
         loop = AnswerLoop(
             self._live.engine,
             turn.prompt,
@@ -296,7 +309,7 @@ class TurnRunner:
             limit,
             parser=self._parser(turn),
             cancel=turn.channel.cancel,
-            emit=self._emitter(turn.channel),
+            emit=emit,
             monotonic=self._monotonic,
             mask=turn.mask,
         )
@@ -316,7 +329,19 @@ class TurnRunner:
                     decode_s=self._monotonic() - first_s,
                     output_tokens=answer.output_tokens,
                 )
+        self._recognise(turn, answer, transcript)
         return answer
+
+    def _recognise(self, turn: Turn, answer: Answer, transcript: Transcript) -> None:
+        """Keeps the answer's ids for when it comes back. Of one that a stop string cut, the client has not seen all."""
+        whole = answer.reason is not FinishReason.CANCELLED and answer.stop_string is None
+        if self._remember is None or not whole or turn.request.cache.mode is not CacheMode.USE:
+            return
+        said, ids = transcript.said(), answer.token_ids[: answer.output_tokens]
+        if ids and ids[-1] in self._live.engine.info.end_token_ids:
+            ids = ids[:-1]
+        if said is not None:
+            self._remember(turn.prompt, ids, said)
 
     def _parser(self, turn: Turn) -> Parser:
         tail = prompt_tail(self._live.engine, turn.prompt)

@@ -40,6 +40,8 @@ class Admission:
     shelf: Shelf
     policy: Policy
     has_fixed_state: bool
+    admits_all: bool = False
+    """True: nobody is refused for worth; for what is known to return now."""
 
     def plan(self, request: CaptureRequest) -> CapturePlan:
         if not self.has_fixed_state:
@@ -83,7 +85,8 @@ class Admission:
                 return Refused(RefusalReason.BUDGET, message)
             if position < longest:
                 queue = self._queue(plan, position, prefixes, costs, now_s)
-        if self.policy.is_selective and not self._is_worth(plan, position, in_flight, prefixes, queue, history, costs):
+        is_selective = self.policy.is_selective and not self.admits_all
+        if is_selective and not self._is_worth(plan, position, in_flight, prefixes, queue, history, costs):
             return Refused(RefusalReason.VALUE, "what would have to go for it is expected to save more")
         return Decision(position, queue)
 

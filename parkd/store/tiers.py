@@ -29,7 +29,6 @@ from parkd.store.disk_jobs import DamagedPart, ReadJob, RemoveJob, WriteJob, lef
 from parkd.store.disk_layout import read_job, write_job
 from parkd.store.disk_policy import WriteAllowance, worth_writing
 from parkd.store.manifest import ExtentRef
-from parkd.store.policy import Costs, Evictable, Policy
 from parkd.store.records import (
     BlockId,
     Capture,
@@ -116,18 +115,6 @@ class _Loading:
     is_whole: bool
 
 
-@dataclass(frozen=True)
-class _Unselective:
-    """A policy that lets everyone in: who is promoted returns now, whatever was expected of it."""
-
-    policy: Policy
-    name: str = "unselective"
-    is_selective: bool = False
-
-    def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:
-        return self.policy.score(candidate, costs, now_s)
-
-
 class TieredStore(ConversationStore):
     """`ConversationStore` over RAM and disk. `stats` are those of RAM; `disk_stats` the other half."""
 
@@ -146,6 +133,8 @@ class TieredStore(ConversationStore):
         memory = replace(config, budget_bytes=max(0, config.budget_bytes - disk.config.index_bytes))
         super().__init__(memory, layout, clock, **options)  # type: ignore[arg-type]
         self.disk = disk
+        self.on_work: Callable[[], None] = lambda: None
+        """Called when `next_job` may have something new."""
         self._sources = sources
         self._allowance = allowance
         self._shelf.blocks.number_from(sources.first_block)
@@ -241,7 +230,7 @@ class TieredStore(ConversationStore):
         if conversation_id in self._shelf.entries or any(b is not None and b.checksums is None for b in held):
             return Refused(RefusalReason.BUSY, "it is being read from disk, or copied")
         selective = self._admission
-        self._admission = replace(selective, policy=_Unselective(selective.policy))
+        self._admission = replace(selective, admits_all=True)
         self._is_loading = True
         try:
             capture = super().begin_capture(self._load_request(parked, end))
@@ -281,7 +270,7 @@ class TieredStore(ConversationStore):
         removal = self.disk.next_removal_job()
         if removal is not None:
             return removal
-        if self._writing is not None or self.disk.is_removing or self._clock() < self._paused_until_s:
+        if self._writing is not None or self.disk.is_removing or self.is_paused:
             return None
         while self._waiting:
             conversation_id = next(iter(self._waiting))
@@ -323,6 +312,11 @@ class TieredStore(ConversationStore):
     def has_writes(self) -> bool:
         """True while conversations wait for the disk: room in RAM that they hold comes free."""
         return self._writing is not None or bool(self._waiting)
+
+    @property
+    def is_paused(self) -> bool:
+        """True for a while after a failed write."""
+        return self._clock() < self._paused_until_s
 
     def disk_stats(self) -> DiskStats:
         disk, totals = self.disk, self._disk_totals
@@ -391,6 +385,7 @@ class TieredStore(ConversationStore):
             return
         release = self._shelf.lease(entry, self._clock())
         self._waiting[parked.id] = _Waiting(entry, job_size, release)
+        self.on_work()
 
     def _missing_bytes(self, parked: Parked) -> int:
         """Bytes of the conversation that are not on disk."""

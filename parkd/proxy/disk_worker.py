@@ -1,0 +1,156 @@
+"""File work behind the event loop: one thread writes, one reads, and the store is told on the loop how each job ended.
+
+    writes     behind replies, one at a time, as the store hands them out
+    reads      for the turn that runs or waits, one at a time, each several calls in flight
+
+Nothing here decides what is written or read; nothing on the loop waits for a file. Tasks are cancelled only when the
+process ends: until then somebody tells the store how each job went.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import anyio
+import anyio.abc
+
+from parkd.proxy.cost import CostMeter
+from parkd.proxy.engine_thread import EngineThread
+from parkd.store.disk_jobs import RemoveJob, read, remove, write
+from parkd.store.fs import FileSystem
+from parkd.store.records import ConversationGone, ConversationId, Parked, RefusalReason
+from parkd.store.tiers import Promotion, TieredStore
+from parkd.types import CacheOutcome
+
+log = logging.getLogger(__name__)
+
+CALLS_IN_FLIGHT = 4
+"""Of one read or write: enough to keep a drive busy while checksums are computed."""
+IDLE_STEP_S = 30.0
+"""How often the store is asked for work that only time brings: what is too old, the end of a pause."""
+ROOM_WAIT_S = 10.0
+"""How long a promotion waits for room that writes under way will free."""
+STOP_WAIT_S = 2.0
+
+
+class DiskWorker:
+    """The disk tier's threads. `serve` runs as long as the app does."""
+
+    def __init__(self, store: TieredStore, fs: FileSystem, costs: CostMeter, monotonic: Callable[[], float]) -> None:
+        self._store = store
+        self._fs = fs
+        self._costs = costs
+        self._monotonic = monotonic
+        self._writer = EngineThread("parkd-disk-write")
+        self._reader = EngineThread("parkd-disk-read")
+        self._pool = ThreadPoolExecutor(CALLS_IN_FLIGHT, "parkd-disk")
+        self._wake = anyio.Event()
+        self._progress = anyio.Event()
+        self._reading = anyio.Lock()
+        store.on_work = self.wake
+
+    async def serve(self) -> None:
+        """Does what the store hands out, until cancelled."""
+        self._writer.start()
+        self._reader.start()
+        while True:
+            self._wake = anyio.Event()
+            if not await self._work():
+                with anyio.move_on_after(IDLE_STEP_S):
+                    await self._wake.wait()
+
+    def wake(self) -> None:
+        """There may be work."""
+        self._wake.set()
+
+    async def flush(self, deadline_s: float) -> bool:
+        """Returns when nothing waits to be written any more. False if that was not so by the deadline."""
+        with anyio.move_on_after(deadline_s):
+            while self._store.has_writes and not self._store.is_paused:
+                await self._step()
+            return not self._store.has_writes
+        log.warning("what was not on disk after %.0f s stays off it", deadline_s)
+        return False
+
+    def stop(self) -> None:
+        """Ends the threads; a call that hangs in the device does not keep the process."""
+        for thread in (self._writer, self._reader):
+            thread.stop(STOP_WAIT_S)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def room(self, wait_s: float) -> bool:
+        """Waits for a write to end, since that frees memory. False if none is under way, or none ended in time."""
+        if not self._store.has_writes:
+            return False
+        with anyio.move_on_after(wait_s):
+            await self._step()
+            return True
+        return False
+
+    async def promote(self, conversation_id: ConversationId, stop: int) -> Parked | None:
+        """Reads what `[0, stop)` of a conversation needs into RAM. None if that failed: the turn reads cold."""
+        async with self._reading:
+            began_s = self._monotonic()
+            while True:
+                try:
+                    promotion = self._store.promote(conversation_id, stop)
+                except ConversationGone:
+                    return None
+                if isinstance(promotion, Promotion):
+                    break
+                left_s = began_s + ROOM_WAIT_S - self._monotonic()
+                may_wait = promotion.reason in (RefusalReason.BUDGET, RefusalReason.BUSY) and left_s > 0
+                if not may_wait or not await self.room(left_s):
+                    log.info("not read from disk: %s", promotion.message)
+                    return None
+            return await self._read(promotion)
+
+    async def _read(self, promotion: Promotion) -> Parked | None:
+        began_s = self._monotonic()
+        error: Exception | None = None
+        try:
+            await self._reader.run(read, self._fs, promotion.job, self._run_all)
+        except Exception as raised:
+            log.warning("a conversation on disk could not be read: %s", raised)
+            error = raised
+        parked = self._store.promoted(promotion, error)
+        self._wake.set()  # what is damaged is to be removed
+        if parked is not None:
+            self._costs.has_moved(CacheOutcome.RESTORED_DISK, promotion.job.bytes, self._monotonic() - began_s)
+        return parked
+
+    async def _work(self) -> bool:
+        """Does the next job. False if there is none."""
+        job = self._store.next_job()
+        if job is None:
+            return False
+        error: Exception | None = None
+        left: Sequence[str] = ()
+        try:
+            if isinstance(job, RemoveJob):
+                left = await self._writer.run(remove, self._fs, job)
+            else:
+                await self._writer.run(write, self._fs, job, self._run_all)
+        except Exception as raised:
+            log.warning("a conversation could not be written to disk: %s", raised)
+            error = raised
+        self._store.finished(job, error, left)
+        self._progress.set()
+        self._progress = anyio.Event()
+        return True
+
+    async def _step(self) -> None:
+        self._wake.set()
+        await self._progress.wait()
+
+    def _run_all(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Several at once, on whichever thread asks."""
+        if len(calls) == 1:
+            calls[0]()
+            return
+        futures = [self._pool.submit(call) for call in calls]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
