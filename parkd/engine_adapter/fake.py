@@ -16,6 +16,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import pairwise
@@ -31,6 +32,7 @@ from parkd.types import Checksums, SamplingParams, StageLayout, StateLayout, Tok
 
 Words = npt.NDArray[np.uint64]
 Hook = Callable[[str, int], None]
+Script = Callable[[str], str | None]
 
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
 FIRST_SPECIAL_ID = 256
@@ -103,6 +105,14 @@ class FakeTemplate:
         return "".join(parts) + (f"{start}assistant\n" if add_generation_prompt else "")
 
 
+def _allowed(mask: TokenMask, token_id: int) -> int:
+    """The token if the mask allows it; else the end if that is allowed, else the last that is."""
+    allowed = mask.allowed()
+    if allowed[token_id]:
+        return token_id
+    return END_TOKEN_ID if allowed[END_TOKEN_ID] else int(np.flatnonzero(allowed)[-1])
+
+
 class FakeTextStream:
     """Holds back half characters and possible heads of a stop string."""
 
@@ -151,12 +161,15 @@ class FakeEngine:
         batch_tokens: int = 512,
         hook: Hook | None = None,
         end_odds: int = END_ODDS,
+        script: Script | None = None,
         steering: Mapping[str, float] | None = None,
     ) -> None:
         """`steering` are the known control vectors, each with the scale it has by default."""
         self.tokenizer = FakeTokenizer()
         self.template = FakeTemplate()
         self.hook: Hook = hook or (lambda _name, _number: None)
+        self.script = script
+        """What is answered to a prompt's text; None, or a script that gives None, lets the state decide."""
         self.transfers: list[tuple[str, int, int]] = []
         """Each finished move as (`capture` | `restore`, start, stop)."""
         self.read_tokens = 0
@@ -219,14 +232,19 @@ class FakeEngine:
         last_token_id: int,
         sampling: SamplingParams,
         *,
-        history: TokenIds,  # noqa: ARG002
-        mask: TokenMask | None = None,  # noqa: ARG002
+        history: TokenIds,
+        mask: TokenMask | None = None,
     ) -> Iterator[Sequence[int]]:
         token_id = last_token_id
+        text = None if self.script is None else self.script(self.tokenizer.decode(history.tolist()))
+        written = None if text is None else deque([*self.tokenizer.encode(text), END_TOKEN_ID])
         while self._position < self.info.context_tokens:
             self.hook("token", self._position)
             self._read(np.array([token_id], dtype=np.int64), decode=True)
-            token_id = self._next_token(sampling)
+            token_id = written.popleft() if written else self._next_token(sampling)
+            if mask is not None:
+                token_id = _allowed(mask, token_id)
+                mask.accept(token_id)
             yield [token_id]
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:

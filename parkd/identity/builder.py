@@ -12,8 +12,9 @@ from parkd.engine_adapter.base import ChatTemplate, Tokenizer
 from parkd.errors import InvalidRequest
 from parkd.identity.chain import ChainMemo
 from parkd.identity.normalise import Normaliser, NormaliserConfig
+from parkd.identity.output_memory import OutputMemory
 from parkd.identity.render import Renderer
-from parkd.identity.segments import map_prompt
+from parkd.identity.segments import locate, map_prompt
 from parkd.identity.tokens import SegmentTokenizer
 from parkd.identity.units import units_of
 from parkd.types import ConversationKey, PromptIdentity, TurnRequest
@@ -49,8 +50,11 @@ class IdentityBuilder:
         memo_bytes: int,
         *,
         normaliser: NormaliserConfig | None = None,
+        answers: OutputMemory | None = None,
     ) -> None:
+        """`answers` are spliced into the prompts that repeat them; None renders everything."""
         self._fingerprint = fingerprint
+        self._answers = answers
         self._renderer = Renderer(template, Normaliser(normaliser or NormaliserConfig()))
         self._chains = ChainMemo(block_tokens, memo_bytes // 4)
         self._tokenizer = SegmentTokenizer(tokenizer, memo_bytes - memo_bytes // 4)
@@ -77,10 +81,13 @@ class IdentityBuilder:
         tokenised = self._tokenizer.tokenise(prompt.text)
         if not len(tokenised.ids):
             raise InvalidRequest("The prompt is empty. Send some text.", param="messages")
-        tokenised_s = time.perf_counter()
         key = ConversationKey(request.namespace, self._fingerprint, steering)
+        located = locate(prompt, tokenised, self._renderer.profile)
+        if self._answers is not None:
+            tokenised = self._answers.splice(prompt.turns, located.starts, tokenised, key.digest)
+        tokenised_s = time.perf_counter()
         units = units_of(tokenised.ids)
-        prompt_map = map_prompt(prompt, tokenised, self._tokenizer, self._renderer.profile)
+        prompt_map = map_prompt(prompt, tokenised, self._tokenizer, self._renderer.profile, located)
         identity = PromptIdentity(
             key=key,
             token_ids=tokenised.ids.copy(),  # the caller's own: what is remembered must not change under it

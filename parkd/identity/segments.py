@@ -32,15 +32,36 @@ class PromptMap:
     boundaries: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where turns begin in a text."""
+
+    openers: Sequence[tuple[int, frozenset[str]]]
+    """`(char, roles)` of every cut that opens a turn."""
+    starts: dict[int, int]
+    """Turn index to the character its turn starts at, for those that are found."""
+
+
+def locate(prompt: RenderedPrompt, tokenised: TokenisedText, profile: TemplateProfile) -> Located:
+    if not prompt.turns:
+        return Located((), {})
+    openers = _find_openers(tokenised, profile)
+    return Located(openers, _find_turns(prompt.turns, tokenised.text, openers))
+
+
 def map_prompt(
-    prompt: RenderedPrompt, tokenised: TokenisedText, tokenizer: SegmentTokenizer, profile: TemplateProfile
+    prompt: RenderedPrompt,
+    tokenised: TokenisedText,
+    tokenizer: SegmentTokenizer,
+    profile: TemplateProfile,
+    located: Located | None = None,
 ) -> PromptMap:
     """Segments cover the whole prompt without gaps; boundaries are ascending, inside `(0, n)`."""
     length = len(tokenised.ids)
     if not prompt.turns:
         return PromptMap((SegmentSpan(0, length, "prompt"),) if length else ())
-    openers = _find_openers(tokenised, profile)
-    starts = _find_turns(prompt.turns, tokenised.text, openers)
+    located = located or locate(prompt, tokenised, profile)
+    openers, starts = located.openers, located.starts
     generation = _find_generation(tokenised.text, openers, starts, profile)
     lead = next((i for i, turn in enumerate(prompt.turns) if turn.role != "system"), len(prompt.turns))
     head_end = _head_end(prompt.turns, lead, starts, tokenised.text)

@@ -1,0 +1,46 @@
+"""What an answer said, gathered from its events, to be recognised when a client sends it back."""
+
+from __future__ import annotations
+
+import json
+
+from parkd.identity.output_memory import Said, json_key
+from parkd.types import Event, ReasoningDelta, TextDelta, ToolCallDelta
+
+
+class Transcript:
+    """Fed with one answer's events in order. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[str]] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, tuple[str, list[str]]] = {}
+        self._in_text = False
+
+    def feed(self, event: Event) -> None:
+        match event:
+            case TextDelta(text):
+                if not self._in_text:
+                    self._runs.append([])
+                self._runs[-1].append(text)
+            case ReasoningDelta(text):
+                self._reasoning.append(text)
+            case ToolCallDelta():
+                _, pieces = self._calls.setdefault(event.index, (event.name or "", []))
+                pieces.append(event.arguments)
+            case _:
+                return
+        self._in_text = isinstance(event, TextDelta)
+
+    def said(self) -> Said | None:
+        """None for what cannot be recognised: a call whose arguments broke off, text that ends in half a character."""
+        runs = tuple("".join(run) for run in self._runs)
+        if runs and runs[-1].endswith("\ufffd"):
+            return None
+        calls: list[tuple[str, str]] = []
+        for _, (name, pieces) in sorted(self._calls.items()):
+            try:
+                calls.append((name, json_key(json.loads("".join(pieces) or "{}"))))
+            except (ValueError, RecursionError):
+                return None
+        return Said(runs, "".join(self._reasoning), tuple(calls))
