@@ -32,6 +32,7 @@ from parkd.proxy.output.formats import call_ids
 from parkd.proxy.output.parser import make_parser
 from parkd.proxy.output.transcript import Transcript
 from parkd.proxy.parking import LiveState
+from parkd.proxy.retention import Retention
 from parkd.proxy.start import StartPlan, decide_start, explain, plan_cold
 from parkd.store.records import Tier
 from parkd.store.store import ConversationStore
@@ -117,6 +118,7 @@ class TurnRunner:
     ) -> None:
         self._live = live
         self._remember = remember
+        self._retention = None if store is None else Retention(store)
         self._disk = disk
         self._store = store
         self._metrics = metrics
@@ -132,6 +134,8 @@ class TurnRunner:
         turn.timings = Timings(wait_s=turn.began_s - turn.queued_s)
         error: ParkdError | None = None
         try:
+            if self._retention is not None:
+                self._retention.apply(turn.began_s)
             if turn.channel.cancel.is_set():
                 raise Cancelled("The client left before its turn came.")
             await self._answer(turn)
@@ -353,6 +357,7 @@ class TurnRunner:
             await self._live.check()
             if turn.request.cache.mode is CacheMode.USE:
                 await self._live.park()
+                self._retain(turn)
             else:
                 await self._live.forget(turn.report.reused_tokens if turn.report else 0)
         except EngineLost:
@@ -361,6 +366,13 @@ class TurnRunner:
             log.warning("nothing was parked behind request %s: %s", turn.request_id, error.message)
         except Exception:
             log.exception("parking behind request %s failed in an unforeseen way", turn.request_id)
+
+    def _retain(self, turn: Turn) -> None:
+        asked_s, retention = turn.request.cache.min_retention_s, self._retention
+        if retention is not None and asked_s is not None:
+            now_s = self._monotonic()
+            retention.wish(turn.prompt, asked_s, now_s)
+            retention.apply(now_s)
 
     def _emitter(self, channel: EventChannel) -> Callable[[Event], None]:
         """Pushes from the engine's thread, in order, without waiting."""
