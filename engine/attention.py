@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from engine.errors import UnsupportedModel
+from engine.kv_format import KeptStates, QuantisedStates
 
 ATTENTION_NAME = "parkd"
 QUERY_BLOCK = 256
@@ -46,8 +47,8 @@ def no_mask(*, attention_mask: torch.Tensor | None = None, **_: Any) -> None:
 def arena_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: KeptStates,
+    value: KeptStates,
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
@@ -55,7 +56,8 @@ def arena_attention(
     is_causal: bool | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of `[1, heads, q, dim]` queries over `[1, kv_heads, kv, dim]` keys and values.
+    """Causal attention of `[1, heads, q, dim]` queries over `[1, kv_heads, kv, dim]` keys and values (tensors, or
+    `QuantisedStates`).
 
     Returns `[1, q, heads, dim]` and None, as the library's models expect. Raises UnsupportedModel for an argument that
     would change the result and is not honoured.
@@ -67,16 +69,39 @@ def arena_attention(
         raise UnsupportedModel(f"{type(module).__name__} calls attention with a mask of its own: not supported")
     if dropout or is_causal is False:
         raise UnsupportedModel(f"{type(module).__name__} calls attention with dropout or without causality")
+    if isinstance(key, QuantisedStates):
+        assert isinstance(value, QuantisedStates), "keys and values are kept in one format"
+        output = _attend_quantised(query, key, value, scaling)
+    else:
+        assert isinstance(value, torch.Tensor), "keys and values are kept in one format"
+        output = _attend(query, key, value, scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_quantised(
+    query: torch.Tensor, key: QuantisedStates, value: QuantisedStates, scaling: float | None
+) -> torch.Tensor:
+    """On CPU a KV head at a time, so that no more than one head's numbers exist at once."""
+    if query.device.type == "cuda":
+        return _attend(query, key.numbers(query.dtype), value.numbers(query.dtype), scaling)
+    heads = key.shape[1]
+    queries = query.chunk(heads, dim=1)
+    outputs = [
+        _attend(queries[head], key.head(head, query.dtype), value.head(head, query.dtype), scaling)
+        for head in range(heads)
+    ]
+    return torch.cat(outputs, dim=1)
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     if query.device.type == "cuda":
         bias = causal_lower_right(query.shape[2], key.shape[2]) if query.shape[2] > 1 else None
         with sdpa_kernel(list(CUDA_KERNELS)):
-            output = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
-    elif query.shape[2] == 1:
-        output = scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
-    else:
-        output = _blocked(query, key, value, scaling, grouped)
-    return output.transpose(1, 2).contiguous(), None
+            return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
+    if query.shape[2] == 1:
+        return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
+    return _blocked(query, key, value, scaling, grouped)
 
 
 def _blocked(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from engine.arena import StageArena
+from engine.kv_format import KeptStates, QuantisedStates, quantise
 
 
 class ArenaAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -32,7 +34,7 @@ class ArenaAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[KeptStates, KeptStates]:
         """Writes `[1, heads, q, head_dim]` at the position; returns `[1, heads, position + q, head_dim]` of both.
 
         What is returned are views, unless keys and values are kept in another dtype than the model computes in.
@@ -55,6 +57,27 @@ class ArenaAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.key_rows.shape[0]
 
 
+class QuantisedAttentionLayer(ArenaAttentionLayer):
+    """The same with rows of codes and scales (`engine.kv_format`)."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+        """`keys` and `values` as above, of int8; `scales` is float16 `[context_tokens, 2, heads]`."""
+        super().__init__(keys, values)
+        self.scale_rows = scales
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[KeptStates, KeptStates]:
+        """Writes as above; returns what the rows now hold, also of what was just written."""
+        start, stop = self.position, self.position + key_states.shape[-2]
+        for part, (rows, states) in enumerate(((self.key_rows, key_states), (self.value_rows, value_states))):
+            rows[start:stop], self.scale_rows[start:stop, part] = quantise(states[0].transpose(0, 1))
+        return (
+            QuantisedStates(self.key_rows[:stop], self.scale_rows[:stop, 0]),
+            QuantisedStates(self.value_rows[:stop], self.scale_rows[:stop, 1]),
+        )
+
+
 class StageCache(Cache):  # type: ignore[misc]
     """The cache of one stage, with a place for every layer of the model (other stages' stay empty).
 
@@ -66,7 +89,7 @@ class StageCache(Cache):  # type: ignore[misc]
         layers: list[Any] = [DummyLayer() for _ in range(num_layers)]
         fields = {(field.layer, field.name): arena.field_view(field) for field in arena.layout.row_fields}
         for layer in range(arena.layout.first_layer, arena.layout.end_layer):
-            layers[layer] = ArenaAttentionLayer(fields[layer, "key"], fields[layer, "value"])
+            layers[layer] = _attention_layer(layer, fields)
         super().__init__(layers=layers)
         self.attention_layers = [layer for layer in layers if isinstance(layer, ArenaAttentionLayer)]
         self.position = 0
@@ -85,3 +108,10 @@ class StageCache(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
         return self.position + query_length, 0
+
+
+def _attention_layer(layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> ArenaAttentionLayer:
+    """The layer over its fields' views, which are named by layer and field."""
+    keys, values = fields[layer, "key"], fields[layer, "value"]
+    scales = fields.get((layer, "scale"))
+    return ArenaAttentionLayer(keys, values) if scales is None else QuantisedAttentionLayer(keys, values, scales)

@@ -22,7 +22,7 @@ class EngineConfig:
     dtype: torch.dtype | None = None
     """What the model computes in; None is fp32 on CPU and the checkpoint's own on CUDA."""
     kv_dtype: torch.dtype | None = None
-    """What keys and values are kept in; None is the compute dtype."""
+    """What keys and values are kept in, of `engine.kv_format.KV_FORMATS`; None is the compute dtype."""
 
     def __post_init__(self) -> None:
         if not self.devices:

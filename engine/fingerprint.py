@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from engine.kv_format import format_name
+
 FINGERPRINT_BYTES = 16
 
 _SHAPELESS = frozenset(
@@ -42,7 +44,7 @@ def fingerprint(weights_digest: bytes, config: Mapping[str, Any], dtype: torch.d
     """
     canonical = json.dumps(_shaping(config), sort_keys=True, separators=(",", ":"), default=str)
     hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-engine")
-    for part in (weights_digest, canonical.encode(), str(dtype).encode(), str(kv_dtype).encode()):
+    for part in (weights_digest, canonical.encode(), str(dtype).encode(), format_name(kv_dtype).encode()):
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
     return hasher.digest()

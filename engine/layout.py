@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+from engine.errors import UnsupportedModel
+from engine.kv_format import SCALE_DTYPE, is_quantised
+
 ROW_ALIGNMENT = 16
 """Bytes. Flash kernels load 16 at a time, so every field of every row starts at a multiple of it."""
 DIGEST_BYTES = 16
@@ -77,10 +80,13 @@ class StageStateLayout:
 
 
 def attention_state(config: Any, layer: int, kv_dtype: torch.dtype) -> LayerState:  # noqa: ARG001
-    """Full attention: keys and values of every KV head, a token a row."""
+    """Full attention: keys and values of every KV head, a token a row; and their scales if they are quantised."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = (config.num_key_value_heads, head_dim)
-    return LayerState(row=(FieldSpec("key", kv_dtype, shape), FieldSpec("value", kv_dtype, shape)))
+    fields: tuple[FieldSpec, ...] = (FieldSpec("key", kv_dtype, shape), FieldSpec("value", kv_dtype, shape))
+    if is_quantised(kv_dtype):
+        fields += (FieldSpec("scale", SCALE_DTYPE, (2, shape[0])),)
+    return LayerState(row=fields)
 
 
 LAYER_KINDS: Mapping[str, Callable[[Any, int, torch.dtype], LayerState]] = MappingProxyType(
@@ -103,11 +109,14 @@ def build_layout(
     """Layouts of the stages that hold the layers `[first, end)` of each range.
 
     Raises KeyError for a kind that is not in `LAYER_KINDS`; `architectures.check_config` refuses it by name first.
+    Raises UnsupportedModel for a kind whose keys and values cannot be kept in `kv_dtype`.
     """
     kinds = layer_kinds(config)
     layouts = []
     for first, end in stage_ranges:
         states = [(layer, LAYER_KINDS[kinds[layer]](config, layer, kv_dtype)) for layer in range(first, end)]
+        for layer, state in states:
+            _check_format(kinds[layer], state)
         row_fields, row_bytes = _place([(layer, spec) for layer, state in states for spec in state.row])
         fixed_fields, fixed_bytes = _place([(layer, spec) for layer, state in states for spec in state.fixed])
         digest = _stage_digest(first, end, row_fields, fixed_fields)
@@ -127,6 +136,13 @@ def state_digest(layouts: Sequence[StageStateLayout], checksum: str) -> bytes:
             hasher.update(number.to_bytes(8, "little"))
         hasher.update(layout.digest)
     return hasher.digest()
+
+
+def _check_format(kind: str, state: LayerState) -> None:
+    """Codes mean nothing without their scales: a kind of layer that keeps none would cut its numbers to whole ones."""
+    specs = (*state.row, *state.fixed)
+    if any(is_quantised(spec.dtype) for spec in specs) and not any(spec.name == "scale" for spec in specs):
+        raise UnsupportedModel(f"layers of kind {kind} cannot keep keys and values as int8; choose another kv type")
 
 
 def _place(specs: Sequence[tuple[int, FieldSpec]]) -> tuple[tuple[Field, ...], int]:

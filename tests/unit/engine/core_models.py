@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
+    Cache,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,6 +17,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.cache_utils import DynamicLayer
 
 from engine import EngineConfig, Session, open_session
 
@@ -48,8 +50,17 @@ def tiny_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
     return FAMILIES[family][1](tiny_config(family, **changes)).eval()
 
 
-def tiny_session(stages: int, model: Any | None = None, *, batch_tokens: int = 64, context: int = CONTEXT) -> Session:
-    config = EngineConfig(devices=("cpu",) * stages, context_tokens=context, batch_tokens=batch_tokens)
+def tiny_session(
+    stages: int,
+    model: Any | None = None,
+    *,
+    batch_tokens: int = 64,
+    context: int = CONTEXT,
+    kv_dtype: torch.dtype | None = None,
+) -> Session:
+    config = EngineConfig(
+        devices=("cpu",) * stages, context_tokens=context, batch_tokens=batch_tokens, kv_dtype=kv_dtype
+    )
     return open_session(tiny_model() if model is None else model, config)
 
 
@@ -57,13 +68,35 @@ def token_ids(count: int, seed: int = 1) -> npt.NDArray[np.int64]:
     return np.random.default_rng(seed).integers(0, VOCAB, count)
 
 
-def oracle_logits(model: Any, ids: npt.NDArray[np.int64], batch_tokens: int, decoded: int = 1) -> list[torch.Tensor]:
+class EightBitLayer(DynamicLayer):
+    """The library's cache of floats, each token's keys and values rounded to what 8 bits a number and head can say."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(eight_bit(key_states), eight_bit(value_states), *args, **kwargs)
+
+
+def eight_bit(states: torch.Tensor) -> torch.Tensor:
+    """`[1, heads, tokens, dim]`, in plain words: no part of the engine."""
+    scale = (states.abs().max(dim=-1, keepdim=True).values / 127).to(torch.float16).to(torch.float32)
+    return torch.clamp(torch.round(states / scale), -127, 127) * scale
+
+
+def oracle_logits(
+    model: Any,
+    ids: npt.NDArray[np.int64],
+    batch_tokens: int,
+    decoded: int = 1,
+    *,
+    kv_dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
     """Logits after each of the last `decoded` tokens: the rest read in chunks, those one at a time, library cache.
 
     The model must already use the engine's attention, as it does once a session was opened on it.
     """
     assert model.config._attn_implementation == "parkd"
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
+    if kv_dtype == torch.int8:
+        cache = Cache(layers=[EightBitLayer() for _ in range(model.config.num_hidden_layers)])
     logits = []
     with torch.inference_mode():
         prompt = len(ids) - decoded

@@ -23,13 +23,15 @@ from engine import UnsupportedModel
 from engine.attention import QUERY_BLOCK, arena_attention, lower_right_bias
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_logits_equal_the_librarys_cache(family: str, stages: int) -> None:
+def test_logits_equal_the_librarys_cache(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
     model = tiny_model(family)
-    session = tiny_session(stages, model)
+    session = tiny_session(stages, model, kv_dtype=kv_dtype)
     ids = token_ids(200)
-    assert_same(read_and_decode(session, ids, decoded=5), oracle_logits(model, ids, 64, decoded=5))
+    mine = read_and_decode(session, ids, decoded=5)
+    assert_same(mine, oracle_logits(model, ids, 64, decoded=5, kv_dtype=kv_dtype))
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from core_models import FAMILIES, assert_same, read_and_decode, tiny_model, tiny_session, token_ids
 
 from engine import SnapshotDamaged, SnapshotMismatch, SnapshotPlan, StageFailed, capture, host_plan, restore, transfer
@@ -34,20 +35,24 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PIECE_BYTES", 8 * 1024)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_restored_equals_never_parked(family: str, stages: int) -> None:
+def test_restored_equals_never_parked(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
     model = tiny_model(family)
-    staying = tiny_session(stages, model)
-    leaving = tiny_session(stages, model)
+    staying = tiny_session(stages, model, kv_dtype=kv_dtype)
+    leaving = tiny_session(stages, model, kv_dtype=kv_dtype)
     for session in (staying, leaving):
         session.extend(ALICE[:-10])
     plan = parked(leaving, leaving.position)
     assert leaving.position == 190
+    before = [arena.rows[:190].clone() for arena in leaving.arenas]
     leaving.reset()
     leaving.extend(BOB)
     restore(leaving, plan)
     assert leaving.position == 190
+    for arena, rows in zip(leaving.arenas, before, strict=True):
+        assert torch.equal(arena.rows[:190], rows)
     assert_same(read_and_decode(leaving, ALICE, decoded=5), read_and_decode(staying, ALICE, decoded=5))
 
 
