@@ -18,7 +18,9 @@ import httpx
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.identity.builder import IdentityBuilder
-from parkd.proxy.config import ProxyConfig, Services
+from parkd.identity.output_memory import OutputMemory
+from parkd.proxy.config import BuildMask, ProxyConfig, Services
+from parkd.proxy.output.base import OutputFormat
 from parkd.proxy.server import Server
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
@@ -100,6 +102,7 @@ class Running:
     identity: IdentityBuilder
     client: httpx.AsyncClient
     url: str
+    answers: OutputMemory | None = None
 
     async def chat(self, messages: Messages, *, max_tokens: int = 8, **fields: Any) -> Answer:
         response = await self.client.post("/v1/chat/completions", json=body_of(messages, max_tokens, **fields))
@@ -151,9 +154,18 @@ async def read_stream(response: httpx.Response) -> Answer:
 
 
 def make_services(
-    engine: FakeEngine, *, budget_bytes: int = 64 * MIB, slots: int | None = None, config: ProxyConfig | None = None
+    engine: FakeEngine,
+    *,
+    budget_bytes: int = 64 * MIB,
+    slots: int | None = None,
+    config: ProxyConfig | None = None,
+    output: OutputFormat | None = None,
+    build_mask: BuildMask | None = None,
+    answers: OutputMemory | None = None,
 ) -> tuple[Services, IdentityBuilder]:
-    identity = IdentityBuilder(engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, 1 << 20)
+    identity = IdentityBuilder(
+        engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, 1 << 20, answers=answers
+    )
     serial = count(1)
     store = ConversationStore(
         StoreConfig(budget_bytes, BLOCK_TOKENS, slots, slab_bytes=64 * 1024),
@@ -162,7 +174,17 @@ def make_services(
         new_id=lambda: f"conversation-{next(serial)}",
     )
     config = config or ProxyConfig()
-    return Services(engine, identity.build, store, replace(config, port=0), render=identity.render), identity
+    services = Services(
+        engine,
+        identity.build,
+        store,
+        replace(config, port=0),
+        output=output or OutputFormat(),
+        build_mask=build_mask,
+        render=identity.render,
+        remember=None if answers is None else answers.remember,
+    )
+    return services, identity
 
 
 @asynccontextmanager
@@ -173,9 +195,22 @@ async def running(
     slots: int | None = None,
     config: ProxyConfig | None = None,
     send_buffer_bytes: int | None = None,
+    output: OutputFormat | None = None,
+    build_mask: BuildMask | None = None,
+    answer_bytes: int = MIB,
 ) -> AsyncIterator[Running]:
     """Starts a server, gives it, stops it as SIGTERM would."""
-    services, identity = make_services(engine, budget_bytes=budget_bytes, slots=slots, config=config)
+    end_texts = [engine.tokenizer.decode([token_id]) for token_id in engine.info.end_token_ids]
+    answers = OutputMemory(answer_bytes, end_texts) if answer_bytes else None
+    services, identity = make_services(
+        engine,
+        budget_bytes=budget_bytes,
+        slots=slots,
+        config=config,
+        output=output,
+        build_mask=build_mask,
+        answers=answers,
+    )
     server = Server(services)
     # its own socket, so that a test's server never takes over the runner's signals: `_serve` is `serve` without them
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -186,7 +221,7 @@ async def running(
             await until(lambda: server.started)
             try:
                 async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:
-                    yield Running(server, engine, services.store, identity, client, server.url)
+                    yield Running(server, engine, services.store, identity, client, server.url, answers)
             finally:
                 server.should_exit = True
 
@@ -196,9 +231,14 @@ async def _serve(server: Server, listener: socket.socket) -> None:
 
 
 @contextmanager
-def running_in_thread(engine: FakeEngine, config: ProxyConfig | None = None) -> Iterator[Server]:
+def running_in_thread(
+    engine: FakeEngine,
+    config: ProxyConfig | None = None,
+    output: OutputFormat | None = None,
+    build_mask: BuildMask | None = None,
+) -> Iterator[Server]:
     """For clients that block: the server has a thread and an event loop of its own."""
-    services, _ = make_services(engine, config=config)
+    services, _ = make_services(engine, config=config, output=output, build_mask=build_mask)
     server = Server(services)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
