@@ -127,6 +127,7 @@ def load_engine(
     from transformers.utils import logging as library_logging
 
     from engine.config import EngineConfig
+    from engine.kv_format import KV_FORMATS
     from engine.memory import free_bytes
     from engine.steering import VectorFile
     from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
@@ -143,6 +144,7 @@ def load_engine(
             layer_split=config.model.layer_split or None,
             context_tokens=config.model.context_tokens,
             batch_tokens=config.model.batch_tokens,
+            kv_dtype=None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format],
         ),
         is_demo_model=is_demo,
         control_vectors=tuple(VectorFile(each.name, each.path, each.scale) for each in config.model.control_vectors),

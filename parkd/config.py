@@ -23,6 +23,8 @@ from parkd.errors import ConfigError
 
 MIB = 1024 * 1024
 ENV_PREFIX = "PARKD_"
+KV_ALIASES = {"auto": None, "bf16": "bf16", "f16": "f16", "f32": "f32", "int8": "int8", "q8_0": "int8"}
+"""What a user may call a KV format: ours, and llama.cpp's name for eight bits."""
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
 
@@ -55,6 +57,8 @@ class ModelConfig:
     """None: the largest that fits, up to the model's own."""
     batch_tokens: int
     """Tokens a prefill chunk."""
+    kv_format: str | None = None
+    """What keys and values are kept as, of `engine.kv_format`; None: as they are computed."""
     control_vectors: tuple[ControlVectorFile, ...] = ()
     steered_layers: tuple[int, int] | None = None
     """First and last layer that control vectors may steer; None: all but the first."""
@@ -151,6 +155,12 @@ def _file(text: str) -> Path:
     return path
 
 
+def _kv_format(text: str) -> str | None:
+    if text.lower() not in KV_ALIASES:
+        raise ValueError(f"expected one of {', '.join(KV_ALIASES)}")
+    return KV_ALIASES[text.lower()]
+
+
 def _vectors(text: str) -> tuple[ControlVectorFile, ...]:
     return tuple(_vector(item.strip(), 1.0) for item in text.split(","))
 
@@ -226,6 +236,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("layer-split", "model", "LIST", _layer_split, (), "first layer of each later stage: 24 or 24,36 (auto)"),
     Setting("ctx-size", "model", "TOKENS", _count(16), None, "context (the largest that fits, up to the model's)"),
     Setting("batch-size", "model", "TOKENS", _count(1, 65536), 512, "tokens read in one prefill chunk (512)"),
+    Setting("kv-cache-dtype", "model", "TYPE", _kv_format, None, "keys and values kept as f32, f16, bf16, int8 (auto)"),
+    Setting("cache-type-k", "model", "TYPE", _kv_format, None, "as llama.cpp has it, q8_0 for int8; needs its twin:"),
+    Setting("cache-type-v", "model", "TYPE", _kv_format, None, "of the same type as --cache-type-k"),
     Setting(
         "control-vector", "model", "[NAME=]FILE", _vectors, (), "control vector, at scale 1; may be repeated", True
     ),
@@ -338,6 +351,21 @@ def _check_together(values: Mapping[str, Any]) -> None:
         )
 
 
+def _one_kv_format(values: Mapping[str, Any]) -> str | None:
+    """Of the flag and its two aliases; all that are given must agree, and an alias is nothing without its twin."""
+    names = ("cache-type-k", "cache-type-v")
+    keys, vals = (values[name] for name in names)
+    if keys != vals:
+        raise ConfigError(
+            f"--cache-type-k is {keys or 'auto'} and --cache-type-v is {vals or 'auto'}: both are kept in one type, "
+            f"so give them the same, or use --kv-cache-dtype"
+        )
+    whole: str | None = values["kv-cache-dtype"]
+    if whole is not None and keys is not None and whole != keys:
+        raise ConfigError(f"--kv-cache-dtype is {whole} and --cache-type-k is {keys}: say it once")
+    return whole or keys
+
+
 def _control_vectors(values: Mapping[str, Any]) -> tuple[ControlVectorFile, ...]:
     vectors: tuple[ControlVectorFile, ...] = (*values["control-vector"], *values["control-vector-scaled"])
     names = [vector.name for vector in vectors]
@@ -365,6 +393,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             layer_split=values["layer-split"],
             context_tokens=values["ctx-size"],
             batch_tokens=values["batch-size"],
+            kv_format=_one_kv_format(values),
             control_vectors=_control_vectors(values),
             steered_layers=values["control-vector-layer-range"],
         ),

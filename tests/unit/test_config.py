@@ -88,6 +88,7 @@ def test_missing_file_is_refused() -> None:
         ("chat-template-file", "/nowhere.jinja", "no such file"),
         ("model", " ", "some text"),
         ("insecure", "maybe", "true or false"),
+        ("kv-cache-dtype", "q4_0", "auto, bf16, f16, f32, int8, q8_0"),
         ("control-vector", "/nowhere.gguf", "no file '/nowhere.gguf'"),
         ("control-vector-scaled", "/nowhere.gguf", "FILE:SCALE"),
         ("control-vector-scaled", "/nowhere.gguf:much", "FILE:SCALE"),
@@ -103,6 +104,32 @@ def test_bad_value_names_its_place_and_what_is_expected(name: str, text: str, hi
         assert hint in message
     assert f"--{name}" in refusal({name: text})
     assert variable in refusal({}, {variable: text})
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept_as"),
+    [
+        ({}, None),
+        ({"kv-cache-dtype": "auto"}, None),
+        ({"kv-cache-dtype": "INT8"}, "int8"),
+        ({"cache-type-k": "q8_0", "cache-type-v": "q8_0"}, "int8"),
+        ({"cache-type-k": "f16", "cache-type-v": "f16", "kv-cache-dtype": "f16"}, "f16"),
+    ],
+)
+def test_keys_and_values_are_kept_as_one_type(flags: dict[str, str], kept_as: str | None) -> None:
+    assert load(flags, {}).model.kv_format == kept_as
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"cache-type-k": "q8_0"},
+        {"cache-type-k": "q8_0", "cache-type-v": "f16"},
+        {"kv-cache-dtype": "f16", "cache-type-k": "q8_0", "cache-type-v": "q8_0"},
+    ],
+)
+def test_two_types_are_refused(flags: dict[str, str]) -> None:
+    assert "--cache-type-k" in refusal(flags)
 
 
 def test_control_vectors_have_names_files_and_scales(tmp_path: Path) -> None:
