@@ -19,11 +19,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from parkd.errors import ContextOverflow, EngineLost, InvalidRequest
+from parkd.errors import Cancelled, ContextOverflow, EngineLost, InvalidRequest
 from parkd.proxy.access import authenticate, narrowed
 from parkd.proxy.config import Services
 from parkd.proxy.cost import CostMeter
@@ -41,10 +41,11 @@ from parkd.proxy.lane import Lane
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.parking import LiveState
 from parkd.proxy.requests import parse_object, read_body
-from parkd.proxy.sse import TurnResponse
+from parkd.proxy.resend import Resends
+from parkd.proxy.sse import STREAM_HEADERS, TurnResponse
 from parkd.proxy.turn import Turn, TurnRunner, prompt_tail
 from parkd.store.tiers import TieredStore
-from parkd.types import PromptIdentity, TokenMask, TurnRequest
+from parkd.types import PromptIdentity, TokenMask, ToolChoice, TurnRequest
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Proxy:
             self.runner.run, max_queue=config.max_queue, monotonic=services.monotonic, on_queued=self._queued
         )
         self.requests = RequestMemory()
+        self.resends = Resends(self.lane, config.resend_grace_s, self._give_up)
         self.build_limiter: anyio.CapacityLimiter | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
 
@@ -102,6 +104,7 @@ class Proxy:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
+                self.resends.serve_in(tasks)
                 tasks.start_soon(self._serve_lane)
                 if self.disk is not None:
                     tasks.start_soon(self.disk.serve)
@@ -113,6 +116,7 @@ class Proxy:
                 tasks.cancel_scope.cancel()
         finally:
             self._tasks = None
+            self.resends.serve_in(None)
             if self.disk is not None:
                 self.disk.stop()
             if not self.thread.stop(CUT_WAIT_S):
@@ -122,6 +126,11 @@ class Proxy:
         """A turn has to wait: meanwhile what it will start from is read from disk."""
         if self.disk is not None and self._tasks is not None:
             self._tasks.start_soon(self.runner.prefetch, turn)
+
+    def _give_up(self, turn: Turn) -> None:
+        """Nobody waits for `turn` any more."""
+        if self.lane.leave(turn):
+            self.runner.record(turn, Cancelled("The client left while it waited."))
 
     def begin_shutdown(self) -> None:
         """Called on the event loop when a stop was asked for: nothing new starts, what runs may end in time."""
@@ -133,17 +142,31 @@ class Proxy:
         services, config = self.services, self.services.config
         arrived_s = services.monotonic()
         caller = authenticate(request.headers, config.api_keys, config.named_keys)
-        self.lane.check_room()
+        if not len(self.resends):  # one that takes over a turn needs no room of its own
+            self.lane.check_room()
         body = await parse_object(await read_body(request, config.body_limit_bytes))
         parsed = dialect.parse(body, request.headers)
         turn_request = dataclasses.replace(parsed, namespace=narrowed(caller.namespace, parsed.cache.salt))
+        model, created_s = turn_request.model or self.model_id, int(services.wall())
+        resumed = self.resends.take(turn_request, caller.owner)
+        if resumed is not None:
+            encoder = dialect.encoder(turn_request, body, ResponseMeta(resumed.request_id, model, created_s))
+            return TurnResponse(
+                resumed, self.lane, self.runner, self.resends, dialect, encoder, config, services.monotonic
+            )
         prompt, mask = await self.build(turn_request)
-        self._check_fits(len(prompt), turn_request)
-        meta = ResponseMeta(request_id, turn_request.model or self.model_id, int(services.wall()))
-        encoder = dialect.encoder(turn_request, body, meta)
+        encoder = dialect.encoder(turn_request, body, ResponseMeta(request_id, model, created_s))
+        try:
+            self._check_fits(len(prompt), turn_request)
+        except ContextOverflow as overflow:
+            if turn_request.stream and overflow.code in dialect.streamed_errors:
+                return StreamingResponse(
+                    encoder.failure(overflow), headers=STREAM_HEADERS | {"x-request-id": request_id}
+                )
+            raise
         turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)
         self._remember(turn, caller.owner)
-        return TurnResponse(turn, self.lane, self.runner, dialect, encoder, config, services.monotonic)
+        return TurnResponse(turn, self.lane, self.runner, self.resends, dialect, encoder, config, services.monotonic)
 
     def _remember(self, turn: Turn, owner: str) -> None:
         """For `/parkd/explain`, and for later requests to be compared with."""
@@ -173,7 +196,7 @@ class Proxy:
         caller = authenticate(request.headers, config.api_keys, config.named_keys)
         body = await parse_object(await read_body(request, config.body_limit_bytes))
         parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
-        prompt, _ = await self.build(dataclasses.replace(parsed, response_schema=None))
+        prompt, _ = await self.build(dataclasses.replace(parsed, response_schema=None, tool_choice=ToolChoice()))
         return len(prompt)
 
     @property

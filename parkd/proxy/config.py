@@ -37,6 +37,8 @@ class ProxyConfig:
     """A streamed answer's headers go out by then, with `pending` if the start is not settled."""
     keep_alive_s: float = 10.0
     """The longest silence on a stream."""
+    resend_grace_s: float = 0.0
+    """A turn whose client is gone waits this long for the same request to come again; 0: it is given up at once."""
     shutdown_deadline_s: float = 20.0
     """The running answer may take this long after a stop was asked for; then it is cut."""
     alias: str | None = None

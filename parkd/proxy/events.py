@@ -21,6 +21,10 @@ EVENT_CHARACTERS = 64
 """What an event counts besides its text."""
 
 
+TOLD_CHARACTERS = 16
+"""What an event counts besides its text among those that may be told again."""
+
+
 class EventChannel:
     """Lives on the event loop; only `cancel` is touched by other threads."""
 
@@ -31,6 +35,9 @@ class EventChannel:
         """Told when the reader is given up: it may be stuck in a write to its client."""
         self.overflowed = False
         self._unread: deque[Event] = deque()
+        self._told: list[Event] | None = []
+        """Everything so far, for a reader who starts again; None once it has grown too long for that."""
+        self._told_characters = 0
         self._characters = 0
         self._error: ParkdError | None = None
         self._closed = False
@@ -52,13 +59,10 @@ class EventChannel:
             self.fail(Cancelled("The client reads too slowly; the answer was given up."))
             self.on_overflow()
             return
-        last = self._unread[-1] if self._unread else None
-        if isinstance(last, TextDelta) and isinstance(event, TextDelta):
-            self._join(TextDelta(last.text + event.text))
-        elif isinstance(last, ReasoningDelta) and isinstance(event, ReasoningDelta):
-            self._join(ReasoningDelta(last.text + event.text))
-        elif isinstance(last, Progress) and isinstance(event, Progress):
-            self._join(event)
+        self._tell(event)
+        joined = _joined(self._unread[-1] if self._unread else None, event)
+        if joined is not None:
+            self._join(joined)
         else:
             self._unread.append(event)
         self._closed = isinstance(event, Finished)
@@ -91,9 +95,44 @@ class EventChannel:
         assert self._error is not None, "read past the end"
         raise self._error
 
+    @property
+    def can_rewind(self) -> bool:
+        return self._told is not None
+
+    def rewind(self) -> bool:
+        """Another reader takes over, and reads from the first event on. False if that is not possible any more."""
+        if self._told is None or self.cancel.is_set() or self._error is not None:
+            return False
+        self._unread = deque(self._told)
+        self._characters = self._told_characters
+        self._arrived.set()
+        self.on_overflow = lambda: None
+        return True
+
+    def _tell(self, event: Event) -> None:
+        if self._told is None:
+            return
+        if isinstance(event, Progress) and self._told and isinstance(self._told[-1], Progress):
+            self._told.pop()
+        self._told.append(event)
+        self._told_characters += _characters(event) - EVENT_CHARACTERS + TOLD_CHARACTERS
+        if self._told_characters > UNREAD_LIMIT_CHARACTERS:
+            self._told = None
+
     def _join(self, event: Event) -> None:
         self._characters -= EVENT_CHARACTERS
         self._unread[-1] = event
+
+
+def _joined(last: Event | None, event: Event) -> Event | None:
+    """One event for two neighbours that mean the same together; None if there is none."""
+    if isinstance(last, TextDelta) and isinstance(event, TextDelta):
+        return TextDelta(last.text + event.text)
+    if isinstance(last, ReasoningDelta) and isinstance(event, ReasoningDelta):
+        return ReasoningDelta(last.text + event.text)
+    if isinstance(last, Progress) and isinstance(event, Progress):
+        return event
+    return None
 
 
 def _characters(event: Event) -> int:

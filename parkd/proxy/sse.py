@@ -13,10 +13,11 @@ import anyio
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
-from parkd.errors import Cancelled, EngineFailure, ParkdError
+from parkd.errors import EngineFailure, ParkdError
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.base import Dialect, Encoder
 from parkd.proxy.lane import Lane
+from parkd.proxy.resend import Resends
 from parkd.proxy.turn import Turn, TurnRunner
 from parkd.types import CacheReport, Finished, Started
 
@@ -63,6 +64,7 @@ class TurnResponse:
         turn: Turn,
         lane: Lane[Turn],
         runner: TurnRunner,
+        resends: Resends,
         dialect: Dialect,
         encoder: Encoder,
         config: ProxyConfig,
@@ -71,6 +73,7 @@ class TurnResponse:
         self._turn = turn
         self._lane = lane
         self._runner = runner
+        self._resends = resends
         self._dialect = dialect
         self._encoder = encoder
         self._config = config
@@ -79,20 +82,24 @@ class TurnResponse:
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         turn = self._turn
         try:
-            self._lane.submit(turn)
+            if not self._turn.submitted:
+                self._turn.submitted = True
+                self._lane.submit(turn)
         except ParkdError as error:
             self._runner.record(turn, error)
             await self._send_error(send, error)
             return
+        done = False
         try:
             async with anyio.create_task_group() as tasks:
                 turn.channel.on_overflow = tasks.cancel_scope.cancel
                 tasks.start_soon(self._watch, receive, tasks.cancel_scope)
                 await (self._stream(send) if turn.request.stream else self._document(send))
+                done = True
                 tasks.cancel_scope.cancel()
         finally:
-            if self._lane.leave(turn):
-                self._runner.record(turn, Cancelled("The client left while it waited."))
+            if not done:
+                self._resends.left(turn)
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
         while True:

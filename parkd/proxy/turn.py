@@ -73,6 +73,8 @@ class Turn:
     """`arrived_s` and the time to parse, render and tokenise."""
     mask: TokenMask | None = None
     channel: EventChannel = field(default_factory=EventChannel)
+    submitted: bool = False
+    """It is, or was, in the lane's hands."""
     began_s: float | None = None
     """When the lane took it."""
     report: CacheReport | None = None

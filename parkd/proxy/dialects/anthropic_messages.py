@@ -40,6 +40,8 @@ CHOICES = {
 class AnthropicMessages:
     """`POST /v1/messages`; `parse_count` is for `/v1/messages/count_tokens`."""
 
+    streamed_errors: frozenset[str] = frozenset()
+
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         max_tokens = fields.whole(body, "max_tokens", 0, fields.MAX_TOKENS)
         if max_tokens is None:

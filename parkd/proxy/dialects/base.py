@@ -50,6 +50,9 @@ class Encoder(Protocol):
 
 
 class Dialect(Protocol):
+    streamed_errors: frozenset[str]
+    """Codes of errors that a streaming client looks for in the stream and not in the status."""
+
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         """Ignores unknown fields. Raises InvalidRequest naming the field (`param`) and what to do."""
 

@@ -42,6 +42,8 @@ QUIET_PARTS = frozenset({"refusal", "reasoning", "thinking"})
 class OpenAIChat:
     """`POST /v1/chat/completions`."""
 
+    streamed_errors: frozenset[str] = frozenset()
+
     def __init__(self, system_fingerprint: str = "parkd") -> None:
         self._system_fingerprint = system_fingerprint
 

@@ -28,6 +28,8 @@ REFUSED = {
 class OpenAICompletions:
     """`POST /v1/completions`."""
 
+    streamed_errors: frozenset[str] = frozenset()
+
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         for name, advice in REFUSED.items():
             if body.get(name) not in (None, False, "", 0):

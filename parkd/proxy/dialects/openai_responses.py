@@ -41,8 +41,8 @@ NAMESPACE_SEPARATOR = "__"
 class OpenAIResponses:
     """`POST /v1/responses`."""
 
-    streams_errors = frozenset({"context_length_exceeded"})
-    """Codes that a streaming client looks for in `response.failed` and not in the status."""
+    streamed_errors = frozenset({"context_length_exceeded"})
+    """Clients look for it in `response.failed`."""
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         for name, advice in REFUSED.items():
