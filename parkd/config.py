@@ -65,6 +65,19 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskCacheConfig:
+    """What parked conversations may take on disk."""
+
+    budget_bytes: int
+    """0: they are in memory only."""
+    directory: Path | None
+    """Where they stay; None: files without a name, gone with the process."""
+    write_bytes_per_day: int
+    max_age_s: float | None
+    """Conversations not used for so long are forgotten; None: never for their age."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """What parked conversations may take."""
 
@@ -72,6 +85,9 @@ class CacheConfig:
     """0 turns parking off."""
     slots: int | None
     """None: as many conversations as the budget holds."""
+    answer_bytes: int
+    """What the memory of generated answers may take; 0 renders every answer that comes back."""
+    disk: DiskCacheConfig = DiskCacheConfig(0, None, 0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +238,12 @@ def _mib_or_auto(text: str) -> int | Literal["auto"]:
         raise ValueError("expected a whole number of MiB, 0 for no parking, or auto") from None
 
 
+def _replay(text: str) -> str:
+    if text not in ("remember", "strict"):
+        raise ValueError("expected remember or strict")
+    return text
+
+
 def _switch(text: str) -> bool:
     if text.lower() not in _TRUE + _FALSE:
         raise ValueError("expected true or false")
@@ -270,6 +292,18 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "conversation-cache-slots", "parking", "N", _count(1), None, "most conversations parked (no bound but memory)"
+    ),
+    Setting(
+        "replay", "parking", "HOW", _replay, "remember", "answers sent back: remember their tokens, or strict: render"
+    ),
+    Setting("answer-memory-mib", "parking", "MIB", _count(0), 32, "memory for the tokens of answers (32)"),
+    Setting(
+        "conversation-cache-disk-mib", "parking", "MIB", _count(0), 0, "disk for parked conversations (0: memory only)"
+    ),
+    Setting("park-dir", "parking", "DIR", _text, None, "where they survive a restart (nowhere: gone with the process)"),
+    Setting("disk-write-gib-per-day", "parking", "GIB", _count(1), 200, "most written to disk in a day (200)"),
+    Setting(
+        "conversation-cache-max-age-hours", "parking", "HOURS", _count(1), None, "forget what was not used for so long"
     ),
     Setting("host", "server", "ADDRESS", _text, "127.0.0.1", "address to listen on (127.0.0.1)"),
     Setting("port", "server", "PORT", _count(0, 65535), 8080, "port to listen on, 0 for any free one (8080)"),
@@ -338,6 +372,7 @@ def _unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
+    _check_disk(values)
     devices, split = values["devices"], values["layer-split"]
     if split and len(split) + 1 != len(devices):
         raise ConfigError(
@@ -375,11 +410,32 @@ def _control_vectors(values: Mapping[str, Any]) -> tuple[ControlVectorFile, ...]
     return vectors
 
 
+def _check_disk(values: Mapping[str, Any]) -> None:
+    disk_mib = values["conversation-cache-disk-mib"]
+    if values["park-dir"] is not None and not disk_mib:
+        raise ConfigError("--park-dir says where, --conversation-cache-disk-mib must say how much: name both")
+    if disk_mib and values["conversation-cache-mib"] == 0:
+        raise ConfigError(
+            "--conversation-cache-disk-mib needs memory to read into: leave --conversation-cache-mib at auto, or "
+            "give it more than 0"
+        )
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _disk(values: Mapping[str, Any]) -> DiskCacheConfig:
+    directory, hours = values["park-dir"], values["conversation-cache-max-age-hours"]
+    return DiskCacheConfig(
+        budget_bytes=values["conversation-cache-disk-mib"] * MIB,
+        directory=None if directory is None else Path(directory).expanduser(),
+        write_bytes_per_day=values["disk-write-gib-per-day"] * 1024 * MIB,
+        max_age_s=None if hours is None else hours * 3600.0,
+    )
 
 
 def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tuple[str, ...]) -> Config:
@@ -397,7 +453,12 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             control_vectors=_control_vectors(values),
             steered_layers=values["control-vector-layer-range"],
         ),
-        cache=CacheConfig(values["conversation-cache-mib"], values["conversation-cache-slots"]),
+        cache=CacheConfig(
+            values["conversation-cache-mib"],
+            values["conversation-cache-slots"],
+            answer_bytes=0 if values["replay"] == "strict" else values["answer-memory-mib"] * MIB,
+            disk=_disk(values),
+        ),
         server=ServerConfig(
             host=values["host"],
             port=values["port"],

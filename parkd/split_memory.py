@@ -1,0 +1,75 @@
+"""Remembers how the layers were split over the devices, in the park directory.
+
+What is parked fits one split only. A card with a little less free memory than last time would be split otherwise by
+`auto`, and everything that is parked would be of no use; so the split of last time is tried first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from parkd.config import Config
+from parkd.errors import ModelError
+from parkd.store.fs import FileSystem
+
+if TYPE_CHECKING:
+    from parkd.engine_adapter.torch_engine import TorchEngine
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "split.json"
+TEMPORARY_NAME = FILE_NAME + ".new"
+
+
+def load(
+    config: Config, model: str, files: FileSystem | None, load_engine: Callable[[Config], TorchEngine]
+) -> TorchEngine:
+    """The engine, with the split that is remembered for this model on these devices, if it still fits. Raises
+    ModelError."""
+    if files is None or len(config.model.devices) < 2 or config.model.layer_split:
+        return load_engine(config)
+    known = recall(files, model, config.model.devices)
+    if known is not None:
+        try:
+            return load_engine(replace(config, model=replace(config.model, layer_split=known)))
+        except ModelError as error:
+            log.warning("the layer split of last time does not fit, a new one is chosen: %s", error.message)
+    engine = load_engine(config)
+    split = tuple(stage.first_layer for stage in engine.info.layout.stages[1:])
+    remember(files, model, config.model.devices, split)
+    return engine
+
+
+def recall(files: FileSystem, model: str, devices: tuple[str, ...]) -> tuple[int, ...] | None:
+    """The split of last time; None if there is none to be had."""
+    try:
+        known = json.loads(files.load(FILE_NAME))
+        split = tuple(int(first) for first in known["layer_split"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    is_same = known.get("model") == model and known.get("devices") == list(devices)
+    return split if is_same and len(split) + 1 == len(devices) else None
+
+
+def remember(files: FileSystem, model: str, devices: tuple[str, ...], split: tuple[int, ...]) -> None:
+    """A failure is logged and costs nothing but the memory."""
+    text = json.dumps({"model": model, "devices": list(devices), "layer_split": list(split)})
+    try:
+        if TEMPORARY_NAME in files.sizes():
+            files.remove(TEMPORARY_NAME)
+        file = files.create(TEMPORARY_NAME)
+        try:
+            file.write(0, [np.frombuffer(text.encode(), dtype=np.uint8)])
+            file.sync()
+        finally:
+            file.close()
+        files.rename(TEMPORARY_NAME, FILE_NAME)
+        files.sync()
+    except OSError as error:
+        log.warning("the layer split could not be noted: %s", error)

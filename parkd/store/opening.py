@@ -1,0 +1,101 @@
+"""Opens a store over RAM and disk: what the composition root needs to know of the disk tier, in one place."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parkd.store.budget import BLOCK_BYTES, CONVERSATION_BYTES, HASH_BYTES, UNIT_BYTES
+from parkd.store.disk import DiskConfig
+from parkd.store.disk_policy import WriteAllowance
+from parkd.store.fs import FileSystem
+from parkd.store.manifest import Manifest
+from parkd.store.records import ConversationId, StoreConfig
+from parkd.store.recovery import open_tier, scan, written_last_day
+from parkd.store.tiers import DiskSources, TieredStore
+from parkd.types import HASH_BYTES as DIGEST_BYTES
+from parkd.types import StateLayout
+
+INDEX_SHARE = 8
+"""The index of what is on disk takes at most one part in so many of the memory budget."""
+INDEX_CONVERSATIONS = 1024
+"""Conversations that the index has room for besides their tokens."""
+BLOCK_EPOCH_BITS = 32
+"""Each opening numbers its blocks from a multiple of this power of two, drawn at random, that none on disk has."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """What the operator chose."""
+
+    budget_bytes: int
+    write_bytes_per_day: int
+    max_age_s: float | None = None
+
+
+def index_bytes_for(store: StoreConfig, disk_bytes: int, layout: StateLayout) -> int:
+    """Memory set aside for what is known of the disk."""
+    tokens = disk_bytes // max(1, layout.row_bytes)
+    per_block = HASH_BYTES + BLOCK_BYTES
+    full = tokens * UNIT_BYTES + tokens // store.block_tokens * per_block
+    full += INDEX_CONVERSATIONS * (CONVERSATION_BYTES + per_block)
+    return min(store.budget_bytes // INDEX_SHARE, full)
+
+
+def open_tiered(
+    fs: FileSystem,
+    config: StoreConfig,
+    options: DiskOptions,
+    layout: StateLayout,
+    fingerprint: bytes,
+    *,
+    clock: Callable[[], float],
+    wall: Callable[[], float],
+    **others: object,
+) -> TieredStore:
+    """Reads what is there and removes what is of no use. `others` are options of ConversationStore.
+
+    Raises OSError if the directory can't be read.
+    """
+    if len(fingerprint) != DIGEST_BYTES:
+        raise ValueError(f"a fingerprint has {DIGEST_BYTES} bytes, not {len(fingerprint)}")
+    now_s, wall_s = clock(), wall()
+    disk_config = DiskConfig(
+        options.budget_bytes,
+        fingerprint,
+        index_bytes_for(config, options.budget_bytes, layout),
+        options.write_bytes_per_day,
+        options.max_age_s,
+    )
+    disk = open_tier(fs, disk_config, layout, now_s, wall_s)
+    allowance = WriteAllowance.full(options.write_bytes_per_day, now_s, written_last_day(disk, now_s))
+    seen = {block.id >> BLOCK_EPOCH_BITS for e in disk.entries.values() for block in e.manifest.blocks}
+    sources = DiskSources(wall, lambda: secrets.randbits(64), _epoch(seen) << BLOCK_EPOCH_BITS)
+    return TieredStore(config, layout, clock, disk=disk, sources=sources, allowance=allowance, **others)
+
+
+def _epoch(seen: set[int]) -> int:
+    while (epoch := secrets.randbits(63 - BLOCK_EPOCH_BITS)) in seen:
+        pass
+    return epoch
+
+
+def forget(fs: FileSystem, chosen: Callable[[Manifest], bool]) -> tuple[list[ConversationId], list[str]]:
+    """Removes the conversations that are `chosen`, and whatever then is of no use, for good. Returns the ids of those
+    that went and the files that could not be removed. Raises OSError if the directory can't be read."""
+    going = [manifest for manifest, _ in scan(fs).manifests if chosen(manifest)]
+    left: list[str] = []
+    for manifest in going:
+        _remove(fs, manifest.name, left)
+    for name in scan(fs).garbage:
+        _remove(fs, name, left)
+    fs.sync()
+    return [manifest.id for manifest in going], left
+
+
+def _remove(fs: FileSystem, name: str, left: list[str]) -> None:
+    try:
+        fs.remove(name)
+    except OSError:
+        left.append(name)
