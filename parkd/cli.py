@@ -176,13 +176,20 @@ def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
 
 
 def answer_memory(config: Config, engine: TorchEngine) -> OutputMemory | None:
-    """The memory of what was generated; None if answers that come back are to be rendered."""
+    """The memory of what was generated, beside what is parked on disk; None if answers that come back are rendered."""
+    from parkd.identity.answer_file import NAME, AnswerFile
     from parkd.identity.output_memory import OutputMemory
 
     if not config.cache.answer_bytes:
         return None
     end_texts = [engine.tokenizer.decode([token_id]) for token_id in sorted(engine.info.end_token_ids)]
-    return OutputMemory(config.cache.answer_bytes, end_texts)
+    directory = config.cache.disk.directory
+    if directory is None:
+        return OutputMemory(config.cache.answer_bytes, end_texts)
+    file = AnswerFile(directory / NAME, config.cache.answer_bytes)
+    memory = OutputMemory(config.cache.answer_bytes, end_texts, on_new=lambda answer: file.append(answer, memory))
+    file.open(memory)
+    return memory
 
 
 def open_files(config: Config) -> FileSystem | None:

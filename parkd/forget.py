@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from parkd.errors import ConfigError
+from parkd.identity.answer_file import NAME
 from parkd.keys import read_key_file
 from parkd.proxy.access import namespace_of
 from parkd.store.fs import open_directory
@@ -44,6 +45,7 @@ def run(words: Sequence[str]) -> int:
     fs = open_directory(path)
     try:
         gone, left = forget(fs, _chosen(given))
+        (path / NAME).unlink(missing_ok=True)  # whose answers they are cannot be told, so all go
     except OSError as error:
         raise ConfigError(f"--park-dir {path} cannot be read: {error.strerror}") from error
     finally:

@@ -26,6 +26,8 @@ from parkd.types import HASH_BYTES
 
 log = logging.getLogger(__name__)
 
+NAME = "answers"
+"""In the park directory."""
 MAGIC = b"PARKDANS"
 VERSION = 1
 FILE_MODE = 0o600
