@@ -20,24 +20,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parkd.errors import ConfigError
+from parkd.model_settings import (
+    ControlVectorFile,
+    control_vectors,
+    kv_format,
+    layer_range,
+    one_kv_format,
+    scaled_vectors,
+    vectors,
+)
 
 MIB = 1024 * 1024
 ENV_PREFIX = "PARKD_"
-KV_ALIASES = {"auto": None, "bf16": "bf16", "f16": "f16", "f32": "f32", "int8": "int8", "q8_0": "int8"}
-"""What a user may call a KV format: ours, and llama.cpp's name for eight bits."""
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
-
-
-@dataclass(frozen=True, slots=True)
-class ControlVectorFile:
-    """A control vector to load."""
-
-    name: str
-    """What requests call it: its file's name without the ending, unless one is given."""
-    path: Path
-    scale: float
-    """For requests that name no vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,42 +167,6 @@ def _file(text: str) -> Path:
     return path
 
 
-def _kv_format(text: str) -> str | None:
-    if text.lower() not in KV_ALIASES:
-        raise ValueError(f"expected one of {', '.join(KV_ALIASES)}")
-    return KV_ALIASES[text.lower()]
-
-
-def _vectors(text: str) -> tuple[ControlVectorFile, ...]:
-    return tuple(_vector(item.strip(), 1.0) for item in text.split(","))
-
-
-def _scaled_vectors(text: str) -> tuple[ControlVectorFile, ...]:
-    vectors = []
-    for item in text.split(","):
-        file, _, scale = item.strip().rpartition(":")
-        if not file or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", scale):
-            raise ValueError("expected [NAME=]FILE:SCALE, e.g. calm.gguf:0.8, or several with a comma between them")
-        vectors.append(_vector(file, float(scale)))
-    return tuple(vectors)
-
-
-def _vector(text: str, scale: float) -> ControlVectorFile:
-    named = re.fullmatch(r"([\w.-]+)=(.+)", text)
-    name, file = (named[1], named[2]) if named else (Path(text).stem, text)
-    try:
-        return ControlVectorFile(name, _file(file), scale)
-    except ValueError:
-        raise ValueError(f"expected [NAME=]FILE; there is no file {file!r}") from None
-
-
-def _layer_range(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,4})[ ,]+(\d{1,4})", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise ValueError("expected the first and the last layer to steer, from 1 up, e.g. 10 20")
-    return int(match[1]), int(match[2])
-
-
 def _devices(text: str) -> tuple[str, ...]:
     if text == "auto":
         return ()
@@ -258,17 +218,15 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("layer-split", "model", "LIST", _layer_split, (), "first layer of each later stage: 24 or 24,36 (auto)"),
     Setting("ctx-size", "model", "TOKENS", _count(16), None, "context (the largest that fits, up to the model's)"),
     Setting("batch-size", "model", "TOKENS", _count(1, 65536), 512, "tokens read in one prefill chunk (512)"),
-    Setting("kv-cache-dtype", "model", "TYPE", _kv_format, None, "keys and values kept as f32, f16, bf16, int8 (auto)"),
-    Setting("cache-type-k", "model", "TYPE", _kv_format, None, "as llama.cpp has it, q8_0 for int8; needs its twin:"),
-    Setting("cache-type-v", "model", "TYPE", _kv_format, None, "of the same type as --cache-type-k"),
-    Setting(
-        "control-vector", "model", "[NAME=]FILE", _vectors, (), "control vector, at scale 1; may be repeated", True
-    ),
+    Setting("kv-cache-dtype", "model", "TYPE", kv_format, None, "keys and values kept as f32, f16, bf16, int8 (auto)"),
+    Setting("cache-type-k", "model", "TYPE", kv_format, None, "as llama.cpp has it, q8_0 for int8; needs its twin:"),
+    Setting("cache-type-v", "model", "TYPE", kv_format, None, "of the same type as --cache-type-k"),
+    Setting("control-vector", "model", "[NAME=]FILE", vectors, (), "control vector, at scale 1; may be repeated", True),
     Setting(
         "control-vector-scaled",
         "model",
         "[NAME=]FILE:SCALE",
-        _scaled_vectors,
+        scaled_vectors,
         (),
         "the same with its default scale; 0: only requests that name it use it",
         True,
@@ -277,7 +235,7 @@ SETTINGS: tuple[Setting, ...] = (
         "control-vector-layer-range",
         "model",
         "START END",
-        _layer_range,
+        layer_range,
         None,
         "layers that control vectors steer, both included (all but the first)",
         words=2,
@@ -386,30 +344,6 @@ def _check_together(values: Mapping[str, Any]) -> None:
         )
 
 
-def _one_kv_format(values: Mapping[str, Any]) -> str | None:
-    """Of the flag and its two aliases; all that are given must agree, and an alias is nothing without its twin."""
-    names = ("cache-type-k", "cache-type-v")
-    keys, vals = (values[name] for name in names)
-    if keys != vals:
-        raise ConfigError(
-            f"--cache-type-k is {keys or 'auto'} and --cache-type-v is {vals or 'auto'}: both are kept in one type, "
-            f"so give them the same, or use --kv-cache-dtype"
-        )
-    whole: str | None = values["kv-cache-dtype"]
-    if whole is not None and keys is not None and whole != keys:
-        raise ConfigError(f"--kv-cache-dtype is {whole} and --cache-type-k is {keys}: say it once")
-    return whole or keys
-
-
-def _control_vectors(values: Mapping[str, Any]) -> tuple[ControlVectorFile, ...]:
-    vectors: tuple[ControlVectorFile, ...] = (*values["control-vector"], *values["control-vector-scaled"])
-    names = [vector.name for vector in vectors]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two control vectors are called {name}: name one otherwise, e.g. other={name}.gguf")
-    return vectors
-
-
 def _check_disk(values: Mapping[str, Any]) -> None:
     disk_mib = values["conversation-cache-disk-mib"]
     if values["park-dir"] is not None and not disk_mib:
@@ -449,8 +383,8 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             layer_split=values["layer-split"],
             context_tokens=values["ctx-size"],
             batch_tokens=values["batch-size"],
-            kv_format=_one_kv_format(values),
-            control_vectors=_control_vectors(values),
+            kv_format=one_kv_format(values),
+            control_vectors=control_vectors(values),
             steered_layers=values["control-vector-layer-range"],
         ),
         cache=CacheConfig(

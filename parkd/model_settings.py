@@ -1,0 +1,90 @@
+"""What the settings for KV formats and control vectors mean: text to values, and what must agree.
+
+Functions of a text raise ValueError saying what is expected; those of all values raise ConfigError.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parkd.errors import ConfigError
+
+KV_ALIASES = {"auto": None, "bf16": "bf16", "f16": "f16", "f32": "f32", "int8": "int8", "q8_0": "int8"}
+"""What a user may call a KV format: ours, and llama.cpp's name for eight bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlVectorFile:
+    """A control vector to load."""
+
+    name: str
+    """What requests call it: its file's name without the ending, unless one is given."""
+    path: Path
+    scale: float
+    """For requests that name no vectors."""
+
+
+def kv_format(text: str) -> str | None:
+    if text.lower() not in KV_ALIASES:
+        raise ValueError(f"expected one of {', '.join(KV_ALIASES)}")
+    return KV_ALIASES[text.lower()]
+
+
+def vectors(text: str) -> tuple[ControlVectorFile, ...]:
+    """`[NAME=]FILE`, with commas between several."""
+    return tuple(_vector(item.strip(), 1.0) for item in text.split(","))
+
+
+def scaled_vectors(text: str) -> tuple[ControlVectorFile, ...]:
+    """`[NAME=]FILE:SCALE`, likewise."""
+    found = []
+    for item in text.split(","):
+        file, _, scale = item.strip().rpartition(":")
+        if not file or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", scale):
+            raise ValueError("expected [NAME=]FILE:SCALE, e.g. calm.gguf:0.8, or several with a comma between them")
+        found.append(_vector(file, float(scale)))
+    return tuple(found)
+
+
+def _vector(text: str, scale: float) -> ControlVectorFile:
+    named = re.fullmatch(r"([\w.-]+)=(.+)", text)
+    name, file = (named[1], named[2]) if named else (Path(text).stem, text)
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"expected [NAME=]FILE; there is no file {file!r}")
+    return ControlVectorFile(name, path, scale)
+
+
+def layer_range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,4})[ ,]+(\d{1,4})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError("expected the first and the last layer to steer, from 1 up, e.g. 10 20")
+    return int(match[1]), int(match[2])
+
+
+def one_kv_format(values: Mapping[str, Any]) -> str | None:
+    """Of the flag and its two aliases; all that are given must agree, and an alias is nothing without its twin."""
+    names = ("cache-type-k", "cache-type-v")
+    keys, vals = (values[name] for name in names)
+    if keys != vals:
+        raise ConfigError(
+            f"--cache-type-k is {keys or 'auto'} and --cache-type-v is {vals or 'auto'}: both are kept in one type, "
+            f"so give them the same, or use --kv-cache-dtype"
+        )
+    whole: str | None = values["kv-cache-dtype"]
+    if whole is not None and keys is not None and whole != keys:
+        raise ConfigError(f"--kv-cache-dtype is {whole} and --cache-type-k is {keys}: say it once")
+    return whole or keys
+
+
+def control_vectors(values: Mapping[str, Any]) -> tuple[ControlVectorFile, ...]:
+    found: tuple[ControlVectorFile, ...] = (*values["control-vector"], *values["control-vector-scaled"])
+    names = [vector.name for vector in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two control vectors are called {name}: name one otherwise, e.g. other={name}.gguf")
+    return found
