@@ -85,7 +85,7 @@ class Admission:
                 return Refused(RefusalReason.BUDGET, message)
             if position < longest:
                 queue = self._queue(plan, position, prefixes, costs, now_s)
-        is_selective = self.policy.is_selective and not self.admits_all
+        is_selective = self.policy.margin > 0 and not self.admits_all
         if is_selective and not self._is_worth(plan, position, in_flight, prefixes, queue, history, costs):
             return Refused(RefusalReason.VALUE, "what would have to go for it is expected to save more")
         return Decision(position, queue)
@@ -122,7 +122,7 @@ class Admission:
         history: History,
         costs: Costs,
     ) -> bool:
-        """Whether the plan scores higher than all that would go for it."""
+        """Whether the plan scores the policy's margin times all that would go for it."""
         need, room, bound = plan.need(position), self.shelf.room(), self.config.conversation_slots
         fresh_bytes = need.slots * self.shelf.geometry.slot_bytes
         fresh_bytes += len(plan.fresh_checkpoints(position)) * self.shelf.checkpoints.checkpoint_bytes
@@ -130,7 +130,8 @@ class Admission:
         taken = 0 if bound is None else self._slots_taken(in_flight, replaced(plan, position, prefixes)) - bound
         tokens = position - plan.start(position)
         incoming = Evictable("", position, fresh_bytes, queue.now_s, queue.now_s, tokens, history)
-        return self.policy.score(incoming, costs, queue.now_s) > queue.foresee(missing, taken).most_score
+        score = self.policy.score(incoming, costs, queue.now_s)
+        return score > self.policy.margin * queue.foresee(missing, taken).most_score
 
     def _usable_lineage(self, request: CaptureRequest) -> tuple[BlockId, ...]:
         """The blocks of the lineage that are still there and hold only rows of the request."""

@@ -65,8 +65,8 @@ class Policy(Protocol):
     def name(self) -> str: ...
 
     @property
-    def is_selective(self) -> bool:
-        """True: a capture that would evict what scores higher than itself is refused. False: who comes always wins."""
+    def margin(self) -> float:
+        """A capture is refused unless it scores so many times what would go for it; 0: who comes always wins."""
 
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:
         """The lowest goes first."""
@@ -80,7 +80,7 @@ class LruPolicy:
     """The least recently used goes."""
 
     name: str = "lru"
-    is_selective: bool = False
+    margin: float = 0.0
 
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:  # noqa: ARG002
         return candidate.last_used_s
@@ -95,7 +95,7 @@ class GdsfPolicy:
     last used, so that what is not used sinks as others go."""
 
     name: str = "gdsf"
-    is_selective: bool = False
+    margin: float = 0.0
 
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:  # noqa: ARG002
         uses = candidate.history.turns + candidate.history.forks
@@ -117,7 +117,8 @@ class ValuePolicy:
     """
 
     name: str = "value"
-    is_selective: bool = True
+    margin: float = 1.3
+    """Over 1, so that equals do not push each other out in turns."""
     first_return: float = 0.22
     """Probability that a conversation of one turn has a second."""
     turn_gain: float = 0.12

@@ -1,0 +1,228 @@
+"""Replays a trace on the real store: the same admission, eviction and accounting, no model and no bytes.
+
+Slabs are reserved as on a server but never written, so that a replay takes address space and not memory. What differs
+from a server: turns are cut to full blocks, time is the trace's own, and reading and moving cost what `Costs` says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from parkd.replay.trace import TraceHeader, TurnRecord
+from parkd.store.policy import Costs, Policy
+from parkd.store.records import BlockId, CaptureRequest, Parked, Refused, StoreConfig
+from parkd.store.store import ConversationStore
+from parkd.types import Checksums, StageLayout, StateLayout, Units
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    budget_bytes: int
+    policy: Policy
+    costs: Costs = Costs(read_s=3.8e-4, read_growth_s=1e-8, bytes_per_s=8e9)  # noqa: RUF009 - frozen
+    """The default: 20 s for 36k tokens and 70 s for 86k, as two cards of the middle class were seen to take."""
+    slots: int | None = None
+
+
+@dataclass
+class ReplayResult:
+    """What a budget was worth over a trace. Seconds are the cost model's."""
+
+    policy: str
+    budget_bytes: int
+    requests: int = 0
+    prompt_tokens: int = 0
+    live_hit_tokens: int = 0
+    """Found in the arenas: these need no store."""
+    parked_hit_tokens: int = 0
+    cold_s: float = 0.0
+    """Had every prompt been read whole."""
+    saved_s: float = 0.0
+    """Of these, by live and parked state, restores paid."""
+    live_saved_s: float = 0.0
+    """What the arenas alone save: the same under every policy and budget."""
+    evictions: int = 0
+    written_bytes: int = 0
+    """Copied into the store."""
+    peak_bytes: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    partial: int = 0
+    wall_s: float = 0.0
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.live_hit_tokens + self.parked_hit_tokens
+
+    @property
+    def parked_saved_s(self) -> float:
+        return self.saved_s - self.live_saved_s
+
+
+def layout_of(header: TraceHeader) -> StateLayout:
+    stages = tuple(
+        StageLayout(index, index + 1, rows, fixed, b"replayed" + bytes([index]) * 8)
+        for index, (rows, fixed) in enumerate(zip(header.row_bytes, header.fixed_bytes, strict=True))
+    )
+    return StateLayout(stages, "none")
+
+
+@dataclass
+class _Live:
+    """What the arenas would hold."""
+
+    key: str = ""
+    chain: tuple[bytes, ...] = ()
+    lineage: tuple[BlockId, ...] = ()
+    checkpoints: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    position: int
+    cost_s: float
+    parked: Parked | None = None
+    keep_rows: int = 0
+
+
+class Replayer:
+    """One lane over one store."""
+
+    def __init__(self, header: TraceHeader, config: ReplayConfig) -> None:
+        self._size = header.block_tokens
+        self._layout = layout_of(header)
+        self._costs = config.costs
+        self._now_s = 0.0
+        self.store = ConversationStore(
+            StoreConfig(config.budget_bytes, self._size, config.slots),
+            self._layout,
+            lambda: self._now_s,
+            policy=config.policy,
+        )
+        self.store.measured(config.costs)
+        self.result = ReplayResult(config.policy.name, config.budget_bytes)
+        self._live = _Live()
+        self._keys: dict[str, bytes] = {}
+
+    def turn(self, turn: TurnRecord) -> None:
+        self._now_s = max(self._now_s, turn.at_s)
+        key = self._keys.setdefault(turn.key, len(self._keys).to_bytes(16, "big"))
+        prompt = turn.chain[: turn.prompt_tokens // self._size]
+        cold_s = self._costs.reading_s(0, turn.prompt_tokens)
+        live = self._live_start(turn, prompt)
+        parked = self._parked_start(turn, key, prompt)
+        start = min((live, parked, _Start(0, cold_s)), key=lambda option: option.cost_s)
+        result = self.result
+        result.requests += 1
+        result.prompt_tokens += turn.prompt_tokens
+        result.cold_s += cold_s
+        result.saved_s += cold_s - start.cost_s
+        result.live_saved_s += max(0.0, cold_s - live.cost_s)
+        if start.parked is None:
+            result.live_hit_tokens += start.position
+            lineage = self._live.lineage[: start.position // self._size]
+        else:
+            result.parked_hit_tokens += start.position
+            with self.store.lease(start.parked.id, start.position, start.keep_rows) as lease:
+                lineage = lease.lineage[: start.position // self._size]
+        self._park(turn, key, lineage, start.position)
+
+    def finish(self) -> ReplayResult:
+        stats = self.store.stats()
+        self.result.evictions = stats.evictions_total
+        self.result.peak_bytes = stats.peak_bytes_allocated
+        self.result.partial = stats.partial_captures_total
+        self.result.refusals = Counter(stats.refusals_total)
+        self.store.close()
+        return self.result
+
+    def _live_start(self, turn: TurnRecord, prompt: tuple[bytes, ...]) -> _Start:
+        live = self._live
+        if live.key != turn.key or not live.chain:
+            return _Start(0, float("inf"))
+        position = self._resumable(_shared(live.chain, prompt), turn.prompt_tokens, live.checkpoints)
+        return _Start(position, self._costs.reading_s(position, turn.prompt_tokens))
+
+    def _parked_start(self, turn: TurnRecord, key: bytes, prompt: tuple[bytes, ...]) -> _Start:
+        best = _Start(0, float("inf"))
+        for parked, shared in self.store.candidates(key, prompt):
+            # Deepest first: without fixed state no later one has more, with it a later one may have a checkpoint.
+            places = tuple(checkpoint.position for checkpoint in parked.checkpoints)
+            position = self._resumable(shared, turn.prompt_tokens, places)
+            if position > best.position:
+                keep = _shared(self._live.lineage, parked.blocks[: position // self._size]) * self._size
+                moved = (position - keep) * self._layout.row_bytes + self._layout.fixed_bytes
+                cost_s = self._costs.reading_s(position, turn.prompt_tokens) + moved / self._costs.bytes_per_s
+                best = min(best, _Start(position, cost_s, parked, keep), key=lambda option: option.cost_s)
+            if not self._layout.fixed_bytes:
+                break
+        return best
+
+    def _resumable(self, shared: int, prompt_tokens: int, checkpoints: tuple[int, ...]) -> int:
+        """The last token of a prompt always runs."""
+        limit = min(shared * self._size, prompt_tokens - 1)
+        if not self._layout.fixed_bytes:
+            return limit
+        return max((place for place in checkpoints if place <= limit), default=0)
+
+    def _park(self, turn: TurnRecord, key: bytes, lineage: tuple[BlockId, ...], position: int) -> None:
+        chain, size = turn.chain, self._size
+        live = _Live(turn.key, chain, lineage)
+        self._live = live
+        if not chain:
+            return
+        if self._layout.fixed_bytes:
+            ends = {turn.prompt_tokens // size * size, len(chain) * size}
+            live.checkpoints = tuple(sorted(end for end in ends if position <= end <= len(chain) * size and end))
+        request = CaptureRequest(
+            key,
+            _units(chain, size),
+            chain,
+            lineage,
+            self._layout.digest,
+            live.checkpoints,
+            rewindable=not self._layout.fixed_bytes,
+        )
+        capture = self.store.begin_capture(request)
+        if isinstance(capture, Refused):
+            return
+        self.result.written_bytes += capture.transfer.bytes
+        blocks = -(-(capture.position - capture.transfer.start) // size)
+        fixed = len(capture.transfer.stages[0].fixed)
+        stages = len(self._layout.stages)
+        sums = Checksums(np.zeros((blocks, stages), np.uint64), np.zeros((fixed, stages), np.uint64))
+        live.lineage = self.store.commit(capture, sums).blocks[: capture.position // size]
+
+
+def replay(
+    header: TraceHeader,
+    turns: Iterable[TurnRecord],
+    config: ReplayConfig,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ReplayResult:
+    """Drives a fresh store through the turns."""
+    began_s = clock()
+    replayer = Replayer(header, config)
+    for turn in turns:
+        replayer.turn(turn)
+    result = replayer.finish()
+    result.wall_s = clock() - began_s
+    return result
+
+
+def _shared(left: tuple[bytes, ...] | tuple[int, ...], right: tuple[bytes, ...] | tuple[int, ...]) -> int:
+    """Leading elements in common."""
+    limit = min(len(left), len(right))
+    if left[:limit] == right[:limit]:
+        return limit
+    return next(index for index in range(limit) if left[index] != right[index])
+
+
+def _units(chain: tuple[bytes, ...], block_tokens: int) -> Units:
+    """Stand-ins: equal exactly where the chains are."""
+    return np.repeat(np.frombuffer(b"".join(chain), dtype="<u8"), block_tokens).astype(np.uint64, copy=False)

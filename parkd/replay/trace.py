@@ -1,0 +1,182 @@
+"""Traces: what was asked of a server and when, without a word of it.
+
+A trace is JSON lines. The first names the format and what the server's state weighs; each further line is one turn:
+
+    {"parkd_trace": 1, "block_tokens": 256, "row_bytes": [98304], "fixed_bytes": [0]}
+    {"at": 12.5, "key": "a", "prompt": 1100, "live": 1180, "chain": "5e0c...", "end": "stop"}
+
+    chain   |h0|h1|h2|h3|          one hash, 16 hexadecimal digits, a full block of what was live after the turn
+    prompt  |..........|.          tokens; its full blocks are the first of the chain
+    live    |............|         tokens after the turn, the answer among them
+
+A hash names its block and all before it, so two turns share as many blocks as their chains have hashes in common. What
+is shared past the last full block is not told. The public block-hash format (`timestamp` in ms, `input_length`,
+`output_length`, `hash_ids`, 512 tokens each) is read too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TRACE_VERSION = 1
+HASH_DIGITS = 16
+HASH_BYTES = HASH_DIGITS // 2
+PUBLIC_BLOCK_TOKENS = 512
+DEFAULT_ROW_BYTES = 98_304
+"""A token of a model of some ten billion parameters with grouped keys and values, 16-bit."""
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read: the message names the line and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    block_tokens: int
+    row_bytes: tuple[int, ...] = (DEFAULT_ROW_BYTES,)
+    """A stage each."""
+    fixed_bytes: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One turn. `chain` may be longer than the prompt's full blocks, never shorter unless the turn was cut."""
+
+    at_s: float
+    key: str
+    """Turns under different keys share nothing."""
+    prompt_tokens: int
+    live_tokens: int
+    chain: tuple[bytes, ...]
+    """`[live_tokens // block_tokens]`"""
+    end: str = "stop"
+
+
+@dataclass(frozen=True)
+class Trace:
+    name: str
+    header: TraceHeader
+    turns: tuple[TurnRecord, ...]
+    """By time."""
+
+
+def header_line(header: TraceHeader) -> str:
+    return json.dumps(
+        {
+            "parkd_trace": TRACE_VERSION,
+            "block_tokens": header.block_tokens,
+            "row_bytes": list(header.row_bytes),
+            "fixed_bytes": list(header.fixed_bytes),
+        }
+    )
+
+
+def turn_line(turn: TurnRecord, extra: Mapping[str, Any] | None = None) -> str:
+    """`extra` is what a recording tells besides; a replay ignores it."""
+    values = {
+        "at": round(turn.at_s, 3),
+        "key": turn.key,
+        "prompt": turn.prompt_tokens,
+        "live": turn.live_tokens,
+        "chain": b"".join(turn.chain).hex(),
+        "end": turn.end,
+    }
+    return json.dumps(values | dict(extra or {}), separators=(",", ":"))
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(header_line(trace.header) + "\n")
+        file.writelines(turn_line(turn) + "\n" for turn in trace.turns)
+
+
+def read_trace(path: Path, limit: int | None = None) -> Trace:
+    """Either format, at most `limit` turns. Raises TraceError; OSError if the file cannot be read."""
+    with path.open(encoding="utf-8") as file:
+        lines = _objects(file)
+        number, first = next(lines, (0, None))
+        if first is None:
+            raise TraceError(f"{path}: the trace is empty")
+        if "hash_ids" in first:
+            header = TraceHeader(PUBLIC_BLOCK_TOKENS)
+            turns = [_public_turn(number, first)]
+            turns += [_public_turn(number, values) for number, values in _first(lines, limit, taken=1)]
+        else:
+            header = _header(number, first)
+            turns = [_turn(number, values, header.block_tokens) for number, values in _first(lines, limit)]
+    turns.sort(key=lambda turn: turn.at_s)
+    return Trace(path.stem, header, tuple(turns))
+
+
+def _objects(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise TraceError(f"line {number}: not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise TraceError(f"line {number}: not a JSON object")
+        yield number, values
+
+
+def _first(
+    lines: Iterator[tuple[int, dict[str, Any]]], limit: int | None, taken: int = 0
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    for count, item in enumerate(lines, taken):
+        if limit is not None and count >= limit:
+            return
+        yield item
+
+
+def _header(number: int, values: dict[str, Any]) -> TraceHeader:
+    if values.get("parkd_trace") != TRACE_VERSION:
+        raise TraceError(
+            f"line {number}: neither a parkd trace of version {TRACE_VERSION} nor one with hash_ids in every line"
+        )
+    try:
+        header = TraceHeader(
+            int(values["block_tokens"]),
+            tuple(int(size) for size in values["row_bytes"]),
+            tuple(int(size) for size in values["fixed_bytes"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"line {number}: {error!r}") from None
+    sizes = (*header.row_bytes, *header.fixed_bytes)
+    if header.block_tokens < 1 or not header.row_bytes or len(sizes) != 2 * len(header.row_bytes) or min(sizes) < 0:
+        raise TraceError(f"line {number}: sizes that no state can have")
+    return header
+
+
+def _turn(number: int, values: dict[str, Any], block_tokens: int) -> TurnRecord:
+    try:
+        raw = bytes.fromhex(values["chain"])
+        chain = tuple(raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES))
+        prompt, live, at_s = int(values["prompt"]), int(values["live"]), float(values["at"])
+        turn = TurnRecord(at_s, str(values["key"]), prompt, live, chain, str(values.get("end", "")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"line {number}: {error!r}") from None
+    if prompt < 1 or live < 0 or len(raw) % HASH_BYTES or len(chain) != live // block_tokens:
+        raise TraceError(f"line {number}: {len(chain)} hashes do not cover {live} live tokens of a prompt of {prompt}")
+    return turn
+
+
+def _public_turn(number: int, values: dict[str, Any]) -> TurnRecord:
+    """Such a trace does not say what an answer's blocks hash to, so that what is live ends with the prompt's last full
+    block; the answer is read again with the next prompt."""
+    try:
+        prompt = int(values["input_length"])
+        ids = [int(value) for value in values["hash_ids"]]
+        at_s = float(values["timestamp"]) / 1000
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"line {number}: {error!r}") from None
+    blocks = prompt // PUBLIC_BLOCK_TOKENS
+    if prompt < 1 or len(ids) < blocks:
+        raise TraceError(f"line {number}: {len(ids)} block hashes do not cover {prompt} tokens")
+    chain = tuple(value.to_bytes(HASH_BYTES, "big") for value in ids[:blocks])
+    return TurnRecord(at_s, "", prompt, blocks * PUBLIC_BLOCK_TOKENS, chain)
