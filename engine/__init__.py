@@ -21,24 +21,32 @@ True
 
 from engine.config import EngineConfig
 from engine.errors import (
+    BadLogits,
     ContextFull,
     EngineError,
     InvalidSplit,
+    ModelLoadError,
     OutOfMemory,
     SnapshotDamaged,
     SnapshotError,
     SnapshotMismatch,
     StageFailed,
+    TemplateRefused,
     UnsupportedModel,
 )
+from engine.loader import LoadConfig, LoadedModel, load_model
 from engine.session import Session, open_session
 from engine.snapshot import SnapshotChecksums, SnapshotPlan, capture, host_plan, restore
 
 __all__ = [
+    "BadLogits",
     "ContextFull",
     "EngineConfig",
     "EngineError",
     "InvalidSplit",
+    "LoadConfig",
+    "LoadedModel",
+    "ModelLoadError",
     "OutOfMemory",
     "Session",
     "SnapshotChecksums",
@@ -47,9 +55,11 @@ __all__ = [
     "SnapshotMismatch",
     "SnapshotPlan",
     "StageFailed",
+    "TemplateRefused",
     "UnsupportedModel",
     "capture",
     "host_plan",
+    "load_model",
     "open_session",
     "restore",
 ]

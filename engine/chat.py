@@ -6,9 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.load_errors import ModelLoadError, TemplateRefused
+from engine.errors import ModelLoadError, TemplateRefused
 from engine.text import TextAssembler, TokenBytes
+
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversations",
+        "messages",
+        "return_assistant_tokens_mask",
+        "tokenize",
+        "tools",
+    }
+)
+"""Names of the renderer's own arguments, which a request's template arguments do not replace."""
 
 
 class ChatTokenizer:
@@ -28,12 +43,19 @@ class ChatTokenizer:
         """Texts that are cut out before anything else, in the order of their ids."""
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        # Of the ways to encode, the one that lets other threads run meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
         return text
+
+    def to_json(self) -> str:
+        """The text of its `tokenizer.json`."""
+        content: str = self._backend.to_str()
+        return content
 
     def text(self, stop: Sequence[str]) -> TextAssembler:
         """An answer's text, from ids yet to come."""
@@ -47,6 +69,14 @@ class ChatTemplate:
         """`source` replaces the model's own template."""
         self._tokenizer = tokenizer
         self._source = source
+
+    @property
+    def source(self) -> str | None:
+        """The template's text, the one for tools where a model has several; None if it has none."""
+        if self._source is None and not self._tokenizer.chat_template:
+            return None
+        text: str = self._tokenizer.get_chat_template(self._source, [{}])
+        return text
 
     def render(
         self,
@@ -62,16 +92,21 @@ class ChatTemplate:
                 "This model has no chat template. Send plain text to /v1/completions, or start with "
                 "--chat-template-file FILE."
             )
-        reserved = {"chat_template", "tokenize", "add_generation_prompt", "conversation", "tools", "messages"}
+        if not messages:
+            raise TemplateRefused("There are no messages for the chat template.")
+        shown = [dict(tool) for tool in tools] or None
+        own = {name: value for name, value in kwargs.items() if name not in RESERVED}
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                chat_template=self._source,
+            # Not `apply_chat_template`: that drops entries that are None, and some templates only show an answer's tool
+            # calls when its content is there and None.
+            texts, _ = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                tools=shown,
+                chat_template=self._tokenizer.get_chat_template(self._source, shown),
                 add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **{name: value for name, value in kwargs.items() if name not in reserved},
+                **{**self._tokenizer.special_tokens_map, **own},
             )
+            text: str = texts[0]
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             # A template is a program fed by the request: whatever it trips over lies in the messages.
             raise TemplateRefused(f"The chat template refuses these messages: {error}") from error

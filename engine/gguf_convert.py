@@ -1,38 +1,91 @@
-"""Turns a GGUF file into a model folder that loads in seconds."""
+"""Turns a GGUF file into a model folder that loads in seconds. The library reads it, which takes about a minute."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-from engine import gguf_model
-from engine.gguf import GgufFile
+from engine.architectures import check_config
+from engine.errors import ModelLoadError, UnsupportedModel
+from engine.gguf_metadata import GgufMetadata, named_damage, read_metadata
+from engine.gguf_rope import ROPE_FACTORS, add_scaling
 from engine.gguf_tokenizer import save_tokenizer
+from engine.library_bars import no_library_bars
 from engine.model_cache import Progress
-from engine.weight_file import PlannedTensor, WeightFileWriter
 
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 """Part of the cache's key: raise it when the same file would be converted to other bytes."""
-WEIGHTS_NAME = "model.safetensors"
+CONVERTED_KINDS = ("llama", "qwen2", "qwen3", "gemma3")
+"""Architectures, in llama.cpp's words, whose entries the library's reader is known to miss only where mended here."""
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
+"""Tokens that end an answer whatever `eos_token_id` says: many files name only one of two."""
 
 
-def convert(file: GgufFile, folder: Path, dtype: torch.dtype, progress: Progress | None = None) -> None:
-    """Fills `folder` with configuration, tokenizer and weights in `dtype`; memory holds one tensor at a time.
+def convert(path: Path, folder: Path, dtype: torch.dtype, progress: Progress | None = None) -> None:
+    """Fills `folder` with configuration, tokenizer and weights in `dtype`.
 
     Raises UnsupportedModel or ModelLoadError, for whatever can be known before any tensor is read.
     """
-    config = gguf_model.model_config(file)
-    names = gguf_model.tensor_names(file)
+    tell = progress or (lambda *_: None)
+    doing = f"Converting {path.name}"
+    tell(doing, 0.0)
+    file = read_metadata(path)
+    if file.kind not in CONVERTED_KINDS:
+        known = ", ".join(CONVERTED_KINDS)
+        raise UnsupportedModel(f"{path} holds a model of the kind {file.kind!r}; GGUF files of {known} can be loaded.")
+    config = _config(file)
+    tell(doing, 0.2)
     save_tokenizer(file, folder)
-    ends = {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"]}
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2))
-    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2))
-    planned = [PlannedTensor(name, file.tensors[source].shape) for source, name in names.items()]
-    with WeightFileWriter(folder / WEIGHTS_NAME, planned, dtype) as writer:
-        for done, source in enumerate(names, 1):
-            writer.write(torch.from_numpy(gguf_model.model_tensor(file, source, config)))
-            if progress is not None:
-                progress(f"Converting {file.path.name}", done / len(names))
-        writer.finish()
+    tell(doing, 0.3)
+    with no_library_bars():
+        model = _model(file, config, dtype)
+        tell(doing, 0.8)
+        model.save_pretrained(str(folder))
+    tell(doing, 1.0)
+
+
+def end_token_ids(file: GgufMetadata) -> list[int]:
+    """Ids that end an answer, ascending."""
+    named = (file.entries.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    wanted = set(END_TOKENS)
+    spelled = (number for number, token in enumerate(file.entries.get("tokenizer.ggml.tokens", [])) if token in wanted)
+    return sorted({int(number) for number in named if number is not None} | set(spelled))
+
+
+def _config(file: GgufMetadata) -> Any:
+    """The library's configuration, known to be one the engine runs and to leave no tensor of the file unused."""
+    with named_damage(file.path):
+        config = AutoConfig.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+    # The library leaves qwen3's head size at its default; the rule is llama.cpp's.
+    config.head_dim = int(file.of_kind("attention.key_length", config.hidden_size // config.num_attention_heads))
+    add_scaling(file, config)
+    check_config(config)
+    with named_damage(file.path), torch.device("meta"):
+        places = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), TensorProcessor())
+    # The library drops what has no place, without a word.
+    strangers = sorted(set(file.tensor_names) - set(places) - {ROPE_FACTORS})
+    if strangers:
+        raise ModelLoadError(
+            f"{file.path} holds tensors of unknown use ({', '.join(strangers[:3])}): the model is of another kind."
+        )
+    return config
+
+
+def _model(file: GgufMetadata, config: Any, dtype: torch.dtype) -> Any:
+    """The model with its weights, ready to be saved as if it had never been quantised."""
+    with named_damage(file.path):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            str(file.path.parent), gguf_file=file.path.name, config=config, dtype=dtype, output_loading_info=True
+        )
+    if found["missing_keys"]:
+        # The library would fill them with random numbers.
+        raise ModelLoadError(f"{file.path} lacks weights: {', '.join(sorted(found['missing_keys'])[:3])}.")
+    model.hf_quantizer, model.is_quantized = None, False
+    del model.config.quantization_config
+    ends = end_token_ids(file)
+    model.config.eos_token_id = model.generation_config.eos_token_id = ends
+    return model

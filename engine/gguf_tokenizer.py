@@ -1,6 +1,8 @@
-"""Builds the library's tokenizer from the entries of a GGUF file.
+"""Makes the library's tokenizer from the entries of a GGUF file.
 
-How text is cut before merging (`tokenizer.ggml.pre`) decides the ids, so only the ways known here are taken.
+SentencePiece vocabularies are left to the library. Byte-level ones are built here: how text is cut before merging
+(`tokenizer.ggml.pre`) decides the ids, and the library takes unknown ways for GPT-2's, leaves out `smollm`'s digits,
+Llama 3's unmerged words and Qwen's normal form, and skips special tokens that are not spelled in bytes.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from engine.gguf import GgufFile
-from engine.load_errors import ModelLoadError
+from engine.errors import ModelLoadError
+from engine.gguf_metadata import GgufMetadata, named_damage
 
 CONTROL, USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`."""
@@ -23,24 +25,35 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def save_tokenizer(file: GgufFile, folder: Path) -> None:
+def save_tokenizer(file: GgufMetadata, folder: Path) -> None:
     """Writes `tokenizer.json` and its companions, chat template included. Raises ModelLoadError."""
-    kind = str(file.metadata.get("tokenizer.ggml.model", ""))
+    kind = str(file.entries.get("tokenizer.ggml.model", ""))
     if kind == "gpt2":
         tokenizer = _byte_level(file)
     elif kind == "llama":
-        tokenizer = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+        tokenizer = _sentencepiece(file)
     else:
         raise ModelLoadError(f"{file.path} has a tokenizer of the kind {kind!r}; gpt2 and llama can be read.")
-    tokenizer.chat_template = file.metadata.get("tokenizer.chat_template")
+    tokenizer.chat_template = file.entries.get("tokenizer.chat_template")
     tokenizer.save_pretrained(str(folder))
 
 
-def _byte_level(file: GgufFile) -> PreTrainedTokenizerFast:
-    tokens: list[str] = file.metadata.get("tokenizer.ggml.tokens", [])
-    kinds: list[int] = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
-    way = str(file.metadata.get("tokenizer.ggml.pre", "default"))
+def _sentencepiece(file: GgufMetadata) -> PreTrainedTokenizerFast:
+    with named_damage(file.path):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+    backend = tokenizer.backend_tokenizer
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace) and not file.entries.get(
+        "tokenizer.ggml.add_space_prefix", True
+    ):
+        backend.pre_tokenizer.prepend_scheme = "never"
+    return tokenizer
+
+
+def _byte_level(file: GgufMetadata) -> PreTrainedTokenizerFast:
+    tokens: list[str] = file.entries.get("tokenizer.ggml.tokens", [])
+    kinds: list[int] = file.entries.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    merges = [tuple(merge.split(" ", 1)) for merge in file.entries.get("tokenizer.ggml.merges", [])]
+    way = str(file.entries.get("tokenizer.ggml.pre", "default"))
     if not tokens or len(kinds) != len(tokens):
         raise ModelLoadError(f"{file.path} holds no usable vocabulary.")
     if way not in _CUTS:
@@ -64,10 +77,10 @@ def _byte_level(file: GgufFile) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **_named_tokens(file, tokens))
 
 
-def _named_tokens(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
+def _named_tokens(file: GgufMetadata, tokens: list[str]) -> dict[str, Any]:
     named = {}
     for name in ("bos", "eos", "unknown", "padding"):
-        number = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        number = file.entries.get(f"tokenizer.ggml.{name}_token_id")
         if number is not None and 0 <= number < len(tokens):
             named[{"unknown": "unk_token", "padding": "pad_token"}.get(name, f"{name}_token")] = tokens[number]
     return named

@@ -18,11 +18,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from engine import gguf_convert, gguf_model, presets
+from engine import gguf_convert, presets
 from engine.architectures import check_config
 from engine.chat import ChatTemplate, ChatTokenizer
-from engine.gguf import GgufFile
-from engine.load_errors import ModelLoadError
+from engine.errors import ModelLoadError
+from engine.library_bars import no_library_bars
 from engine.model_cache import DIGEST_BYTES, ModelCache, Progress
 
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
@@ -95,14 +95,15 @@ def _load_folder(
         progress(f"Loading {name}", 0.0)
     dtype = _compute_dtype(config, settings)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            config=settings,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-        ).eval()
+        with no_library_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                config=settings,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+            ).eval()
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelLoadError(f"The weights in {folder} cannot be loaded: {error}") from error
     if progress is not None:
@@ -140,13 +141,10 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
 def _converted(path: Path, config: LoadConfig, cache: ModelCache, progress: Progress | None) -> tuple[Path, bytes]:
     """The folder made of a GGUF file, now or earlier, and the digest of what it holds."""
     dtype = config.dtype or (torch.float32 if torch.device(config.device).type == "cpu" else torch.bfloat16)
-    with GgufFile(path) as file:
-        settings = gguf_model.model_config(file)
-        check_config(AutoConfig.for_model(**settings))
-        source = cache.file_digest(path, progress)
-        recipe = f"{source.hex()} {gguf_convert.CONVERSION_VERSION} {dtype}"
-        digest = blake2b(recipe.encode(), digest_size=DIGEST_BYTES).digest()
-        folder = cache.converted(digest.hex(), lambda part: gguf_convert.convert(file, part, dtype, progress))
+    source = cache.file_digest(path, progress)
+    recipe = f"{source.hex()} {gguf_convert.CONVERSION_VERSION} {dtype}"
+    digest = blake2b(recipe.encode(), digest_size=DIGEST_BYTES).digest()
+    folder = cache.converted(digest.hex(), lambda part: gguf_convert.convert(path, part, dtype, progress))
     return folder, digest
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from engine.load_errors import ModelLoadError
+from engine.errors import ModelLoadError
 
 MARGIN_SHARE = 0.1
 """Of the free memory, left alone: activations of a chunk, the tokenizer's memo, the allocator's waste."""

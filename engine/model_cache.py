@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from engine.load_errors import ModelLoadError
+from engine.errors import ModelLoadError
 
 DIGEST_BYTES = 16
 READ_BYTES = 4 << 20

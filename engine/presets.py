@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from engine.load_errors import ModelLoadError
+from engine.errors import ModelLoadError
 
 PREFIX = "random:"
 SEED = 20

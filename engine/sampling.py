@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.load_errors import BadLogits
+from engine.errors import BadLogits
 
 HEAD_TOKENS = 1024
 """Most top_p choices lie among so many candidates; a whole vocabulary is sorted only when they do not."""

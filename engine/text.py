@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.load_errors import ModelLoadError
+from engine.errors import ModelLoadError
 
 SPACE_MARK = "\u2581"
 """Stands for a space in SentencePiece vocabularies."""

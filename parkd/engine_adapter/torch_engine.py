@@ -27,10 +27,9 @@ from engine.arena import StageArena
 from engine.chat import ChatTemplate as EngineTemplate
 from engine.config import EngineConfig
 from engine.copies import CaptureInFlight
-from engine.errors import EngineError, SnapshotError, UnknownVector
+from engine.errors import EngineError, SnapshotError, TemplateRefused, UnknownVector
 from engine.fingerprint import fingerprint
 from engine.layout import StageStateLayout, build_layout
-from engine.load_errors import TemplateRefused
 from engine.loader import LoadConfig, LoadedModel, load_model
 from engine.memory import StageNeed, choose_context, free_bytes
 from engine.pinned import PinnedMemory
@@ -87,6 +86,8 @@ class TorchEngine:
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.template: ChatTemplate = _Template(loaded.template)
         self._chat = loaded.tokenizer
+        self.template_source: str | None = loaded.template.source
+        """The chat template's text."""
         self._open: Session | None = session
         self._fresh_seed = fresh_seed
         self._vectors = vectors or SteeringBank()
@@ -136,7 +137,7 @@ class TorchEngine:
                 f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
                 f"Name more devices with --devices, or use a smaller model."
             ) from error
-        session.prepare_decoding(progress)
+        session.use_kernels(progress)
         info = EngineInfo(
             model_name=config.name or loaded.name,
             architecture=architecture_of(loaded.config),
@@ -151,6 +152,10 @@ class TorchEngine:
             is_demo_model=config.is_demo_model,
         )
         return cls(loaded, session, info, fresh_seed=fresh_seed, vectors=vectors)
+
+    def tokenizer_json(self) -> str:
+        """The text of the model's `tokenizer.json`."""
+        return self._chat.to_json()
 
     def host_memory_hooks(self) -> PinnedMemory | None:
         """What a pool of parked rows should tell of its memory, so that cards copy at full speed; None without cards."""

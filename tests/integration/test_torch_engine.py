@@ -89,6 +89,7 @@ def captured(engine: RowEngine) -> Transfer:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(600)  # The first of them converts the weights, which takes a minute or two.
 @pytest.mark.parametrize("stages", [1, 2])
 def test_greedy_answers_are_those_of_the_library(stages: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TorchEngineConfig(
@@ -111,6 +112,7 @@ def test_greedy_answers_are_those_of_the_library(stages: int, cache: Path, monke
 
 
 @pytest.mark.model
+@pytest.mark.timeout(600)  # The first of them converts the weights, which takes a minute or two.
 def test_text_of_the_demo_tokenizer_comes_back_whole(cache: Path) -> None:
     engine = TorchEngine.load(TorchEngineConfig(str(demo_model()), cache, layout=EngineConfig(context_tokens=64)))
     rng = np.random.default_rng(1)

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import presets
 from engine.chat import ChatTemplate
-from engine.errors import UnsupportedModel
-from engine.load_errors import ModelLoadError, TemplateRefused
+from engine.errors import ModelLoadError, TemplateRefused, UnsupportedModel
 from engine.loader import LoadConfig, LoadedModel, load_model
 from engine.model_cache import ModelCache
 
@@ -197,3 +196,29 @@ def test_tools_and_the_generation_prompt_reach_the_template(cache: Path) -> None
     text = template.render([{"role": "user", "content": "a"}], [tool], {}, add_generation_prompt=False)
     assert '"look"' in text
     assert text.endswith("a<|im_end|>\n")
+
+
+def test_none_reaches_the_template(tmp_path: Path, cache: Path) -> None:
+    """Some templates show an answer's tool calls only when its content is there and None."""
+    (tmp_path / "t.jinja").write_text("{{ 'content' in messages[1] and messages[1].content is none }}{{ eos_token }}")
+    loaded = load("random:tiny-llama", cache, chat_template_file=tmp_path / "t.jinja")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    assert loaded.template.render(messages, [], {}) == "True<|im_end|>"
+
+
+def test_arguments_of_the_renderer_itself_are_not_the_requests_to_set(cache: Path) -> None:
+    template = load("random:tiny-llama", cache).template
+    own = {"chat_template": "x", "conversations": [], "tokenize": True, "tools": [], "continue_final_message": True}
+    messages = [{"role": "user", "content": "a"}]
+    assert template.render(messages, [], own) == template.render(messages, [], {})
+
+
+def test_no_messages_are_refused(cache: Path) -> None:
+    with pytest.raises(TemplateRefused, match="no messages"):
+        load("random:tiny-llama", cache).template.render([], [], {})
+
+
+def test_loading_shows_no_bars_of_the_library(folder: Path, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    load(folder, cache)
+    assert "Loading weights" not in capfd.readouterr().err

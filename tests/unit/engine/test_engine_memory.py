@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.load_errors import ModelLoadError
+from engine.errors import ModelLoadError
 from engine.memory import StageNeed, choose_context
 
 GIB = 1 << 30

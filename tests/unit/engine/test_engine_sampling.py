@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.load_errors import BadLogits
+from engine.errors import BadLogits
 from engine.sampling import Sampler
 from parkd.types import SamplingParams
 

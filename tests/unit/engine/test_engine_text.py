@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.load_errors import ModelLoadError
+from engine.errors import ModelLoadError
 from engine.presets import tiny_tokenizer
 from engine.text import Piece, TextAssembler, TokenBytes
 

