@@ -238,7 +238,9 @@ def running_in_thread(
     build_mask: BuildMask | None = None,
 ) -> Iterator[Server]:
     """For clients that block: the server has a thread and an event loop of its own."""
-    services, _ = make_services(engine, config=config, output=output, build_mask=build_mask)
+    end_texts = [engine.tokenizer.decode([token_id]) for token_id in engine.info.end_token_ids]
+    answers = OutputMemory(MIB, end_texts)
+    services, _ = make_services(engine, config=config, output=output, build_mask=build_mask, answers=answers)
     server = Server(services)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
