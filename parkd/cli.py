@@ -22,7 +22,7 @@ from parkd import arguments
 from parkd.config import Config, ModelConfig, load
 from parkd.errors import ConfigError, ModelError
 from parkd.keys import read_key_file
-from parkd.memory import free_memory_bytes
+from parkd.memory import free_memory_bytes, total_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.engine_adapter.torch_engine import TorchEngine
@@ -38,6 +38,9 @@ EXIT_INTERRUPTED = 130
 """Ctrl-C before the server ran, as a shell would say it; once it runs, Ctrl-C is an orderly stop."""
 AUTO_SHARE = 4
 """`--conversation-cache-mib auto` takes one part in so many of the free memory."""
+MIN_FREE_SHARE = 16
+MOST_MIN_FREE_BYTES = 2560 * 1024 * 1024
+"""Parking leaves one part in so many of the machine's memory free, and never needs to leave more than this."""
 MEMO_BYTES = 64 * 1024 * 1024
 """What the renderer and tokenizer may remember between requests."""
 RESEND_GRACE_S = 2.0
@@ -172,7 +175,9 @@ def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.store.records import StoreConfig
 
-    return StoreConfig(memory.budget_bytes, BLOCK_TOKENS, config.cache.slots)
+    asked = config.cache.min_free_bytes
+    floor = min(MOST_MIN_FREE_BYTES, total_memory_bytes() // MIN_FREE_SHARE) if asked is None else asked
+    return StoreConfig(memory.budget_bytes, BLOCK_TOKENS, config.cache.slots, min_free_bytes=floor)
 
 
 def answer_memory(config: Config, engine: TorchEngine) -> OutputMemory | None:
@@ -207,12 +212,22 @@ def open_store(
 ) -> ConversationStore:
     """The store over RAM, or over RAM and disk. Raises ConfigError."""
     from parkd.store.opening import DiskOptions, open_tiered
+    from parkd.store.policy import policy_named
     from parkd.store.store import ConversationStore
 
     new_id = partial(secrets.token_hex, CONVERSATION_ID_BYTES)
     hooks, layout, disk = engine.host_memory_hooks(), engine.info.layout, config.cache.disk
+    policy = policy_named(config.cache.eviction_policy)
     if files is None:
-        return ConversationStore(store_config, layout, time.monotonic, new_id=new_id, slab_hooks=hooks)
+        return ConversationStore(
+            store_config,
+            layout,
+            time.monotonic,
+            new_id=new_id,
+            slab_hooks=hooks,
+            policy=policy,
+            free_memory=free_memory_bytes,
+        )
     options = DiskOptions(disk.budget_bytes, disk.write_bytes_per_day, disk.max_age_s)
     try:
         return open_tiered(
@@ -225,6 +240,8 @@ def open_store(
             wall=time.time,
             new_id=new_id,
             slab_hooks=hooks,
+            policy=policy,
+            free_memory=free_memory_bytes,
         )
     except OSError as error:
         raise ConfigError(f"--park-dir {disk.directory} cannot be read: {error.strerror}") from error

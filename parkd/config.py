@@ -32,6 +32,7 @@ from parkd.model_settings import (
 
 MIB = 1024 * 1024
 ENV_PREFIX = "PARKD_"
+EVICTION_POLICIES = ("value", "gdsf", "lru")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
 
@@ -84,6 +85,12 @@ class CacheConfig:
     answer_bytes: int
     """What the memory of generated answers may take; 0 renders every answer that comes back."""
     disk: DiskCacheConfig = DiskCacheConfig(0, None, 0, None)
+    eviction_policy: str = "value"
+    """One of EVICTION_POLICIES."""
+    min_free_bytes: int | None = None
+    """Of the machine's memory, left free by parking; None: chosen by the machine's size."""
+    record: Path | None = None
+    """Where a trace of the turns is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +211,16 @@ def _replay(text: str) -> str:
     return text
 
 
+def _eviction_policy(text: str) -> str:
+    if text not in EVICTION_POLICIES:
+        raise ValueError(f"expected {', '.join(EVICTION_POLICIES)}")
+    return text
+
+
+def _mib(text: str) -> int:
+    return _count(0)(text) * MIB
+
+
 def _switch(text: str) -> bool:
     if text.lower() not in _TRUE + _FALSE:
         raise ValueError("expected true or false")
@@ -263,6 +280,16 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "conversation-cache-max-age-hours", "parking", "HOURS", _count(1), None, "forget what was not used for so long"
     ),
+    Setting("eviction-policy", "parking", "NAME", _eviction_policy, "value", "who goes when room is short (value)"),
+    Setting(
+        "conversation-cache-min-free-mib",
+        "parking",
+        "MIB",
+        _mib,
+        None,
+        "memory that parking leaves free (a sixteenth of the machine's, at most 2560)",
+    ),
+    Setting("record", "parking", "FILE", _text, None, "write a trace of the turns, without text, for parkd replay"),
     Setting("host", "server", "ADDRESS", _text, "127.0.0.1", "address to listen on (127.0.0.1)"),
     Setting("port", "server", "PORT", _count(0, 65535), 8080, "port to listen on, 0 for any free one (8080)"),
     Setting(
@@ -392,6 +419,9 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             values["conversation-cache-slots"],
             answer_bytes=0 if values["replay"] == "strict" else values["answer-memory-mib"] * MIB,
             disk=_disk(values),
+            eviction_policy=values["eviction-policy"],
+            min_free_bytes=values["conversation-cache-min-free-mib"],
+            record=None if values["record"] is None else Path(values["record"]).expanduser(),
         ),
         server=ServerConfig(
             host=values["host"],

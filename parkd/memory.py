@@ -18,6 +18,12 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
     return machine if limits is None else min(machine, limits)
 
 
+def total_memory_bytes(root: Path = Path("/")) -> int:
+    """What the machine has, or what the cgroup grants, whichever is less."""
+    limits = (_number(folder / maximum) for folder, maximum, _, _ in _levels(root))
+    return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
+
+
 def cgroup_free_bytes(root: Path = Path("/")) -> int | None:
     """The least that this process's cgroup and those around it leave; None when none sets a limit.
 
