@@ -123,7 +123,9 @@ class Proxy:
                 log.warning("the engine is still busy; the process ends without it")
 
     def _queued(self, turn: Turn) -> None:
-        """A turn has to wait: meanwhile what it will start from is read from disk."""
+        """A turn has to wait: meanwhile what it will start from is kept, and read from disk."""
+        if self.services.store is not None:
+            turn.release_awaited = self.services.store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         if self.disk is not None and self._tasks is not None:
             self._tasks.start_soon(self.runner.prefetch, turn)
 

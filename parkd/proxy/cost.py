@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parkd.identity.matcher import CostModel
+from parkd.store.policy import Costs
 from parkd.types import CacheOutcome
 
 FIRST_READ_S = 1e-3
@@ -12,22 +13,53 @@ MIN_READ_TOKENS = 512
 MIN_MOVED_BYTES = 8 * 1024 * 1024
 """Smaller samples measure overhead, not speed."""
 NEWEST_WEIGHT = 0.3
+MIN_DEPTH_SPREAD = 1024
+"""Tokens, a standard deviation."""
+LEAST_FLAT_SHARE = 0.2
+"""Of a token's mean cost that does not come from its depth."""
 
 
 class CostMeter:
-    """Running means of seconds a token and bytes a second."""
+    """Running means of bytes a second, and a running line through seconds a token over depth: attention makes deep
+    tokens cost more."""
 
     def __init__(self) -> None:
-        self._read_s = FIRST_READ_S
+        self._means = (0.0, FIRST_READ_S, 0.0, 0.0)
+        """Of depth, seconds a token, depth squared, depth times seconds."""
         self._bytes_per_s = dict(FIRST_BYTES_PER_S)
 
     @property
     def model(self) -> CostModel:
-        return CostModel(read_s=self._read_s, bytes_per_s=dict(self._bytes_per_s))
+        read_s, growth_s = self._line()
+        return CostModel(read_s=read_s, read_growth_s=growth_s, bytes_per_s=dict(self._bytes_per_s))
 
-    def has_read(self, tokens: int, seconds: float) -> None:
-        if tokens >= MIN_READ_TOKENS and seconds > 0:
-            self._read_s += NEWEST_WEIGHT * (seconds / tokens - self._read_s)
+    @property
+    def for_store(self) -> Costs:
+        """What the store's policy judges by."""
+        read_s, growth_s = self._line()
+        return Costs(read_s, growth_s, self._bytes_per_s[CacheOutcome.RESTORED_RAM])
+
+    def has_read(self, tokens: int, seconds: float, start: int = 0) -> None:
+        """The tokens `[start, start + tokens)` took so long."""
+        if tokens < MIN_READ_TOKENS or seconds <= 0:
+            return
+        depth, token_s = start + tokens / 2, seconds / tokens
+        sample = (depth, token_s, depth * depth, depth * token_s)
+        # The first sample counts whole for depth: there was none before it, only a guess at the speed.
+        weight = NEWEST_WEIGHT if self._means[2] else 1.0
+        mean = [old + weight * (new - old) for old, new in zip(self._means, sample, strict=True)]
+        self._means = (mean[0], mean[1], mean[2], mean[3])
+
+    def _line(self) -> tuple[float, float]:
+        """Seconds of the first token, and more seconds for each token of depth. A slope needs depths that differ; it is
+        never negative, nor so steep that the first token would be free."""
+        depth, token_s, depth_squared, product = self._means
+        spread = depth_squared - depth * depth
+        if spread < MIN_DEPTH_SPREAD**2:
+            return token_s, 0.0
+        slope = max(0.0, (product - depth * token_s) / spread)
+        slope = min(slope, (1 - LEAST_FLAT_SHARE) * token_s / depth)
+        return token_s - slope * depth, slope
 
     def has_moved(self, outcome: CacheOutcome, moved_bytes: int, seconds: float) -> None:
         if moved_bytes >= MIN_MOVED_BYTES and seconds > 0:

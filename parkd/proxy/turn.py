@@ -83,8 +83,11 @@ class Turn:
     """What is remembered of it for `/parkd/explain`."""
     earlier: Explained | None = None
     """The request that it is to be compared with, if that is remembered."""
+    release_awaited: Callable[[], None] = lambda: None
+    """Lets go of what the store keeps for it while it waits; may be called again."""
 
     def fail(self, error: ParkdError) -> None:
+        self.release_awaited()
         self.channel.fail(error)
 
     def stop(self) -> None:
@@ -156,6 +159,7 @@ class TurnRunner:
 
     def record(self, turn: Turn, error: ParkdError | None) -> None:
         """Counts the turn and writes its log line: numbers and reasons, never text."""
+        turn.release_awaited()
         self._metrics.requests.labels("ok" if error is None else error.code).inc()
         self._metrics.finished(turn.timings)
         if turn.explained is not None:
@@ -179,6 +183,7 @@ class TurnRunner:
     async def _answer(self, turn: Turn) -> None:
         plan, why, from_disk_s = await self._at_hand(turn)
         report, restore_s = await self._start(turn, plan, why)
+        turn.release_awaited()
         await self._steer(turn)
         report = turn.report = self._told(turn, plan, report)
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
@@ -293,7 +298,7 @@ class TurnRunner:
         took_s = self._monotonic() - began_s
         read = self._live.conversation.position - start
         turn.timings = dataclasses.replace(turn.timings, prefill_s=took_s, prefill_tokens=read)
-        self._costs.has_read(read, took_s)
+        self._costs.has_read(read, took_s, start)
         if self._live.conversation.position < stop:
             raise Cancelled("The client left while its prompt was read.")
         return took_s
@@ -357,6 +362,8 @@ class TurnRunner:
         """Behind the reply: parks what the turn added, unless its client asked to leave no trace."""
         try:
             await self._live.check()
+            if self._store is not None:
+                self._store.measured(self._costs.for_store)
             if turn.request.cache.mode is CacheMode.USE:
                 await self._live.park()
                 self._retain(turn)
