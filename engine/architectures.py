@@ -8,12 +8,20 @@ from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.layout import LAYER_KINDS, layer_kinds
+from engine.linear_state import LINEAR_STATES
+
+SLIDING = "sliding_attention"
 
 TESTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
         "LlamaForCausalLM": "llama",
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
+        "Gemma3ForCausalLM": "gemma3_text",
+        "Qwen3NextForCausalLM": "qwen3_next",
+        "Qwen3_5ForCausalLM": "qwen3_5_text",
+        "Lfm2ForCausalLM": "lfm2",
+        "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     }
 )
 """Class name, as checkpoints give it -> `model_type` of its configuration."""
@@ -26,6 +34,7 @@ UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
         "attention_sinks": "attention sinks",
         "kv_sharing_modes": "layers that share keys and values",
         "quantization_config": "quantised weights",
+        "use_bidirectional_attention": "attention that sees ahead",
     }
 )
 """Configuration entry -> what it turns on; refused when set, since state or logits would silently be wrong."""
@@ -50,8 +59,15 @@ def check_config(config: Any) -> str:
     if len(kinds) != config.num_hidden_layers:
         raise UnsupportedModel(f"{architecture} names {len(kinds)} layer kinds for {config.num_hidden_layers} layers")
     # Some families keep a window in the configuration without using it; it counts only when it is switched on.
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise UnsupportedModel(f"{architecture} uses a sliding window of {config.sliding_window} tokens: not supported")
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if window and SLIDING not in kinds:
+        raise UnsupportedModel(
+            f"{architecture} uses a sliding window of {config.sliding_window} tokens without naming its layers, "
+            f"which is not supported"
+        )
+    linear = {"linear_attention", "conv"} & set(kinds)
+    if linear and config.model_type not in LINEAR_STATES:
+        raise UnsupportedModel(f"{architecture} has layers of kind {', '.join(sorted(linear))} of an unknown make")
     for name, meaning in UNHONOURED_SETTINGS.items():
         if getattr(config, name, None):
             raise UnsupportedModel(f"{architecture} sets {name} ({meaning}), which is not supported")

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from engine.errors import OutOfMemory
-from engine.layout import Field, StageStateLayout
+from engine.layout import WINDOW_FIELDS, Field, StageStateLayout
 from engine.memory import free_bytes
 from engine.streams import DeviceStreams
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRoom:
+    """Rows that the live buffer of a sliding layer has beside its window."""
+
+    chunk_tokens: int = 512
+    """The longest chunk that is ever written at once."""
+    slack_tokens: int = 256
+    """So far back the timeline can be cut at any time."""
+
+    @property
+    def tokens(self) -> int:
+        return self.chunk_tokens + self.slack_tokens
 
 
 class StageArena:
@@ -19,6 +34,7 @@ class StageArena:
     rows    row 0 | row 1 | ... | row context_tokens - 1        each `row_bytes` long
             |-- valid: [0, position) --|-- whatever was there --|
     fixed   true at the session's position only
+    windows the live buffers of sliding layers; their part of `fixed` is written when a checkpoint is taken
     """
 
     def __init__(
@@ -27,16 +43,18 @@ class StageArena:
         context_tokens: int,
         device: torch.device | str,
         *,
+        window_room: WindowRoom = WindowRoom(),
         free: Callable[[str], int] = free_bytes,
     ) -> None:
-        """Allocates `context_tokens * row_bytes + fixed_bytes` bytes on `device`.
+        """Allocates `bytes_needed` on `device`.
 
         `free` tells what the device could still give. Raises OutOfMemory with the numbers.
         """
         self.layout = layout
         self.context_tokens = context_tokens
         self.device = torch.device(device)
-        needed = self.bytes_needed(layout, context_tokens)
+        self.window_room = window_room
+        needed = self.bytes_needed(layout, context_tokens, window_room)
         # Main memory is promised before it is there: without this check the process would be killed later, mid-answer.
         if needed > (room := free(str(self.device))):
             raise self._refusal(needed, room)
@@ -45,12 +63,16 @@ class StageArena:
             """uint8 `[context_tokens, row_bytes]`."""
             self.fixed = torch.zeros(layout.fixed_bytes, dtype=torch.uint8, device=self.device)
             """uint8 `[fixed_bytes]`."""
+            self.windows = self._windows()
+            """Layer -> its keys and values, `[window - 1 + chunk + slack, heads, head_dim]` each."""
         except (RuntimeError, MemoryError) as error:
             raise self._refusal(needed, free(str(self.device))) from error
 
     @staticmethod
-    def bytes_needed(layout: StageStateLayout, context_tokens: int) -> int:
-        return context_tokens * layout.row_bytes + layout.fixed_bytes
+    def bytes_needed(layout: StageStateLayout, context_tokens: int, window_room: WindowRoom = WindowRoom()) -> int:
+        """Rows, fixed state and windows."""
+        windows = layout.window_bytes(window_room.tokens)
+        return context_tokens * layout.row_bytes + layout.fixed_bytes + windows
 
     @cached_property
     def streams(self) -> DeviceStreams:
@@ -59,13 +81,25 @@ class StageArena:
 
     @property
     def nbytes(self) -> int:
-        return self.bytes_needed(self.layout, self.context_tokens)
+        return self.bytes_needed(self.layout, self.context_tokens, self.window_room)
 
     def field_view(self, field: Field) -> torch.Tensor:
         """`[context_tokens, *field.shape]` of `field.dtype`, strided by whole rows; writing to it writes the rows."""
         columns = self.rows[:, field.offset : field.offset + field.nbytes]
         return columns.view(field.dtype).view(self.context_tokens, *field.shape)
 
+    def fixed_view(self, field: Field) -> torch.Tensor:
+        """`field.shape` of `field.dtype`; writing to it writes the fixed state."""
+        return self.fixed[field.offset : field.offset + field.nbytes].view(field.dtype).view(field.shape)
+
+    def _windows(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        buffers: dict[tuple[int, str], torch.Tensor] = {}
+        for field in self.layout.window_fields:
+            shape = (field.shape[0] + self.window_room.tokens, *field.shape[1:])
+            buffers[field.layer, field.name] = torch.empty(shape, dtype=field.dtype, device=self.device)
+        key, value = WINDOW_FIELDS
+        return {layer: (buffers[layer, key], buffers[layer, value]) for layer, name in buffers if name == key}
+
     def _refusal(self, needed: int, room: int) -> OutOfMemory:
-        fitting = max(0, (room - self.layout.fixed_bytes) // self.layout.row_bytes)
+        fitting = max(0, (room - self.bytes_needed(self.layout, 0, self.window_room)) // self.layout.row_bytes)
         return OutOfMemory(str(self.device), needed, self.context_tokens, fitting)

@@ -3,7 +3,8 @@
 It takes keys and values as arenas give them (strided by whole rows) and lets the library make no mask. The queries
 are always the last `q` positions of the keys.
 
-    CPU     256 queries at a time over the keys up to the last of them, with one [256, kv] bias; no larger mask exists
+    CPU     256 queries at a time over the keys they see, with one [256, kv] bias; no larger mask exists
+    window  the same on every device, since no kernel here knows windows; a window no key falls out of is not one
     CUDA    the lower-right causal bias, which keeps the flash kernel; never cuDNN's, which plans anew for every length
             (2.3 ms a layer and token where the kernel itself takes 0.07)
 """
@@ -54,11 +55,13 @@ def arena_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of `[1, heads, q, dim]` queries over `[1, kv_heads, kv, dim]` keys and values (tensors, or
     `QuantisedStates`).
 
+    With `sliding_window` a query sees that many keys at most, its own among them.
     Returns `[1, q, heads, dim]` and None, as the library's models expect. Raises UnsupportedModel for an argument that
     would change the result and is not honoured.
     """
@@ -69,43 +72,52 @@ def arena_attention(
         raise UnsupportedModel(f"{type(module).__name__} calls attention with a mask of its own: not supported")
     if dropout or is_causal is False:
         raise UnsupportedModel(f"{type(module).__name__} calls attention with dropout or without causality")
+    # A window that no key falls out of hides nothing.
+    window = sliding_window if sliding_window is not None and key.shape[2] > sliding_window else None
     if isinstance(key, QuantisedStates):
         assert isinstance(value, QuantisedStates), "keys and values are kept in one format"
-        output = _attend_quantised(query, key, value, scaling)
+        output = _attend_quantised(query, key, value, scaling, window)
     else:
         assert isinstance(value, torch.Tensor), "keys and values are kept in one format"
-        output = _attend(query, key, value, scaling)
+        output = _attend(query, key, value, scaling, window)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _attend_quantised(
-    query: torch.Tensor, key: QuantisedStates, value: QuantisedStates, scaling: float | None
+    query: torch.Tensor, key: QuantisedStates, value: QuantisedStates, scaling: float | None, window: int | None
 ) -> torch.Tensor:
     """On CPU a KV head at a time, so that no more than one head's numbers exist at once."""
     if query.device.type == "cuda":
-        return _attend(query, key.numbers(query.dtype), value.numbers(query.dtype), scaling)
+        return _attend(query, key.numbers(query.dtype), value.numbers(query.dtype), scaling, window)
     heads = key.shape[1]
     queries = query.chunk(heads, dim=1)
     outputs = [
-        _attend(queries[head], key.head(head, query.dtype), value.head(head, query.dtype), scaling)
+        _attend(queries[head], key.head(head, query.dtype), value.head(head, query.dtype), scaling, window)
         for head in range(heads)
     ]
     return torch.cat(outputs, dim=1)
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
-    if query.device.type == "cuda":
+    if query.device.type == "cuda" and window is None:
         bias = causal_lower_right(query.shape[2], key.shape[2]) if query.shape[2] > 1 else None
         with sdpa_kernel(list(CUDA_KERNELS)):
             return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
-    if query.shape[2] == 1:
+    if query.shape[2] == 1 and window is None:
         return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
-    return _blocked(query, key, value, scaling, grouped)
+    return _blocked(query, key, value, scaling, grouped, window)
 
 
 def _blocked(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, grouped: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    grouped: bool,
+    window: int | None,
 ) -> torch.Tensor:
     """Attends `QUERY_BLOCK` queries at a time; returns `[1, heads, q, dim]`."""
     past = key.shape[2] - query.shape[2]
@@ -113,10 +125,15 @@ def _blocked(
     for start in range(0, query.shape[2], QUERY_BLOCK):
         block = query[:, :, start : start + QUERY_BLOCK]
         stop = past + start + block.shape[2]
-        bias = lower_right_bias(block.shape[2], stop, query.dtype, query.device)
+        first = 0 if window is None else max(0, past + start - window + 1)
+        bias = lower_right_bias(block.shape[2], stop - first, query.dtype, query.device)
+        if window is not None:
+            gone = torch.ones_like(bias, dtype=torch.bool).tril_(stop - first - len(bias) - window)
+            bias.masked_fill_(gone, -torch.inf)
+        seen = slice(first, stop)
         outputs.append(
             scaled_dot_product_attention(
-                block, key[:, :, :stop], value[:, :, :stop], attn_mask=bias, scale=scaling, enable_gqa=grouped
+                block, key[:, :, seen], value[:, :, seen], attn_mask=bias, scale=scaling, enable_gqa=grouped
             )
         )
     return torch.cat(outputs, dim=2)

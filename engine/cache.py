@@ -9,7 +9,9 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from engine.arena import StageArena
+from engine.cache_layers import ArenaLinearLayer, ArenaSlidingLayer
 from engine.kv_format import KeptStates, QuantisedStates, quantise
+from engine.layout import WINDOW_FIELDS
 
 
 class ArenaAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -28,6 +30,9 @@ class ArenaAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
         self.value_rows = values
         self.position = 0
         self.is_initialized = True
+
+    def begin(self, position: int) -> None:
+        self.position = position
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the arena was allocated before the first forward."""
@@ -88,17 +93,38 @@ class StageCache(Cache):  # type: ignore[misc]
     def __init__(self, arena: StageArena, num_layers: int) -> None:
         layers: list[Any] = [DummyLayer() for _ in range(num_layers)]
         fields = {(field.layer, field.name): arena.field_view(field) for field in arena.layout.row_fields}
+        fields |= {(field.layer, field.name): arena.fixed_view(field) for field in arena.layout.fixed_fields}
         for layer in range(arena.layout.first_layer, arena.layout.end_layer):
-            layers[layer] = _attention_layer(layer, fields)
+            layers[layer] = _layer(arena, layer, fields)
         super().__init__(layers=layers)
-        self.attention_layers = [layer for layer in layers if isinstance(layer, ArenaAttentionLayer)]
+        self._mine = [layer for layer in layers if not isinstance(layer, DummyLayer)]
+        self._sliding = [layer for layer in self._mine if isinstance(layer, ArenaSlidingLayer)]
+        self.has_linear_state = any(isinstance(layer, ArenaLinearLayer) for layer in self._mine)
+        """Some state here is true at one position only."""
         self.position = 0
 
     def begin(self, position: int) -> None:
         """The chunk that comes starts at `position`: rows `[0, position)` are its past."""
         self.position = position
-        for layer in self.attention_layers:
-            layer.position = position
+        for layer in self._mine:
+            layer.begin(position)
+
+    def floor(self, position: int) -> int:
+        """The lowest position the timeline can be cut to while this stage's state stays exact."""
+        if self.has_linear_state:
+            return position
+        return max((layer.floor for layer in self._sliding), default=0)
+
+    def pack(self, position: int) -> None:
+        """Makes the arena's `fixed` the whole fixed state at `position`, where the timeline is."""
+        for layer in self._sliding:
+            layer.begin(position)
+            layer.pack()
+
+    def unpack(self, position: int) -> None:
+        """Makes the arena's `fixed` what this stage goes on from at `position`."""
+        for layer in self._sliding:
+            layer.unpack(position)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         return self.position
@@ -115,3 +141,13 @@ def _attention_layer(layer: int, fields: Mapping[tuple[int, str], torch.Tensor])
     keys, values = fields[layer, "key"], fields[layer, "value"]
     scales = fields.get((layer, "scale"))
     return ArenaAttentionLayer(keys, values) if scales is None else QuantisedAttentionLayer(keys, values, scales)
+
+
+def _layer(arena: StageArena, layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> Any:
+    """The cache layer for what the arena's layout has of `layer`, by the names of its fields."""
+    if (layer, "key") in fields:
+        return _attention_layer(layer, fields)
+    if (layer, WINDOW_FIELDS[0]) in fields:
+        packed = (fields[layer, WINDOW_FIELDS[0]], fields[layer, WINDOW_FIELDS[1]])
+        return ArenaSlidingLayer(arena.windows[layer], packed, arena.window_room.slack_tokens)
+    return ArenaLinearLayer({name: view.unsqueeze(0) for (index, name), view in fields.items() if index == layer})

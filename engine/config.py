@@ -24,6 +24,11 @@ class EngineConfig:
     kv_dtype: torch.dtype | None = None
     """What keys and values are kept in, of `engine.kv_format.KV_FORMATS`; None is the compute dtype."""
 
+    ctx_checkpoints: int = 8
+    """Copies of the fixed state that stay on the devices, a position each; for models that have any."""
+    window_slack_tokens: int = 256
+    """A sliding window can be cut back by so many tokens without a checkpoint."""
+
     def __post_init__(self) -> None:
         if not self.devices:
             raise ValueError("devices: at least one is needed")
@@ -32,7 +37,7 @@ class EngineConfig:
                 f"layer_split names {len(self.layer_split)} first layers for {len(self.devices)} devices; "
                 f"name {len(self.devices) - 1}, one for each stage after the first"
             )
-        for name in ("context_tokens", "batch_tokens"):
+        for name in ("context_tokens", "batch_tokens", "ctx_checkpoints"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")

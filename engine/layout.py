@@ -4,6 +4,11 @@ A row is the bytes of one token in one stage, token-major: all fields of all the
 
     row t   | key 0 | value 0 | key 1 | value 1 | ... | padding to ROW_ALIGNMENT |
 
+What does not grow with length is the fixed state: recurrent and convolution states, and the last `window - 1` tokens of
+layers that see no further.
+
+    fixed   | conv 0 | recurrent 0 | ... | window keys 2 | window values 2 | ...
+
 Which fields a layer has follows from its kind alone (`LAYER_KINDS`): supporting another kind of layer is adding an
 entry there.
 """
@@ -21,10 +26,12 @@ import torch
 
 from engine.errors import UnsupportedModel
 from engine.kv_format import SCALE_DTYPE, is_quantised
+from engine.linear_state import linear_states
 
 ROW_ALIGNMENT = 16
 """Bytes. Flash kernels load 16 at a time, so every field of every row starts at a multiple of it."""
 DIGEST_BYTES = 16
+WINDOW_FIELDS = ("window_key", "window_value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +48,14 @@ class Field:
     """One tensor of one layer inside a row, or inside the fixed state."""
 
     name: str
-    """`key`, `value`, ..."""
+    """`key`, `value`; in the fixed state `conv_0`, `recurrent_0`, `window_key`, `window_value`, ..."""
     layer: int
     """Index in the whole model."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of one token: `(heads, head_dim)` for keys and values."""
+    """Of one token: `(heads, head_dim)` for keys and values. Of windows: `(window - 1, heads, head_dim)`."""
     offset: int
-    """Bytes from the start of the row."""
+    """Bytes from the start of the row, or of the fixed state."""
 
     @property
     def nbytes(self) -> int:
@@ -78,21 +85,68 @@ class StageStateLayout:
     digest: bytes
     """16 bytes over the range and over name, layer, dtype, shape and offset of every field."""
 
+    @property
+    def window_fields(self) -> tuple[Field, ...]:
+        """The fixed fields that hold the last tokens of sliding layers."""
+        return tuple(field for field in self.fixed_fields if field.name in WINDOW_FIELDS)
 
-def attention_state(config: Any, layer: int, kv_dtype: torch.dtype) -> LayerState:  # noqa: ARG001
+    def window_bytes(self, spare_tokens: int) -> int:
+        """What the live windows take: each field and `spare_tokens` more of its rows."""
+        return sum(
+            field.nbytes + spare_tokens * prod(field.shape[1:]) * field.dtype.itemsize for field in self.window_fields
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StateTypes:
+    """The dtypes state is kept in, where the model leaves a choice."""
+
+    kv: torch.dtype
+    compute: torch.dtype
+
+
+LayerKind = Callable[[Any, int, StateTypes], LayerState]
+"""(the library's configuration, layer, dtypes) -> what that layer keeps."""
+
+
+def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
     """Full attention: keys and values of every KV head, a token a row; and their scales if they are quantised."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (config.num_key_value_heads, head_dim)
-    fields: tuple[FieldSpec, ...] = (FieldSpec("key", kv_dtype, shape), FieldSpec("value", kv_dtype, shape))
-    if is_quantised(kv_dtype):
+    shape = _kv_shape(config)
+    fields: tuple[FieldSpec, ...] = (FieldSpec("key", types.kv, shape), FieldSpec("value", types.kv, shape))
+    if is_quantised(types.kv):
         fields += (FieldSpec("scale", SCALE_DTYPE, (2, shape[0])),)
     return LayerState(row=fields)
 
 
-LAYER_KINDS: Mapping[str, Callable[[Any, int, torch.dtype], LayerState]] = MappingProxyType(
-    {"full_attention": attention_state}
+def sliding_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
+    """Attention that sees `sliding_window` tokens, itself among them: what the next token sees of the past.
+
+    Windows stay as they were computed where rows are quantised: they are small, and do not grow.
+    """
+    shape = (config.sliding_window - 1, *_kv_shape(config))
+    dtype = types.compute if is_quantised(types.kv) else types.kv
+    return LayerState(fixed=tuple(FieldSpec(name, dtype, shape) for name in WINDOW_FIELDS))
+
+
+def linear_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
+    """Convolution and recurrent states."""
+    return LayerState(fixed=tuple(FieldSpec(*state) for state in linear_states(config, types.compute)))
+
+
+LAYER_KINDS: Mapping[str, LayerKind] = MappingProxyType(
+    {
+        "full_attention": attention_state,
+        "sliding_attention": sliding_state,
+        "linear_attention": linear_state,
+        "conv": linear_state,
+    }
 )
 """Layer kind, as the library's `layer_types` names it -> what a layer of it keeps."""
+
+
+def _kv_shape(config: Any) -> tuple[int, int]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return (config.num_key_value_heads, head_dim)
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
@@ -104,20 +158,27 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
 
 
 def build_layout(
-    config: Any, stage_ranges: Sequence[tuple[int, int]], kv_dtype: torch.dtype
+    config: Any,
+    stage_ranges: Sequence[tuple[int, int]],
+    kv_dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[StageStateLayout, ...]:
-    """Layouts of the stages that hold the layers `[first, end)` of each range.
+    """Layouts of the stages that hold the layers `[first, end)` of each range; None computes in `kv_dtype`.
 
-    Raises KeyError for a kind that is not in `LAYER_KINDS`; `architectures.check_config` refuses it by name first.
-    Raises UnsupportedModel for a kind whose keys and values cannot be kept in `kv_dtype`.
+    A row is never empty: a stage that keeps nothing a token has one of `ROW_ALIGNMENT` bytes, by which its state is
+    counted and moved like any other's. Raises KeyError for a kind that is not in `LAYER_KINDS`;
+    `architectures.check_config` refuses it by name first. Raises UnsupportedModel for a kind
+    whose keys and values cannot be kept in `kv_dtype`.
     """
     kinds = layer_kinds(config)
+    types = StateTypes(kv_dtype, compute_dtype or kv_dtype)
     layouts = []
     for first, end in stage_ranges:
-        states = [(layer, LAYER_KINDS[kinds[layer]](config, layer, kv_dtype)) for layer in range(first, end)]
+        states = [(layer, LAYER_KINDS[kinds[layer]](config, layer, types)) for layer in range(first, end)]
         for layer, state in states:
             _check_format(kinds[layer], state)
         row_fields, row_bytes = _place([(layer, spec) for layer, state in states for spec in state.row])
+        row_bytes = max(row_bytes, ROW_ALIGNMENT)
         fixed_fields, fixed_bytes = _place([(layer, spec) for layer, state in states for spec in state.fixed])
         digest = _stage_digest(first, end, row_fields, fixed_fields)
         layouts.append(StageStateLayout(first, end, row_fields, fixed_fields, row_bytes, fixed_bytes, digest))

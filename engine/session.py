@@ -15,13 +15,14 @@ import numpy.typing as npt
 import torch
 
 from engine.architectures import check_config
-from engine.arena import StageArena
+from engine.arena import StageArena, WindowRoom
 from engine.cache import StageCache
 from engine.checksum import Checksum, checksum_for
 from engine.config import EngineConfig
 from engine.copies import CaptureInFlight
 from engine.decode_graph import DecodeGraph, record_decoding
 from engine.errors import ContextFull, EngineError, StageFailed
+from engine.fixed_state import FixedState
 from engine.layout import build_layout, state_digest
 from engine.stages import Stage, place, split_layers
 from engine.steering import Steering, hook_layers
@@ -41,7 +42,12 @@ class Session:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], arenas: Sequence[StageArena], batch_tokens: int = 512, config: Any = None
+        self,
+        stages: Sequence[Stage],
+        arenas: Sequence[StageArena],
+        batch_tokens: int = 512,
+        config: Any = None,
+        ctx_checkpoints: int = 8,
     ) -> None:
         """`config` is the library's, of the model; without it decoding is never recorded."""
         if len(stages) != len(arenas):
@@ -55,6 +61,7 @@ class Session:
         self.layout_digest = state_digest([arena.layout for arena in arenas], self.checksum.name)
         """16 bytes; a snapshot belongs here only if it carries the same."""
         self._caches = [StageCache(arena, stage.num_layers) for stage, arena in zip(stages, arenas, strict=True)]
+        self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints)
         self._position = 0
         self._decode_graph: DecodeGraph | None = None
         self._captures: list[CaptureInFlight] = []
@@ -64,6 +71,21 @@ class Session:
     @property
     def position(self) -> int:
         return self._position
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """Positions at which a copy of the fixed state is held, ascending; the timeline can be cut to each."""
+        return self.fixed_state.positions
+
+    @property
+    def rewind_floor(self) -> int:
+        """The timeline can be cut to every position from here on: 0 without fixed state."""
+        return self.fixed_state.floor(self._position)
+
+    def checkpoint(self) -> None:
+        """Keeps the fixed state at the present position, if the model has any and the timeline is not empty."""
+        if self._position > 0:
+            self.fixed_state.keep(self._position)
 
     @property
     def steering_digest(self) -> bytes:
@@ -114,18 +136,30 @@ class Session:
     def reset(self) -> None:
         """Forgets the timeline. Rows are not cleared: what is beyond the position is never read."""
         self._position = 0
+        self.fixed_state.forget_beyond(0)
 
     def truncate(self, position: int) -> None:
-        """Keeps `[0, position)`. Raises ValueError beyond the present position."""
+        """Keeps `[0, position)`. Raises ValueError beyond the present position, and where the state is not exact:
+        below `rewind_floor` and not at a checkpoint (or 0)."""
         if not 0 <= position <= self._position:
             raise ValueError(f"cannot truncate to {position}: the session is at {self._position}")
+        if position == 0 or position >= self.rewind_floor:
+            self.fixed_state.forget_beyond(position)
+        elif position in self.checkpoints:
+            self.fixed_state.go_back(position)
+        else:
+            raise ValueError(f"cannot truncate to {position}: exact are {self.checkpoints} and {self.rewind_floor} on")
         self._position = position
 
-    def adopt(self, position: int) -> None:
-        """Declares the rows `[0, position)` of every arena valid. Only for who has just written and checked them."""
+    def adopt(self, position: int, kept: int = 0) -> None:
+        """Declares the rows `[0, position)` and `fixed` of every arena valid. Only for who has just written and
+        checked them; `[0, kept)` are the rows that were live before, with their checkpoints."""
         if not 0 <= position <= self.context_tokens:
             raise ValueError(f"{position} rows are more than the context of {self.context_tokens}")
+        self.fixed_state.forget_beyond(min(kept, position - 1))
+        self.fixed_state.unpack(position)
         self._position = position
+        self.checkpoint()
 
     def extend(
         self,
@@ -133,22 +167,28 @@ class Session:
         *,
         cancel: Cancel | None = None,
         on_chunk: Callable[[int], None] | None = None,
+        checkpoint_at: Sequence[int] = (),
     ) -> int:
         """Reads tokens behind the position, in chunks that end at absolute multiples of `batch_tokens`.
 
-        Makes no logits. `cancel` is asked before each chunk. `on_chunk` is told the position after each; on CUDA
-        as many chunks as there are stages may then still be running. Returns the position reached.
-        Raises ContextFull (nothing was read) and StageFailed (whole chunks before it are kept).
+        With fixed state chunks also end at the positions `checkpoint_at`, where a checkpoint is taken. Makes no logits.
+        `cancel` is asked before each chunk. `on_chunk` is told the position after each; on CUDA as many chunks as there
+        are stages may then still be running. Returns the position reached. Raises ContextFull (nothing was read) and
+        StageFailed (whole chunks before it are kept, with linear layers those before the last checkpoint).
         """
         ids = np.ascontiguousarray(token_ids, dtype=np.int64)
         origin, end = self._position, self._position + len(ids)
         self._check_room(len(ids))
+        stops = sorted(set(checkpoint_at)) if self.fixed_state.exists else []
         running: deque[torch.cuda.Event] = deque()
         while self._position < end and not (cancel is not None and cancel.is_set()):
             start = self._position
-            stop = min(end, (start // self.batch_tokens + 1) * self.batch_tokens)
-            self._forward(ids[start - origin : stop - origin], start, "prefill")
+            edge = (start // self.batch_tokens + 1) * self.batch_tokens
+            stop = min(end, edge, next((place for place in stops if place > start), end))
+            self._run(ids[start - origin : stop - origin], start, "prefill")
             self._position = stop
+            if stop in stops:
+                self.checkpoint()
             self._bound(running)
             if on_chunk is not None:
                 on_chunk(stop)
@@ -164,11 +204,12 @@ class Session:
         self._check_room(1)
         if self._decode_graph is not None and not self.is_steered:
             return self._step_recorded(self._decode_graph, token_id)
-        hidden = self._forward(np.array([token_id], dtype=np.int64), self._position, "decode")
+        hidden = self._run(np.array([token_id], dtype=np.int64), self._position, "decode")
         try:
             with torch.inference_mode():
                 logits = self.stages[-1].logits(hidden)
         except Exception as error:
+            self._recover()
             raise StageFailed(len(self.stages) - 1, "decode", error) from error
         self._position += 1
         return logits
@@ -201,6 +242,25 @@ class Session:
                     raise StageFailed(stage.index, doing, error) from error
         return flow
 
+    def _run(self, token_ids: npt.NDArray[np.int64], position: int, doing: str) -> torch.Tensor:
+        """`_forward`, after whose failure the position is a valid one."""
+        try:
+            return self._forward(token_ids, position, doing)
+        except BaseException:
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """After a forward that broke midway: some layers have moved on, others have not."""
+        if not self.fixed_state.is_exact_once:
+            return  # rows beyond the position mean nothing, and windows reach back behind it
+        position = self.fixed_state.last_before(self._position)
+        if position:
+            self.fixed_state.go_back(position)
+            self._position = position
+        else:
+            self.reset()
+
     def _check_room(self, tokens: int) -> None:
         if self._position + tokens > self.context_tokens:
             raise ContextFull(self._position, tokens, self.context_tokens)
@@ -225,7 +285,11 @@ def open_session(model: Any, config: EngineConfig) -> Session:
     check_config(model.config)
     ranges = split_layers(model.config, len(config.devices), config.layer_split)
     context_tokens = config.context_tokens or int(model.config.max_position_embeddings)
-    layouts = build_layout(model.config, ranges, config.kv_dtype or model.dtype)
+    layouts = build_layout(model.config, ranges, config.kv_dtype or model.dtype, model.dtype)
     stages = place(model, ranges, config.devices)
-    arenas = [StageArena(layout, context_tokens, stage.device) for layout, stage in zip(layouts, stages, strict=True)]
-    return Session(stages, arenas, config.batch_tokens, model.config)
+    room = WindowRoom(config.batch_tokens, config.window_slack_tokens)
+    arenas = [
+        StageArena(layout, context_tokens, stage.device, window_room=room)
+        for layout, stage in zip(layouts, stages, strict=True)
+    ]
+    return Session(stages, arenas, config.batch_tokens, model.config, config.ctx_checkpoints)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from engine.copies import CaptureInFlight
 from engine.errors import SnapshotDamaged, SnapshotMismatch, StageFailed
+from engine.fixed_copies import copy_fixed_out
 from engine.session import Session
 from engine.transfer import CopySteps, Direction, move_stages, queue_stage
 
@@ -149,12 +150,15 @@ def host_plan(session: Session, stop: int, *, start: int = 0, block_tokens: int 
 def capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> SnapshotChecksums:
     """Copies the planned rows and fixed state of every stage into the plan's buffers.
 
-    Raises SnapshotMismatch, or StageFailed when a copy broke; then the buffers' content means nothing. The live
-    state stays as it is either way.
+    Fixed parts may be of the present position and of every checkpoint. Raises SnapshotMismatch, or StageFailed when a
+    copy broke; then the buffers' content means nothing. The live state stays as it is either way.
     """
     _check_capture(session, plan)
     try:
-        rows, fixed = move_stages(session.arenas, plan, session.checksum, Direction.OUT, steps, session.before_write)
+        fixed = copy_fixed_out(session, plan, steps)
+        rows, _ = move_stages(
+            session.arenas, _rows_of(plan), session.checksum, Direction.OUT, steps, session.before_write
+        )
     except Exception as error:
         raise StageFailed(getattr(error, "stage", 0), "capture", error) from error
     return SnapshotChecksums(rows, fixed)
@@ -193,7 +197,7 @@ def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
     try:
         rows, fixed = move_stages(session.arenas, plan, session.checksum, Direction.IN, steps, session.before_write)
         _compare(plan, rows, fixed)
-        session.adopt(plan.position)
+        session.adopt(plan.position, kept=plan.start)
     except SnapshotDamaged:
         session.reset()
         raise
@@ -205,6 +209,11 @@ def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
         raise
 
 
+def _rows_of(plan: Plan) -> SnapshotPlan:
+    stages = tuple(StagePlan(tuple(RowRun(run.start, run.stop, run.buffer) for run in s.rows)) for s in plan.stages)
+    return SnapshotPlan(plan.layout_digest, plan.start, plan.stop, plan.block_tokens, stages)
+
+
 def _check_capture(session: Session, plan: Plan) -> None:
     _check(session, plan)
     if plan.stop > session.position:
@@ -213,8 +222,11 @@ def _check_capture(session: Session, plan: Plan) -> None:
         buffers = [run.buffer for run in stage.rows] + [part.buffer for part in stage.fixed]
         if not all(buffer.flags.writeable for buffer in buffers):
             raise SnapshotMismatch(f"stage {index}: a buffer cannot be written to")
-        if any(part.position != session.position for part in stage.fixed):
-            raise SnapshotMismatch(f"stage {index}: the fixed state is that of position {session.position} only")
+        known = {session.position, *session.checkpoints}
+        for part, first in zip(stage.fixed, plan.stages[0].fixed, strict=True):
+            if part.position not in known or part.position != first.position:
+                places = ", ".join(map(str, sorted(known)))
+                raise SnapshotMismatch(f"stage {index}: the fixed state is that of position {places} only")
 
 
 def _check(session: Session, plan: Plan) -> None:

@@ -21,6 +21,10 @@ from engine.attention import ATTENTION_NAME, register_attention
 from engine.cache import StageCache
 from engine.errors import InvalidSplit
 
+FINAL_NORMS = ("norm", "embedding_norm")
+"""What families call the norm behind the last layer."""
+EMBEDDING_SCALE = "embedding_multiplier"
+
 
 class PassThrough(nn.Module):
     """Stands where another stage's layer is."""
@@ -40,6 +44,7 @@ class Stage:
         device: torch.device,
         inner: nn.Module,
         head: nn.Module | None,
+        logit_scale: float = 1.0,
     ) -> None:
         self.index = index
         self.first_layer = first_layer
@@ -48,6 +53,8 @@ class Stage:
         self.inner = inner
         self.head = head
         """Hidden states to logits; only in the last stage."""
+        self.logit_scale = logit_scale
+        """Some families divide what the head gives."""
 
     @property
     def num_layers(self) -> int:
@@ -80,6 +87,8 @@ class Stage:
         """float32 `[vocab]` for the last token of `hidden`; last stage only."""
         assert self.head is not None, "only the last stage has the head"
         logits: torch.Tensor = self.head(hidden[:, -1:])
+        if self.logit_scale != 1.0:
+            logits = logits / self.logit_scale
         return logits[0, -1].float()
 
 
@@ -133,7 +142,8 @@ def _balanced_starts(config: Any, stages: int, forbidden: range) -> tuple[int, .
     hidden, heads, kv_heads = int(config.hidden_size), int(config.num_attention_heads), int(config.num_key_value_heads)
     head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
     attention = 2 * hidden * head_dim * (heads + kv_heads)
-    layer_weight = attention + 3 * hidden * int(config.intermediate_size)
+    inner: Any = getattr(config, "shared_intermediate_size", None) or getattr(config, "intermediate_size", 4 * hidden)
+    layer_weight = attention + 3 * hidden * int(inner)
     ends_weight = hidden * int(config.vocab_size)
 
     def weight(first: int, end: int) -> int:
@@ -174,7 +184,8 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
         moved: dict[int, torch.Tensor] = {}
         inner = _cut(model.base_model, first, end, is_first=index == 0, is_last=is_last)
         head = _moved(model.get_output_embeddings(), device, moved) if is_last else None
-        stages.append(Stage(index, first, end, device, _moved(inner, device, moved), head))
+        scale = float(getattr(model.config, "logits_scaling", None) or 1.0)
+        stages.append(Stage(index, first, end, device, _moved(inner, device, moved), head, scale))
     return stages
 
 
@@ -188,8 +199,12 @@ def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: boo
     twin._modules["layers"] = nn.ModuleList(layers).eval()
     if not is_first:
         twin._modules["embed_tokens"] = None
+        if hasattr(twin, EMBEDDING_SCALE):
+            # Applied to whatever comes in, which here has been through it.
+            setattr(twin, EMBEDDING_SCALE, 1.0)
     if not is_last:
-        twin._modules["norm"] = nn.Identity()
+        name = next(name for name in FINAL_NORMS if name in twin._modules)
+        twin._modules[name] = nn.Identity()
     return twin
 
 

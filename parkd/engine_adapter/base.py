@@ -127,11 +127,25 @@ class RowEngine(Protocol):
     @property
     def position(self) -> int: ...
 
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """Positions at which a copy of the fixed state of all stages is held, ascending; empty without fixed state."""
+
+    @property
+    def rewind_floor(self) -> int:
+        """`truncate` takes every position from here to `position`: 0 without fixed state, `position` if the state is
+        exact there only, less where sliding windows have slack."""
+
+    def checkpoint(self) -> None:
+        """Keeps the fixed state at `position`; nothing without fixed state, nothing at 0. A bound of the engine's own
+        applies: the earliest checkpoint stays, of the others the least recently used goes."""
+
     def reset(self) -> None:
         """Forgets the live conversation: `position` is 0. Cheap; rows are not cleared."""
 
     def truncate(self, position: int) -> None:
-        """Keeps `[0, position)`. Raises ValueError if the state at `position` is not exact (fixed state)."""
+        """Keeps `[0, position)`. Raises ValueError if the state at `position` is not exact: below `rewind_floor` and
+        not one of `checkpoints`, nor 0. Checkpoints beyond are forgotten."""
 
     def extend(
         self,
@@ -139,8 +153,11 @@ class RowEngine(Protocol):
         *,
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
+        checkpoint_at: Sequence[int] = (),
     ) -> int:
         """Reads tokens behind `position`, a chunk at a time at absolute multiples of the batch size.
+
+        With fixed state chunks also end at the positions `checkpoint_at`, where a checkpoint is taken.
 
         Stops after the chunk in which `cancel` was set. `on_chunk` is told the position after each chunk.
         Returns the position reached. Raises EngineFailure.
@@ -177,7 +194,8 @@ class RowEngine(Protocol):
         """Thread-safe."""
 
     def capture(self, transfer: Transfer) -> Checksums:
-        """Copies rows and fixed state of every stage into the transfer's buffers; the live state stays.
+        """Copies rows and fixed state of every stage into the transfer's buffers; the live state stays. Fixed parts are
+        of `position` or of one of `checkpoints`.
 
         `transfer.stop <= position`. Raises EngineFailure; then the buffers' content means nothing.
         """

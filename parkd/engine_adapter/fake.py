@@ -27,6 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, TextPiece
+from parkd.engine_adapter.fake_fixed import FakeFixedState
 from parkd.errors import InvalidRequest, RestoreFailed
 from parkd.types import Checksums, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
 
@@ -163,8 +164,11 @@ class FakeEngine:
         end_odds: int = END_ODDS,
         script: Script | None = None,
         steering: Mapping[str, float] | None = None,
+        fixed_bytes: int = 0,
+        ctx_checkpoints: int = 8,
     ) -> None:
-        """`steering` are the known control vectors, each with the scale it has by default."""
+        """`steering` are the known control vectors, each with the scale it has by default. With `fixed_bytes` a stage
+        (a multiple of 8) rows are computed from fixed state, and the engine resumes at checkpoints only."""
         self.tokenizer = FakeTokenizer()
         self.template = FakeTemplate()
         self.hook: Hook = hook or (lambda _name, _number: None)
@@ -179,10 +183,13 @@ class FakeEngine:
         self._default_steering = dict(steering or {})
         self._steering = self.steering_digest(None)
         self._position = 0
+        self._fixed = FakeFixedState(stages, fixed_bytes // 8, ctx_checkpoints)
         self._words = [2 + stage % 2 for stage in range(stages)]
         self._arenas = [np.zeros((context_tokens, words), dtype=np.uint64) for words in self._words]
         layouts = tuple(
-            StageLayout(stage, stage + 1, words * 8, 0, blake2b(bytes([stage, words]), digest_size=16).digest())
+            StageLayout(
+                stage, stage + 1, words * 8, fixed_bytes, blake2b(bytes([stage, words]), digest_size=16).digest()
+            )
             for stage, words in enumerate(self._words)
         )
         self.info = EngineInfo(
@@ -202,12 +209,27 @@ class FakeEngine:
     def position(self) -> int:
         return self._position
 
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        return self._fixed.positions
+
+    @property
+    def rewind_floor(self) -> int:
+        return self._position if self._fixed.exists else 0
+
+    def checkpoint(self) -> None:
+        self._fixed.keep(self._position)
+
     def reset(self) -> None:
         self._position = 0
+        self._fixed.go_back(0)
 
     def truncate(self, position: int) -> None:
-        if not 0 <= position <= self._position:
+        exact = position in (0, *self.checkpoints) or position >= self.rewind_floor
+        if not 0 <= position <= self._position or not exact:
             raise ValueError(f"cannot truncate {self._position} tokens to {position}")
+        if position < self._position:
+            self._fixed.go_back(position)
         self._position = position
 
     def extend(
@@ -216,13 +238,18 @@ class FakeEngine:
         *,
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
+        checkpoint_at: Sequence[int] = (),
     ) -> int:
         stop = self._position + len(token_ids)
+        places = sorted(checkpoint_at) if self._fixed.exists else []
         base = self._position
         while self._position < stop and not cancel.is_set():
             self.hook("chunk", self._position)
             end = min(stop, (self._position // self._batch + 1) * self._batch)
+            end = min(end, next((place for place in places if place > self._position), end))
             self._read(token_ids[self._position - base : end - base])
+            if end in places:
+                self.checkpoint()
             if on_chunk is not None:
                 on_chunk(self._position)
         return self._position
@@ -270,8 +297,9 @@ class FakeEngine:
         for stage, part in enumerate(transfer.stages):
             for run in part.rows:
                 run.buffer[:] = self._arenas[stage][run.start : run.stop].reshape(-1).view(np.uint8)
+        fixed = self._fixed.copy_out(transfer.stages, self._position)
         self.transfers.append(("capture", transfer.start, transfer.stop))
-        return Checksums(self._checksums(transfer.start, transfer.stop), np.zeros((0, len(self._arenas)), np.uint64))
+        return Checksums(self._checksums(transfer.start, transfer.stop), fixed)
 
     def restore(self, transfer: Transfer) -> None:
         try:
@@ -281,14 +309,20 @@ class FakeEngine:
                 for run in part.rows:
                     rows = run.buffer.view(np.uint64).reshape(run.stop - run.start, self._words[stage])
                     self._arenas[stage][run.start : run.stop] = rows
+            fixed = self._fixed.copy_in(transfer.stages)
             self.hook("restored", transfer.stop)
             expected = transfer.checksums
             if expected is None or not np.array_equal(self._checksums(transfer.start, transfer.stop), expected):
                 raise RestoreFailed("A block's checksum does not match its bytes.")
+            expected = transfer.fixed_checksums
+            if self._fixed.exists and (expected is None or not np.array_equal(fixed, expected)):
+                raise RestoreFailed("The fixed state's checksum does not match its bytes.")
         except Exception:
             self.reset()
             raise
+        self._fixed.forget_beyond(min(transfer.start, transfer.position - 1))
         self._position = transfer.position
+        self.checkpoint()
         self.transfers.append(("restore", transfer.start, transfer.position))
 
     def close(self) -> None:
@@ -308,6 +342,9 @@ class FakeEngine:
                 at = run.stop
             if at != transfer.stop:
                 raise RestoreFailed("The parked rows end too early.")
+            places = [fixed.position for fixed in part.fixed]
+            if places != ([transfer.position] if self._fixed.exists else []):
+                raise RestoreFailed("The parked fixed state is of another position.")
 
     def _checksums(self, start: int, stop: int) -> Words:
         """`[blocks, stages]` over the arena's own bytes."""
@@ -329,6 +366,8 @@ class FakeEngine:
         chain += self._last_chain()
         for stage, arena in enumerate(self._arenas):
             arena[start:stop] = row_words(chain, stage, self._words[stage])
+            if self._fixed.exists:
+                self._fixed.live[stage][:] = row_words(chain[-1:], stage, self._fixed.words)[0]
         self._position = stop
         if not decode:
             self.read_tokens += len(token_ids)
@@ -338,7 +377,8 @@ class FakeEngine:
         if self._position == 0:
             return np.uint64(0)
         salts = [mix(np.array([stage + 1], dtype=np.uint64))[0] for stage in range(len(self._arenas))]
-        held = [arena[self._position - 1, 0] ^ salt for arena, salt in zip(self._arenas, salts, strict=True)]
+        last = self._fixed.live if self._fixed.exists else [arena[self._position - 1] for arena in self._arenas]
+        held = [words[0] ^ salt for words, salt in zip(last, salts, strict=True)]
         if all(value == held[0] for value in held):
             return np.uint64(held[0])
         return np.uint64(mix(np.array([np.bitwise_xor.reduce(held)], dtype=np.uint64))[0])

@@ -23,7 +23,7 @@ import torch
 
 from engine import snapshot
 from engine.architectures import architecture_of
-from engine.arena import StageArena
+from engine.arena import StageArena, WindowRoom
 from engine.chat import ChatTemplate as EngineTemplate
 from engine.config import EngineConfig
 from engine.copies import CaptureInFlight
@@ -119,17 +119,18 @@ class TorchEngine:
             )
             ranges = split_layers(loaded.config, len(layout.devices), layout.layer_split)
             kv_dtype = layout.kv_dtype or loaded.dtype
-            state = build_layout(loaded.config, ranges, kv_dtype)
+            state = build_layout(loaded.config, ranges, kv_dtype, loaded.dtype)
+            room = WindowRoom(layout.batch_tokens, layout.window_slack_tokens)
             stages = place(loaded.model, ranges, layout.devices)
             context = choose_context(
-                [StageNeed(d, s.row_bytes, s.fixed_bytes) for d, s in zip(layout.devices, state, strict=True)],
+                [_need(d, s, room, layout.ctx_checkpoints) for d, s in zip(layout.devices, state, strict=True)],
                 int(loaded.config.max_position_embeddings),
                 layout.context_tokens,
                 reserved_bytes=config.reserved_bytes,
                 free=free,
             )
-            arenas = [StageArena(s, context, d) for d, s in zip(layout.devices, state, strict=True)]
-            session = Session(stages, arenas, layout.batch_tokens, loaded.config)
+            arenas = [StageArena(s, context, d, window_room=room) for d, s in zip(layout.devices, state, strict=True)]
+            session = Session(stages, arenas, layout.batch_tokens, loaded.config, layout.ctx_checkpoints)
         except EngineError as error:
             raise ModelError(str(error)) from error
         except torch.OutOfMemoryError as error:
@@ -178,9 +179,27 @@ class TorchEngine:
     def truncate(self, position: int) -> None:
         self._session.truncate(position)
 
-    def extend(self, token_ids: TokenIds, *, cancel: Cancel, on_chunk: Callable[[int], None] | None = None) -> int:
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        return self._session.checkpoints
+
+    @property
+    def rewind_floor(self) -> int:
+        return self._session.rewind_floor
+
+    def checkpoint(self) -> None:
+        self._session.checkpoint()
+
+    def extend(
+        self,
+        token_ids: TokenIds,
+        *,
+        cancel: Cancel,
+        on_chunk: Callable[[int], None] | None = None,
+        checkpoint_at: Sequence[int] = (),
+    ) -> int:
         with _translated():
-            return self._session.extend(token_ids, cancel=cancel, on_chunk=on_chunk)
+            return self._session.extend(token_ids, cancel=cancel, on_chunk=on_chunk, checkpoint_at=checkpoint_at)
 
     def generate(
         self,
@@ -294,6 +313,12 @@ def _state_layout(stages: Sequence[StageStateLayout], checksum: str) -> StateLay
     return StateLayout(
         tuple(StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in stages), checksum
     )
+
+
+def _need(device: str, layout: StageStateLayout, room: WindowRoom, checkpoints: int) -> StageNeed:
+    """What a stage asks of its device beside the rows: what is live, and the checkpoints that are kept there."""
+    fixed_bytes = layout.fixed_bytes * (1 + checkpoints) + layout.window_bytes(room.tokens)
+    return StageNeed(device, layout.row_bytes, fixed_bytes)
 
 
 def _weights_bytes(stages: Sequence[Stage]) -> int:

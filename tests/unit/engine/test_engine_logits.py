@@ -103,7 +103,7 @@ def test_bias_hides_exactly_what_comes_later() -> None:
     assert torch.isneginf(bias[~torch.tensor(visible)]).all()
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "sliding_window", "position_bias", "never_heard_of"])
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "never_heard_of"])
 def test_attention_refuses_what_it_does_not_honour(name: str) -> None:
     states = torch.zeros(1, 2, 4, 8)
     with pytest.raises(UnsupportedModel, match=name):

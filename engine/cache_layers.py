@@ -1,0 +1,153 @@
+"""Cache layers over fixed state: sliding windows, convolutions and recurrences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+
+class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer that sees `window` tokens, in a buffer of its own in order of time.
+
+    token    base ...... floor - (window-1) ...... position ...... base + capacity
+    buffer   |-- slack --|------ window - 1 -------|-- written now --|-- free --|
+
+    A view covers the last `window - 1` tokens and the new ones, which is what the library's own layer would hold.
+    When the buffer is full its end moves to the front, with `slack` tokens before the window: so far back the
+    timeline can be cut without anything having been kept.
+    """
+
+    is_sliding = True
+
+    def __init__(
+        self, live: tuple[torch.Tensor, torch.Tensor], packed: tuple[torch.Tensor, torch.Tensor], slack: int
+    ) -> None:
+        """`live` are keys and values `[capacity, heads, head_dim]`, `packed` the fixed state's, `[window - 1, ...]`."""
+        super().__init__()
+        self.window = packed[0].shape[0] + 1
+        self.slack = slack
+        self.position = 0
+        self.is_initialized = True
+        self._live = live
+        self._packed = packed
+        self._base = 0
+
+    @property
+    def floor(self) -> int:
+        """The lowest position at which the whole window is still here."""
+        return self._base + self.window - 1 if self._base else 0
+
+    def begin(self, position: int) -> None:
+        self.position = position
+        if position == 0:
+            self._base = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the buffer was allocated before the first forward."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes `[1, heads, q, head_dim]` at the position; returns `[1, heads, min(position, window-1) + q, dim]`."""
+        count = key_states.shape[-2]
+        if self.position - self._base + count > len(self._live[0]):
+            self._make_room(count)
+        at = self.position - self._base
+        first = at - min(self.position, self.window - 1)
+        views = []
+        for buffer, states in zip(self._live, (key_states, value_states), strict=True):
+            buffer[at : at + count] = states[0].transpose(0, 1)
+            views.append(_heads_first(buffer[first : at + count], states))
+        return views[0], views[1]
+
+    def pack(self) -> None:
+        """Writes the window before the position into the fixed state; what is not of it is zero."""
+        count = min(self.position, self.window - 1)
+        at = self.position - self._base
+        for buffer, packed in zip(self._live, self._packed, strict=True):
+            packed[:count] = buffer[at - count : at]
+            packed[count:] = 0
+
+    def unpack(self, position: int) -> None:
+        """Takes the window before `position` from the fixed state."""
+        count = min(position, self.window - 1)
+        self.position, self._base = position, position - count
+        for buffer, packed in zip(self._live, self._packed, strict=True):
+            buffer[:count] = packed[:count]
+
+    def _make_room(self, count: int) -> None:
+        """Moves the end of the buffer to its front. Raises ValueError for a chunk that can never fit."""
+        room = len(self._live[0]) - count
+        if room < self.window - 1:
+            raise ValueError(f"{count} tokens at once do not fit a window's buffer of {len(self._live[0])}")
+        at = self.position - self._base
+        kept = min(at, room, self.window - 1 + self.slack)
+        for buffer in self._live:
+            buffer[:kept] = buffer[at - kept : at].clone()
+        self._base = self.position - kept
+
+    def get_seq_length(self) -> int:
+        return self.position
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = min(self.position, self.window - 1)
+        return past + query_length, self.position - past
+
+    def get_max_length(self) -> int:
+        return self.window
+
+
+class ArenaLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """Convolution and recurrent states of one layer, living in an arena's fixed state.
+
+    The library's layer writes them in place; it only never allocates. Whether there is a previous state follows from
+    the position: at 0 there is none.
+    """
+
+    def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
+        """`states`: `conv_0`, `recurrent_0`, ... -> `[1, ...]`, views of the fixed state."""
+        super().__init__(number_of_states=sum(name.startswith("conv_") for name in states))
+        self._views = dict(states)
+
+    def begin(self, position: int) -> None:
+        for index in range(self.number_of_states):
+            conv, recurrent = self._views[f"conv_{index}"], self._views.get(f"recurrent_{index}")
+            self.has_previous_state[index] = position > 0
+            self.conv_states[index] = conv
+            self.conv_kernel_size[index] = conv.shape[-1]
+            self.is_conv_states_initialized[index] = True
+            self.recurrent_states[index] = recurrent
+            self.is_recurrent_states_initialized[index] = recurrent is not None
+        self.dtype, self.device = self._views["conv_0"].dtype, self._views["conv_0"].device
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Called only for a state that the layout does not name."""
+        raise ValueError("the layer keeps a recurrent state that its layout does not have")
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **arguments: Any) -> torch.Tensor:
+        self._check("conv", state_idx, conv_states.shape[:-1], conv_states.dtype)
+        full: torch.Tensor = super().update_conv_state(conv_states, state_idx, **arguments)
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **arguments: Any
+    ) -> torch.Tensor:
+        if f"recurrent_{state_idx}" in self._views:
+            self._check("recurrent", state_idx, recurrent_states.shape, recurrent_states.dtype)
+        kept: torch.Tensor = super().update_recurrent_state(recurrent_states, state_idx, **arguments)
+        return kept
+
+    def _check(self, kind: str, index: int, shape: torch.Size, dtype: torch.dtype) -> None:
+        """A state of another shape or dtype than the layout's would be broadcast or rounded without a word."""
+        view = self._views[f"{kind}_{index}"]
+        expected = view.shape[:-1] if kind == "conv" else view.shape
+        if shape != expected or dtype != view.dtype:
+            raise ValueError(f"{kind} state {index} is {tuple(shape)} {dtype}; its layout says {tuple(expected)}")
+
+
+def _heads_first(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`[n, heads, head_dim]` as `[1, heads, n, head_dim]`, in the dtype of `like`."""
+    return rows.transpose(0, 1).unsqueeze(0).to(like.dtype)

@@ -1,0 +1,95 @@
+"""The fixed state of all stages: what is live, and copies of it at earlier positions.
+
+    timeline   0 ---- c0 -------- c1 --- c2 ------- position
+                      |-- root    |      |          |-- live: arenas and caches
+                      copies on the devices, one tensor a stage
+
+With linear layers the state is exact at the position and at checkpoints only; with sliding windows also a little
+before the position; without either everywhere, and then there is nothing to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.arena import StageArena
+from engine.cache import StageCache
+
+Copies = list[torch.Tensor]
+"""uint8 `[fixed_bytes]` of each stage."""
+
+
+class FixedState:
+    """At most `limit` checkpoints: the earliest stays, of the others the least recently used goes."""
+
+    def __init__(self, arenas: Sequence[StageArena], caches: Sequence[StageCache], limit: int) -> None:
+        self._arenas = tuple(arenas)
+        self._caches = tuple(caches)
+        self._limit = limit
+        self._kept: dict[int, Copies] = {}
+        """By position, least recently used first."""
+        self.exists = any(arena.layout.fixed_bytes for arena in arenas)
+        self.is_exact_once = any(cache.has_linear_state for cache in caches)
+        """A forward that breaks midway leaves nothing to go on from."""
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Where a checkpoint is held, ascending."""
+        return tuple(sorted(self._kept))
+
+    def floor(self, position: int) -> int:
+        """From here to `position`, where the timeline is, every position is exact without a checkpoint."""
+        return max(cache.floor(position) for cache in self._caches)
+
+    def live(self, position: int) -> Copies:
+        """The arenas' own bytes, made true at `position`, where the timeline is."""
+        for cache in self._caches:
+            cache.pack(position)
+        return [arena.fixed for arena in self._arenas]
+
+    def at(self, position: int) -> Copies | None:
+        """The checkpoint held for `position`, None if there is none."""
+        return self._kept.get(position)
+
+    def keep(self, position: int) -> None:
+        """Takes a checkpoint at `position`, where the timeline is. Queues copies; waits for nothing."""
+        if not self.exists:
+            return
+        if position in self._kept:
+            self._kept[position] = self._kept.pop(position)
+            return
+        memory = self._kept.pop(self._oldest()) if len(self._kept) >= self._limit else None
+        live = self.live(position)
+        copies = [torch.empty_like(fixed) for fixed in live] if memory is None else memory
+        for copy, fixed in zip(copies, live, strict=True):
+            copy.copy_(fixed)
+        self._kept[position] = copies
+
+    def go_back(self, position: int) -> None:
+        """Makes the checkpoint at `position` live and forgets those beyond it. Raises KeyError if there is none."""
+        copies = self._kept.pop(position)
+        self._kept[position] = copies
+        for arena, copy in zip(self._arenas, copies, strict=True):
+            arena.fixed.copy_(copy)
+        self.unpack(position)
+        self.forget_beyond(position)
+
+    def unpack(self, position: int) -> None:
+        """Goes on from the arenas' `fixed`, which is true at `position`."""
+        for cache in self._caches:
+            cache.unpack(position)
+
+    def forget_beyond(self, position: int) -> None:
+        """Their rows are about to be overwritten."""
+        for place in [place for place in self._kept if place > position]:
+            del self._kept[place]
+
+    def last_before(self, position: int) -> int:
+        """The deepest checkpoint at or before `position`; 0 if there is none."""
+        return max((place for place in self._kept if place <= position), default=0)
+
+    def _oldest(self) -> int:
+        root = min(self._kept)
+        return next((place for place in self._kept if place != root), root)

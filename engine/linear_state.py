@@ -1,0 +1,60 @@
+"""What layers of linear attention keep: convolution windows and recurrent states, by family.
+
+Shapes are those the library's own cache ends up with (a test compares them), without its batch dimension. Recurrent
+states stay in the dtype the model computes them in, which is float32 whatever the weights are in where that is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+States = tuple[tuple[str, torch.dtype, Shape], ...]
+"""(name, dtype, shape) of each; `conv_0` and `recurrent_0` are state 0 of the layer."""
+
+
+def gated_delta_net(config: Any, dtype: torch.dtype) -> States:
+    """Qwen3-Next and Qwen3.5: one convolution over queries, keys and values, one key-value memory a head."""
+    key_dim = config.linear_num_key_heads * config.linear_key_head_dim
+    value_dim = config.linear_num_value_heads * config.linear_value_head_dim
+    memory = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    return (
+        ("conv_0", dtype, (2 * key_dim + value_dim, config.linear_conv_kernel_dim)),
+        ("recurrent_0", torch.float32, memory),
+    )
+
+
+def mamba2(config: Any, dtype: torch.dtype) -> States:
+    """Granite 4 H and Falcon-H1: one convolution over input, B and C, one state a head."""
+    inner = config.mamba_n_heads * config.mamba_d_head
+    channels = inner + 2 * config.mamba_n_groups * config.mamba_d_state
+    return (
+        ("conv_0", dtype, (channels, config.mamba_d_conv)),
+        ("recurrent_0", torch.float32, (config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state)),
+    )
+
+
+def short_convolution(config: Any, dtype: torch.dtype) -> States:
+    """LFM2: a convolution and nothing else."""
+    return (("conv_0", dtype, (config.hidden_size, config.conv_L_cache)),)
+
+
+LINEAR_STATES: Mapping[str, Callable[[Any, torch.dtype], States]] = MappingProxyType(
+    {
+        "qwen3_next": gated_delta_net,
+        "qwen3_5_text": gated_delta_net,
+        "granitemoehybrid": mamba2,
+        "falcon_h1": mamba2,
+        "lfm2": short_convolution,
+    }
+)
+"""`model_type` -> what each of its linear layers keeps."""
+
+
+def linear_states(config: Any, dtype: torch.dtype) -> States:
+    """Raises KeyError for a family that is not listed; `architectures.check_config` refuses it by name first."""
+    return LINEAR_STATES[config.model_type](config, dtype)

@@ -1,0 +1,85 @@
+"""Tiny random models of every family that keeps fixed state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from core_models import CONTEXT, VOCAB
+from transformers import AutoConfig, AutoModelForCausalLM
+
+WINDOW = 24
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "num_hidden_layers": 4,
+}
+_DELTA_NET = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen2-window": ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            **_DELTA_NET,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "qwen3.5": ("qwen3_5_text", _DELTA_NET),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "granite-h": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "mamba_n_heads": 12,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+}
+"""Name -> `model_type` and settings."""
+
+
+def hybrid_config(family: str, **changes: Any) -> Any:
+    model_type, settings = HYBRIDS[family]
+    return AutoConfig.for_model(model_type, **{**_SHAPE, **settings, **changes})
+
+
+def hybrid_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Heads forget slowly, so that state made long ago still shows in the logits."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(hybrid_config(family, **changes), dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.linspace(-5.0, 0.0, parameter.numel()))
+            elif parameter.dim() > 1:
+                parameter.normal_(0.0, 1.2 / parameter.shape[-1] ** 0.5)
+    return model
