@@ -15,6 +15,8 @@ from parkd.errors import BodyTooLarge, InvalidRequest
 
 LARGE_BODY_BYTES = 1024 * 1024
 """A body from this size up is parsed in a worker thread, so that the event loop goes on."""
+DEPTH_LIMIT = 100
+"""Objects and lists inside each other; agents' tool schemas reach some twenty."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -47,7 +49,19 @@ async def parse_object(body: bytes) -> Mapping[str, Any]:
         raise InvalidRequest(f"The body is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise InvalidRequest("The body must be a JSON object.")
+    check_depth(document)
     return document
+
+
+def check_depth(document: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for a document that what reads it, or writes parts of it back, could choke on."""
+    level: list[Any] = [document]
+    for _ in range(DEPTH_LIMIT):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise InvalidRequest(f"The body is nested more than {DEPTH_LIMIT} levels deep. Send a flatter one.")
 
 
 def _too_large(limit_bytes: int) -> BodyTooLarge:

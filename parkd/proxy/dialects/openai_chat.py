@@ -15,7 +15,16 @@ from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
-from parkd.proxy.dialects.nested import cache_hints, check_named, name_at, object_at, objects, response_schema, wrong
+from parkd.proxy.dialects.nested import (
+    cache_hints,
+    check_named,
+    name_at,
+    object_at,
+    objects,
+    response_schema,
+    text_at,
+    wrong,
+)
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
 from parkd.types import (
     Event,
@@ -240,7 +249,7 @@ def _check_message(message: Any, where: str) -> None:
 
 
 def _check_part(part: Any, where: str) -> None:
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = text_at(part, "type", where) if isinstance(part, dict) else ""
     if isinstance(part, str) or kind in QUIET_PARTS:
         return
     if kind in IMAGE_PARTS:

@@ -150,7 +150,8 @@ def _content(value: Any, path: str) -> str | list[Mapping[str, Any]]:
         return value or ""
     parts: list[Mapping[str, Any]] = []
     for index, part in enumerate(objects(value, path)):
-        kind, place = part.get("type"), f"{path}[{index}]"
+        place = f"{path}[{index}]"
+        kind = text_at(part, "type", place)
         if kind in TEXT_PARTS:
             parts.append({"type": "text", "text": text_at(part, "text", place)})
         elif kind == "refusal":

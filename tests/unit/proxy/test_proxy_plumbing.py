@@ -1,4 +1,4 @@
-"""The engine's thread and the event channel."""
+"""The engine's thread, the event channel, and bodies."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import threading
 import anyio
 import pytest
 
-from parkd.errors import Cancelled, EngineFailure
+from parkd.errors import Cancelled, EngineFailure, InvalidRequest
 from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.events import EVENT_CHARACTERS, UNREAD_LIMIT_CHARACTERS, EventChannel
+from parkd.proxy.requests import parse_object
 from parkd.types import CacheOutcome, CacheReport, Finished, FinishReason, Progress, Started, TextDelta, Timings
 
 pytestmark = pytest.mark.anyio
@@ -108,3 +109,38 @@ async def test_a_reader_that_keeps_up_is_never_given_up() -> None:
 async def _push_later(channel: EventChannel) -> None:
     await anyio.sleep(0.01)
     channel.push(TextDelta("late"))
+
+
+async def test_a_body_nested_too_deeply_is_refused() -> None:
+    def nested(levels: int) -> bytes:
+        return b'{"a":' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+
+    assert await parse_object(nested(100))
+    with pytest.raises(InvalidRequest, match="levels deep"):
+        await parse_object(nested(101))
+
+
+async def test_a_second_reader_reads_from_the_first_event_on() -> None:
+    channel = EventChannel()
+    channel.push(Started(REPORT))
+    for text in ("a", "b"):
+        channel.push(TextDelta(text))
+    assert await channel.next(1) == Started(REPORT)
+    assert channel.rewind()
+    channel.push(END)
+    told = [await channel.next(1) for _ in range(4)]
+    assert told[0] == Started(REPORT)
+    assert "".join(event.text for event in told if isinstance(event, TextDelta)) == "ab"
+    assert told[-1] == END
+
+
+async def test_an_answer_too_long_to_keep_or_one_that_failed_is_not_read_again() -> None:
+    channel = EventChannel()
+    for _ in range(3):
+        channel.push(TextDelta("x" * (UNREAD_LIMIT_CHARACTERS // 2 - 2 * EVENT_CHARACTERS)))
+        await channel.next(1)
+    assert not channel.can_rewind
+    assert not channel.rewind()
+    failed = EventChannel()
+    failed.fail(Cancelled("gone"))
+    assert not failed.rewind()
