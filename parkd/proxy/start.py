@@ -16,6 +16,9 @@ from parkd.proxy.live import LiveConversation
 from parkd.store.records import Parked, Tier
 from parkd.types import CacheOutcome, PromptIdentity, StateLayout, Units
 
+DISK_READ_S = 0.001
+"""What a read from disk costs besides its bytes: opening files, and two threads that tell each other."""
+
 
 @dataclass(frozen=True, slots=True)
 class StartPlan:
@@ -93,7 +96,8 @@ def _restore_plan(parked: Parked, position: int, length: int, live: LiveConversa
     keep = min(live.shared_rows(parked.blocks), position // BLOCK_TOKENS * BLOCK_TOKENS)
     moved = (position - keep) * layout.row_bytes + layout.fixed_bytes
     tier = CacheOutcome.RESTORED_DISK if parked.tier is Tier.DISK else CacheOutcome.RESTORED_RAM
-    option = StartOption(tier, position, length, move_bytes=moved, conversation=parked.id)
+    extra_s = DISK_READ_S if parked.tier is Tier.DISK else 0.0
+    option = StartOption(tier, position, length, move_bytes=moved, extra_s=extra_s, conversation=parked.id)
     return StartPlan(option, keep, parked)
 
 

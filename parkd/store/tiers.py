@@ -229,14 +229,14 @@ class TieredStore(ConversationStore):
         held = [self._shelf.blocks.get(block_id) for block_id in blocks]
         if conversation_id in self._shelf.entries or any(b is not None and b.checksums is None for b in held):
             return Refused(RefusalReason.BUSY, "it is being read from disk, or copied")
-        selective = self._admission
-        self._admission = replace(selective, admits_all=True)
-        self._is_loading = True
-        try:
-            capture = super().begin_capture(self._load_request(parked, end))
-        finally:
-            self._is_loading = False
-            self._admission = selective
+        capture = self._load(parked, end)
+        if isinstance(capture, Capture) and capture.position < end:
+            # A checksum covers a whole block: what fits only as a part of one ends at the block before.
+            self.abort(capture)
+            end = capture.position // size * size
+            if self.layout.fixed_bytes or end == 0:
+                return Refused(RefusalReason.BUDGET, f"no more than {capture.position} of its tokens would fit")
+            capture = self._load(parked, end)
         if isinstance(capture, Refused):
             return capture
         return self._promotion(entry, capture)
@@ -455,6 +455,17 @@ class TieredStore(ConversationStore):
                 self.disk.damaged(place.extent)
 
     # Reading
+
+    def _load(self, parked: Parked, end: int) -> Capture | Refused:
+        """Reserves room for `[0, end)`, whoever has to go for it."""
+        selective = self._admission
+        self._admission = replace(selective, admits_all=True)
+        self._is_loading = True
+        try:
+            return super().begin_capture(self._load_request(parked, end))
+        finally:
+            self._is_loading = False
+            self._admission = selective
 
     def _load_request(self, parked: Parked, end: int) -> CaptureRequest:
         return CaptureRequest(

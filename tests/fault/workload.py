@@ -67,20 +67,13 @@ class Life:
         self.note()
         if rows is None:
             return False
-        units, expected = self.content[parked.id] if parked.id in self.content else self._content_of(parked)
+        source = self.store._sources_of.get(parked.id, parked.id)  # a head was read into RAM under an id of its own
+        units, expected = self.content[source]
         if not np.array_equal(units[:stop], parked.units[:stop]):
             raise Wrong(f"{parked.id} has other units")
         if not all(np.array_equal(got, want[:stop]) for got, want in zip(rows, expected, strict=True)):
             raise Wrong(f"{parked.id} has other bytes")
         return True
-
-    def _content_of(self, parked: Parked) -> Content:
-        """Of a head that was read into RAM under an id of its own."""
-        return next(
-            content
-            for content in self.content.values()
-            if len(content[0]) >= parked.position and np.array_equal(content[0][: parked.position], parked.units)
-        )
 
 
 def run_one(store: TieredStore, fs: FaultFs, job: object) -> None:

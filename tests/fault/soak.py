@@ -1,0 +1,80 @@
+"""Random load with faults for as long as is asked: `python -m tests.fault.soak --minutes 30`.
+
+Each life has a seed of its own and is printed when it breaks, so that it can be lived again with `--seed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "unit" / "store")]
+
+STEPS = [
+    ("read_prompt", 2, 3),
+    ("go_on", 1, 4),
+    ("park", 0, 6),
+    ("restore", 2, 5),
+    ("work", 1, 8),
+    ("evict", 1, 3),
+    ("drop", 1, 1),
+    ("fault", 2, 2),
+    ("mend", 0, 2),
+    ("crash", 1, 1),
+    ("change_weights", 0, 0.3),
+]
+"""Step, the numbers it takes, and its weight."""
+
+
+def live(seed: int, steps: int) -> Counter[str]:
+    """One life. Raises what it finds."""
+    from random_life import RandomLife
+
+    rng = np.random.default_rng(seed)
+    life = RandomLife(
+        seed, bool(seed % 3 == 0), int(rng.integers(60_000, 300_000)), int(rng.integers(100_000, 1_500_000))
+    )
+    weights = np.array([weight for _, _, weight in STEPS])
+    for choice in rng.choice(len(STEPS), steps, p=weights / weights.sum()):
+        name, takes, _ = STEPS[choice]
+        getattr(life, name)(*(int(rng.integers(0, 1000)) for _ in range(takes)))
+        life.check()
+        if rng.random() < 0.01:
+            life.stop(bool(rng.random() < 0.5))
+    life.end()
+    counts = Counter(life.counts)
+    counts["operations"] = life.fs.operations
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--steps", type=int, default=400, help="in one life")
+    parser.add_argument("--seed", type=int, help="live this one life only")
+    given = parser.parse_args()
+    if given.seed is not None:
+        print(dict(live(given.seed, given.steps)))
+        return 0
+    began, totals, seed = time.monotonic(), Counter[str](), 0
+    while time.monotonic() - began < given.minutes * 60:
+        try:
+            totals += live(seed, given.steps)
+        except BaseException:
+            print(f"broken: --seed {seed} --steps {given.steps}", flush=True)
+            raise
+        seed += 1
+        if seed % 200 == 0:
+            print(f"{time.monotonic() - began:6.0f} s  {seed} lives  {dict(totals)}", flush=True)
+    print(f"nothing wrong in {seed} lives, {given.minutes:.1f} min: {dict(totals)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
