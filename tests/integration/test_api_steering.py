@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from safetensors.torch import save_file
 
 from engine.config import EngineConfig
 from engine.steering import VectorFile
+from parkd import cli
+from parkd.config import load
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
 from parkd.types import SamplingParams
@@ -63,6 +66,24 @@ def never_parked(engine: Any, scales: Any, messages: Messages, count: int) -> st
             break
     stream = engine.text_stream(())
     return str(stream.push(tokens).text + stream.flush().text)
+
+
+def test_flags_reach_the_engine(tmp_path: Path) -> None:
+    save_file({f"direction.{layer}": torch.ones(64) for layer in (1, 2, 3)}, tmp_path / "calm.safetensors")
+    flags = {
+        "model": "random:tiny-qwen3",
+        "devices": "cpu,cpu",
+        "ctx-size": "64",
+        "kv-cache-dtype": "int8",
+        "control-vector-scaled": f"{tmp_path}/calm.safetensors:0.5",
+        "control-vector-layer-range": "2 3",
+    }
+    config = load(flags, {"XDG_CACHE_HOME": str(tmp_path)})
+    engine = cli.load_engine(config, flags["model"], cli.MemoryShare(0), lambda _what, _share: None, is_demo=False)
+    assert engine.steer(None) == engine.steering_digest({"calm": 0.5}) != engine.steering_digest({"calm": 1.0})
+    assert list(engine._session._steering.sums) == [2, 3]
+    assert {field.name for field in engine._session.arenas[0].layout.row_fields} == {"key", "value", "scale"}
+    engine.close()
 
 
 async def check_settings_are_apart(server: Running, expected: dict[int, str]) -> None:
