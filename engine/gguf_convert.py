@@ -37,7 +37,7 @@ def convert(path: Path, folder: Path, dtype: torch.dtype, progress: Progress | N
     if file.kind not in CONVERTED_KINDS:
         known = ", ".join(CONVERTED_KINDS)
         raise UnsupportedModel(f"{path} holds a model of the kind {file.kind!r}; GGUF files of {known} can be loaded.")
-    config = _config(file)
+    config = config_of(file)
     tell(doing, 0.2)
     save_tokenizer(file, folder)
     tell(doing, 0.3)
@@ -56,7 +56,7 @@ def end_token_ids(file: GgufMetadata) -> list[int]:
     return sorted({int(number) for number in named if number is not None} | set(spelled))
 
 
-def _config(file: GgufMetadata) -> Any:
+def config_of(file: GgufMetadata) -> Any:
     """The library's configuration, known to be one the engine runs and to leave no tensor of the file unused."""
     with named_damage(file.path):
         config = AutoConfig.from_pretrained(str(file.path.parent), gguf_file=file.path.name)

@@ -77,7 +77,7 @@ def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedMo
         return _load_folder(path.stem, folder, config, template, digest, progress)
     if path.is_dir():
         folder = path
-        _checked_config(folder)
+        checked_config(folder)
     elif _HUB_ID.fullmatch(config.model):
         folder = _downloaded(config.model)
     else:
@@ -89,7 +89,7 @@ def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedMo
 def _load_folder(
     name: str, folder: Path, config: LoadConfig, template: str | None, digest: bytes, progress: Progress | None
 ) -> LoadedModel:
-    settings = _checked_config(folder)
+    settings = checked_config(folder)
     tokenizer = _tokenizer(folder)
     if progress is not None:
         progress(f"Loading {name}", 0.0)
@@ -151,13 +151,13 @@ def _converted(path: Path, config: LoadConfig, cache: ModelCache, progress: Prog
 def _downloaded(hub_id: str) -> Path:
     """The folder of a hub model: configuration first, weights only when it is one that can be run."""
     try:
-        _checked_config(Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES))))
+        checked_config(Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES))))
         return Path(snapshot_download(hub_id, allow_patterns=[*SMALL_FILES, *WEIGHT_FILES]))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelLoadError(f"{hub_id} is no local path and cannot be had from the hub: {error}") from error
 
 
-def _checked_config(folder: Path) -> Any:
+def checked_config(folder: Path) -> Any:
     """The configuration in `folder`, known to be one the engine runs."""
     if not (folder / "config.json").is_file():
         files = sorted(file.name for file in folder.glob("*.gguf"))

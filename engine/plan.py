@@ -1,0 +1,59 @@
+"""What a model's state weighs, from its configuration alone: no weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from engine import presets
+from engine.architectures import architecture_of, check_config
+from engine.config import EngineConfig
+from engine.errors import ModelLoadError
+from engine.gguf_convert import config_of
+from engine.gguf_metadata import read_metadata
+from engine.layout import StageStateLayout, build_layout
+from engine.loader import checked_config
+from engine.stages import split_layers
+
+
+@dataclass(frozen=True, slots=True)
+class WeightlessModel:
+    architecture: str
+    context_tokens: int
+    """The longest the model reads."""
+    stages: tuple[StageStateLayout, ...]
+
+
+def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
+    """`model` is a directory, a hub id, a GGUF file or `random:NAME`. Of a hub id, its configuration is fetched.
+
+    Raises UnsupportedModel, InvalidSplit or ModelLoadError, as loading would.
+    """
+    settings = _settings(model)
+    check_config(settings)
+    own = getattr(settings, "dtype", None)
+    # As the loader decides: float32 on CPUs, else what the checkpoint says.
+    dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
+    if torch.device(config.devices[0]).type == "cpu":
+        dtype = torch.float32
+    ranges = split_layers(settings, len(config.devices), config.layer_split)
+    layouts = build_layout(settings, ranges, config.kv_dtype or dtype)
+    return WeightlessModel(architecture_of(settings), int(settings.max_position_embeddings), layouts)
+
+
+def _settings(model: str) -> object:
+    if model.startswith(presets.PREFIX):
+        return presets.preset_config(model)
+    path = Path(model).expanduser()
+    if path.is_file():
+        return config_of(read_metadata(path))
+    if path.is_dir():
+        return checked_config(path)
+    try:
+        return checked_config(Path(snapshot_download(model, allow_patterns=["config.json"])))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelLoadError(f"{model} is no local path and cannot be had from the hub: {error}") from error
