@@ -1,0 +1,99 @@
+"""Random histories over RAM, disk, restarts, faults and stops of the machine, against what was put in."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from random_life import RandomLife
+from soak import live
+
+numbers = st.integers(0, 999)
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Each rule is a step of a random life; the life itself checks what it is given back."""
+
+    has_fixed_state = False
+
+    @initialize(ram=st.integers(60_000, 300_000), disk=st.integers(100_000, 1_000_000))
+    def begin(self, ram: int, disk: int) -> None:
+        self.life = RandomLife(1, self.has_fixed_state, ram, disk)
+
+    @rule(shared=numbers, more=numbers)
+    def read_prompt(self, shared: int, more: int) -> None:
+        self.life.read_prompt(shared, more)
+
+    @rule(more=numbers)
+    def go_on(self, more: int) -> None:
+        self.life.go_on(more)
+
+    @rule()
+    def park(self) -> None:
+        self.life.park()
+
+    @rule(choice=numbers, stop=numbers)
+    def restore(self, choice: int, stop: int) -> None:
+        self.life.restore(choice, stop)
+
+    @rule(jobs=numbers)
+    def work(self, jobs: int) -> None:
+        self.life.work(jobs)
+
+    @rule(choice=numbers)
+    def evict(self, choice: int) -> None:
+        self.life.evict(choice)
+
+    @rule(choice=numbers)
+    def drop(self, choice: int) -> None:
+        self.life.drop(choice)
+
+    @rule(flushes=st.booleans())
+    def stop(self, flushes: bool) -> None:
+        self.life.stop(flushes)
+
+    @rule(kept=numbers)
+    def crash(self, kept: int) -> None:
+        self.life.crash(kept)
+
+    @rule(choice=numbers, after=numbers)
+    def fault(self, choice: int, after: int) -> None:
+        self.life.fault(choice, after)
+
+    @rule()
+    def mend(self) -> None:
+        self.life.mend()
+
+    @rule()
+    def change_weights(self) -> None:
+        self.life.change_weights()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "life"):
+            self.life.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "life"):
+            self.life.end()
+
+
+class FixedStateMachine(TierMachine):
+    has_fixed_state = True
+
+
+limits = settings(
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+TestTiers = TierMachine.TestCase
+TestTiers.settings = limits
+TestTiersWithFixedState = FixedStateMachine.TestCase
+TestTiersWithFixedState.settings = limits
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_short_soak(seed: int) -> None:
+    counts = live(seed, 150)
+    assert counts["job done"] > 5
+    assert counts["parked"] > 5

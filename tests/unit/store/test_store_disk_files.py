@@ -1,0 +1,170 @@
+"""Files on a real file system, and the manifest's bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from store_kit import KEY, make_hashes, make_units
+
+from parkd.store.fs import GRAIN_BYTES, PosixFile, UnlinkedFs, aligned_zeros, open_directory
+from parkd.store.manifest import (
+    DamagedManifest,
+    DiskBlock,
+    DiskCheckpoint,
+    ExtentRef,
+    Manifest,
+    decode,
+    encode,
+    encoded_bytes,
+)
+
+STAGES = 2
+
+
+def make_manifest(tokens: int = 11, *, wide: bool = False) -> Manifest:
+    rng = np.random.default_rng(tokens)
+    units = make_units(1, tokens)
+    if wide:
+        units[-1] = np.uint64(1 << 63)
+
+    def sums() -> np.ndarray:
+        return rng.integers(0, 1 << 63, STAGES, dtype=np.uint64)
+
+    extents = (ExtentRef(7, 8192), ExtentRef((1 << 64) - 1, 4096))
+    blocks = tuple(
+        DiskBlock((5 << 32) + i, extents[i % 2].id, min(4, tokens - 4 * i), rng.bytes(16), sums(), sums(), sums())
+        for i in range(-(-tokens // 4))
+    )
+    return Manifest(
+        id="a conversation",
+        namespace="whose",
+        key_digest=KEY,
+        fingerprint=b"the weights, one",
+        layout_digest=b"l" * 16,
+        block_tokens=4,
+        stages=STAGES,
+        units=units,
+        prefix_hashes=make_hashes(units, 4),
+        parked_at_s=1.5e9,
+        last_used_s=1.6e9,
+        extents=extents,
+        blocks=blocks,
+        checkpoints=(DiskCheckpoint(tokens, 7, sums(), sums(), sums()),),
+    )
+
+
+def same(left: object, right: object) -> bool:
+    if isinstance(left, np.ndarray):
+        return np.array_equal(left, right)
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if hasattr(left, "__dataclass_fields__"):
+        return all(same(getattr(left, name), getattr(right, name)) for name in left.__dataclass_fields__)
+    return left == right
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 11, 400])
+def test_a_manifest_comes_back_as_it_was(tokens: int, wide: bool) -> None:
+    manifest = make_manifest(tokens, wide=wide)
+    data = encode(manifest)
+    assert same(decode(data), manifest)
+    assert len(data) <= encoded_bytes(tokens, len(manifest.blocks), 1, STAGES, 2)
+
+
+def test_the_header_is_the_one_that_is_described() -> None:
+    """docs/FORMAT.md is read, and its table found true of the bytes."""
+    text = (Path(__file__).parents[3] / "docs" / "FORMAT.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (8 bytes|16 bytes|u16|u32|u64|f64) \|", text, re.MULTILINE)
+    codes = {"8 bytes": "8s", "16 bytes": "16s", "u16": "H", "u32": "I", "u64": "Q", "f64": "d"}
+    data = encode(make_manifest())
+    values = [struct.unpack_from("<" + codes[kind], data, int(at))[0] for at, kind in rows]
+    assert values[:13] == [b"parkdMAN", 1, 1, len(data), 1.5e9, 1.6e9, 11, 4, STAGES, 2, 3, 1, 16]
+    assert values[13:] == [KEY, b"l" * 16, b"the weights, one", 14, 5]
+    ends = [int(at) + struct.calcsize("<" + codes[kind]) for at, kind in rows]
+    assert ends[:-1] == [int(at) for at, _ in rows][1:]
+    header = int(re.search(r"Header, (\d+) bytes", text)[1])
+    assert ends[-1] == header
+    assert struct.unpack_from("<4Q", data, header) == (7, 8192, (1 << 64) - 1, 4096)
+    assert struct.unpack_from("<3Q", data, header + 32) == (5 << 32, (5 << 32) + 1, (5 << 32) + 2)
+    assert data[-8:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(data[:-8]))
+    assert data[-8 - 5 : -8] == b"whose"
+
+
+def test_no_part_of_a_manifest_is_one() -> None:
+    data = encode(make_manifest())
+    for size in range(len(data)):
+        with pytest.raises(DamagedManifest):
+            decode(data[:size])
+    with pytest.raises(DamagedManifest):
+        decode(data + b"\0")
+
+
+def random_bytes(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("kind", ["directory", "unlinked"])
+def test_files_hold_what_was_written(tmp_path: Path, kind: str, direct: bool) -> None:
+    fs = open_directory(tmp_path / "d", direct=direct) if kind == "directory" else UnlinkedFs(tmp_path, direct=direct)
+    aligned = aligned_zeros(3 * GRAIN_BYTES)
+    aligned[:] = random_bytes(aligned.size)
+    odd = random_bytes(1000, 1)
+    file = fs.create("x.tmp")
+    file.write(0, [aligned[:GRAIN_BYTES], aligned[GRAIN_BYTES:]])
+    file.write(aligned.size, [odd])
+    file.sync()
+    file.close()
+    with pytest.raises(FileExistsError):
+        fs.create("x.tmp")
+    fs.rename("x.tmp", "x")
+    fs.sync()
+    assert fs.sizes().items() >= {"x": aligned.size + 1000}.items()
+    assert fs.load("x") == aligned.tobytes() + odd.tobytes()
+    file = fs.open("x")
+    target, rest = aligned_zeros(aligned.size), np.zeros(1000, dtype=np.uint8)
+    file.read(0, [target])
+    file.read(aligned.size, [rest])
+    assert np.array_equal(target, aligned)
+    assert np.array_equal(rest, odd)
+    with pytest.raises(OSError, match="ends too early"):
+        file.read(aligned.size, [np.zeros(1001, dtype=np.uint8)])
+    file.close()
+    fs.remove("x")
+    assert "x" not in fs.sizes()
+    with pytest.raises(FileNotFoundError):
+        fs.open("x")
+    fs.close()
+
+
+def test_calls_that_do_a_part_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may write or read less than it was asked for."""
+    write, read = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: write(fd, [buffers[0][:700]], offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:900]], offset))
+    fs = open_directory(tmp_path / "d")
+    pieces = [random_bytes(size, size) for size in (1, 5000, 0, 4096, 333)]
+    file = fs.create("x")
+    file.write(0, pieces)
+    file.close()
+    back = [np.zeros_like(piece) for piece in pieces]
+    file = fs.open("x")
+    file.read(0, back)
+    file.close()
+    assert all(np.array_equal(got, want) for got, want in zip(back, pieces, strict=True))
+    fs.close()
+
+
+def test_a_write_that_does_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    file = PosixFile(os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT, 0o600), direct=False)
+    with pytest.raises(OSError, match="nothing was written"):
+        file.write(0, [random_bytes(10)])
+    file.close()
