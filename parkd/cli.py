@@ -160,6 +160,7 @@ def load_engine(
             layer_split=config.model.layer_split or None,
             context_tokens=config.model.context_tokens,
             batch_tokens=config.model.batch_tokens,
+            ctx_checkpoints=config.model.ctx_checkpoints,
             kv_dtype=None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format],
         ),
         is_demo_model=is_demo,

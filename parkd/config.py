@@ -54,6 +54,8 @@ class ModelConfig:
     """None: the largest that fits, up to the model's own."""
     batch_tokens: int
     """Tokens a prefill chunk."""
+    ctx_checkpoints: int = 8
+    """Copies of the fixed state kept on the devices, for models that have any."""
     kv_format: str | None = None
     """What keys and values are kept as, of `engine.kv_format`; None: as they are computed."""
     control_vectors: tuple[ControlVectorFile, ...] = ()
@@ -235,6 +237,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("layer-split", "model", "LIST", _layer_split, (), "first layer of each later stage: 24 or 24,36 (auto)"),
     Setting("ctx-size", "model", "TOKENS", _count(16), None, "context (the largest that fits, up to the model's)"),
     Setting("batch-size", "model", "TOKENS", _count(1, 65536), 512, "tokens read in one prefill chunk (512)"),
+    Setting("ctx-checkpoints", "model", "N", _count(1, 1024), 8, "rewind points kept by models with fixed state (8)"),
     Setting("kv-cache-dtype", "model", "TYPE", kv_format, None, "keys and values kept as f32, f16, bf16, int8 (auto)"),
     Setting("cache-type-k", "model", "TYPE", kv_format, None, "as llama.cpp has it, q8_0 for int8; needs its twin:"),
     Setting("cache-type-v", "model", "TYPE", kv_format, None, "of the same type as --cache-type-k"),
@@ -410,6 +413,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             layer_split=values["layer-split"],
             context_tokens=values["ctx-size"],
             batch_tokens=values["batch-size"],
+            ctx_checkpoints=values["ctx-checkpoints"],
             kv_format=one_kv_format(values),
             control_vectors=control_vectors(values),
             steered_layers=values["control-vector-layer-range"],

@@ -38,6 +38,8 @@ class EngineInfo:
     weights_bytes: int
     arena_bytes: int
     is_demo_model: bool = False
+    ctx_checkpoints: int = 0
+    """Checkpoints that the engine keeps at most; 0 without fixed state."""
 
 
 class Cancel(Protocol):

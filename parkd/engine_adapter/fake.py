@@ -203,6 +203,7 @@ class FakeEngine:
             devices=("cpu",) * stages,
             weights_bytes=0,
             arena_bytes=sum(arena.nbytes for arena in self._arenas),
+            ctx_checkpoints=ctx_checkpoints if fixed_bytes else 0,
         )
 
     @property

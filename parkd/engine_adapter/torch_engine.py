@@ -151,6 +151,7 @@ class TorchEngine:
             weights_bytes=_weights_bytes(stages),
             arena_bytes=sum(arena.nbytes for arena in arenas),
             is_demo_model=config.is_demo_model,
+            ctx_checkpoints=layout.ctx_checkpoints if session.fixed_state.exists else 0,
         )
         return cls(loaded, session, info, fresh_seed=fresh_seed, vectors=vectors)
 

@@ -65,6 +65,9 @@ class LiveState:
         self._disk = disk
         self.thread = thread
         self._conversation = LiveConversation()
+        self.checkpoints: tuple[int, ...] = ()
+        """Where the live state can be cut to, besides `rewind_floor` and what follows it; as the engine last said."""
+        self.rewind_floor = 0
         self._background: BackgroundPark | None = None
         self._store = store
         self._metrics = metrics
@@ -78,6 +81,8 @@ class LiveState:
     @conversation.setter
     def conversation(self, conversation: LiveConversation) -> None:
         self._conversation = conversation
+        if conversation.position == 0:
+            self.checkpoints, self.rewind_floor = (), 0
         self._rows_lost(conversation.position)
 
     def _rows_lost(self, kept: int) -> None:
@@ -100,7 +105,7 @@ class LiveState:
 
     async def advance(self, key: ConversationKey, units: Units) -> None:
         """Takes over the engine's position after it read from `units`; resets if it is somewhere it cannot be."""
-        position = await self.call(lambda: self.engine.position)
+        position = await self._look()
         if position > len(units):
             log.error("the engine is at %d but only %d tokens are known; it is reset", position, len(units))
             await self.reset()
@@ -109,7 +114,7 @@ class LiveState:
 
     async def check(self) -> None:
         """After a failure: what is live is at most what the engine still holds."""
-        position = await self.call(lambda: self.engine.position)
+        position = await self._look()
         if position > self.conversation.position:
             await self.reset()
         else:
@@ -118,6 +123,22 @@ class LiveState:
     async def truncate(self, position: int) -> None:
         await self.call(self.engine.truncate, position)
         self.conversation = self.conversation.truncate(position)
+        await self._look()
+
+    async def checkpoint(self) -> None:
+        """Keeps the fixed state where the engine is, if its model has any."""
+        if self.engine.info.layout.fixed_bytes and self.conversation.position not in self.checkpoints:
+            await self.call(self.engine.checkpoint)
+            await self._look()
+
+    async def _look(self) -> int:
+        """Asks the engine where it can be cut to; returns its position."""
+        position, self.checkpoints, self.rewind_floor = await self.call(self._cuts)
+        return position
+
+    def _cuts(self) -> tuple[int, tuple[int, ...], int]:
+        """On the engine's thread."""
+        return self.engine.position, self.engine.checkpoints, self.engine.rewind_floor
 
     async def reset(self) -> None:
         """Raises EngineLost if even that fails."""
@@ -128,11 +149,15 @@ class LiveState:
             raise EngineLost("The engine cannot be made valid again; the server stops.") from error
 
     async def forget(self, keep_rows: int) -> None:
-        """Leaves at most `keep_rows` live."""
-        if keep_rows == 0:
+        """Leaves at most `keep_rows` live: as many as can be cut to."""
+        position = self.conversation.position
+        kept = keep_rows
+        if keep_rows < min(position, self.rewind_floor):
+            kept = max((place for place in self.checkpoints if place <= keep_rows), default=0)
+        if kept == 0:
             await self.reset()
-        elif keep_rows < self.conversation.position:
-            await self.truncate(keep_rows)
+        elif kept < position:
+            await self.truncate(kept)
 
     async def begin(self, plan: StartPlan, key: ConversationKey) -> float:
         """Carries out `plan`: parks what would be lost, then restores, truncates or resets.
@@ -179,6 +204,7 @@ class LiveState:
         if live.parked_id is not None and store.get(live.parked_id) is not None:
             store.touch(live.parked_id)
             return
+        await self.checkpoint()
         capture = await self._reserved(
             store,
             CaptureRequest(
@@ -187,7 +213,7 @@ class LiveState:
                 prefix_hashes=prefix_hashes(live.units, live.key.digest, BLOCK_TOKENS),
                 lineage=live.lineage,
                 layout_digest=self.engine.info.layout.digest,
-                checkpoints=(),
+                checkpoints=tuple(place for place in self.checkpoints if place <= live.position),
                 rewindable=self.engine.info.layout.fixed_bytes == 0,
                 namespace=live.key.namespace,
             ),
@@ -290,6 +316,7 @@ class LiveState:
             raise RestoreFailed(f"the engine came to {position} where {lease.stop} was restored")
         took_s = self._monotonic() - began_s
         whole = lease.stop == parked.position
+        await self._look()
         self._rows_lost(transfer.start)
         self.conversation = restored(key, parked.units, lease.lineage, lease.stop, parked.id if whole else None)
         self._metrics.moved("restore", transfer.bytes, took_s)

@@ -58,8 +58,13 @@ def decide_start(
     layout: StateLayout,
     live_checkpoints: Sequence[int],
     cost: CostModel,
+    rewind_floor: int | None = None,
 ) -> StartPlan:
-    """The cheapest exact start."""
+    """The cheapest exact start.
+
+    The live state can be cut to `live_checkpoints` and to every position from `rewind_floor` on; None stands for 0
+    without fixed state, and for the end of what is live with it.
+    """
     rewindable = layout.fixed_bytes == 0
     length = len(prompt)
     plans = [StartPlan(cold_start(length), 0, None)]
@@ -67,7 +72,8 @@ def decide_start(
     nearest: Units | None = None
     if live.key == prompt.key:
         common = common_prefix(live.units, prompt.units)
-        position = resumable_position(common, length, rewindable, live_checkpoints)
+        floor = rewind_floor if rewind_floor is not None else 0 if rewindable else live.position
+        position = resumable_position(common, length, min(common, length - 1) >= floor, live_checkpoints)
         if position > 0:
             plans.append(StartPlan(StartOption(CacheOutcome.LIVE, position, length), position, None))
         deepest_common, deepest_known, deepest_position = common, live.position, position

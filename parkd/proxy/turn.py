@@ -22,6 +22,7 @@ from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError, Resto
 from parkd.identity.matcher import divergence_of
 from parkd.identity.output_memory import Said
 from parkd.proxy.answer import Answer, AnswerLoop
+from parkd.proxy.checkpoints import checkpoints_to_take
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.events import EventChannel
@@ -189,7 +190,7 @@ class TurnRunner:
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
         self._metrics.started(report)
         turn.channel.push(Started(report))
-        read_s = await self._read(turn)
+        read_s = await self._read(turn, plan.common)
         answer = await self._generate(turn, read_s)
         if answer.reason is FinishReason.CANCELLED:
             raise Cancelled("The client left; its answer was stopped.")
@@ -239,7 +240,8 @@ class TurnRunner:
             self._live.conversation,
             [parked for parked in candidates if on_disk or parked.tier is not Tier.DISK],
             layout=self._live.engine.info.layout,
-            live_checkpoints=(),
+            live_checkpoints=self._live.checkpoints,
+            rewind_floor=self._live.rewind_floor,
             cost=self._costs.model,
         )
         beyond = hashes[plan.common // BLOCK_TOKENS :]
@@ -278,12 +280,17 @@ class TurnRunner:
         if in_effect != turn.prompt.key.steering:
             raise EngineFailure("The engine steers by another set of control vectors than was asked for. Try again.")
 
-    async def _read(self, turn: Turn) -> float:
-        """Reads the prompt up to its last token. Returns the seconds. Raises Cancelled with what was read kept."""
+    async def _read(self, turn: Turn, fork: int) -> float:
+        """Reads the prompt, which left what was known at `fork`, up to its last token.
+
+        Returns the seconds. Raises Cancelled with what was read kept.
+        """
         prompt, channel = turn.prompt, turn.channel
         start, stop = self._live.conversation.position, len(prompt) - 1
         if start == stop:
+            await self._live.checkpoint()
             return 0.0
+        places = checkpoints_to_take(prompt, start, fork, self._live.engine.info.ctx_checkpoints)
         emit = self._emitter(channel)
         began_s = self._monotonic()
         try:
@@ -292,6 +299,7 @@ class TurnRunner:
                 prompt.token_ids[start:stop],
                 cancel=channel.cancel,
                 on_chunk=lambda position: emit(Progress(position - start, stop - start)),
+                checkpoint_at=places,
             )
         finally:
             await self._live.advance(prompt.key, prompt.units)
