@@ -96,7 +96,8 @@ def oracle_logits(
     assert model.config._attn_implementation == "parkd"
     cache: Any = DynamicCache(config=model.config)
     if kv_dtype == torch.int8:
-        cache = Cache(layers=[EightBitLayer() for _ in range(model.config.num_hidden_layers)])
+        # Windows and recurrent states stay as they are computed.
+        cache = Cache(layers=[EightBitLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers])
     logits = []
     with torch.inference_mode():
         prompt = len(ids) - decoded

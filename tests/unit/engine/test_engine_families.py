@@ -25,6 +25,7 @@ CHUNKING_TOLERANCE = 1e-4
 """Largest difference between logits in float32 when the same tokens were read in other chunks."""
 WINDOWED = ("gemma3", "qwen2-window")
 EVERY_STAGES = pytest.mark.parametrize("stages", [1, 2, 3])
+EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
 EVERY_FAMILY = pytest.mark.parametrize("family", list(HYBRIDS))
 
 
@@ -69,16 +70,19 @@ def resumed_at(plan: SnapshotPlan, position: int) -> SnapshotPlan:
     )
 
 
+@EVERY_FORMAT
 @EVERY_STAGES
 @EVERY_FAMILY
-def test_logits_equal_the_librarys_cache(family: str, stages: int) -> None:
+def test_logits_equal_the_librarys_cache(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
     """Read in chunks, decoded, and a prompt of two tokens, bit for bit; for sliding windows far beyond the window."""
     model = hybrid_model(family)
-    session = tiny_session(stages, model, batch_tokens=BATCH)
+    session = tiny_session(stages, model, batch_tokens=BATCH, kv_dtype=kv_dtype)
     ids = token_ids(140)
-    assert_same(read_and_decode(session, ids, decoded=5), oracle_logits(model, ids, BATCH, decoded=5))
+    expected = oracle_logits(model, ids, BATCH, decoded=5, kv_dtype=kv_dtype)
+    assert_same(read_and_decode(session, ids, decoded=5), expected)
     session.reset()
-    assert_same(read_and_decode(session, ids[:3], decoded=2), oracle_logits(model, ids[:3], BATCH, decoded=2))
+    expected = oracle_logits(model, ids[:3], BATCH, decoded=2, kv_dtype=kv_dtype)
+    assert_same(read_and_decode(session, ids[:3], decoded=2), expected)
 
 
 @EVERY_FAMILY
@@ -104,12 +108,13 @@ def test_chunking_does_not_matter(family: str) -> None:
             torch.testing.assert_close(mine, other, atol=CHUNKING_TOLERANCE, rtol=0)
 
 
+@EVERY_FORMAT
 @EVERY_STAGES
 @pytest.mark.parametrize("family", [*HYBRIDS, *FAMILIES])
-def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int) -> None:
+def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
     """Live and restored, after another conversation was there, at checkpoints on and off the edges of blocks."""
     model = model_of(family)
-    session = tiny_session(stages, model, batch_tokens=BATCH)
+    session = tiny_session(stages, model, batch_tokens=BATCH, kv_dtype=kv_dtype)
     ids, places = token_ids(121), (16, 40, 64, 75, 120)
     session.extend(ids[:120], checkpoint_at=places)
     expected = [session.step(int(ids[120]))]
