@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -45,7 +46,7 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
     return WeightlessModel(architecture_of(settings), int(settings.max_position_embeddings), layouts)
 
 
-def _settings(model: str) -> object:
+def _settings(model: str) -> Any:
     if model.startswith(presets.PREFIX):
         return presets.preset_config(model)
     path = Path(model).expanduser()

@@ -18,13 +18,16 @@ Every flag is also a variable (--ctx-size is PARKD_CTX_SIZE) and a key of the TO
 `parkd serve` is the same as `parkd`. `parkd demo` starts a server, parks and restores a conversation, prints a table.
 """
 
+COMMANDS = ("serve", "demo", "plan")
+"""Those that take the settings; `forget` and `replay` have flags of their own."""
+
 
 @dataclass(frozen=True)
 class Invocation:
     """One call of `parkd`."""
 
     command: str
-    """`serve` or `demo`."""
+    """One of COMMANDS."""
     flags: dict[str, str]
     """Setting name, or `config`, to the text typed."""
 
@@ -38,8 +41,9 @@ def parse(arguments: Sequence[str]) -> Invocation:
     """Raises ConfigError; exits by itself for `--help` and `--version`."""
     words = list(arguments)
     command = words.pop(0) if words and not words[0].startswith("-") else "serve"
-    if command not in ("serve", "demo"):
-        raise ConfigError(f"unknown command {command!r}{nearest(command, ['serve', 'demo'])} (serve or demo)")
+    if command not in COMMANDS:
+        others = [*COMMANDS, "forget", "replay"]
+        raise ConfigError(f"unknown command {command!r}{nearest(command, others)} (there are {', '.join(others)})")
     parsed, rest = _parser().parse_known_args(words)
     if rest:
         known = [f"--{setting.name}" for setting in SETTINGS] + ["--config", "--help", "--version"]

@@ -61,12 +61,17 @@ def main(words: Sequence[str] | None = None) -> int:
             from parkd import forget
 
             return forget.run(words[1:])
+        if words[:1] == ["replay"]:
+            from parkd.replay import command
+
+            return command.run(words[1:])
         invocation = arguments.parse(words)
         if invocation.command == "demo":
             from parkd import demo
 
             return demo.run(invocation.flags)
-        return serve(load(invocation.flags))
+        config = load(invocation.flags)
+        return plan(config) if invocation.command == "plan" else serve(config)
     except (ConfigError, ModelError) as error:
         print(f"parkd: {error.message}", file=sys.stderr)
         return EXIT_USAGE
@@ -98,6 +103,32 @@ def serve(config: Config) -> int:
         url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
         lines = startup.describe(engine.info, budget, url, needs_key=needs_key)
         return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
+
+
+def plan(config: Config) -> int:
+    """Says what the budget will hold of the model; reads its configuration only. Raises ConfigError and ModelError."""
+    from engine.config import EngineConfig
+    from engine.errors import EngineError
+    from engine.kv_format import KV_FORMATS
+    from engine.plan import plan_model
+    from parkd import plan as planning
+    from parkd.types import StageLayout
+
+    model, _ = find_model(config.model)
+    kv_dtype = None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format]
+    try:
+        known = plan_model(
+            model, EngineConfig(config.model.devices or ("cpu",), config.model.layer_split or None, kv_dtype=kv_dtype)
+        )
+    except EngineError as error:
+        raise ModelError(str(error)) from error
+    stages = (StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in known.stages)
+    store_config = store_config_of(config, MemoryShare(config.cache.budget_bytes))
+    sizes = planning.Sizes(planning.layout_of(tuple(stages)), store_config.budget_bytes, config.cache.slots)
+    context_tokens = config.model.context_tokens or known.context_tokens
+    name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
+    print("\n".join(planning.lines(name, sizes, context_tokens, store_config.min_free_bytes)))
+    return 0
 
 
 def find_model(config: ModelConfig) -> tuple[str, bool]:

@@ -6,8 +6,8 @@ is held in between. With x the held part of each such interval, the best is the 
     max  sum x * benefit      such that for every turn t     sum over intervals across t of x * bytes  <=  budget
 
 which forgets that a block is of use only with all before it, that a conversation is parked whole, that the live one
-takes room as well, and all metadata: each makes the bound larger, never smaller. Every vector of prices (one a turn) gives an
-upper bound on the program by weak duality; subgradient steps look for a low one. What turn i - 1 left in the arenas
+takes room as well, and all metadata: each makes the bound larger, never smaller. Every vector of prices, one a turn,
+gives an upper bound by weak duality; subgradient steps look for a low one. What turn i - 1 left in the arenas
 is free.
 """
 

@@ -19,13 +19,15 @@ from parkd.store.records import BlockId, CaptureRequest, Parked, Refused, StoreC
 from parkd.store.store import ConversationStore
 from parkd.types import Checksums, StageLayout, StateLayout, Units
 
+DEFAULT_COSTS = Costs(read_s=3.8e-4, read_growth_s=1e-8, bytes_per_s=8e9)
+"""20 s for 36k tokens and 70 s for 86k, as two cards of the middle class were seen to take."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
     budget_bytes: int
     policy: Policy
-    costs: Costs = Costs(read_s=3.8e-4, read_growth_s=1e-8, bytes_per_s=8e9)  # noqa: RUF009 - frozen
-    """The default: 20 s for 36k tokens and 70 s for 86k, as two cards of the middle class were seen to take."""
+    costs: Costs = DEFAULT_COSTS
     slots: int | None = None
 
 

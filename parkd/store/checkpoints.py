@@ -27,6 +27,11 @@ class _Checkpoint:
     """`[stages]`; None while it is being written."""
 
 
+def checkpoint_bytes_of(layout: StateLayout) -> int:
+    """What one checkpoint takes in memory, all stages; 0 for a model without fixed state."""
+    return round_up(sum(round_up(stage.fixed_bytes, PART_ALIGNMENT_BYTES) for stage in layout.stages), PAGE_BYTES)
+
+
 class CheckpointPool:
     """Reference-counted checkpoint buffers, each charged to the budget."""
 
@@ -35,8 +40,7 @@ class CheckpointPool:
         self._budget = budget
         self._checkpoints: dict[CheckpointId, _Checkpoint] = {}
         self._ids = count(1)
-        used = sum(round_up(stage.fixed_bytes, PART_ALIGNMENT_BYTES) for stage in layout.stages)
-        self.checkpoint_bytes = round_up(used, PAGE_BYTES)
+        self.checkpoint_bytes = checkpoint_bytes_of(layout)
         """What one checkpoint takes; 0 for a model without fixed state."""
 
     def __len__(self) -> int:

@@ -32,6 +32,7 @@ RULES = (
     Rule("parkd.model_settings", ("parkd.errors",), COMPUTE + HTTP),
     Rule("parkd.identity", ("parkd.identity", "parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
     Rule("parkd.store", ("parkd.store", *SHARED), COMPUTE + HTTP),
+    Rule("parkd.replay", ("parkd.replay", "parkd.store", "parkd.identity.chain", *SHARED), COMPUTE + HTTP),
     Rule(
         "parkd.proxy",
         ("parkd.proxy", "parkd.identity", "parkd.store", "parkd.engine_adapter.base", *SHARED),

@@ -1,0 +1,116 @@
+"""`parkd plan`: what a budget will hold of a model, and what it will turn away, before anything is loaded.
+
+Takes the flags of `parkd serve`; answers by the store's own rules for slabs, blocks and metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parkd.config import MIB
+from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
+from parkd.store.checkpoints import checkpoint_bytes_of
+from parkd.store.records import StoreConfig
+from parkd.store.slabs import SlabGeometry
+from parkd.types import StageLayout, StateLayout
+
+EXAMPLE_TOKENS = (2_000, 8_000, 32_000, 128_000)
+"""Conversations shown besides one that fills the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a store of some layout and budget can hold. Pure."""
+
+    layout: StateLayout
+    budget_bytes: int
+    slots: int | None = None
+    checkpoints: int = 1
+    """Of each conversation, if the model has fixed state."""
+
+    @property
+    def geometry(self) -> SlabGeometry:
+        slab_bytes = StoreConfig(self.budget_bytes, BLOCK_TOKENS).slab_bytes
+        return SlabGeometry.of(self.layout, BLOCK_TOKENS, slab_bytes, self.budget_bytes)
+
+    def need(self, tokens: int, count: int = 1) -> Need:
+        """Of `count` conversations that share nothing."""
+        blocks = -(-tokens // BLOCK_TOKENS)
+        fixed = checkpoint_bytes_of(self.layout) * self.checkpoints
+        side = conversation_metadata_bytes(tokens, BLOCK_TOKENS) + blocks * BLOCK_BYTES + fixed
+        return Need(blocks * count, side * count)
+
+    def need_bytes(self, tokens: int) -> int:
+        need = self.need(tokens)
+        return need.slots * self.geometry.slot_bytes + need.side_bytes
+
+    def longest(self) -> int:
+        """Tokens of the longest single conversation that is parked whole, in whole blocks."""
+        return BLOCK_TOKENS * _most(lambda blocks: self.need(blocks * BLOCK_TOKENS), self.geometry, self.budget_bytes)
+
+    def count(self, tokens: int) -> int:
+        """How many such conversations fit side by side."""
+        fits = _most(lambda count: self.need(tokens, count), self.geometry, self.budget_bytes)
+        return fits if self.slots is None else min(fits, self.slots)
+
+
+def _most(need: Callable[[int], Need], geometry: SlabGeometry, budget_bytes: int) -> int:
+    low, high = 0, 1
+    room = Room(0, budget_bytes)
+    while geometry.fits(need(high), room):
+        low, high = high, high * 2
+    while high - low > 1:  # `low` fits, `high` does not
+        middle = (low + high) // 2
+        low, high = (middle, high) if geometry.fits(need(middle), room) else (low, middle)
+    return low
+
+
+def layout_of(stages: tuple[StageLayout, ...]) -> StateLayout:
+    """Of stages that no engine has made yet: no bytes are kept by it, so that the checksum's name is of no matter."""
+    return StateLayout(stages, "planned")
+
+
+def lines(name: str, sizes: Sizes, context_tokens: int, min_free_bytes: int) -> list[str]:
+    """The plan for people, top to bottom. `context_tokens` is the longest conversation there can be."""
+    layout, budget = sizes.layout, sizes.budget_bytes
+    stages = " | ".join(
+        f"layers {stage.first_layer}-{stage.end_layer - 1}: {stage.row_bytes:,} bytes a token"
+        + (f", {stage.fixed_bytes:,} fixed" if stage.fixed_bytes else "")
+        for stage in layout.stages
+    )
+    checkpoint = checkpoint_bytes_of(layout)
+    state = f"{layout.row_bytes:,} bytes a token" + (f", {checkpoint:,} bytes a checkpoint" if checkpoint else "")
+    shown = [
+        f"model     {name}, context {context_tokens:,} tokens",
+        f"stages    {stages}",
+        f"state     {state}; a block is {BLOCK_TOKENS} tokens of all stages, {sizes.geometry.slot_bytes:,} bytes",
+    ]
+    if budget == 0:
+        return [*shown, "refused   everything: parking is off (--conversation-cache-mib 0)"]
+    longest = sizes.longest()
+    slots = "" if sizes.slots is None else f", at most {sizes.slots} conversations"
+    blocks = longest // BLOCK_TOKENS
+    shown.append(f"budget    {budget // MIB:,} MiB{slots}: {blocks:,} blocks, {longest:,} tokens in one conversation")
+    for tokens in sorted({*(size for size in EXAMPLE_TOKENS if size < context_tokens), context_tokens}):
+        size = -(-sizes.need_bytes(tokens) // MIB)
+        shown.append(f"fits      {sizes.count(tokens):>6,} conversations of {tokens:>9,} tokens, {size:,} MiB each")
+    return [*shown, *_refusals(sizes, context_tokens, longest, min_free_bytes)]
+
+
+def _refusals(sizes: Sizes, context_tokens: int, longest: int, min_free_bytes: int) -> list[str]:
+    fixed = sizes.layout.fixed_bytes > 0
+    shown = []
+    if longest == 0:
+        need = -(-sizes.need_bytes(1) // MIB)
+        shown.append(f"refused   everything: one block and what goes with it take {need:,} MiB")
+    elif longest < context_tokens:
+        where = "the last checkpoint that fits" if fixed else f"{longest:,} tokens"
+        full = -(-sizes.need_bytes(context_tokens) // MIB)
+        shown.append(f"in part   longer than {longest:,} tokens: parked up to {where} (a full context: {full:,} MiB)")
+    if sizes.slots is not None:
+        shown.append(f"refused   conversation {sizes.slots + 1} while the other {sizes.slots} are in use or pinned")
+    shown.append(f"refused   anything that would leave less than {min_free_bytes // MIB:,} MiB of memory free")
+    shown.append("refused   under --eviction-policy value: what is worth less than all that would go for it")
+    return shown
