@@ -1,23 +1,25 @@
 # One command each; every one sets up its own virtual environment first, once.
 #
-#   make demo    a conversation leaves, another runs, the first comes back: on a real model, over HTTP
-#   make test    all tests                    (PYTEST_ARGS="-k lane" narrows it)
-#   make check   formatting, lint, types and the fast tests
-#   make bench   the measurements under benchmarks/
-#   make clean   removes the virtual environment and what the tools left
+#   make demo         a conversation leaves, another runs, the first comes back: on a real model, over HTTP
+#   make test         all tests                    (PYTEST_ARGS="-k lane" narrows it)
+#   make check        formatting, lint, types and the fast tests
+#   make test-agents  Claude Code, Codex and opencode, installed from npm, against a server; needs Node.js 20
+#   make bench        the measurements under benchmarks/
+#   make clean        removes the virtual environment and what the tools left
 #
 # PYTHON=python3.12 chooses an interpreter. TORCH_ARGS is handed to pip for torch alone, for example --index-url and the
 # index of torch's CPU builds where the CUDA build is not wanted.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean format setup
+.PHONY: help demo test test-agents check bench clean format setup
 
 VENV ?= .venv
 PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done))
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+AGENT_ARGS ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -c constraints.txt
@@ -25,7 +27,7 @@ stamp := $(VENV)/.parkd-installed
 bench_stamp := $(VENV)/.parkd-bench-installed
 
 help:
-	@sed -n '3,10p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '3,11p' Makefile | sed 's/^# \{0,1\}//'
 
 setup: $(stamp)
 
@@ -56,6 +58,9 @@ check: $(stamp)
 
 test: $(stamp)
 	$(bin)/pytest $(PYTEST_ARGS)
+
+test-agents: $(stamp)
+	$(bin)/python -m tests.clients.real_agents $(AGENT_ARGS)
 
 bench: $(bench_stamp)
 	$(bin)/python -m benchmarks

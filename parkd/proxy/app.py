@@ -263,7 +263,7 @@ def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None
         routes=routes,
         middleware=middleware,
         lifespan=proxy.life,
-        exception_handlers={HTTPException: http_error(fallback), Exception: server_error(fallback)},
+        exception_handlers={HTTPException: http_error(fallback, proxy.metrics), Exception: server_error(fallback)},
     )
     app.router.redirect_slashes = False
     app.state.parkd = proxy

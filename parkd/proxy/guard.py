@@ -46,7 +46,7 @@ def _error_response(dialect: Dialect, error: ParkdError, request_id: str) -> Res
     )
 
 
-def http_error(dialect: Dialect) -> Callable[[Request, Exception], Awaitable[Response]]:
+def http_error(dialect: Dialect, metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Response]]:
     """What the router refuses: unknown paths and methods. OPTIONS is answered, and permits no web page anything."""
 
     async def handler(request: Request, error: Exception) -> Response:
@@ -58,6 +58,7 @@ def http_error(dialect: Dialect) -> Callable[[Request, Exception], Awaitable[Res
             refused = NotFound(f"There is nothing at {request.url.path}. The chat API is POST /v1/chat/completions.")
         else:
             refused = InvalidRequest(f"{request.method} is not possible at {request.url.path}.")
+        metrics.requests.labels(refused.code).inc()
         response = _error_response(dialect, refused, request_id_of(request.headers))
         response.status_code = error.status_code
         response.headers.update(error.headers or {})
