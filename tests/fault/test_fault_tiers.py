@@ -1,0 +1,456 @@
+"""RAM and disk as one store: what is where, what waits, and the reports of other systems that lost it."""
+
+from __future__ import annotations
+
+import errno
+
+import numpy as np
+import pytest
+from fault_fs import Fault, FaultFs
+from store_kit import (
+    KEY,
+    assert_counts,
+    assert_same_rows,
+    assert_within_budget,
+    leased_rows,
+    make_hashes,
+    make_layout,
+    make_units,
+)
+from tier_kit import Machine, evict, promote, pump, rows_of, run
+from workload import FIXED
+
+from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
+from parkd.store.records import ConversationGone, Parked, Refused, Tier
+from parkd.store.tiers import Promotion, TieredStore
+
+
+def parked(machine: Machine, store: TieredStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:
+    engine = machine.engine(seed).read(make_units(seed, tokens), checkpoint=True)
+    return engine.park(store), engine.rows()
+
+
+def away(machine: Machine, store: TieredStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:
+    """A conversation that is on disk only."""
+    there, rows = parked(machine, store, seed, tokens)
+    assert pump(store, machine.fs) == []
+    evict(store, there)
+    return store.get(there.id), rows
+
+
+def test_a_conversation_keeps_its_id_and_its_blocks_in_every_tier() -> None:
+    machine = Machine()
+    store = machine.start()
+    there, rows = parked(machine, store, 1)
+    assert there.tier is Tier.RAM
+    pump(store, machine.fs)
+    evict(store, there)
+    on_disk = store.get(there.id)
+    assert (on_disk.tier, on_disk.blocks) == (Tier.DISK, there.blocks)
+    with pytest.raises(ConversationGone):
+        store.lease(there.id, 11)
+    back = promote(store, machine.fs, on_disk)
+    assert (back.id, back.blocks, back.tier) == (there.id, there.blocks, Tier.PROMOTED)
+    assert_same_rows(leased_rows(store, back), rows)
+    assert store.get(there.id).tier is Tier.RAM
+
+
+def test_only_what_is_new_is_written_when_a_conversation_grows() -> None:
+    machine = Machine()
+    store = machine.start()
+    engine = machine.engine().read(make_units(1, 40))
+    engine.park(store)
+    pump(store, machine.fs)
+    before = machine.fs.bytes
+    engine.extend(make_units(2, 4))
+    engine.park(store)
+    pump(store, machine.fs)
+    parts = 2 * 4096  # one new block of two stages, each on a page of its own
+    assert machine.fs.bytes - before == parts
+    assert store.disk_stats().conversations == 1, "the ancestor is superseded on disk, too"
+
+
+def test_live_rows_that_left_ram_are_copied_back_under_their_ids() -> None:
+    """The live conversation goes on descending from blocks that are on disk only."""
+    machine = Machine()
+    store = machine.start()
+    engine = machine.engine().read(make_units(1, 12))
+    first = engine.park(store)
+    pump(store, machine.fs)
+    evict(store, first)
+    engine.extend(make_units(2, 4))
+    second = engine.park(store)
+    assert second.blocks[:3] == first.blocks
+    written = store.disk_stats().written_bytes_total
+    pump(store, machine.fs)
+    assert store.disk_stats().written_bytes_total - written == 3 * 4096
+    evict(store, second)
+    assert_same_rows(rows_of(store, machine.fs, store.get(second.id)), engine.rows())
+
+
+def test_a_head_of_a_long_conversation_is_read_alone() -> None:
+    machine = Machine()
+    store = machine.start()
+    long, rows = away(machine, store, 1, 60)
+    head = promote(store, machine.fs, long, 9)
+    assert head.id != long.id
+    assert head.blocks == long.blocks[:3]
+    assert_same_rows(leased_rows(store, head, 9), [stage[:9] for stage in rows])
+    assert store.disk_stats().read_bytes_total == 12 * machine.layout.row_bytes
+    found = {known.id: (known.tier, shared) for known, shared in store.candidates(KEY, long.prefix_hashes)}
+    assert found == {long.id: (Tier.DISK, 15), head.id: (Tier.RAM, 3)}
+    whole = promote(store, machine.fs, store.get(long.id))
+    assert whole.id == long.id
+    assert store.disk_stats().read_bytes_total == 60 * machine.layout.row_bytes, "the head is not read twice"
+    assert store.get(head.id) is None, "the whole supersedes its head"
+
+
+def test_fixed_state_comes_whole() -> None:
+    machine = Machine(layout=FIXED)
+    store = machine.start()
+    engine = machine.engine().read(make_units(1, 9), checkpoint=True)
+    engine.extend(make_units(2, 8), checkpoint=True)
+    there = engine.park(store)
+    pump(store, machine.fs)
+    store = machine.start()
+    back = promote(store, machine.fs, store.get(there.id), 9)
+    assert [checkpoint.position for checkpoint in back.checkpoints] == [9, 17]
+    other = machine.engine(7)
+    for stop in (9, 17):
+        with store.lease(back.id, stop) as lease:
+            other.restore(lease)
+        assert_same_rows(other.fixed[stop], engine.fixed[stop])
+
+
+def test_what_waits_for_the_disk_is_served_from_memory() -> None:
+    """Report 30: evicted and not yet written was unreadable. Here it is not evicted before it is written."""
+    machine = Machine(ram_bytes=140_000)
+    store = machine.start()
+    there, rows = parked(machine, store, 1, 60)
+    assert store.has_writes
+    others = [parked(machine, store, seed, 60)[0] for seed in range(2, 9)]
+    assert any(isinstance(other, Refused) for other in others), "memory was never short, so nothing was tried"
+    assert store.get(there.id).tier is Tier.RAM
+    assert_same_rows(leased_rows(store, there), rows)
+    pump(store, machine.fs)
+    for seed in range(10, 16):
+        parked(machine, store, seed, 60)
+        pump(store, machine.fs)
+    assert store.get(there.id).tier is Tier.DISK
+    assert_same_rows(rows_of(store, machine.fs, store.get(there.id)), rows)
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_a_failed_write_is_never_visible(nth: int) -> None:
+    """Report 49."""
+    machine = Machine()
+    store = machine.start()
+    there, rows = parked(machine, store, 1)
+    machine.fs.fault = Fault(machine.fs.operations + nth)
+    assert len(pump(store, machine.fs, 1)) == 1
+    machine.fs.fault = None
+    assert store.disk.entries == {}
+    assert_same_rows(leased_rows(store, there), rows)
+    pump(store, machine.fs)
+    assert machine.fs.names() == []
+    assert store.disk.bytes_in_use == 0
+    evict(store, there)
+    assert store.get(there.id) is None
+    assert machine.start().disk.entries == {}
+
+
+def test_after_a_failure_writes_pause() -> None:
+    machine = Machine()
+    store = machine.start()
+    parked(machine, store, 1)
+    store._pause_s = 300.0  # each look at the test's clock takes a second
+    machine.fs.fault = Fault(machine.fs.operations + 1, code=errno.ENOSPC, sticky=True)
+    pump(store, machine.fs)
+    parked(machine, store, 2)
+    operations = machine.fs.operations
+    assert pump(store, machine.fs) == []
+    assert machine.fs.operations == operations
+    machine.fs.fault = None
+    machine.times.now += 300.0
+    pump(store, machine.fs)
+    assert store.disk_stats().conversations == 1
+
+
+def test_a_failed_read_is_a_miss_and_a_second_gives_it_up() -> None:
+    """Report 52: no livelock; each look-up tries once, and what fails twice is gone."""
+    machine = Machine()
+    store = machine.start()
+    there, _ = away(machine, store, 1)
+    for _ in range(2):
+        assert store.candidates(KEY, there.prefix_hashes)
+        machine.fs.fault = Fault(machine.fs.operations + 1, sticky=True)
+        assert promote(store, machine.fs, there) is None
+        machine.fs.fault = None
+        assert_counts(store)
+    assert store.candidates(KEY, there.prefix_hashes) == []
+    assert "could not be read" in store.why_gone(KEY, there.prefix_hashes)
+    pump(store, machine.fs)
+    assert machine.fs.names() == []
+
+
+def test_one_failed_read_costs_no_conversation() -> None:
+    machine = Machine()
+    store = machine.start()
+    there, rows = away(machine, store, 1)
+    machine.fs.fault = Fault(machine.fs.operations + 2)
+    assert promote(store, machine.fs, there) is None
+    assert_same_rows(rows_of(store, machine.fs, store.get(there.id)), rows)
+
+
+def test_a_promotion_reserves_before_it_reads() -> None:
+    """Report 29: no room, no read; and nobody goes for nothing."""
+    machine = Machine(ram_bytes=140_000)
+    store = machine.start()
+    there, _ = away(machine, store, 1, 60)
+    leases = []
+    for seed in range(2, 9):
+        other, _ = parked(machine, store, seed, 60)
+        if isinstance(other, Parked):
+            leases.append(store.lease(other.id, 60))
+    pump(store, machine.fs)
+    assert isinstance(store.promote(there.id, 60), Refused)
+    assert store.get(there.id).tier is Tier.DISK
+    assert_within_budget(store)
+    for lease in leases:
+        lease.release()
+    assert isinstance(promote(store, machine.fs, there), Parked)
+
+
+def test_what_fits_only_in_part_of_a_block_is_read_up_to_the_block_before() -> None:
+    """A checksum covers a whole block; a part of one would not match it."""
+    for ram_bytes in range(60_000, 140_000, 700):
+        machine = Machine(ram_bytes=ram_bytes)
+        store = machine.start()
+        machine.ram_bytes = 1 << 20
+        full = machine.start()
+        there, rows = away(machine, full, 1, 150)
+        machine.ram_bytes = ram_bytes
+        store = machine.start()
+        head = promote(store, machine.fs, store.get(there.id))
+        if isinstance(head, Parked):
+            assert_same_rows(leased_rows(store, head), [stage[: head.position] for stage in rows])
+            assert head.position % 4 == 0 or head.position == 150
+        else:
+            assert isinstance(head, Refused)
+        assert_within_budget(store)
+
+
+def test_buffers_of_a_read_under_way_are_nobody_elses() -> None:
+    """Report 51: no buffer is reused before its transfer is complete, whatever happens to the conversation."""
+    machine = Machine(ram_bytes=140_000)
+    store = machine.start()
+    there, rows = away(machine, store, 1, 60)
+    promotion = store.promote(there.id, 60)
+    assert isinstance(promotion, Promotion)
+    store.drop(there.id, "a test")
+    for seed in range(2, 9):
+        parked(machine, store, seed, 60)
+    pump(store, machine.fs)
+    read(machine.fs, promotion.job)  # its extents are still there, and its buffers its own
+    target = [part.buffer for _, parts in promotion.job.extents for part in parts if part.stage == 0]
+    assert np.array_equal(np.concatenate(target), rows[0].reshape(-1))
+    assert store.promoted(promotion, None) is None, "what was dropped meanwhile is not published"
+    pump(store, machine.fs)
+    assert_counts(store)
+
+
+def test_rows_that_are_being_written_are_not_overwritten() -> None:
+    machine = Machine(ram_bytes=140_000)
+    store = machine.start()
+    there, rows = parked(machine, store, 1, 60)
+    job = store.next_job()
+    assert isinstance(job, WriteJob)
+    store.drop(there.id, "a test")
+    for seed in range(2, 9):
+        parked(machine, store, seed, 60)
+    written = np.concatenate([part.buffer for part in job.parts if part.stage == 0])
+    assert np.array_equal(written, rows[0].reshape(-1))
+    write(machine.fs, job)
+    store.finished(job, None)
+    assert store.get(there.id) is None, "what was dropped while it was written does not come back"
+    removal = store.next_job()
+    assert isinstance(removal, RemoveJob)
+    assert job.manifest.name in removal.names
+    run(store, machine.fs, removal)
+    assert job.manifest.name not in machine.fs.names()
+
+
+def test_no_tail_is_kept_without_its_head() -> None:
+    """Report 53: conversations share files, and a file goes when the last that needs it is gone."""
+    machine = Machine()
+    store = machine.start()
+    engine = machine.engine().read(make_units(1, 16))
+    first = engine.park(store)
+    pump(store, machine.fs)
+    engine.truncate(12)
+    engine.extend(make_units(2, 9))
+    second, rows = engine.park(store), engine.rows()
+    pump(store, machine.fs)
+    store.drop(first.id, "a test")
+    pump(store, machine.fs)
+    evict(store, second)
+    assert_same_rows(rows_of(store, machine.fs, store.get(second.id)), rows)
+    head = next(block.extent for block in store.disk.entries[second.id].manifest.blocks[:1])
+    machine.fs.remove(f"{head:016x}.extent")
+    assert machine.start().disk.entries == {}
+    assert machine.fs.names() == []
+
+
+def test_the_disk_budget_holds_and_the_least_recently_used_goes() -> None:
+    machine = Machine(disk_bytes=110_000)
+    store = machine.start()
+    ids = [parked(machine, store, 1)[0].id]
+    pump(store, machine.fs)
+    for seed in range(2, 9):
+        ids.append(parked(machine, store, seed)[0].id)
+        store.touch(ids[0])
+        pump(store, machine.fs)
+        assert machine.fs.peak_bytes <= 110_000
+    there = set(store.disk.entries)
+    assert ids[0] in there
+    assert ids[-1] in there
+    assert ids[1] not in there
+    assert store.disk_stats().evictions_total > 0
+
+
+def test_a_smaller_budget_is_enforced_before_anything_is_served() -> None:
+    machine = Machine()
+    store = machine.start()
+    for seed in range(1, 6):
+        parked(machine, store, seed)
+        pump(store, machine.fs)
+    machine.disk_bytes = 70_000
+    store = machine.start()
+    assert machine.fs.bytes <= 70_000
+    assert len(store.disk.entries) >= 1
+
+
+def test_of_other_weights_is_kept_but_goes_first() -> None:
+    machine = Machine(disk_bytes=100_000)
+    store = machine.start()
+    old, _ = parked(machine, store, 1)
+    pump(store, machine.fs)
+    machine.fingerprint = b"the weights, two"
+    store = machine.start()
+    assert store.candidates(KEY, old.prefix_hashes) == []
+    assert store.disk_stats().foreign_conversations == 1
+    with pytest.raises(ConversationGone):
+        store.promote(old.id, 4)
+    for seed in range(2, 5):
+        new, _ = parked(machine, store, seed)
+        pump(store, machine.fs)
+        store.touch(new.id)
+    assert old.id not in store.disk.entries
+    assert store.disk_stats().conversations >= 2
+
+
+def test_too_old_is_forgotten_in_both_tiers() -> None:
+    machine = Machine(max_age_s=3600)
+    store = machine.start()
+    there, _ = parked(machine, store, 1)
+    pump(store, machine.fs)
+    machine.times.now += 3500
+    fresh, _ = parked(machine, store, 2)
+    pump(store, machine.fs)
+    machine.times.now += 200
+    pump(store, machine.fs)
+    assert store.get(there.id) is None
+    assert store.get(fresh.id) is not None
+    machine.times.now += 4000
+    assert machine.start().disk.entries == {}
+    assert machine.fs.names() == []
+
+
+def test_when_the_allowance_is_short_only_what_came_back_is_written() -> None:
+    """Report 32."""
+    machine = Machine(write_bytes_per_day=200_000)
+    store = machine.start()
+    for seed in range(1, 20):
+        parked(machine, store, seed)
+        pump(store, machine.fs)
+    spent = store.disk_stats().written_bytes_total
+    assert 100_000 <= spent <= 130_000, "one-shots were written up to half of the allowance, and no further"
+    engine = machine.engine().read(make_units(99, 11))
+    engine.park(store)
+    engine.extend(make_units(98, 5))
+    engine.park(store)
+    pump(store, machine.fs)
+    assert store.disk_stats().written_bytes_total > spent
+    assert store.disk_stats().written_bytes_total <= 200_000
+
+
+def test_the_index_of_the_disk_is_bounded() -> None:
+    machine = Machine(index_bytes=30_000)
+    store = machine.start()
+    for seed in range(1, 12):
+        parked(machine, store, seed, 20)
+        pump(store, machine.fs)
+        assert store.disk.index_bytes <= 30_000
+    assert store.disk_stats().conversations >= 2
+
+
+def test_pinned_stays_on_disk() -> None:
+    machine = Machine(disk_bytes=110_000)
+    store = machine.start()
+    there, _ = parked(machine, store, 1)
+    store.pin(there.id)
+    pump(store, machine.fs)
+    for seed in range(2, 9):
+        parked(machine, store, seed)
+        pump(store, machine.fs)
+    assert there.id in store.disk.entries
+
+
+def test_keys_do_not_meet_on_disk() -> None:
+    machine = Machine()
+    store = machine.start()
+    there, _ = parked(machine, store, 1)
+    pump(store, machine.fs)
+    store = machine.start()
+    other = b"o" * 16
+    assert store.candidates(other, make_hashes(there.units, 4, other)) == []
+    assert [known.id for known, _ in store.candidates(KEY, there.prefix_hashes)] == [there.id]
+
+
+def test_two_promotions_of_one_block_do_not_meet() -> None:
+    machine = Machine()
+    store = machine.start()
+    engine = machine.engine().read(make_units(1, 16))
+    first = engine.park(store)
+    pump(store, machine.fs)
+    engine.truncate(12)
+    engine.extend(make_units(2, 9))
+    second = engine.park(store)
+    pump(store, machine.fs)
+    evict(store, first)
+    evict(store, second)
+    promotion = store.promote(first.id, 16)
+    assert isinstance(promotion, Promotion)
+    assert isinstance(store.promote(second.id, 21), Refused)
+    assert isinstance(store.promote(first.id, 16), Refused)
+    read(machine.fs, promotion.job)
+    store.promoted(promotion, None)
+    assert_same_rows(rows_of(store, machine.fs, store.get(second.id)), engine.rows())
+
+
+def test_bytes_in_a_file_are_those_of_the_rows_and_zeros() -> None:
+    machine = Machine(FaultFs(), make_layout())
+    store = machine.start()
+    there, rows = parked(machine, store, 1, 11)
+    pump(store, machine.fs)
+    (name,) = [name for name in machine.fs.names() if name.endswith(".extent")]
+    data = bytes(machine.fs.content(name))
+    manifest = store.disk.entries[there.id].manifest
+    covered = np.zeros(len(data), dtype=bool)
+    for index, block in enumerate(manifest.blocks):
+        for stage, offset in enumerate(block.offsets.tolist()):
+            expected = rows[stage][index * 4 : index * 4 + block.rows].tobytes()
+            assert data[offset : offset + len(expected)] == expected
+            assert offset % 4096 == 0
+            covered[offset : offset + len(expected)] = True
+    assert not np.frombuffer(data, np.uint8)[~covered].any()
