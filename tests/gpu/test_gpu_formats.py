@@ -90,7 +90,7 @@ def test_recorded_decoding_steps_aside_while_steered_and_comes_back() -> None:
     pytest.importorskip("triton")
     made = model(torch.bfloat16).to("cuda:0")
     recorded, eager = opened(made, ("cuda:0",)), opened(made, ("cuda:0",))
-    assert recorded.prepare_decoding()
+    assert recorded.use_kernels()
     plain = answers(recorded)
     for session in (recorded, eager):
         session.reset()
