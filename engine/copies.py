@@ -7,7 +7,7 @@
 
 A copy out waits for the computing that wrote its rows, and whoever overwrites a row waits until it was copied and
 summed.
-Copies go in runs as long as host memory allows, cut only where the next writer should not wait for the rest.
+Copies go in runs as long as host memory allows, cut so that nobody waits long behind one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from engine.streams import DeviceStreams
 if TYPE_CHECKING:
     from engine.snapshot import Plan, Run, StageMove
 
-SEGMENT_BYTES = 64 << 20
-"""Long enough for the full speed of a link (4 MiB reach 0.96 of it), short enough that a writer waits a millisecond."""
-SHORT_SEGMENTS = 4
-"""Of a capture. Rows behind them are overwritten later: there a segment is as long as the host's run."""
+SEGMENT_BYTES = 32 << 20
+"""Long enough for the full speed of a link (4 MiB reach 0.96 of it), short enough that neither a writer nor the hidden
+states that go from card to card wait more than half a millisecond behind one."""
 SUM_BYTES = 512 << 20
 """What arrived is summed so much at a time, beside the copying of the next."""
 
@@ -56,18 +55,15 @@ class Segment:
 
 
 def segments(runs: Sequence[Run], row_bytes: int, block_tokens: int) -> Iterator[Segment]:
-    """The runs, the first of them cut at blocks in pieces of about `SEGMENT_BYTES`; no piece spans two runs."""
+    """The runs, cut at blocks in pieces of about `SEGMENT_BYTES`; no piece spans two runs."""
     blocks = max(1, SEGMENT_BYTES // (row_bytes * block_tokens))
-    count = 0
     for run in runs:
         first = run.start
         while first < run.stop:
-            cut = (first // block_tokens + blocks) * block_tokens if count < SHORT_SEGMENTS else run.stop
-            last = min(cut, run.stop)
+            last = min((first // block_tokens + blocks) * block_tokens, run.stop)
             offset = (first - run.start) * row_bytes
             yield Segment(first, last, run.buffer[offset : offset + (last - first) * row_bytes])
             first = last
-            count += 1
 
 
 def host_tensor(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:

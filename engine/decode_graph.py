@@ -1,4 +1,4 @@
-"""Decoding as one CUDA graph a stage, for the decoder layers most dense models share.
+"""Decoding as one CUDA graph a stage, for the models of `engine.dense`.
 
     token, position -> | graph of stage 0 | -> hidden -> | graph of stage 1 | -> logits
                            writes row `position`            writes row `position`
@@ -7,91 +7,26 @@ A graph is recorded once and replayed for every token: addresses are fixed, the 
 Inside, a layer is seven kernels (`engine.kernels`) in place of the library's several dozen. Rounding differs from the
 library's forward in the last bits; the rows a token leaves are those of its own path, so parked state stays exact.
 
-Stages whose layers are of another make decode through the library's forward, as on CPU.
+Models of another make decode through the library's forward, as on CPU.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from engine.arena import StageArena
 from engine.cache import StageCache
-from engine.kernels import has_triton
-from engine.layout import layer_kinds
+from engine.dense import dense_layers
 from engine.stages import Stage
 
 log = logging.getLogger("parkd.engine")
 
-ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Whose layers are: norm, attention over plain rotary positions, norm, silu-gated product; each with its residual."""
-DTYPES = frozenset({torch.bfloat16, torch.float16})
-STEADY_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
-"""Kinds of rotary positions whose frequencies do not change with the length."""
 WARM_UP_RUNS = 2
 
 Progress = Callable[[str, float], None]
-
-
-def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) -> str | None:
-    """Why these stages cannot be recorded, None if they can."""
-    if any(stage.device.type != "cuda" for stage in stages):
-        return "a stage is not on a CUDA device"
-    if not has_triton():
-        return "Triton is not installed"
-    if config.model_type not in ARCHITECTURES:
-        return f"the layers of {config.model_type} are not known to it"
-    if set(layer_kinds(config)) != {"full_attention"} or getattr(config, "sliding_window", None):
-        return "not all layers attend to everything"
-    if getattr(config, "hidden_act", None) != "silu" or getattr(config, "mlp_bias", False):
-        return "the feed-forward part is of another make"
-    rotary = getattr(config, "rope_parameters", None) or {}
-    if rotary.get("rope_type", "default") not in STEADY_ROTARY or rotary.get("partial_rotary_factor", 1.0) != 1.0:
-        return "its rotary positions are of another make"
-    kept = {field.dtype for arena in arenas for field in arena.layout.row_fields}
-    if len(kept) != 1 or not kept <= DTYPES or any(stage.dtype not in kept for stage in stages):
-        return f"it computes or keeps rows in other types than {', '.join(sorted(map(str, DTYPES)))}"
-    return None
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """One decoder layer's weights and rows."""
-
-    input_norm: Any
-    qkv: tuple[Any, ...]
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: Any
-    post_norm: Any
-    gate: Any
-    up: Any
-    down: Any
-    key_rows: torch.Tensor
-    value_rows: torch.Tensor
-    scaling: float
-
-
-def _layer_of(module: Any, rows: Any) -> _Layer:
-    attention, mlp = module.self_attn, module.mlp
-    return _Layer(
-        module.input_layernorm,
-        (attention.q_proj, attention.k_proj, attention.v_proj),
-        getattr(getattr(attention, "q_norm", None), "weight", None),
-        getattr(getattr(attention, "k_norm", None), "weight", None),
-        attention.o_proj,
-        module.post_attention_layernorm,
-        mlp.gate_proj,
-        mlp.up_proj,
-        mlp.down_proj,
-        rows.key_rows,
-        rows.value_rows,
-        float(attention.scaling),
-    )
 
 
 class StageDecoder:
@@ -100,11 +35,8 @@ class StageDecoder:
     def __init__(self, stage: Stage, cache: StageCache, config: Any) -> None:
         from engine.kernels.attend import DecodeAttention
 
-        inner: Any = stage.inner
         self.stage = stage
-        span = range(stage.first_layer, stage.end_layer)
-        self._modules = [inner.layers[index] for index in span]
-        self.layers = [_layer_of(inner.layers[index], cache.layers[index]) for index in span]
+        self.layers = dense_layers(stage, cache)
         first = self.layers[0]
         kv_heads, dim = first.key_rows.shape[1:]
         q_width = first.output.weight.shape[1]
@@ -116,6 +48,7 @@ class StageDecoder:
         self.hidden = torch.zeros(config.hidden_size, dtype=dtype, device=device)
         """`[hidden]`, what comes in and what goes out."""
         self._qkv = torch.empty(q_width + 2 * kv_heads * dim, dtype=dtype, device=device)
+        self._kv_width = kv_heads * dim
         self._query = torch.empty(q_width, dtype=dtype, device=device)
         self._attended = torch.empty(q_width, dtype=dtype, device=device)
         self._gated = torch.empty(config.intermediate_size, dtype=dtype, device=device)
@@ -142,41 +75,48 @@ class StageDecoder:
                 self.run()
         self._graph = graph
 
-    @property
-    def has_hooks(self) -> bool:
-        return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
-
     def replay(self) -> None:
         self._graph.replay()
 
     def run(self) -> None:
         """Queues the kernels of one token."""
         from engine.kernels.matvec import gated, matvec
-        from engine.kernels.rows import write_row
+        from engine.kernels.rows import write_rows
 
         inner: Any = self.stage.inner
         hidden = self.hidden
         if self.stage.index == 0:
             hidden.copy_(inner.embed_tokens(self.token)[0, 0])
         cos, sin = inner.rotary_emb(hidden.view(1, 1, -1), position_ids=self.position.view(1, 1))
-        cos, sin = cos.flatten(), sin.flatten()
+        q, k, v = torch.split(self._qkv[None], [len(self._query), self._kv_width, self._kv_width], dim=1)
         for layer in self.layers:
-            matvec(hidden, layer.qkv, self._qkv, norm=layer.input_norm.weight, eps=self.eps)
-            write_row(
-                self._qkv,
+            matvec(hidden, layer.qkv, self._qkv, norm=layer.input_norm, eps=self.eps)
+            write_rows(
+                q,
+                k,
+                v,
                 cos,
                 sin,
                 self.position,
                 self._query,
                 layer.key_rows,
                 layer.value_rows,
+                layer.scale_rows,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=self.eps,
             )
-            self._attend(self._query, layer.key_rows, layer.value_rows, self.position, self._attended, layer.scaling)
+            self._attend(
+                self._query,
+                layer.key_rows,
+                layer.value_rows,
+                self.position,
+                self._attended,
+                layer.scaling,
+                layer.scale_rows,
+            )
             matvec(self._attended, (layer.output,), hidden, residual=hidden)
-            gated(hidden, layer.gate, layer.up, self._gated, norm=layer.post_norm.weight, eps=self.eps)
+            gated(hidden, layer.gate, layer.up, self._gated, norm=layer.post_norm, eps=self.eps)
             matvec(self._gated, (layer.down,), hidden, residual=hidden)
         if self.logits is not None:
             matvec(hidden, (self.stage.head,), self.logits, norm=inner.norm.weight, eps=self.eps)
@@ -187,11 +127,6 @@ class DecodeGraph:
 
     def __init__(self, decoders: Sequence[StageDecoder]) -> None:
         self._decoders = tuple(decoders)
-
-    @property
-    def is_true(self) -> bool:
-        """Whether the recording is what the layers would do now: not while hooks on them add to it."""
-        return not any(decoder.has_hooks for decoder in self._decoders)
 
     def step(self, token_id: int, position: int) -> torch.Tensor:
         """Runs one token at `position`, writing that row in every stage; waits for nothing.
@@ -213,19 +148,12 @@ class DecodeGraph:
 
 
 def record_decoding(
-    config: Any,
-    stages: Sequence[Stage],
-    arenas: Sequence[StageArena],
-    caches: Sequence[StageCache],
-    progress: Progress | None = None,
+    config: Any, stages: Sequence[Stage], caches: Sequence[StageCache], progress: Progress | None = None
 ) -> DecodeGraph | None:
-    """Records every stage; None, with the reason in the log, if decoding stays with the library's forward.
+    """Records every stage, for which nothing speaks (`dense.refusal`). Row 0 of every arena is overwritten.
 
-    Row 0 of every arena is overwritten.
+    None, with the reason in the log, if a compiler or driver will not: the slower way still answers.
     """
-    if (reason := refusal(config, stages, arenas)) is not None:
-        log.info("decoding without CUDA graphs: %s", reason)
-        return None
     decoders = []
     try:
         for index, (stage, cache) in enumerate(zip(stages, caches, strict=True)):
@@ -234,7 +162,7 @@ def record_decoding(
             decoder = StageDecoder(stage, cache, config)
             decoder.record()
             decoders.append(decoder)
-    except Exception as error:  # a compiler or driver that will not: the slower way still answers
+    except Exception as error:
         log.warning("decoding without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
         return None
     if progress is not None:

@@ -6,6 +6,7 @@ arena rows   0 ............ position ................ context_tokens
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,11 +22,14 @@ from engine.checksum import Checksum, checksum_for
 from engine.config import EngineConfig
 from engine.copies import CaptureInFlight
 from engine.decode_graph import DecodeGraph, record_decoding
+from engine.dense import DenseStage, refusal
 from engine.errors import ContextFull, EngineError, StageFailed
 from engine.fixed_state import FixedState
 from engine.layout import build_layout, state_digest
 from engine.stages import Stage, place, split_layers
 from engine.steering import Steering, hook_layers
+
+log = logging.getLogger("parkd.engine")
 
 
 class Cancel(Protocol):
@@ -64,6 +68,7 @@ class Session:
         self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints)
         self._position = 0
         self._decode_graph: DecodeGraph | None = None
+        self._dense: list[DenseStage] = []
         self._captures: list[CaptureInFlight] = []
         self._steering = Steering()
         self._hooks: list[Any] = []
@@ -115,11 +120,26 @@ class Session:
         self._hooks = [module.register_forward_hook(hook) for module, hook in hooks]
         self._steering = steering
 
-    def prepare_decoding(self, progress: Callable[[str, float], None] | None = None) -> bool:
-        """Records decoding as CUDA graphs where that is possible; True if it was. Forgets the timeline."""
+    def use_kernels(self, progress: Callable[[str, float], None] | None = None) -> bool:
+        """Runs this model through few kernels (`engine.dense`) and recorded decoding where that is possible.
+
+        True if it is. Forgets the timeline. To be called once, before the first token.
+        """
         self.reset()
-        self._decode_graph = record_decoding(self.config, self.stages, self.arenas, self._caches, progress)
-        return self._decode_graph is not None
+        if (reason := refusal(self.config, self.stages, self.arenas)) is not None:
+            log.info("the library's own forward is used: %s", reason)
+            return False
+        self._decode_graph = record_decoding(self.config, self.stages, self._caches, progress)
+        if self._decode_graph is None:
+            return False
+        self._dense = [DenseStage(*pair, self.config) for pair in zip(self.stages, self._caches, strict=True)]
+        self.extend(np.zeros(min(self.batch_tokens, self.context_tokens), dtype=np.int64))  # Compiles and tunes.
+        self.reset()
+        return True
+
+    @property
+    def _uses_kernels(self) -> bool:
+        return bool(self._dense) and not any(stage.has_hooks for stage in self._dense)
 
     def captures_in_background(self, capture: CaptureInFlight) -> None:
         """From now on no row of `capture` is overwritten before it is copied."""
@@ -230,12 +250,16 @@ class Session:
         """Hidden states `[1, q, hidden]` of the last stage for `[position, position + q)`; the caller commits."""
         flow = torch.from_numpy(token_ids).unsqueeze(0)
         stop = position + len(token_ids)
+        dense = self._uses_kernels and doing == "prefill"  # Which leaves the last layer's output out.
         with torch.inference_mode():
             for stage, cache in zip(self.stages, self._caches, strict=True):
                 try:
                     if stage.device.type == "cuda":
                         self.before_write(stage.index, torch.cuda.current_stream(stage.device), position, stop)
-                    flow = stage.forward(flow, cache, position)
+                    if dense:
+                        flow = self._dense[stage.index].forward(flow, position)
+                    else:
+                        flow = stage.forward(flow, cache, position)
                 except EngineError:
                     raise
                 except Exception as error:

@@ -20,7 +20,8 @@ from engine.kernels.sums import block_sums
 
 HIDDEN, WIDE, KV, VOCAB = 4096, 12288, 1024, 151_936
 TILINGS = [
-    Tiling(r, c, w) for r, c, w in ((4, 1024, 4), (8, 512, 4), (8, 1024, 8), (4, 2048, 8), (2, 2048, 4), (16, 512, 8))
+    Tiling(rows, columns, warps)
+    for rows, columns, warps in ((8, 512, 4), (4, 2048, 8), (4, 512, 4), (8, 256, 4), (4, 4096, 8), (2, 4096, 8))
 ]
 COPIES = 6
 """Sets of weights that are used in turn, so that none is still in the cache."""

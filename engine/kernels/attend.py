@@ -29,14 +29,18 @@ def _attend_kernel(
     sums_ptr,
     peaks_ptr,
     weights_ptr,
+    scale_ptr,
     row_stride,
+    scale_stride,
     scale,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     head = tl.program_id(0)
     part = tl.program_id(1)
@@ -62,12 +66,17 @@ def _attend_kernel(
         rows = n.to(tl.int64) * row_stride
         key = tl.load(keys + rows[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
         scores = tl.dot(query, key.to(query.dtype)) * scale
+        if QUANTISED:
+            scales = scale_ptr + n.to(tl.int64) * scale_stride + head
+            scores *= tl.load(scales, mask=valid, other=0.0).to(tl.float32)[None, :]
         scores = tl.where(valid[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
         p = tl.exp2(scores - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         weight = weight * shrink + tl.sum(p, axis=1)
         value = tl.load(values + rows[:, None] + d[None, :], mask=valid[:, None] & in_dim[None, :], other=0.0)
+        if QUANTISED:
+            p *= tl.load(scales + KV_HEADS, mask=valid, other=0.0).to(tl.float32)[None, :]
         total = total * shrink[:, None] + tl.dot(p.to(query.dtype), value.to(query.dtype))
         peak = new_peak
     slot = (head * GROUP + g) * PARTS + part
@@ -112,11 +121,13 @@ class DecodeAttention:
         position: torch.Tensor,
         out: torch.Tensor,
         scale: float,
+        scale_rows: torch.Tensor | None = None,
     ) -> None:
         """`out` `[q_heads * dim]` for `query` `[q_heads * dim]` over the rows `[0, position]`.
 
         `key_rows` and `value_rows` are `[context, kv_heads, dim]` with any stride between rows; `position` is int64
-        `[1]` on the device.
+        `[1]` on the device. With `scale_rows`, float16 `[context, 2, kv_heads]`, the rows are int8 codes
+        (`engine.kv_format`).
         """
         group = self.q_heads // self.kv_heads
         block_dim = max(16, triton.next_power_of_2(self.dim))
@@ -128,14 +139,18 @@ class DecodeAttention:
             self._sums,
             self._peaks,
             self._weights,
+            position if scale_rows is None else scale_rows,
             key_rows.stride(0),
+            0 if scale_rows is None else scale_rows.stride(0),
             scale * LOG2_E,
+            KV_HEADS=self.kv_heads,
             GROUP=group,
             BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
             DIM=self.dim,
             BLOCK_DIM=block_dim,
             TILE=TILE_ROWS,
             PARTS=self.parts,
+            QUANTISED=scale_rows is not None,
             num_warps=4,
             num_stages=3,
         )

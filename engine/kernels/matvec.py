@@ -17,16 +17,19 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut: measured, not derived."""
+    """How a product is cut."""
 
-    rows: int = 8
+    rows: int
     """Of the weights, a program."""
-    columns: int = 1024
+    columns: int
     """Of the weights, a step."""
-    warps: int = 4
+    warps: int
 
 
-DEFAULT_TILING = Tiling()
+NARROW, WIDE = Tiling(4, 2048, 8), Tiling(8, 512, 4)
+NARROW_COLUMNS = 8192
+"""The best of those in `benchmarks/gpu/kernels.py`, H200, bf16: 3.1 and 4.5 TB/s for 6144 and 151,936 rows of 4096, 3.5
+for 4096 rows of 12,288, and 3.8 for the gate's two of 12,288 rows of 4096 (the last two wide)."""
 
 
 @triton.jit
@@ -150,7 +153,7 @@ def matvec(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
-    tiling: Tiling = DEFAULT_TILING,
+    tiling: Tiling | None = None,
 ) -> None:
     """`out[...] = residual + concat(W x + b)` over one to three linear modules.
 
@@ -159,6 +162,7 @@ def matvec(
     its mean square plus `eps`, and multiplied by `norm`. `out` may be `residual` itself.
     """
     weights = [linear.weight for linear in linears]
+    tiling = tiling or (NARROW if weights[0].shape[1] <= NARROW_COLUMNS else WIDE)
     sizes = [weight.shape[0] for weight in weights] + [0, 0]
     others = [_distance(weights[0], weight) for weight in weights[1:]] + [0, 0]
     biases = [linear.bias for linear in linears]
@@ -200,7 +204,7 @@ def gated(
     *,
     norm: torch.Tensor,
     eps: float,
-    tiling: Tiling = DEFAULT_TILING,
+    tiling: Tiling = WIDE,
 ) -> None:
     """`out = silu(G x') * (U x')` with `x'` the normed `x` `[k]`; weights `[n, k]` without bias, `out` `[n]`."""
     rows = gate.weight.shape[0]

@@ -1,0 +1,198 @@
+"""The forward of the decoder layers most dense models share, in few kernels.
+
+    norm -> q, k, v -> norm, turn, write rows -> attention -> output, + residual -> norm -> gate, up, down, + residual
+
+The library's own forward launches several dozen small kernels a layer from Python; on a card that takes longer than the
+arithmetic of a short chunk. This one rounds where the library rounds, so that what it leaves differs from it in the
+order of sums alone. Models of another make, and layers with hooks on them, run through the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention import sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from engine.arena import StageArena
+from engine.attention import CUDA_KERNELS
+from engine.cache import StageCache
+from engine.kernels import has_triton
+from engine.layout import layer_kinds
+from engine.stages import Stage
+
+ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Whose layers are: norm, attention over plain rotary positions, norm, silu-gated product; each with its residual."""
+DTYPES = frozenset({torch.bfloat16, torch.float16})
+STEADY_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
+"""Kinds of rotary positions whose frequencies do not change with the length."""
+
+
+def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) -> str | None:
+    """Why these stages must run through the library, None if they need not."""
+    if any(stage.device.type != "cuda" for stage in stages):
+        return "a stage is not on a CUDA device"
+    if not has_triton():
+        return "Triton is not installed"
+    if config is None or config.model_type not in ARCHITECTURES:
+        return "the model's layers are not known to the kernels"
+    if set(layer_kinds(config)) != {"full_attention"} or getattr(config, "sliding_window", None):
+        return "not all layers attend to everything"
+    if getattr(config, "hidden_act", None) != "silu" or getattr(config, "mlp_bias", False):
+        return "the feed-forward part is of another make"
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type", "default") not in STEADY_ROTARY or rotary.get("partial_rotary_factor", 1.0) != 1.0:
+        return "the rotary positions are of another make"
+    computed = {stage.dtype for stage in stages}
+    kept = {field.dtype for arena in arenas for field in arena.layout.row_fields if field.name != "scale"}
+    if len(computed) != 1 or not computed <= DTYPES or kept not in ({torch.int8}, computed):
+        return f"it computes in, or keeps rows in, other types than {', '.join(sorted(map(str, DTYPES)))}"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayer:
+    """One decoder layer's modules and rows."""
+
+    input_norm: torch.Tensor
+    qkv: tuple[Any, ...]
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Any
+    post_norm: torch.Tensor
+    gate: Any
+    up: Any
+    down: Any
+    key_rows: torch.Tensor
+    value_rows: torch.Tensor
+    """`[context_tokens, kv_heads, head_dim]`, strided views of arena rows."""
+    scale_rows: torch.Tensor | None
+    """float16 `[context_tokens, 2, kv_heads]` if the rows are codes (`engine.kv_format`)."""
+    scaling: float
+
+
+def dense_layers(stage: Stage, cache: StageCache) -> list[DenseLayer]:
+    """The stage's layers; the caller knows that nothing speaks against it (`refusal`)."""
+    inner: Any = stage.inner
+    return [_layer(inner.layers[index], cache.layers[index]) for index in range(stage.first_layer, stage.end_layer)]
+
+
+def _layer(module: Any, rows: Any) -> DenseLayer:
+    attention, mlp = module.self_attn, module.mlp
+    return DenseLayer(
+        module.input_layernorm.weight,
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        getattr(getattr(attention, "q_norm", None), "weight", None),
+        getattr(getattr(attention, "k_norm", None), "weight", None),
+        attention.o_proj,
+        module.post_attention_layernorm.weight,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+        rows.key_rows,
+        rows.value_rows,
+        getattr(rows, "scale_rows", None),
+        float(attention.scaling),
+    )
+
+
+class DenseStage:
+    """One stage's forward of a chunk."""
+
+    def __init__(self, stage: Stage, cache: StageCache, config: Any) -> None:
+        self.stage = stage
+        self.layers = dense_layers(stage, cache)
+        self._eps = float(config.rms_norm_eps)
+        inner: Any = stage.inner
+        self._modules = [inner.layers[index] for index in range(stage.first_layer, stage.end_layer)]
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether something was hung on a layer that only the library's forward knows of."""
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
+
+    def forward(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
+        """Runs `q` tokens at `[position, position + q)` and writes their rows; waits for nothing.
+
+        `inputs` are those of `Stage.forward` and may be overwritten. Returns `[1, q, hidden]`, except that the last
+        stage leaves its last layer at the rows, which are all a prompt needs of it.
+        """
+        with torch.cuda.device(self.stage.device):
+            return self._forward(inputs.to(self.stage.device, non_blocking=True), position)
+
+    def _forward(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
+        from engine.kernels.pointwise import add_norm, gate
+
+        inner: Any = self.stage.inner
+        hidden = inner.embed_tokens(inputs)[0] if self.stage.index == 0 else inputs[0]
+        tokens = hidden.shape[0]
+        stop = position + tokens
+        positions = torch.arange(position, stop, device=hidden.device)
+        cos, sin = inner.rotary_emb(hidden[None], position_ids=positions[None])
+        turns = (positions, cos[0].contiguous(), sin[0].contiguous())
+        bias = causal_lower_right(tokens, stop) if tokens > 1 else None
+        normed = torch.empty_like(hidden)
+        delta: torch.Tensor | None = None
+        is_last_stage = self.stage.head is not None
+        with sdpa_kernel(list(CUDA_KERNELS)):
+            for index, layer in enumerate(self.layers):
+                add_norm(hidden, delta, layer.input_norm, normed, self._eps)
+                query = self._write_rows(layer, normed, turns)
+                if is_last_stage and index == len(self.layers) - 1:
+                    return hidden[None]
+                heads = query.view(1, tokens, -1, layer.key_rows.shape[2]).transpose(1, 2)
+                keys, values = _kept_numbers(layer, stop, hidden.dtype)
+                grouped = heads.shape[1] != keys.shape[1]
+                attended = scaled_dot_product_attention(
+                    heads, keys, values, attn_mask=bias, scale=layer.scaling, enable_gqa=grouped
+                )
+                attended = attended.transpose(1, 2).reshape(tokens, -1)
+                add_norm(hidden, _product(layer.output, attended), layer.post_norm, normed, self._eps)
+                gates = _product(layer.gate, normed)
+                gate(gates, _product(layer.up, normed))
+                delta = _product(layer.down, gates)
+        return (hidden + delta if delta is not None else hidden)[None]
+
+    def _write_rows(
+        self, layer: DenseLayer, normed: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        from engine.kernels.rows import write_rows
+
+        positions, cos, sin = turns
+        q, k, v = (_product(module, normed) for module in layer.qkv)
+        query = torch.empty_like(q)
+        write_rows(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            positions,
+            query,
+            layer.key_rows,
+            layer.value_rows,
+            layer.scale_rows,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=self._eps,
+        )
+        return query
+
+
+def _kept_numbers(layer: DenseLayer, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the rows `[0, stop)`, `[1, kv_heads, stop, head_dim]`; views unless the rows are codes."""
+    keys, values = layer.key_rows[:stop], layer.value_rows[:stop]
+    if layer.scale_rows is not None:
+        from engine.kernels.rows import numbers
+
+        keys = numbers(keys, layer.scale_rows[:stop, 0], dtype)
+        values = numbers(values, layer.scale_rows[:stop, 1], dtype)
+    return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+
+def _product(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, module.weight, module.bias)
