@@ -110,7 +110,8 @@ class Admission:
     def _surely_fits(self, need: Need, queue: Queue) -> bool:
         """True when what each candidate frees alone is enough; then the costly count of what they share is spared."""
         room = self.shelf.room()
-        return self.shelf.fits(need, Room(room.open_slots + queue.freed_slots, room.free_bytes))
+        freed = Room(room.open_slots + queue.freed_slots, room.free_bytes + queue.freed_side_bytes)
+        return self.shelf.fits(need, freed)
 
     def _is_worth(
         self,

@@ -46,8 +46,8 @@ class Queue:
             (owner for entry in reversed(shelf.entries.values()) if (owner := entry.owner) not in kin), 0
         )
         self._places: dict[Owner, Rank] = {}
-        self.freed_slots = 0
-        """Slots that are free once all have gone, at least: what only two of them share is not counted."""
+        self.freed_slots = self.freed_side_bytes = 0
+        """What is free once all have gone, at least: what only two of them share is not counted."""
         self._forget_changed()
         self._heap = [self._placed(entry) for entry in shelf.entries.values() if entry.may_go]
         heapq.heapify(self._heap)
@@ -98,6 +98,10 @@ class Queue:
         is_superseded, is_partner = owner in self._superseded, owner == self._partner
         place = rank(rating.candidate, rating.score, is_superseded=is_superseded, is_partner=is_partner)
         if owner not in self._places:
-            self.freed_slots += rating.freed_slots
+            slots, side_bytes = rating.freed_slots, self._shelf.metadata_bytes(entry.parked)
+            side_bytes += self._shelf.blocks.metadata_bytes(slots)
+            rows = slots * self._shelf.geometry.slot_bytes
+            self.freed_slots += slots
+            self.freed_side_bytes += side_bytes + rating.candidate.freed_bytes - rows
         self._places[owner] = place
         return place, owner, rating.candidate
