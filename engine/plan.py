@@ -42,7 +42,7 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
     if torch.device(config.devices[0]).type == "cpu":
         dtype = torch.float32
     ranges = split_layers(settings, len(config.devices), config.layer_split)
-    layouts = build_layout(settings, ranges, config.kv_dtype or dtype)
+    layouts = build_layout(settings, ranges, config.kv_dtype or dtype, dtype)
     return WeightlessModel(architecture_of(settings), int(settings.max_position_embeddings), layouts)
 
 
