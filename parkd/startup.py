@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from parkd.config import MIB
 from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
 from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
+from parkd.store.disk import DiskStats
 from parkd.store.slabs import SlabGeometry
 
 PROGRESS_STEP_S = 2.0
@@ -56,6 +58,14 @@ def parking_line(budget: Budget, info: EngineInfo) -> str:
     if budget.tokens < info.context_tokens:
         return f"{held}; {full} and would not be parked whole"
     return f"{held}; {full}"
+
+
+def disk_line(disk: DiskStats, directory: Path | None) -> str:
+    size = f"disk      {disk.budget_bytes // MIB:,} MiB"
+    if directory is None:
+        return f"{size} in files without a name, gone with this process"
+    other = f", {disk.foreign_conversations:,} of another model or layer split" if disk.foreign_conversations else ""
+    return f"{size} in {directory}; {disk.conversations - disk.foreign_conversations:,} conversations found{other}"
 
 
 def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool) -> list[str]:
