@@ -14,15 +14,21 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.initialization import no_init_weights
 
 from engine.errors import ModelLoadError
+from engine.hybrid_presets import HYBRID_PRESETS
 
 PREFIX = "random:"
 SEED = 20
 WEIGHT_GAIN = 1.5
 """A weight's standard deviation is this over the root of its inputs: scores then depend on the whole prompt, and differ
 enough that wrong state gives other tokens."""
-RECIPE_VERSION = 1
+FORGETTING = "A_log"
+"""Name of the logarithm of how fast a head of a recurrent layer forgets."""
+SLOW_AND_FAST = (-6.0, 0.0)
+"""Over the heads: some remember hundreds of tokens, some only the last few."""
+RECIPE_VERSION = 2
 """Part of the weights' digest: raise it when the same preset would get other numbers."""
 
 TINY_VOCABULARY = 512
@@ -62,7 +68,8 @@ _TINY = {
 }
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
+    {name: Preset(*shape) for name, shape in HYBRID_PRESETS.items()}
+    | {
         "tiny-llama": Preset("llama", _TINY),
         "tiny-qwen2": Preset("qwen2", {name: value for name, value in _TINY.items() if name != "head_dim"}),
         "tiny-qwen3": Preset("qwen3", _TINY),
@@ -92,9 +99,8 @@ def preset_config(model: str) -> Any:
     preset = PRESETS.get(name)
     if preset is None:
         raise ModelLoadError(f"There is no random model {name!r}; these are: {', '.join(PRESETS)}.")
-    config = AutoConfig.for_model(preset.model_type, **preset.settings)
-    config.bos_token_id, config.eos_token_id = None, SPECIAL_TOKENS.index(END_TOKEN)
-    return config
+    ids = {"bos_token_id": None, "eos_token_id": SPECIAL_TOKENS.index(END_TOKEN), "pad_token_id": None}
+    return AutoConfig.for_model(preset.model_type, **{**preset.settings, **ids})
 
 
 def preset_digest(model: str, dtype: torch.dtype, device: torch.device) -> bytes:
@@ -105,20 +111,18 @@ def preset_digest(model: str, dtype: torch.dtype, device: torch.device) -> bytes
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """A model whose weights are drawn on `device` itself, so that no copy of them passes through main memory."""
-    with torch.device("meta"):
+    with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    rotary = type(model.base_model.rotary_emb)
-    model.to_empty(device=device)
     model.tie_weights()
     generator = torch.Generator(device).manual_seed(SEED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
+            if name.endswith(FORGETTING):
+                parameter.copy_(torch.linspace(*SLOW_AND_FAST, parameter.numel(), device=device))
+            elif parameter.dim() > 1:
                 parameter.normal_(0.0, WEIGHT_GAIN / parameter.shape[-1] ** 0.5, generator=generator)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        # The rotary frequencies are computed, not drawn: they belong to the configuration.
-        model.base_model.rotary_emb = rotary(config=config).to(device)
     return model.eval()
 
 

@@ -1,0 +1,58 @@
+"""Random models are whole: what is computed is as the library computes it, and long ago still matters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import presets
+from engine.architectures import check_config
+from engine.hybrid_presets import HYBRID_PRESETS
+from engine.layout import build_layout
+from engine.stages import split_layers
+
+CPU = torch.device("cpu")
+TINY = [name for name in presets.PRESETS if name.startswith("tiny")]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_weights_are_drawn_and_buffers_computed(name: str) -> None:
+    config = presets.preset_config(f"random:{name}")
+    model = presets.random_model(config, torch.float32, CPU)
+    again = presets.random_model(config, torch.float32, CPU)
+    library = AutoModelForCausalLM.from_config(config)
+    for (name_, mine), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.isfinite(mine).all(), name_
+        assert mine.equal(other), name_
+    for (name_, mine), (other_name, other) in zip(model.named_buffers(), library.named_buffers(), strict=True):
+        assert name_ == other_name
+        torch.testing.assert_close(mine, other)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 500, (2, 150)))
+    ids[1, 1:] = ids[0, 1:]
+    assert ids[0, 0] != ids[1, 0]
+    with torch.inference_mode():
+        here, there = model(ids[:1]).logits[0, -1], model(ids[1:]).logits[0, -1]
+    assert torch.isfinite(here).all()
+    assert here.std() > 0.3
+    if name not in ("tiny-lfm2", "tiny-gemma3"):  # Few layers of these see far.
+        assert (here - there).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in presets.PRESETS if not name.startswith("tiny")])
+def test_real_shapes_are_known_and_split(name: str) -> None:
+    config = presets.preset_config(f"random:{name}")
+    check_config(config)
+    for stages in (1, 2, 4):
+        ranges = split_layers(config, stages)
+        layouts = build_layout(config, ranges, torch.bfloat16, torch.bfloat16)
+        assert sum(layout.row_bytes for layout in layouts) > 10_000
+        assert any(layout.fixed_bytes for layout in layouts) == (name in HYBRID_PRESETS)
+
+
+def test_the_27b_shape_keeps_what_that_model_is_known_to_keep() -> None:
+    config = presets.preset_config("random:qwen3.5-27b")
+    [layout] = build_layout(config, [(0, 64)], torch.bfloat16, torch.bfloat16)
+    assert layout.row_bytes == 16 * 2 * 4 * 256 * 2
+    assert layout.fixed_bytes == 48 * (48 * 128 * 128 * 4 + 10240 * 4 * 2)
