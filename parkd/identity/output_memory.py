@@ -101,7 +101,7 @@ class OutputMemory:
         last = prompt.segments[-1] if prompt.segments else None
         if last is None or last.label != GENERATION or not len(answer_ids):
             return
-        hasher = blake2b(_int64(prompt.token_ids[: last.start]), key=prompt.key.digest, digest_size=HASH_BYTES)
+        hasher = blake2b(_int32(prompt.token_ids[: last.start]).data, key=prompt.key.digest, digest_size=HASH_BYTES)
         ids = np.concatenate([prompt.token_ids[last.start :], np.asarray(answer_ids)]).astype(np.int32)
         answer = RememberedAnswer(hasher.digest(), ids, said)
         if self.keep(answer):
@@ -137,7 +137,7 @@ class OutputMemory:
         """The same text with the ids of remembered answers. `starts` gives the character at which turns begin."""
         if not self._answers:
             return tokenised
-        text, cuts = tokenised.text, tokenised.cuts
+        text, cuts, positions, ids = tokenised.text, tokenised.cuts, tokenised.positions, _int32(tokenised.ids)
         hasher = blake2b(key=key_digest, digest_size=HASH_BYTES)
         replaced: list[tuple[int, int, npt.NDArray[np.int32]]] = []
         done = 0
@@ -146,15 +146,17 @@ class OutputMemory:
             first = bisect_left(cuts, starts[index])
             if turn.role != "assistant" or cuts[first] != starts[index] or first < done:
                 continue
-            hasher.update(_int64(tokenised.ids[tokenised.positions[done] : tokenised.positions[first]]))
+            hasher.update(ids[positions[done] : positions[first]].data)
             done = first
-            end = next((place for place in range(first + 1, len(cuts) - 1) if self._ends(text, cuts[place])), None)
-            answer = None
-            if end is not None:
-                answer = self._find(hasher.copy().digest(), turn.message, text[cuts[first] : cuts[end]])
-            if end is None or answer is None:
+            answers = self._found(hasher.digest())
+            if not answers:
                 continue
-            hasher.update(_int64(answer.ids))
+            end = next((place for place in range(first + 1, len(cuts) - 1) if self._ends(text, cuts[place])), first)
+            rendered = text[cuts[first] : cuts[end]]
+            answer = next((one for one in reversed(answers) if _is_said(turn.message, rendered, one.said)), None)
+            if end == first or answer is None:
+                continue
+            hasher.update(_int32(answer.ids).data)
             replaced.append((first, end, answer.ids))
             done = end
         if not replaced:
@@ -165,12 +167,12 @@ class OutputMemory:
     def _ends(self, text: str, char: int) -> bool:
         return text.startswith(self._end_texts, char)
 
-    def _find(self, prefix: bytes, message: Mapping[str, Any], rendered: str) -> RememberedAnswer | None:
+    def _found(self, prefix: bytes) -> tuple[RememberedAnswer, ...]:
         with self._lock:
             answers = self._answers.get(prefix, ())
             if answers:
                 self._answers.move_to_end(prefix)
-        return next((answer for answer in reversed(answers) if _is_said(message, rendered, answer.said)), None)
+        return answers
 
 
 def _is_said(message: Mapping[str, Any], rendered: str, said: Said) -> bool:
@@ -221,8 +223,8 @@ def _with(tokenised: TokenisedText, replaced: Sequence[tuple[int, int, npt.NDArr
     return TokenisedText(tokenised.text, whole, cuts, positions)
 
 
-def _int64(ids: npt.NDArray[Any]) -> bytes:
-    return np.ascontiguousarray(ids, dtype="<i8").tobytes()
+def _int32(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(ids, dtype="<i4")
 
 
 def _plain(value: Any) -> Any:

@@ -267,7 +267,10 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """The function tools; those that only their vendor's servers can run are skipped."""
     functions = [tool for tool in objects(body.get("tools"), "tools") if tool.get("type", "function") == "function"]
     for index, tool in enumerate(functions):
-        name_at(object_at(tool, "function", f"tools[{index}]"), "name", f"tools[{index}].function")
+        path = f"tools[{index}].function"
+        function = object_at(tool, "function", f"tools[{index}]")
+        name_at(function, "name", path)
+        object_at(function, "parameters", path)
     return tuple(functions)
 
 
