@@ -117,12 +117,20 @@ def promote(store: TieredStore, fs: FaultFs, parked: Parked, stop: int | None = 
     return store.promoted(promotion, error)
 
 
+class NoRoom(Exception):
+    """Memory is too small for what is on disk: nothing is lost."""
+
+
 def rows_of(store: TieredStore, fs: FaultFs, parked: Parked, stop: int | None = None) -> list[np.ndarray] | None:
-    """The rows `[0, stop)` as the store gives them, from whichever tier; None for a miss."""
+    """The rows `[0, stop)` as the store gives them, from whichever tier; None for a miss.
+
+    Raises NoRoom."""
     stop = parked.position if stop is None else stop
     if parked.tier is Tier.DISK:
         loaded = promote(store, fs, parked, stop)
-        if not isinstance(loaded, Parked) or loaded.position < stop:
+        if isinstance(loaded, Refused) or (loaded is not None and loaded.position < stop):
+            raise NoRoom
+        if loaded is None:
             return None
         parked = loaded
     return leased_rows(store, parked, stop)
@@ -133,4 +141,4 @@ def evict(store: TieredStore, parked: Parked) -> None:
     store._forget(store._shelf.entry(parked.id), "evicted", "a test")
 
 
-__all__ = ["BLOCK_BYTES", "KEY", "Machine", "evict", "promote", "pump", "rows_of", "run"]
+__all__ = ["BLOCK_BYTES", "KEY", "Machine", "NoRoom", "evict", "promote", "pump", "rows_of", "run"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from fault_fs import Crashed, FaultFs
 from store_kit import CopyEngine, assert_counts, assert_within_budget, make_layout, make_units
-from tier_kit import Machine, evict, pump, rows_of
+from tier_kit import Machine, NoRoom, evict, pump, rows_of
 
 from parkd.store.records import Parked, Refused, Tier
 from parkd.store.tiers import TieredStore
@@ -27,6 +27,8 @@ class Life:
     machine: Machine
     content: dict[str, Content] = field(default_factory=dict)
     acknowledged: set[str] = field(default_factory=set)
+    no_room: int = 0
+    """Reads that memory was too small for."""
     store: TieredStore | None = None
     engine: CopyEngine | None = None
 
@@ -63,7 +65,11 @@ class Life:
         """Gets rows from whichever tier has them. False for a miss; raises Wrong for other bytes than were put."""
         assert self.store is not None
         stop = parked.position if stop is None else stop
-        rows = rows_of(self.store, self.machine.fs, parked, stop)
+        try:
+            rows = rows_of(self.store, self.machine.fs, parked, stop)
+        except NoRoom:
+            self.no_room += 1
+            return False
         self.note()
         if rows is None:
             return False
