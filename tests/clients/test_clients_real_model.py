@@ -40,7 +40,7 @@ def test_a_conversation_goes_on_where_it_was_over_both_sdks(url: str) -> None:
         assert answer
     talk = [*ASK, {"role": "assistant", "content": answer}, {"role": "user", "content": "Why there?"}]
     with anthropic.Anthropic(base_url=url, api_key="k", max_retries=0) as client:
-        with client.messages.stream(model="m", messages=talk, max_tokens=16, temperature=0) as stream:
+        with client.messages.stream(model="m", messages=talk, max_tokens=16) as stream:
             text = "".join(stream.text_stream)
             second = stream.get_final_message()
         assert text
