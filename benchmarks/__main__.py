@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.common import REPOSITORY, progress
 
-BENCH = ("proxy_time", "copies", "health_lag", "aba")
+BENCH = ("proxy_time", "copies", "perplexity", "health_lag", "aba")
 """Shortest first. Each is a process of its own, so that none inherits another's memory or threads."""
 
 
