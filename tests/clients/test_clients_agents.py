@@ -157,6 +157,7 @@ CLAUDE_HEADERS = {
 
 
 def test_claude_code(served: Served) -> None:
+    """Reports 21, 25, 33 and 34."""
     with client_of(served) as client:
         assert client.head("/").status_code == 200
         assert client.head("/api/hello").status_code == 200
@@ -217,6 +218,7 @@ def responses(client: httpx.Client, body: Mapping[str, Any]) -> Turn:
 
 
 def test_codex(served: Served) -> None:
+    """Reports 37 and 42."""
     with client_of(served) as client:
         ask = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Look. [codex]"}]}
         first = responses(client, codex([ask]))
@@ -311,7 +313,7 @@ def test_agents_that_speak_chat(served: Served, name: str) -> None:
 
 
 def test_a_clock_in_the_system_prompt_is_named(served: Served) -> None:
-    """Nothing is rewritten; what differs is said."""
+    """Report 23: nothing is rewritten; what differs is said."""
 
     def asked(minute: int) -> dict[str, Any]:
         system = {"role": "system", "content": f"The time is 12:{minute}. " + SYSTEM}
@@ -326,6 +328,7 @@ def test_a_clock_in_the_system_prompt_is_named(served: Served) -> None:
 
 
 def test_a_resumed_sub_agent_with_another_first_line_is_its_own_conversation(served: Served) -> None:
+    """Report 26."""
     with client_of(served) as client:
         for line in ("Task: read. [agent 1]", "Task: write. [agent 2]"):
             first = messages(client, claude_code(1, [{"role": "user", "content": line}]), CLAUDE_HEADERS)

@@ -1,4 +1,4 @@
-"""A client that loses its connection and sends the same request again finds its turn where it left it."""
+"""A client that loses its connection and sends the same request again finds its turn where it left it: report 40."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ class Kit:
 
 
 def test_the_generated_ids_stand_where_the_answer_was_rendered() -> None:
+    """Report 24: arguments come back re-sorted."""
     kit = Kit()
     first = kit.build(ASK)
     kit.answered(first)
@@ -98,10 +99,14 @@ def test_another_prefix_or_namespace_is_another_answer() -> None:
 
 
 def test_thinking_that_the_template_drops_does_not_come_back() -> None:
+    """Report 22: what is left is found up to the boundary before the answer."""
     kit = Kit()
     kit.answered(kit.build(ASK), "<think>Hm.</think>Yes.", Said(("Yes.",), "Hm."))
     back = {"role": "assistant", "content": "Yes."}
-    assert np.array_equal(kit.build(ASK, back).units, kit.rendered(ASK, back).units)
+    prompt = kit.build(ASK, back)
+    assert np.array_equal(prompt.units, kit.rendered(ASK, back).units)
+    first = kit.build(ASK)
+    assert first.segments[-1].start in prompt.boundaries
 
 
 def test_of_several_answers_to_one_prompt_the_one_sent_back_is_taken() -> None:
