@@ -49,7 +49,7 @@ class DiskWorker:
         self._wake = anyio.Event()
         self._progress = anyio.Event()
         self._reading = anyio.Lock()
-        store.on_work = self.wake
+        store.queue.on_work = self.wake
 
     async def serve(self) -> None:
         """Does what the store hands out, until cancelled."""
@@ -68,7 +68,7 @@ class DiskWorker:
     async def flush(self, deadline_s: float) -> bool:
         """Returns when nothing waits to be written any more. False if that was not so by the deadline."""
         with anyio.move_on_after(deadline_s):
-            while self._store.has_writes and not self._store.is_paused:
+            while self._store.has_writes and not self._store.queue.is_paused:
                 await self._step()
             return not self._store.has_writes
         log.warning("what was not on disk after %.0f s stays off it", deadline_s)
@@ -82,7 +82,7 @@ class DiskWorker:
 
     async def room(self, wait_s: float) -> bool:
         """Waits for a write to end, since that frees memory. False if none is under way, or none ended in time."""
-        if not self._store.has_writes:
+        if not self._store.has_writes or self._store.queue.is_paused:
             return False
         with anyio.move_on_after(wait_s):
             await self._step()

@@ -13,7 +13,8 @@ from parkd.store.fs import FileSystem
 from parkd.store.manifest import Manifest
 from parkd.store.records import ConversationId, StoreConfig
 from parkd.store.recovery import open_tier, scan, written_last_day
-from parkd.store.tiers import DiskSources, TieredStore
+from parkd.store.tiers import TieredStore
+from parkd.store.write_queue import DiskSources
 from parkd.types import HASH_BYTES as DIGEST_BYTES
 from parkd.types import StateLayout
 

@@ -20,15 +20,11 @@ from parkd.store.disk import (
     DiskEntry,
     DiskStats,
     DiskTier,
-    index_bytes_of,
-    job_bytes,
-    manifest_limit_bytes,
     touched,
 )
-from parkd.store.disk_jobs import DamagedPart, ReadJob, RemoveJob, WriteJob, leftovers
-from parkd.store.disk_layout import read_job, write_job
-from parkd.store.disk_policy import WriteAllowance, worth_writing
-from parkd.store.manifest import ExtentRef
+from parkd.store.disk_jobs import DamagedPart, ReadJob, RemoveJob, WriteJob
+from parkd.store.disk_layout import read_job
+from parkd.store.disk_policy import WriteAllowance
 from parkd.store.records import (
     BlockId,
     Capture,
@@ -44,33 +40,12 @@ from parkd.store.records import (
 )
 from parkd.store.shelf import Entry
 from parkd.store.store import CANDIDATE_LIMIT, ConversationStore
+from parkd.store.write_queue import QUEUE_SHARE, DiskSources, WriteQueue
 from parkd.types import Checksums, StateLayout
 
-QUEUE_SHARE = 2
-"""Conversations that wait for the disk hold at most one part in so many of the memory budget."""
-FIRST_PAUSE_S = 5.0
-LONGEST_PAUSE_S = 600.0
-"""Without writes, after one that failed; doubled with each failure in a row."""
 READ_FAILURES = 2
 """Reads that the device does not answer before what lies there is given up."""
 EXPIRY_STEP_S = 60.0
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """A conversation to be written."""
-
-    entry: Entry
-    bytes: int
-    release: Callable[[], None]
-
-
-@dataclass(eq=False)
-class _Writing:
-    waiting: _Waiting
-    job: WriteJob
-    reused: tuple[ExtentRef, ...]
-    is_dropped: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,29 +57,6 @@ class Promotion:
     job: ReadJob
     sums: Checksums
     is_whole: bool
-
-
-@dataclass
-class _Totals:
-    writes: int = 0
-    written_bytes: int = 0
-    write_failures: int = 0
-    reads: int = 0
-    read_bytes: int = 0
-    read_failures: int = 0
-    not_written: int = 0
-
-
-@dataclass(frozen=True)
-class DiskSources:
-    """What the disk tier takes from outside."""
-
-    wall: Callable[[], float]
-    """Seconds since the epoch."""
-    new_extent: Callable[[], int]
-    """A 64-bit number never given before, also by another process."""
-    first_block: BlockId
-    """Ids of blocks are given from here on; none of them was ever used before in the directory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,21 +85,15 @@ class TieredStore(ConversationStore):
         memory = replace(config, budget_bytes=max(0, config.budget_bytes - disk.config.index_bytes))
         super().__init__(memory, layout, clock, **options)  # type: ignore[arg-type]
         self.disk = disk
-        self.on_work: Callable[[], None] = lambda: None
-        """Called when `next_job` may have something new."""
-        self._sources = sources
-        self._allowance = allowance
         self._shelf.blocks.number_from(sources.first_block)
-        self._waiting: dict[ConversationId, _Waiting] = {}
-        self._writing: _Writing | None = None
+        limit_bytes = memory.budget_bytes // QUEUE_SHARE
+        self.queue = WriteQueue(self._shelf, disk, layout, clock, sources, allowance, limit_bytes)
         self._is_loading = False
         """Inside a reservation for a promotion."""
         self._promotions: dict[int, _Loading] = {}
         self._sources_of: dict[ConversationId, ConversationId] = {}
         """Conversations in RAM that are heads of longer ones on disk."""
-        self._disk_totals = _Totals()
-        self._paused_until_s = float("-inf")
-        self._pause_s = FIRST_PAUSE_S
+        self._reads = self._read_bytes = self._read_failures = 0
         self._expire_at_s = float("-inf")
 
     # Look-up
@@ -187,7 +133,7 @@ class TieredStore(ConversationStore):
         return lease
 
     def drop(self, conversation_id: ConversationId, reason: str) -> bool:
-        self._cancel_write(conversation_id)
+        self.queue.cancel(conversation_id)
         entry = self.disk.entries.get(conversation_id)
         if entry is not None:
             self.disk.forget(entry)
@@ -201,11 +147,9 @@ class TieredStore(ConversationStore):
             self._check_names(capture, checksums)
         parked = super().commit(capture, checksums)
         self._promotions.pop(capture.serial, None)
-        for conversation_id, waiting in list(self._waiting.items()):
-            if not waiting.entry.is_published:  # superseded: what is parked now will be written in its place
-                self._cancel_write(conversation_id)
+        self.queue.cancel_superseded()
         if loading is None:
-            self._offer(parked)
+            self.queue.offer(self._shelf.entries[parked.id])
         return parked
 
     def abort(self, capture: Capture) -> None:
@@ -248,8 +192,8 @@ class TieredStore(ConversationStore):
             entry.readers -= 1
         self.disk.let_go(ref for ref, _ in promotion.job.extents)
         if error is None and entry is not None:
-            self._disk_totals.reads += 1
-            self._disk_totals.read_bytes += promotion.job.bytes
+            self._reads += 1
+            self._read_bytes += promotion.job.bytes
             parked = self.commit(promotion.capture, promotion.sums)
             if not promotion.is_whole:
                 self._sources_of[parked.id] = promotion.source
@@ -258,7 +202,7 @@ class TieredStore(ConversationStore):
             return parked
         self.abort(promotion.capture)
         if error is not None:
-            self._disk_totals.read_failures += 1
+            self._read_failures += 1
             self._read_failed(promotion, error)
         return None
 
@@ -267,59 +211,22 @@ class TieredStore(ConversationStore):
     def next_job(self) -> WriteJob | RemoveJob | None:
         """The next thing to do, if any; run it and tell `finished`. One at a time."""
         self._expire()
-        removal = self.disk.next_removal_job()
-        if removal is not None:
-            return removal
-        if self._writing is not None or self.disk.is_removing or self.is_paused:
-            return None
-        while self._waiting:
-            conversation_id = next(iter(self._waiting))
-            waiting = self._waiting[conversation_id]
-            writing = self._start(waiting)
-            if writing is None:
-                self._cancel_write(conversation_id)
-                self._disk_totals.not_written += 1
-                continue
-            if not self.disk.has_room(job_bytes(writing.job)):
-                self.disk.let_go(writing.reused)
-                return self.disk.next_removal_job()
-            del self._waiting[conversation_id]
-            self._allowance.spend(job_bytes(writing.job))
-            self.disk.charge(job_bytes(writing.job))
-            self._writing = writing
-            return writing.job
-        return None
+        return self.queue.next_job()
 
     def finished(self, job: WriteJob | RemoveJob, error: Exception | None, left: Sequence[str] = ()) -> None:
         """How a job ended; `left` are files that a removal could not remove."""
         if isinstance(job, RemoveJob):
             self.disk.removed(job, left)
-            return
-        writing, self._writing = self._writing, None
-        assert writing is not None
-        assert writing.job is job
-        if error is None:
-            self._written(writing)
         else:
-            self._disk_totals.write_failures += 1
-            self.disk.write_failed(job, leftovers(job))
-            self._paused_until_s = self._clock() + self._pause_s
-            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
-        self.disk.let_go(writing.reused)
-        writing.waiting.release()
+            self.queue.finished(job, error)
 
     @property
     def has_writes(self) -> bool:
         """True while conversations wait for the disk: room in RAM that they hold comes free."""
-        return self._writing is not None or bool(self._waiting)
-
-    @property
-    def is_paused(self) -> bool:
-        """True for a while after a failed write."""
-        return self._clock() < self._paused_until_s
+        return len(self.queue) > 0
 
     def disk_stats(self) -> DiskStats:
-        disk, totals = self.disk, self._disk_totals
+        disk, queue = self.disk, self.queue
         return DiskStats(
             conversations=len(disk.entries),
             extents=disk.extent_count,
@@ -327,16 +234,16 @@ class TieredStore(ConversationStore):
             bytes_in_use=disk.bytes_in_use,
             foreign_conversations=sum(entry.is_foreign for entry in disk.entries.values()),
             index_bytes=disk.index_bytes,
-            waiting_conversations=len(self._waiting) + (self._writing is not None),
-            allowance_bytes=int(self._allowance.left_bytes),
-            writes_total=totals.writes,
-            written_bytes_total=totals.written_bytes,
-            write_failures_total=totals.write_failures,
-            reads_total=totals.reads,
-            read_bytes_total=totals.read_bytes,
-            read_failures_total=totals.read_failures,
+            waiting_conversations=len(queue),
+            allowance_bytes=int(queue.allowance.left_bytes),
+            writes_total=queue.writes,
+            written_bytes_total=queue.written_bytes,
+            write_failures_total=queue.failures,
+            reads_total=self._reads,
+            read_bytes_total=self._read_bytes,
+            read_failures_total=self._read_failures,
             evictions_total=disk.evictions,
-            not_written_total=totals.not_written,
+            not_written_total=queue.not_written,
         )
 
     # What differs from a store of RAM alone
@@ -368,80 +275,6 @@ class TieredStore(ConversationStore):
 
     def _refused(self, request: CaptureRequest, refused: Refused) -> Refused:
         return refused if self._is_loading else super()._refused(request, refused)
-
-    # Writing
-
-    def _offer(self, parked: Parked) -> None:
-        """Queues a conversation for the disk if it is worth the write."""
-        entry = self._shelf.entries[parked.id]
-        job_size = self._missing_bytes(parked)
-        self._allowance.refill(self._clock())
-        returned = entry.history.turns > 1 or any(block_id in self.disk.blocks for block_id in parked.blocks)
-        allowance = self._allowance
-        worth = worth_writing(job_size, allowance.left_bytes, allowance.share, has_returned=returned)
-        queued = sum(waiting.bytes for waiting in self._waiting.values())
-        if not worth or queued + job_size > self.config.budget_bytes // QUEUE_SHARE:
-            self._disk_totals.not_written += 1
-            return
-        release = self._shelf.lease(entry, self._clock())
-        self._waiting[parked.id] = _Waiting(entry, job_size, release)
-        self.on_work()
-
-    def _missing_bytes(self, parked: Parked) -> int:
-        """Bytes of the conversation that are not on disk."""
-        blocks = sum(block_id not in self.disk.blocks for block_id in parked.blocks)
-        checkpoints = sum(c.id not in self.disk.checkpoints for c in parked.checkpoints)
-        return blocks * self._shelf.geometry.slot_bytes + checkpoints * self._shelf.checkpoints.checkpoint_bytes
-
-    def _start(self, waiting: _Waiting) -> _Writing | None:
-        """The job for a conversation, its reused extents held and room condemned for it; None if there is no room."""
-        now_s = self._clock()
-        shift = self._sources.wall() - now_s
-        job, reused = write_job(
-            self._shelf, self.disk, self.layout, waiting.entry.parked, self._sources.new_extent(), shift
-        )
-        superseded = {entry.manifest.id for entry in self._superseded_on_disk(waiting.entry.parked)}
-        self.disk.hold(reused)
-        size, index_bytes = job_bytes(job), index_bytes_of(job.manifest)
-        if not self.disk.make_room(size, index_bytes, waiting.entry.parked.last_used_s, superseded):
-            self.disk.let_go(reused)
-            return None
-        return _Writing(waiting, job, reused)
-
-    def _written(self, writing: _Writing) -> None:
-        job, entry = writing.job, writing.waiting.entry
-        self._pause_s = FIRST_PAUSE_S
-        self._disk_totals.writes += 1
-        self._disk_totals.written_bytes += job_bytes(job)
-        parked = replace(entry.parked, tier=Tier.DISK)
-        on_disk = self.disk.add(job.manifest, parked, manifest_limit_bytes(job.manifest))
-        if writing.is_dropped:
-            self.disk.forget(on_disk)
-            return
-        on_disk.is_pinned = entry.is_pinned
-        for checkpoint, place in zip(parked.checkpoints, job.manifest.checkpoints, strict=True):
-            self.disk.know_checkpoint(checkpoint.id, place)
-        for ancestor in self._superseded_on_disk(parked):
-            on_disk.is_pinned |= ancestor.is_pinned
-            self.disk.forget(ancestor)
-
-    def _superseded_on_disk(self, parked: Parked) -> list[DiskEntry]:
-        """Those that this conversation makes superfluous."""
-        places = {checkpoint.position for checkpoint in parked.checkpoints}
-        return [
-            entry
-            for entry in self.disk.prefixes_of(parked)
-            if entry.parked.position <= parked.position
-            and np.array_equal(entry.parked.units, parked.units[: entry.parked.position])
-            and places.issuperset(c.position for c in entry.parked.checkpoints)
-        ]
-
-    def _cancel_write(self, conversation_id: ConversationId) -> None:
-        waiting = self._waiting.pop(conversation_id, None)
-        if waiting is not None:
-            waiting.release()
-        if self._writing is not None and self._writing.job.manifest.id == conversation_id:
-            self._writing.is_dropped = True
 
     def _check_names(self, capture: Capture, checksums: Checksums) -> None:
         """A block that was copied anew under the id it has on disk must have the bytes it has there. If it has not, the

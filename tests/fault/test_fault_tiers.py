@@ -20,6 +20,7 @@ from store_kit import (
 from tier_kit import Machine, evict, promote, pump, rows_of, run
 from workload import FIXED
 
+from parkd.store import write_queue
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
 from parkd.store.records import ConversationGone, Parked, Refused, Tier
 from parkd.store.tiers import Promotion, TieredStore
@@ -159,11 +160,11 @@ def test_a_failed_write_is_never_visible(nth: int) -> None:
     assert machine.start().disk.entries == {}
 
 
-def test_after_a_failure_writes_pause() -> None:
+def test_after_a_failure_writes_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     store = machine.start()
     parked(machine, store, 1)
-    store._pause_s = 300.0  # each look at the test's clock takes a second
+    monkeypatch.setattr(write_queue, "FIRST_PAUSE_S", 300.0)  # each look at the test's clock takes a second
     machine.fs.fault = Fault(machine.fs.operations + 1, code=errno.ENOSPC, sticky=True)
     pump(store, machine.fs)
     parked(machine, store, 2)
@@ -174,6 +175,20 @@ def test_after_a_failure_writes_pause() -> None:
     machine.times.now += 300.0
     pump(store, machine.fs)
     assert store.disk_stats().conversations == 1
+
+
+def test_a_broken_disk_costs_memory_nothing() -> None:
+    """After the second failure in a row nothing is kept waiting: parking in memory goes on as without a disk."""
+    machine = Machine(ram_bytes=140_000)
+    store = machine.start()
+    machine.fs.fault = Fault(machine.fs.operations + 1, sticky=True)
+    for seed in range(1, 12):
+        there, rows = parked(machine, store, seed, 60)
+        assert isinstance(there, Parked), there
+        assert_same_rows(leased_rows(store, there), rows)
+        pump(store, machine.fs)
+    assert store.disk_stats().write_failures_total >= 2
+    assert store.stats().evictions_total > 0
 
 
 def test_a_failed_read_is_a_miss_and_a_second_gives_it_up() -> None:

@@ -15,7 +15,8 @@ from parkd.store.disk_jobs import RemoveJob, WriteJob, read, remove, write
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.records import Parked, Refused, StoreConfig, Tier
 from parkd.store.recovery import open_tier
-from parkd.store.tiers import DiskSources, TieredStore
+from parkd.store.tiers import TieredStore
+from parkd.store.write_queue import DiskSources
 from parkd.types import StateLayout
 
 FINGERPRINT = b"the weights, one"
