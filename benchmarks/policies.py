@@ -5,16 +5,18 @@
 Each trace is replayed on the real store, without a model, under budgets that are parts of what it would take to keep
 everything (the public trace: under fixed ones, its second half only, because the value policy's chance of a return was
 read off its first half). Seconds come from a cost model: 0.38 ms a token and 10 ns more for each token of depth,
-restores at 8 GB/s, 96 KiB a token. The bound is the clairvoyant linear program of `parkd/replay/bound.py`, which no policy can
-pass. Shares of the bound count what the arenas alone save, since every policy has it; the last column is without it.
+restores at 8 GB/s, 96 KiB a token. The bound is the clairvoyant linear program of `parkd/replay/bound.py`, which no
+policy can pass. Shares of the bound count what the arenas alone save, since every policy has it; the column `without
+live` does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -183,10 +185,14 @@ def main() -> None:
     result.tables.append(Table("Seconds saved, as shares of the bound", columns, tuple(rows)))
     add_goals(result, outcomes)
     result.raw = {
-        outcome.case.label: {"bound_s": outcome.bound_s, **{k: asdict(r) for k, r in outcome.results.items()}}
+        outcome.case.label: {"bound_s": outcome.bound_s} | {name: raw(r) for name, r in outcome.results.items()}
         for outcome in outcomes
     }
     finish(result, started)
+
+
+def raw(result: ReplayResult) -> dict[str, Any]:
+    return vars(result) | {"refusals": dict(result.refusals)}
 
 
 def add_goals(result: Result, outcomes: list[Outcome]) -> None:

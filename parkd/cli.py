@@ -12,8 +12,9 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,6 +93,7 @@ def serve(config: Config) -> int:
     model, is_demo = find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound:
         from parkd.proxy import server
+        from parkd.store.tiers import TieredStore
 
         memory = MemoryShare(config.cache.budget_bytes)
         files = open_files(config)
@@ -102,7 +104,29 @@ def serve(config: Config) -> int:
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
         url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
         lines = startup.describe(engine.info, budget, url, needs_key=needs_key)
-        return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
+        if isinstance(services.store, TieredStore):
+            lines.insert(-2, startup.disk_line(services.store.disk_stats(), config.cache.disk.directory))
+        with recording(config, engine, services) as services:
+            return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
+
+
+@contextmanager
+def recording(config: Config, engine: TorchEngine, services: Services) -> Iterator[Services]:
+    """The services that write a trace of their turns, if one was asked for. Raises ConfigError."""
+    from parkd.engine_adapter.base import BLOCK_TOKENS
+    from parkd.replay.recorder import Recorder
+    from parkd.replay.trace import TraceHeader
+
+    if config.cache.record is None:
+        yield services
+        return
+    stages = engine.info.layout.stages
+    sizes = tuple(stage.row_bytes for stage in stages), tuple(stage.fixed_bytes for stage in stages)
+    recorder = Recorder(config.cache.record, TraceHeader(BLOCK_TOKENS, *sizes), services.monotonic())
+    try:
+        yield replace(services, trace=recorder.note)
+    finally:
+        recorder.close()
 
 
 def plan(config: Config) -> int:

@@ -88,6 +88,7 @@ class Proxy:
             monotonic=services.monotonic,
             disk=self.disk,
             remember=services.remember,
+            trace=services.trace,
         )
         self.lane: Lane[Turn] = Lane(
             self.runner.run, max_queue=config.max_queue, monotonic=services.monotonic, on_queued=self._queued

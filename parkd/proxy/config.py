@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from parkd.engine_adapter.base import RowEngine
 from parkd.identity.output_memory import Said
 from parkd.proxy.output.base import OutputFormat
-from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest
+from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest, Units
 
 if TYPE_CHECKING:
     from parkd.store.fs import FileSystem
@@ -58,6 +58,21 @@ BuildMask = Callable[[TurnRequest, str], TokenMask | None]
 thread. Raises InvalidRequest."""
 
 
+class TurnTrace(Protocol):
+    """Takes note of a turn that ended. Never waits, and writes no text."""
+
+    def __call__(
+        self,
+        *,
+        at_s: float,
+        key_digest: bytes,
+        prompt_tokens: int,
+        units: Units,
+        end: str,
+        extra: Mapping[str, Any],
+    ) -> None: ...
+
+
 @dataclass(frozen=True)
 class Services:
     """What the app is made of. Built once by the composition root."""
@@ -79,5 +94,7 @@ class Services:
     """Its source, for `/props`."""
     files: FileSystem | None = None
     """Where a `TieredStore` keeps its files; None: the store is of RAM alone."""
+    trace: TurnTrace | None = None
+    """Told of every turn; None: nothing is recorded."""
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time

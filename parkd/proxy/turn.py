@@ -23,6 +23,7 @@ from parkd.identity.matcher import divergence_of
 from parkd.identity.output_memory import Said
 from parkd.proxy.answer import Answer, AnswerLoop
 from parkd.proxy.checkpoints import checkpoints_to_take
+from parkd.proxy.config import TurnTrace
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.events import EventChannel
@@ -121,8 +122,10 @@ class TurnRunner:
         monotonic: Callable[[], float],
         disk: DiskWorker | None = None,
         remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None,
+        trace: TurnTrace | None = None,
     ) -> None:
         self._live = live
+        self._trace = trace
         self._remember = remember
         self._retention = None if store is None else Retention(store)
         self._disk = disk
@@ -156,6 +159,7 @@ class TurnRunner:
         self.record(turn, error)
         if isinstance(error, EngineLost):
             raise error
+        self._note(turn, error)
         await self._keep(turn)
 
     def record(self, turn: Turn, error: ParkdError | None) -> None:
@@ -179,6 +183,30 @@ class TurnRunner:
             turn.timings.output_tokens,
             (turn.report.why if turn.report else "") or "-",
             f" end={error.code}" if error is not None else "",
+        )
+
+    def _note(self, turn: Turn, error: ParkdError | None) -> None:
+        """For the recorded trace: of those only that let something be kept of them."""
+        live, report, timings = self._live.conversation, turn.report, turn.timings
+        if self._trace is None or report is None or live.key != turn.prompt.key:
+            return
+        if turn.request.cache.mode is not CacheMode.USE:
+            return
+        extra = {
+            "cache": report.outcome.value,
+            "reused": report.reused_tokens,
+            "wait_s": round(timings.wait_s, 3),
+            "restore_s": round(timings.restore_s, 3),
+            "prefill_s": round(timings.prefill_s, 3),
+            "decode_s": round(timings.decode_s, 3),
+        }
+        self._trace(
+            at_s=turn.arrived_s,
+            key_digest=turn.prompt.key.digest,
+            prompt_tokens=len(turn.prompt),
+            units=live.units,
+            end="stop" if error is None else error.code,
+            extra=extra,
         )
 
     async def _answer(self, turn: Turn) -> None:

@@ -1,0 +1,262 @@
+"""Traces, generators, the driver over the real store, the bound, the recorder and the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from parkd.errors import ConfigError
+from parkd.replay import command
+from parkd.replay.bound import clairvoyant_bound_s
+from parkd.replay.driver import DEFAULT_COSTS, ReplayConfig, Replayer, replay
+from parkd.replay.generators import GENERATORS, generate
+from parkd.replay.recorder import Recorder
+from parkd.replay.trace import (
+    HASH_BYTES,
+    Trace,
+    TraceError,
+    TraceHeader,
+    TurnRecord,
+    read_trace,
+    turn_line,
+    write_trace,
+)
+from parkd.store.policy import POLICIES, Costs, LruPolicy, ValuePolicy
+
+SMALL = {
+    "parent-worker": "rounds=3&workers=2&parent_tokens=3000&worker_tokens=1500&shared=1000",
+    "round-robin": "agents=5&turns=5&tokens=2000&shared=600",
+    "fan-out": "workers=4&shared=3000&tail=600&turns=2&waves=2",
+    "chat-titles": "chats=4&turns=4",
+    "compaction": "agents=2&turns=8&start=2000&limit=8000&shared=800",
+    "one-shots": "chats=2&turns=5&tokens=3000&flood=12&shot=2000",
+}
+HEADER = TraceHeader(256, (1024,), (0,))
+
+
+def small(name: str, seed: int = 0) -> Trace:
+    made = generate(f"{name}?{SMALL[name]}&seed={seed}")
+    return Trace(made.name, HEADER, made.turns)
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(HASH_BYTES, "big")
+
+
+def turn(at_s: float, blocks, *, key: str = "") -> TurnRecord:
+    chain = tuple(block(number) for number in blocks)
+    return TurnRecord(at_s, key, len(chain) * 256 + 10, len(chain) * 256 + 10, chain)
+
+
+@pytest.mark.parametrize("name", list(GENERATORS))
+def test_a_generated_trace_is_the_same_for_a_seed_and_survives_its_file(name, tmp_path):
+    made = small(name)
+    assert made.turns == small(name).turns
+    assert made.turns != small(name, seed=1).turns
+    assert [each.at_s for each in made.turns] == sorted(each.at_s for each in made.turns)
+    assert all(len(each.chain) == each.live_tokens // 256 for each in made.turns)
+    write_trace(tmp_path / "t.jsonl", made)
+    back = read_trace(tmp_path / "t.jsonl")
+    assert back.header == made.header
+    assert [each.chain for each in back.turns] == [each.chain for each in made.turns]
+    assert len(read_trace(tmp_path / "t.jsonl", limit=3).turns) == 3
+
+
+def test_the_public_format_is_read(tmp_path):
+    path = tmp_path / "public.jsonl"
+    path.write_text('{"timestamp": 2500, "input_length": 1100, "output_length": 9, "hash_ids": [0, 7, 9]}\n')
+    read = read_trace(path)
+    assert read.header.block_tokens == 512
+    assert read.turns == (TurnRecord(2.5, "", 1100, 1024, (block(0), block(7))),)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "empty"),
+        ("nonsense\n", "line 1: not JSON"),
+        ("[]\n", "line 1: not a JSON object"),
+        ('{"a": 1}\n', "neither a parkd trace"),
+        ('{"parkd_trace": 1, "block_tokens": 256, "row_bytes": [8], "fixed_bytes": []}\n', "sizes"),
+        (
+            '{"parkd_trace": 1, "block_tokens": 256, "row_bytes": [8], "fixed_bytes": [0]}\n'
+            '{"at": 0, "key": "", "prompt": 300, "live": 600, "chain": "00"}\n',
+            "line 2",
+        ),
+        ('{"timestamp": 0, "input_length": 1100, "output_length": 1, "hash_ids": [1]}\n', "do not cover"),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_line(tmp_path, text, said):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=said):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("text", ["nothing", "round-robin?wings=2", "round-robin?agents=0", "round-robin?agents=x"])
+def test_generators_refuse_what_they_do_not_know(text):
+    with pytest.raises(TraceError):
+        generate(text)
+
+
+def test_a_b_a_finds_a_again_and_counts_what_it_saved():
+    """Report 5's shape: A, B, A."""
+    turns = [turn(0, range(10)), turn(10, range(100, 110)), turn(20, [*range(10), 50])]
+    result = replay(HEADER, turns, ReplayConfig(1 << 26, ValuePolicy()))
+    assert (result.requests, result.parked_hit_tokens, result.live_hit_tokens) == (3, 2560, 0)
+    saved = DEFAULT_COSTS.reading_s(0, 2560) - 2560 * 1024 / DEFAULT_COSTS.bytes_per_s
+    assert result.saved_s == pytest.approx(saved)
+    assert result.written_bytes == (10 + 10 + 1) * 256 * 1024
+    assert (result.evictions, dict(result.refusals)) == (0, {})
+
+
+def test_live_state_needs_no_store_and_keys_share_nothing():
+    turns = [turn(0, range(4)), turn(1, range(6)), turn(2, range(6), key="other")]
+    result = replay(HEADER, turns, ReplayConfig(1 << 26, LruPolicy()))
+    assert (result.live_hit_tokens, result.parked_hit_tokens) == (1024, 0)
+    assert result.saved_s == result.live_saved_s > 0
+
+
+def test_a_restore_slower_than_reading_is_not_taken():
+    """Report 54."""
+    turns = [turn(0, range(10)), turn(10, range(100, 110)), turn(20, range(11))]
+    slow = Costs(read_s=1e-6, bytes_per_s=1e3)
+    result = replay(HEADER, turns, ReplayConfig(1 << 26, LruPolicy(), slow))
+    assert (result.hit_tokens, result.saved_s) == (0, 0.0)
+
+
+def test_fixed_state_resumes_at_checkpoints_only():
+    header = TraceHeader(256, (1024,), (4096,))
+    turns = [turn(0, range(10)), turn(10, range(100, 110)), turn(20, [*range(6), 70, 71]), turn(30, [*range(10), 72])]
+    result = replay(header, turns, ReplayConfig(1 << 26, LruPolicy()))
+    assert result.parked_hit_tokens == 2560  # the fork inside found no checkpoint, the continuation did
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("name", list(GENERATORS))
+def test_budgets_hold_and_no_policy_passes_the_bound(name, policy):
+    made = small(name)
+    whole = replay(made.header, made.turns, ReplayConfig(1 << 32, policy)).peak_bytes
+    for part in (6, 3):
+        replayer = Replayer(made.header, ReplayConfig(whole // part, policy))
+        for each in made.turns:
+            replayer.turn(each)
+            stats = replayer.store.stats()
+            assert stats.bytes_in_use <= stats.bytes_allocated <= whole // part
+        result = replayer.finish()
+        most_s = clairvoyant_bound_s(made.header, made.turns, DEFAULT_COSTS, whole // part)
+        assert result.live_saved_s <= result.saved_s <= most_s * (1 + 1e-9)
+        assert most_s <= result.cold_s
+
+
+def test_the_bound_is_at_least_the_best_of_all_choices():
+    """Small enough to try every set of blocks that could be held: intervals of single blocks."""
+    turns = [turn(index, [[1], [2], [3]][place]) for index, place in enumerate([0, 1, 2, 0, 1, 2, 0, 2, 1])]
+    size_bytes, costs = 256 * 1024, DEFAULT_COSTS
+    gain = costs.reading_s(0, 256) - size_bytes / costs.bytes_per_s
+    asked: dict[bytes, int] = {}
+    gaps = []
+    for index, each in enumerate(turns):
+        if each.chain[0] in asked:
+            gaps.append((asked[each.chain[0]], index))
+        asked[each.chain[0]] = index
+    for budget in (1, 2, 3):
+        best = 0.0
+        for chosen in itertools.product((0, 1), repeat=len(gaps)):
+            kept = [gap for gap, taken in zip(gaps, chosen, strict=True) if taken]
+            if all(sum(first < at < last for first, last in kept) <= budget for at in range(len(turns))):
+                best = max(best, len(kept) * gain)
+        bound = clairvoyant_bound_s(HEADER, turns, costs, budget * size_bytes)
+        assert best <= bound * (1 + 1e-9)
+        assert bound <= len(gaps) * gain * (1 + 1e-9)
+    assert clairvoyant_bound_s(HEADER, turns, costs, size_bytes) < len(gaps) * gain * 0.9
+
+
+def test_value_saves_at_least_what_lru_saves_where_agents_go_round():
+    made = generate("round-robin?agents=6&turns=12&tokens=4000&step=300&shared=600")
+    made = Trace(made.name, HEADER, made.turns)
+    budget = 16 << 20  # three of the six, once they are grown
+    lru, value = (replay(HEADER, made.turns, ReplayConfig(budget, policy)) for policy in (LruPolicy(), ValuePolicy()))
+    assert value.saved_s > 2 * lru.saved_s
+    assert value.written_bytes < lru.written_bytes / 4  # report 31: no churn
+
+
+def test_workers_over_one_prefix_hold_it_once():
+    made = generate("fan-out?workers=16&shared=20000&tail=2500&turns=1&waves=1")
+    replayer = Replayer(made.header, ReplayConfig(1 << 38, ValuePolicy()))
+    for each in made.turns:
+        replayer.turn(each)
+    once = 20_000 + sum(each.live_tokens - 20_000 for each in made.turns)
+    assert replayer.store.stats().bytes_in_use <= 1.3 * once * sum(made.header.row_bytes)
+
+
+def test_a_recording_holds_hashes_and_sizes_and_replays(tmp_path):
+    path = tmp_path / "t.jsonl"
+    recorder = Recorder(path, HEADER, 100.0)
+    units = np.arange(1000, dtype=np.uint64)
+    for at_s, count in ((100.5, 600), (102.0, 1000)):
+        recorder.note(
+            at_s=at_s, key_digest=b"k" * 16, prompt_tokens=count - 50, units=units[:count], end="stop", extra={"a": 1}
+        )
+    recorder.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert set(lines[1]) == {"at", "key", "prompt", "live", "chain", "end", "a"}
+    read = read_trace(path)
+    assert [(each.at_s, each.prompt_tokens, each.live_tokens) for each in read.turns] == [
+        (0.5, 550, 600),
+        (2.0, 950, 1000),
+    ]
+    first, second = (each.chain for each in read.turns)
+    assert (first, len(second)) == (second[:2], 3)
+    other = Recorder(tmp_path / "u.jsonl", HEADER, 100.0)
+    other.note(at_s=101.0, key_digest=b"k" * 16, prompt_tokens=550, units=units[:600], end="stop", extra={})
+    other.close()
+    assert read_trace(tmp_path / "u.jsonl").turns[0].chain[0] != first[0]  # a secret of its own
+    with pytest.raises(ConfigError, match="there is such a file"):
+        Recorder(path, HEADER, 0.0)
+
+
+def test_a_recorder_that_falls_behind_drops_and_counts(tmp_path, caplog):
+    recorder = Recorder(tmp_path / "t.jsonl", HEADER, 0.0)
+    recorder._waiting.put_nowait = _refuse
+    recorder.note(at_s=1.0, key_digest=b"k" * 16, prompt_tokens=1, units=np.zeros(1, np.uint64), end="", extra={})
+    recorder.close()
+    assert recorder.dropped == 1
+    assert "1 turns are missing" in caplog.text
+
+
+def _refuse(_item) -> None:
+    import queue
+
+    raise queue.Full
+
+
+def test_the_command_prints_a_curve_over_budgets(tmp_path):
+    said: list[str] = []
+    words = ["generate:round-robin?agents=3&turns=3&tokens=2000", "--budgets", "64,128", "--bytes-per-token", "512,512"]
+    assert command.run([*words, "--bound", "--save", str(tmp_path / "t.jsonl")], said.append) == 0
+    lines = said[1].splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [
+        *([mib, policy.name] for mib in ("64", "128") for policy in POLICIES),
+        ["64", "bound"],
+        ["128", "bound"],
+    ]
+    assert command.run([str(tmp_path / "t.jsonl"), "--budgets", "64", "--policy", "lru"], said.append) == 0
+    assert len(said[-1].splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["nowhere.jsonl"], ["generate:x"], ["generate:fan-out", "--budgets", "0"], ["generate:fan-out", "--what"]]
+)
+def test_the_command_refuses_with_a_message(words):
+    with pytest.raises(ConfigError):
+        command.run(words)
+
+
+def test_a_line_is_one_line_without_text():
+    line = turn_line(turn(1.23456, range(2)))
+    assert "\n" not in line
+    assert json.loads(line)["at"] == 1.235
