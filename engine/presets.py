@@ -73,6 +73,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "tiny-llama": Preset("llama", _TINY),
         "tiny-qwen2": Preset("qwen2", {name: value for name, value in _TINY.items() if name != "head_dim"}),
         "tiny-qwen3": Preset("qwen3", _TINY),
+        "tiny-qwen3-long": Preset("qwen3", {**_TINY, "max_position_embeddings": 262144}),
         "qwen3-8b": Preset(
             "qwen3",
             {

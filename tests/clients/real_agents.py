@@ -219,7 +219,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=None, help="where npm installs (a scratch folder that is removed)"
     )
-    parser.add_argument("--model", default="random:tiny-qwen3", help="a model for parkd, or `fake`")
+    parser.add_argument("--model", default="random:tiny-qwen3-long", help="a model for parkd, or `fake`")
     parser.add_argument("--ctx-size", type=int, default=131072)
     given = parser.parse_args()
     failures = 0
