@@ -1,0 +1,168 @@
+"""Random lives of a session against an oracle that reads everything from token 0, with no cache at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_models import VOCAB, tiny_model, tiny_session
+from hybrid_models import hybrid_model
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine import Session, SnapshotPlan, StageFailed, capture, host_plan, restore
+
+MOST_TOKENS = 160
+TOLERANCE = 1e-4
+"""Of logits in float32; bits depend on how a prompt was cut."""
+
+
+@cache
+def model_of(family: str) -> Any:
+    return tiny_model("qwen3") if family == "qwen3" else hybrid_model(family)
+
+
+class Failing:
+    """Cancels, or breaks a layer, after a number of chunks."""
+
+    def __init__(self, chunks: int) -> None:
+        self.left = chunks
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+class Timeline(RuleBasedStateMachine):
+    family = "qwen3"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model_of(self.family)
+        self.session: Session = tiny_session(2, self.model, batch_tokens=16, context=MOST_TOKENS + 32)
+        self.tokens: list[int] = []
+        """Those whose state the session has."""
+        self.parked: list[tuple[list[int], SnapshotPlan]] = []
+        self.random = np.random.default_rng(0)
+
+    @initialize(seed=st.integers(0, 1000))
+    def seed(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def fresh(self, count: int) -> list[int]:
+        return [int(token) for token in self.random.integers(0, VOCAB, min(count, MOST_TOKENS - len(self.tokens)))]
+
+    def oracle(self, tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
+
+    @rule(count=st.integers(1, 50), marks=st.lists(st.integers(1, 50), max_size=3))
+    def extend(self, count: int, marks: list[int]) -> None:
+        more, start = self.fresh(count), len(self.tokens)
+        self.session.extend(more, checkpoint_at=[start + mark for mark in marks])
+        self.tokens += more
+
+    @rule(count=st.integers(20, 50), chunks=st.integers(0, 2))
+    def cancelled(self, count: int, chunks: int) -> None:
+        more = self.fresh(count)
+        self.session.extend(more, cancel=Failing(chunks))
+        self.tokens = (self.tokens + more)[: self.session.position]
+
+    @rule(layer=st.integers(0, 3), count=st.integers(1, 50), calls=st.integers(1, 3))
+    def broken(self, layer: int, count: int, calls: int) -> None:
+        more, left = self.fresh(count), [calls]
+        stage = next(stage for stage in self.session.stages if stage.first_layer <= layer < stage.end_layer)
+
+        def hook(*_: Any) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise RuntimeError("injected")
+
+        layers: Any = stage.inner.layers
+        handle = layers[layer].register_forward_hook(hook)
+        try:
+            self.session.extend(more)
+        except StageFailed:
+            assert left[0] == 0
+        finally:
+            handle.remove()
+        self.tokens = (self.tokens + more)[: self.session.position]
+
+    @precondition(lambda self: self.tokens)
+    @rule(count=st.integers(1, 4))
+    def decode(self, count: int) -> None:
+        """The logits of every step are those of reading everything anew."""
+        for token in self.fresh(count):
+            logits = self.session.step(token)
+            self.tokens.append(token)
+            torch.testing.assert_close(logits, self.oracle(self.tokens), atol=TOLERANCE, rtol=0)
+
+    @rule()
+    def checkpoint(self) -> None:
+        self.session.checkpoint()
+
+    @rule(where=st.floats(0, 1))
+    def truncate(self, where: float) -> None:
+        """To any place that is offered; a place that is not is refused and changes nothing."""
+        offered = [0, *self.session.checkpoints, *range(self.session.rewind_floor, len(self.tokens) + 1)]
+        place = int(where * len(self.tokens))
+        if place not in offered:
+            with pytest.raises(ValueError, match="cannot truncate"):
+                self.session.truncate(place)
+            place = max(each for each in offered if each <= place)
+        self.session.truncate(place)
+        self.tokens = self.tokens[:place]
+
+    @precondition(lambda self: self.tokens)
+    @rule()
+    def park(self) -> None:
+        plan = host_plan(self.session, len(self.tokens), block_tokens=32)
+        sums = capture(self.session, plan)
+        plan = replace(plan, checksums=sums.rows, fixed_checksums=sums.fixed if len(sums.fixed) else None)
+        self.parked = [*self.parked[-2:], (list(self.tokens), plan)]
+
+    @precondition(lambda self: self.parked)
+    @rule(which=st.integers(0, 2))
+    def restore(self, which: int) -> None:
+        tokens, plan = self.parked[which % len(self.parked)]
+        restore(self.session, plan)
+        self.tokens = list(tokens)
+
+    @rule()
+    def reset(self) -> None:
+        self.session.reset()
+        self.tokens = []
+
+    @invariant()
+    def positions_agree(self) -> None:
+        assert self.session.position == len(self.tokens)
+        assert all(0 < place <= len(self.tokens) for place in self.session.checkpoints)
+        assert 0 <= self.session.rewind_floor <= len(self.tokens)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3.5", "lfm2"])
+def test_a_timeline_is_always_what_its_tokens_say(family: str) -> None:
+    machine = type(f"Timeline_{family}", (Timeline,), {"family": family})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=12,
+            stateful_step_count=14,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
