@@ -39,7 +39,7 @@ from parkd.store.records import (
     StoreConfig,
     StoreStats,
 )
-from parkd.store.shelf import Entry, Shelf, superseded
+from parkd.store.shelf import Entry, Shelf, Waiter, superseded
 from parkd.store.slabs import SlabHooks
 from parkd.store.transfers import capture_transfer, lease_transfer
 from parkd.types import Checksums, StateLayout
@@ -125,14 +125,9 @@ class ConversationStore:
         found = self._shelf.index.find(key_digest, prefix_hashes, 1)
         if not found or found[0][1] == 0:
             return lambda: None
-        waiting = [self._shelf.entry(found[0][0])]
-        waiting[0].awaited += 1
-
-        def release() -> None:
-            if waiting:
-                waiting.pop().awaited -= 1
-
-        return release
+        waiter = Waiter(None)
+        waiter.move(self._shelf.entry(found[0][0]))
+        return lambda: waiter.move(None)
 
     def lease(self, conversation_id: ConversationId, stop: int, start: int = 0) -> Lease:
         """What an engine needs to make `[0, stop)` live, given that the rows before `start` are the ones meant.
@@ -205,6 +200,8 @@ class ConversationStore:
         prefixes = self._shelf.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes)
         for ancestor in superseded(prefixes, parked.position, places):
             entry.is_pinned |= ancestor.is_pinned
+            for waiter in tuple(ancestor.awaited_by):
+                waiter.move(entry)
             self._shelf.take_off(ancestor)
             self._totals["superseded"] += 1
         del self._captures[capture.serial]
@@ -294,7 +291,7 @@ class ConversationStore:
         held, inherited = plan.held_at(position), plan.inherited_at(position)
         shelf.blocks.release(owner, plan.held[len(held) :])
         shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited[len(inherited) :])
-        shapes, behind = plan.fresh_shapes(position), held[-1] if held else None
+        shapes, behind = self._shapes(plan, position), held[-1] if held else None
         fresh = tuple(shelf.blocks.allocate(owner, shapes, behind, self._names(plan.request, shapes)))
         copied = map(ParkedCheckpoint, places, fresh_checkpoints)
         self._captures[owner] = _InFlight(
@@ -325,6 +322,10 @@ class ConversationStore:
             last_used_s=now,
             namespace=request.namespace,
         )
+
+    def _shapes(self, plan: CapturePlan, position: int) -> Sequence[tuple[int, int, bytes]]:
+        """(index, rows, identity) of the blocks to be copied."""
+        return plan.fresh_shapes(position)
 
     def _names(
         self,

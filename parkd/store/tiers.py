@@ -25,6 +25,7 @@ from parkd.store.disk import (
 from parkd.store.disk_jobs import DamagedPart, ReadJob, RemoveJob, WriteJob
 from parkd.store.disk_layout import read_job
 from parkd.store.disk_policy import WriteAllowance
+from parkd.store.planning import CapturePlan
 from parkd.store.records import (
     BlockId,
     Capture,
@@ -88,8 +89,8 @@ class TieredStore(ConversationStore):
         self._shelf.blocks.number_from(sources.first_block)
         limit_bytes = memory.budget_bytes // QUEUE_SHARE
         self.queue = WriteQueue(self._shelf, disk, layout, clock, sources, allowance, limit_bytes)
-        self._is_loading = False
-        """Inside a reservation for a promotion."""
+        self._loading: DiskEntry | None = None
+        """Set inside a reservation for its promotion."""
         self._promotions: dict[int, _Loading] = {}
         self._sources_of: dict[ConversationId, ConversationId] = {}
         """Conversations in RAM that are heads of longer ones on disk."""
@@ -173,14 +174,14 @@ class TieredStore(ConversationStore):
         held = [self._shelf.blocks.get(block_id) for block_id in blocks]
         if conversation_id in self._shelf.entries or any(b is not None and b.checksums is None for b in held):
             return Refused(RefusalReason.BUSY, "it is being read from disk, or copied")
-        capture = self._load(parked, end)
+        capture = self._load(entry, end)
         if isinstance(capture, Capture) and capture.position < end:
             # A checksum covers a whole block: what fits only as a part of one ends at the block before.
             self.abort(capture)
             end = capture.position // size * size
             if self.layout.fixed_bytes or end == 0:
                 return Refused(RefusalReason.BUDGET, f"no more than {capture.position} of its tokens would fit")
-            capture = self._load(parked, end)
+            capture = self._load(entry, end)
         if isinstance(capture, Refused):
             return capture
         return self._promotion(entry, capture)
@@ -257,6 +258,15 @@ class TieredStore(ConversationStore):
         is_whole = loading.is_whole and capture.position == loading.parked.position
         return replace(parked, id=loading.parked.id) if is_whole else parked
 
+    def _shapes(self, plan: CapturePlan, position: int) -> Sequence[tuple[int, int, bytes]]:
+        """A block that is read has the rows it was written with: one may reach further than the conversation, which was
+        parked only so far because no more of it fitted."""
+        shapes = super()._shapes(plan, position)
+        if self._loading is None:
+            return shapes
+        places = self._loading.manifest.blocks
+        return [(index, places[index].rows, places[index].identity) for index, _, _ in shapes]
+
     def _names(self, request: CaptureRequest, shapes: Sequence[tuple[int, int, bytes]]) -> list[BlockId | None]:
         names: list[BlockId | None] = []
         for index, rows, identity in shapes:
@@ -274,7 +284,7 @@ class TieredStore(ConversationStore):
             super()._forget(entry, verb, reason)
 
     def _refused(self, request: CaptureRequest, refused: Refused) -> Refused:
-        return refused if self._is_loading else super()._refused(request, refused)
+        return refused if self._loading is not None else super()._refused(request, refused)
 
     def _check_names(self, capture: Capture, checksums: Checksums) -> None:
         """A block that was copied anew under the id it has on disk must have the bytes it has there. If it has not, the
@@ -289,15 +299,15 @@ class TieredStore(ConversationStore):
 
     # Reading
 
-    def _load(self, parked: Parked, end: int) -> Capture | Refused:
+    def _load(self, entry: DiskEntry, end: int) -> Capture | Refused:
         """Reserves room for `[0, end)`, whoever has to go for it."""
         selective = self._admission
         self._admission = replace(selective, admits_all=True)
-        self._is_loading = True
+        self._loading = entry
         try:
-            return super().begin_capture(self._load_request(parked, end))
+            return super().begin_capture(self._load_request(entry.parked, end))
         finally:
-            self._is_loading = False
+            self._loading = None
             self._admission = selective
 
     def _load_request(self, parked: Parked, end: int) -> CaptureRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tier_kit import Machine, evict, promote, pump, rows_of, run
 from workload import FIXED
 
 from parkd.store import write_queue
+from parkd.store.admission import Decision
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
 from parkd.store.records import ConversationGone, Parked, Refused, Tier
 from parkd.store.tiers import Promotion, TieredStore
@@ -104,6 +106,29 @@ def test_a_head_of_a_long_conversation_is_read_alone() -> None:
     assert whole.id == long.id
     assert store.disk_stats().read_bytes_total == 60 * machine.layout.row_bytes, "the head is not read twice"
     assert store.get(head.id) is None, "the whole supersedes its head"
+
+
+def test_a_last_block_may_reach_further_than_its_conversation() -> None:
+    """Memory was short, so only seven tokens of a longer conversation were parked, over blocks that were held."""
+    machine = Machine()
+    store = machine.start()
+    engine = machine.engine().read(make_units(1, 24))
+    long = engine.park(store)
+    pump(store, machine.fs)
+    request = engine.request()
+    store._admission = replace(store._admission, admits_all=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store._admission), "settle", lambda *_: Decision(7, None))
+        short = store.begin_capture(request)
+    parked = engine.finish(store, short)
+    assert (parked.position, parked.blocks) == (7, long.blocks[:2])
+    pump(store, machine.fs)
+    for head in (False, True):
+        store = machine.start()
+        if head:
+            promote(store, machine.fs, store.get(long.id), 8)
+        assert_same_rows(rows_of(store, machine.fs, store.get(parked.id)), engine.rows(7))
+        assert_counts(store)
 
 
 def test_fixed_state_comes_whole() -> None:
