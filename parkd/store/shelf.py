@@ -34,6 +34,20 @@ class Rating:
 
 
 @dataclass(eq=False)
+class Waiter:
+    """A request in the queue that would start from an entry, or from what supersedes that."""
+
+    entry: Entry | None
+
+    def move(self, entry: Entry | None) -> None:
+        if self.entry is not None:
+            self.entry.awaited_by.remove(self)
+        if entry is not None:
+            entry.awaited_by.append(self)
+        self.entry = entry
+
+
+@dataclass(eq=False)
 class Entry:
     parked: Parked
     owner: Owner
@@ -41,8 +55,7 @@ class Entry:
     leases: int = 0
     is_pinned: bool = False
     is_published: bool = True
-    awaited: int = 0
-    """Requests in the queue that would start from it."""
+    awaited_by: list[Waiter] = field(default_factory=list)
     history: History = field(default_factory=History)
     floor: float = 0.0
     """The shelf's floor when this was last used."""
@@ -50,7 +63,7 @@ class Entry:
 
     @property
     def may_go(self) -> bool:
-        return self.is_published and not self.leases and not self.is_pinned and not self.awaited
+        return self.is_published and not self.leases and not self.is_pinned and not self.awaited_by
 
 
 class Shelf:
