@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -128,7 +129,7 @@ class Proxy:
         if self.services.store is not None:
             turn.release_awaited = self.services.store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         if self.disk is not None and self._tasks is not None:
-            self._tasks.start_soon(self.runner.prefetch, turn)
+            self._tasks.start_soon(self.runner.prefetch, turn, partial(self.lane.is_waiting, turn))
 
     def _give_up(self, turn: Turn) -> None:
         """Nobody waits for `turn` any more."""

@@ -90,6 +90,9 @@ class Lane(Generic[W]):
         if self._running is not None or len(self._waiting) > 1:
             self._on_queued(turn)
 
+    def is_waiting(self, turn: W) -> bool:
+        return turn in self._waiting
+
     def leave(self, turn: W) -> bool:
         """The client of `turn` is gone: takes it out of the queue, or stops it if it runs. True if it never ran."""
         if turn in self._waiting:

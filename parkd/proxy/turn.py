@@ -240,14 +240,17 @@ class TurnRunner:
             why = why or "what is on disk could not be read"
         return plan, why, self._monotonic() - began_s
 
-    async def prefetch(self, turn: Turn) -> None:
-        """Reads what a waiting turn would start from into RAM."""
-        if turn.began_s is not None or turn.channel.cancel.is_set():
+    async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
+        """Reads what a waiting turn would start from into RAM, and has it kept there until its turn comes."""
+        if not is_waiting():
             return
         try:
             plan, _ = self._decide(turn)
             if plan.is_on_disk:
                 await self._promote(plan)
+                if is_waiting() and self._store is not None:
+                    turn.release_awaited()
+                    turn.release_awaited = self._store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         except Exception:
             log.exception("reading ahead for request %s failed in an unforeseen way", turn.request_id)
 

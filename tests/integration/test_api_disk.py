@@ -172,8 +172,10 @@ async def test_a_waiting_turn_is_read_from_disk_meanwhile(tmp_path: Path) -> Non
             await gate.wait_reached()
             a2 = turn_after(a1, first.text, "And then?")
             tasks.start_soon(ask, "a", a2)
-            await until(lambda: any(e.parked.position > 1000 for e in server.store._shelf.entries.values()))
+            entries = server.store._shelf.entries
+            await until(lambda: any(e.parked.position > 1000 for e in entries.values()))
             reads = server.store.disk_stats().reads_total
+            await until(lambda: any(e.awaited_by and e.parked.position > 1000 for e in entries.values()))
             gate.opened.set()
         assert answers["a"].cache == "restored-disk"
         assert answers["a"].text == never_parked(a2)
