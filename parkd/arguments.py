@@ -16,6 +16,7 @@ Every flag is also a variable (--ctx-size is PARKD_CTX_SIZE) and a key of the TO
 (ctx-size = 8192). A flag wins over a variable, a variable over the file. What stands in brackets is the default.
 
 `parkd serve` is the same as `parkd`. `parkd demo` starts a server, parks and restores a conversation, prints a table.
+`parkd forget` removes conversations from a park directory: see `parkd forget --help`.
 """
 
 COMMANDS = ("serve", "demo", "plan")
