@@ -312,13 +312,20 @@ def compose(
 ) -> Services:
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.identity.builder import IdentityBuilder
+    from parkd.identity.normalise import NormaliserConfig
     from parkd.proxy.config import ProxyConfig, Services
     from parkd.proxy.output.formats import output_format
     from parkd.proxy.structured import StructuredOutput
 
     answers = answer_memory(config, engine)
     identity = IdentityBuilder(
-        engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, MEMO_BYTES, answers=answers
+        engine.tokenizer,
+        engine.template,
+        engine.info.fingerprint,
+        BLOCK_TOKENS,
+        MEMO_BYTES,
+        normaliser=NormaliserConfig(drop_billing_header=not config.server.keeps_billing_header),
+        answers=answers,
     )
     store = None
     if store_config.budget_bytes:
@@ -347,5 +354,6 @@ def compose(
             named_keys=named_keys,
             alias=config.model.alias,
             resend_grace_s=RESEND_GRACE_S,
+            cors_origins=server.cors_origins,
         ),
     )

@@ -107,6 +107,10 @@ class ServerConfig:
     max_queue: int
     max_output_tokens: int | None
     """None: up to the context's end."""
+    cors_origins: tuple[str, ...]
+    """Web pages that may call this server; empty: none but those of this machine."""
+    keeps_billing_header: bool
+    """An agent's header that changes with every request stays in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,13 @@ def _keys(text: str) -> tuple[str, ...]:
     if not all(keys):
         raise ValueError("expected one key, or several with a comma between them; leave it out for none")
     return keys
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    origins = tuple(origin.strip().rstrip("/") for origin in text.split(","))
+    if not all(re.fullmatch(r"https?://[^/\s]+", origin) for origin in origins):
+        raise ValueError("expected an origin such as https://chat.example, or several with commas between")
+    return origins
 
 
 def _file(text: str) -> Path:
@@ -300,6 +311,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("api-key-file", "server", "FILE", _file, None, "lines name:key:namespace; one namespace shares a cache"),
     Setting("insecure", "server", "", _switch, False, "allow an address others can reach without an API key"),
+    Setting("cors-origin", "server", "ORIGIN", _origins, (), "web page that may call; may be repeated (none)", True),
+    Setting("keep-billing-header", "server", "", _switch, False, "leave agents' per-request billing header in prompts"),
     Setting("max-queue", "server", "N", _count(1, 100_000), 64, "requests that may wait before 503 (64)"),
     Setting("max-output-tokens", "server", "TOKENS", _count(1), None, "longest answer (to the context's end)"),
 )
@@ -434,6 +447,8 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             api_key_file=values["api-key-file"],
             max_queue=values["max-queue"],
             max_output_tokens=values["max-output-tokens"],
+            cors_origins=values["cors-origin"],
+            keeps_billing_header=values["keep-billing-header"],
         ),
         home=Path(cache_home).expanduser() / "parkd",
         notes=notes,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from parkd import __version__
 from parkd.engine_adapter.base import EngineInfo
 
 
@@ -50,7 +49,7 @@ def props(info: EngineInfo, alias: str | None, chat_template: str | None) -> Map
         "model_path": name,
         "chat_template": chat_template or "",
         "modalities": {"vision": False, "audio": False},
-        "build_info": f"parkd {__version__}",
+        "build_info": "parkd",
     }
 
 

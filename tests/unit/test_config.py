@@ -186,3 +186,18 @@ def test_cache_folder_follows_the_desktop_convention() -> None:
 def test_every_setting_has_a_name_and_a_help_of_its_own() -> None:
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
     assert all(setting.help for setting in SETTINGS)
+
+
+def test_answers_that_come_back_are_remembered_within_a_bound_or_rendered() -> None:
+    assert load({}, {}).cache.answer_bytes == 32 * MIB
+    assert load({"answer-memory-mib": "2"}, {}).cache.answer_bytes == 2 * MIB
+    assert load({"replay": "strict", "answer-memory-mib": "2"}, {}).cache.answer_bytes == 0
+    assert "remember or strict" in refusal({"replay": "exact"})
+
+
+def test_web_pages_that_may_call_are_named_one_by_one() -> None:
+    origins = load({"cors-origin": "https://a.example/,http://b.example:3000"}, {}).server.cors_origins
+    assert origins == ("https://a.example", "http://b.example:3000")
+    assert load({}, {}).server.cors_origins == ()
+    for wrong in ("*", "a.example", "https://a.example/page"):
+        assert "an origin such as" in refusal({"cors-origin": wrong})

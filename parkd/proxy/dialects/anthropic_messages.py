@@ -210,6 +210,8 @@ def _template_kwargs(body: Mapping[str, Any], reasoning: ReasoningParams) -> Map
         kwargs["enable_thinking"] = reasoning.enabled
     if reasoning.effort is not None:
         kwargs["reasoning_effort"] = reasoning.effort
+    if reasoning.budget_tokens is not None:
+        kwargs["thinking_budget"] = reasoning.budget_tokens
     return {**kwargs, **fields.obj(body, "chat_template_kwargs")}
 
 

@@ -285,7 +285,7 @@ def test_a_body_as_an_agent_sends_it() -> None:
     ]
     function = {"name": "look", "description": "Looks.", "parameters": LOOK["input_schema"]}
     assert request.tools == [{"type": "function", "function": function}]
-    assert request.template_kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
+    assert request.template_kwargs == {"enable_thinking": True, "reasoning_effort": "high", "thinking_budget": 2048}
     assert (request.reasoning.effort, request.reasoning.budget_tokens) == ("high", 2048)
     assert (request.stop, request.sampling.top_k, request.max_output_tokens) == (("END",), 5, 10)
     assert request.cache.min_retention_s == 3600
