@@ -66,7 +66,8 @@ class RequestMemory:
     def __init__(self, limit: int = EXPLAINED_LIMIT, limit_bytes: int = EXPLAINED_BYTES) -> None:
         self._limit = limit
         self._limit_bytes = limit_bytes
-        self._requests: OrderedDict[str, Explained] = OrderedDict()
+        self._requests: OrderedDict[tuple[str, str], Explained] = OrderedDict()
+        """By owner and id: clients choose ids, and one must not push out another's request."""
         self._bytes = 0
 
     @property
@@ -74,9 +75,10 @@ class RequestMemory:
         return self._bytes
 
     def add(self, explained: Explained) -> None:
-        """A request id that is used again names the newer request."""
-        self._drop(explained.request_id)
-        self._requests[explained.request_id] = explained
+        """A request id that its owner uses again names the newer request."""
+        key = (explained.owner, explained.request_id)
+        self._drop(key)
+        self._requests[key] = explained
         self._bytes += explained.bytes
         while len(self._requests) > self._limit or (self._bytes > self._limit_bytes and len(self._requests) > 1):
             self._drop(next(iter(self._requests)))
@@ -86,13 +88,13 @@ class RequestMemory:
         for prefix in ("", *ID_PREFIXES):
             bare = request_id.removeprefix(prefix)
             for name in (bare, f"req_{bare}"):
-                found = self._requests.get(name)
-                if found is not None and found.owner == owner:
+                found = self._requests.get((owner, name))
+                if found is not None:
                     return found
         return None
 
-    def _drop(self, request_id: str) -> None:
-        gone = self._requests.pop(request_id, None)
+    def _drop(self, key: tuple[str, str]) -> None:
+        gone = self._requests.pop(key, None)
         if gone is not None:
             self._bytes -= gone.bytes
 
