@@ -12,7 +12,7 @@ from parkd.store.blocks import Owner
 from parkd.store.budget import Need, Room, mib
 from parkd.store.eviction import Queue
 from parkd.store.history import History
-from parkd.store.planning import CapturePlan, block_identity
+from parkd.store.planning import CapturePlan, block_identity, bounded
 from parkd.store.policy import Costs, Evictable, Policy, longest_position
 from parkd.store.records import BlockId, CaptureRequest, ParkedCheckpoint, RefusalReason, Refused, StoreConfig
 from parkd.store.shelf import Entry, Shelf, superseded
@@ -47,13 +47,16 @@ class Admission:
         if not self.has_fixed_state:
             request = replace(request, checkpoints=(), rewindable=True)
         held = self._usable_lineage(request)
+        inheritable = self._inheritable(request, held)
+        inherited, dropped = bounded(inheritable, request.checkpoints, self.config.checkpoint_limit)
         return CapturePlan(
             request,
             held,
-            self._inheritable(request, held),
+            inherited,
             self.config.block_tokens,
             self.shelf.geometry.slot_bytes,
             self.shelf.checkpoints.checkpoint_bytes,
+            dropped,
         )
 
     def settle(
@@ -189,4 +192,4 @@ class Admission:
 def replaced(plan: CapturePlan, position: int, prefixes: Sequence[Entry]) -> Replaced:
     """Which of the prefixes that are still there a capture up to `position` will supersede."""
     there = [entry for entry in prefixes if entry.is_published]
-    return tuple(superseded(there, position, plan.checkpoint_positions(position)))
+    return tuple(superseded(there, position, (*plan.checkpoint_positions(position), *plan.dropped)))

@@ -6,6 +6,7 @@ rows     0 ........ held ............ position ......... n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -21,6 +22,19 @@ def block_identity(request: CaptureRequest, index: int, rows: int, block_tokens:
     before = request.prefix_hashes[index - 1] if index else request.key_digest
     tail = request.units[index * block_tokens : index * block_tokens + rows]
     return blake2b(before + tail.tobytes(), digest_size=16, person=b"parkd-tail").digest()
+
+
+def bounded(
+    inherited: Sequence[ParkedCheckpoint], fresh: Sequence[int], limit: int
+) -> tuple[tuple[ParkedCheckpoint, ...], tuple[int, ...]]:
+    """What stays of `inherited`, and the positions that go so that both together are at most `limit`.
+
+    Each turn adds a few, so without a bound a long conversation is mostly checkpoints. The earliest stays, where others
+    branch off; of the rest the earliest go, where nobody is likely to go on any more. What the engine holds stays.
+    """
+    excess = len({checkpoint.position for checkpoint in inherited}.union(fresh)) - limit
+    going = [checkpoint.position for checkpoint in inherited[1:] if checkpoint.position not in fresh][: max(0, excess)]
+    return tuple(checkpoint for checkpoint in inherited if checkpoint.position not in going), tuple(going)
 
 
 def check_request(request: CaptureRequest, layout_digest: bytes, block_tokens: int) -> None:
@@ -48,6 +62,8 @@ class CapturePlan:
     block_tokens: int
     slot_bytes: int
     checkpoint_bytes: int
+    dropped: tuple[int, ...] = ()
+    """Positions of inherited checkpoints that are given up: the conversation has had its number of them."""
 
     def blocks(self, position: int) -> int:
         return -(-position // self.block_tokens)

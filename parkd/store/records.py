@@ -34,6 +34,8 @@ class StoreConfig:
     """Host memory is taken in pieces of at most this size."""
     min_free_bytes: int = 0
     """Of the machine's memory, left free: a capture that would take more is refused."""
+    checkpoint_limit: int = 16
+    """Checkpoints that a conversation is parked with at most, unless the engine holds more of its own."""
 
 
 class Tier(StrEnum):

@@ -196,7 +196,7 @@ class ConversationStore:
         self._shelf.checkpoints.seal(flight.fresh_checkpoints, checksums.fixed)
         parked = self._parked(capture, flight)
         entry = Entry(parked, capture.serial, history=flight.history, floor=self._shelf.floor)
-        places = [checkpoint.position for checkpoint in parked.checkpoints]
+        places = [*(checkpoint.position for checkpoint in parked.checkpoints), *flight.plan.dropped]
         prefixes = self._shelf.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes)
         for ancestor in superseded(prefixes, parked.position, places):
             entry.is_pinned |= ancestor.is_pinned

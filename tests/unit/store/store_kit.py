@@ -49,7 +49,9 @@ class Clock:
         return self.now
 
 
-def make_store(budget_bytes, layout=None, *, block_tokens=4, slots=None, slab_bytes=1 << 20, **options):
+def make_store(
+    budget_bytes, layout=None, *, block_tokens=4, slots=None, slab_bytes=1 << 20, checkpoint_limit=16, **options
+):
     """A store whose budget is looked at after every change."""
     holder: list[ConversationStore] = []
 
@@ -58,7 +60,7 @@ def make_store(budget_bytes, layout=None, *, block_tokens=4, slots=None, slab_by
             assert_within_budget(holder[0])
 
     store = ConversationStore(
-        StoreConfig(budget_bytes, block_tokens, slots, slab_bytes),
+        StoreConfig(budget_bytes, block_tokens, slots, slab_bytes, checkpoint_limit=checkpoint_limit),
         layout or make_layout(),
         Clock(),
         observer=observe,

@@ -135,3 +135,24 @@ def test_no_memory_for_a_checkpoint_leaves_nothing_behind(engine, monkeypatch):
     assert refused.reason is RefusalReason.MEMORY
     assert store.stats().bytes_in_use == 0
     assert_counts(store)
+
+
+def test_a_long_conversation_keeps_its_root_and_its_latest_checkpoints(engine):
+    """Turn after turn is parked; each takes the place of the one before, whose old checkpoints are given up."""
+    store = make_store(4 << 20, LAYOUT, checkpoint_limit=4)
+    engine.truncate(0)
+    for turn in range(1, 9):
+        engine.extend(make_units(turn, 12), checkpoint=True)
+        engine.fixed = {turn * 12: engine.fixed[turn * 12]}
+        parked = engine.park(store)
+        expected = [place * 12 for place in range(1, turn + 1)]
+        assert [c.position for c in parked.checkpoints] == (expected if turn <= 4 else [12, *expected[-3:]])
+        assert store.stats().conversations == 1
+        assert store.stats().checkpoint_bytes == len(parked.checkpoints) * CHECKPOINT_BYTES
+    assert_counts(store)
+
+
+def test_what_the_engine_holds_is_parked_beyond_the_limit(engine):
+    store = make_store(4 << 20, LAYOUT, checkpoint_limit=2)
+    parked = read(engine, (1, 8), (2, 8), (3, 8)).park(store)
+    assert [checkpoint.position for checkpoint in parked.checkpoints] == [8, 16, 24]
