@@ -23,6 +23,7 @@ from core_models import (
 )
 from safetensors.torch import save_file
 
+from engine.dense import DenseStage
 from engine.errors import ModelLoadError, UnknownVector
 from engine.steering import Steering, SteeringBank, VectorFile, load_vector, load_vectors
 
@@ -134,7 +135,9 @@ def test_recorded_decoding_is_not_used_while_steered(bank: SteeringBank, monkeyp
         session._position += 1
         return torch.zeros(1)
 
+    dense = [DenseStage(*pair, session.config) for pair in zip(session.stages, session._caches, strict=True)]
     monkeypatch.setattr(session, "_decode_graph", object())
+    monkeypatch.setattr(session, "_dense", dense)
     monkeypatch.setattr(session, "_step_recorded", recorded)
     session.step(1)
     session.steer(bank.select(None))
