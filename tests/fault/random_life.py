@@ -120,7 +120,7 @@ class RandomLife:
         missing = promised - set(self.store.disk.entries)
         if missing:
             raise Wrong(f"acknowledged and lost: {sorted(missing)}")
-        for conversation_id in promised:
+        for conversation_id in sorted(promised):
             parked = self.store.get(conversation_id)
             refused = self.life.no_room
             if parked is not None and not self.life.read(parked) and self.life.no_room == refused:
