@@ -28,6 +28,7 @@ def tokens_before_answer(server: Running, messages: Messages) -> int:
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 async def test_a_b_a_resumes_at_the_end_of_the_answer(stages: int) -> None:
+    """Replays llama.cpp#25913 and sglang#39830: rows and fixed state come back as one, at one position."""
     async with running(hybrid(stages)) as server:
         a1, b1 = opening("a"), opening("b")
         first = await server.chat(a1)
@@ -45,6 +46,7 @@ async def test_a_b_a_resumes_at_the_end_of_the_answer(stages: int) -> None:
 
 
 async def test_asking_again_costs_one_token_live_and_restored() -> None:
+    """Replays ds4#668 and omlx#3430: the prompt's end is kept, however short it is."""
     async with running(hybrid()) as server:
         a1 = opening("a")
         first = await server.chat(a1)
@@ -60,6 +62,7 @@ async def test_asking_again_costs_one_token_live_and_restored() -> None:
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 async def test_editing_the_last_message_reads_that_message(is_elsewhere: bool) -> None:
+    """Replays Strata#734."""
     async with running(hybrid()) as server:
         a1 = opening("a")
         first = await server.chat(a1)
@@ -77,7 +80,7 @@ async def test_editing_the_last_message_reads_that_message(is_elsewhere: bool) -
 
 
 async def test_dropping_earlier_reasoning_reads_from_that_answer_on() -> None:
-    """The client sends back less of the answer than was generated."""
+    """The client sends back less of the answer than was generated. Replays opencode#19081."""
     async with running(hybrid()) as server:
         a1 = opening("a")
         first = await server.chat(a1, max_tokens=24)
@@ -94,6 +97,7 @@ async def test_dropping_earlier_reasoning_reads_from_that_answer_on() -> None:
 
 
 async def test_siblings_resume_at_the_end_of_their_common_system_prompt() -> None:
+    """Replays ninfer#142."""
     async with running(hybrid()) as server:
         system = "Rules: " + " ".join(f"rule{n}" for n in range(200))
         await server.chat(opening("a", system=system))

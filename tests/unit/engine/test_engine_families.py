@@ -142,7 +142,7 @@ def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int, kv_
 
 @EVERY_FAMILY
 def test_the_layout_is_what_the_librarys_cache_keeps(family: str) -> None:
-    """In float32 and in a half type: recurrent states may stay in float32, and then must."""
+    """In float32 and in a half type: recurrent states may stay in float32, and then must. Replays sglang#33515."""
     for dtype in (torch.float32, torch.bfloat16):
         model = hybrid_model(family, dtype=dtype)
         cache = DynamicCache(config=model.config)
