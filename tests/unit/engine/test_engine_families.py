@@ -15,7 +15,7 @@ from core_models import FAMILIES, assert_same, oracle_logits, read_and_decode, t
 from hybrid_models import HYBRIDS, WINDOW, hybrid_config, hybrid_model
 from transformers import DynamicCache
 
-from engine import Session, SnapshotPlan, StageFailed, capture, host_plan, restore
+from engine import EngineConfig, Session, SnapshotPlan, StageFailed, capture, host_plan, open_session, restore
 from engine.architectures import check_config
 from engine.layout import build_layout
 from engine.snapshot import FixedPart, StagePlan
@@ -141,6 +141,30 @@ def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int, kv_
 
 
 @EVERY_FAMILY
+def test_eight_bit_rows_resume_bit_equal_beside_full_fixed_state(family: str) -> None:
+    model = hybrid_model(family)
+    full, codes = (
+        open_session(model, EngineConfig(devices=("cpu",) * 2, context_tokens=256, batch_tokens=BATCH, kv_dtype=kv))
+        for kv in (None, torch.int8)
+    )
+    assert sum(a.layout.row_bytes for a in codes.arenas) < sum(a.layout.row_bytes for a in full.arenas)
+    assert [a.layout.fixed_bytes for a in codes.arenas] == [a.layout.fixed_bytes for a in full.arenas]
+    ids, places = token_ids(121), (40, 75, 120)
+    full.extend(ids[:120], checkpoint_at=places)
+    codes.extend(ids[:120], checkpoint_at=places)
+    exact, expected = full.step(int(ids[120])), codes.step(int(ids[120]))
+    torch.testing.assert_close(expected, exact, atol=0.15, rtol=0)
+    assert not torch.equal(expected, exact)
+    plan = parked(codes, places, 120)
+    for place in places:
+        codes.reset()
+        codes.extend(token_ids(100, seed=9))
+        restore(codes, resumed_at(plan, place))
+        codes.extend(ids[place:120], checkpoint_at=places)
+        assert_same([codes.step(int(ids[120]))], [expected])
+
+
+@EVERY_FAMILY
 def test_the_layout_is_what_the_librarys_cache_keeps(family: str) -> None:
     """In float32 and in a half type: recurrent states may stay in float32, and then must. Replays sglang#33515."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -239,8 +263,6 @@ def test_linear_state_is_exact_at_its_position_and_at_checkpoints(family: str) -
 
 
 def window_session(slack: int = 32, batch: int = 16) -> tuple[Any, Session]:
-    from engine import EngineConfig, open_session
-
     model = hybrid_model("gemma3")
     config = EngineConfig(
         devices=("cpu", "cpu"), context_tokens=512, batch_tokens=batch, window_slack_tokens=slack, ctx_checkpoints=3
