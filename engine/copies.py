@@ -7,12 +7,14 @@
 
 A copy out waits for the computing that wrote its rows, and whoever overwrites a row waits until it was copied and
 summed.
-Copies go in runs as long as host memory allows, cut so that nobody waits long behind one.
+Copies go in runs as long as host memory allows; beside other work they are cut, so that nobody waits long behind one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,14 +25,18 @@ import torch
 
 from engine.arena import StageArena
 from engine.checksum import WeightedSum
+from engine.errors import StageFailed
 from engine.streams import DeviceStreams
 
 if TYPE_CHECKING:
     from engine.snapshot import Plan, Run, StageMove
 
-SEGMENT_BYTES = 32 << 20
-"""Long enough for the full speed of a link (4 MiB reach 0.96 of it), short enough that neither a writer nor the hidden
-states that go from card to card wait more than half a millisecond behind one."""
+SEGMENT_BYTES = 16 << 20
+"""Of a capture beside other work: long enough for the speed of a link (4 MiB reach 0.96 of it), short enough that
+neither a writer nor the hidden states that go from card to card wait long behind one."""
+SEGMENTS_QUEUED = 2
+"""A card's copy engine takes what is queued in order, whatever the stream: what comes after a whole capture would wait
+for all of it."""
 SUM_BYTES = 512 << 20
 """What arrived is summed so much at a time, beside the copying of the next."""
 
@@ -55,7 +61,7 @@ class Segment:
 
 
 def segments(runs: Sequence[Run], row_bytes: int, block_tokens: int) -> Iterator[Segment]:
-    """The runs, cut at blocks in pieces of about `SEGMENT_BYTES`; no piece spans two runs."""
+    """The runs, cut at blocks in pieces of about `SEGMENT_BYTES`; no piece spans two runs. At least a block each."""
     blocks = max(1, SEGMENT_BYTES // (row_bytes * block_tokens))
     for run in runs:
         first = run.start
@@ -80,26 +86,20 @@ class StageCopy:
     def __init__(self, arena: StageArena, streams: DeviceStreams) -> None:
         self.arena = arena
         self._streams = streams
-        self._free: list[tuple[int, torch.cuda.Event]] = []
-        """Ascending: rows below the first may be overwritten once the second has happened."""
         self._sums: torch.Tensor | None = None
         self._done: torch.cuda.Event | None = None
 
     def queue_out(self, plan: Plan, move: StageMove, checksum: WeightedSum, step: CopyStep) -> None:
         """Arena to host. The caller has made the streams follow the computing."""
         streams, arena = self._streams, self.arena
+        with torch.cuda.stream(streams.out):
+            for run in move.rows:
+                step(host_tensor(run.buffer), arena.rows[run.start : run.stop].view(-1))
+            for part in move.fixed:
+                step(host_tensor(part.buffer), arena.fixed)
         with torch.cuda.stream(streams.sums):
             sums = [self._block_sums(plan, checksum, plan.start, plan.stop)] if plan.stop > plan.start else []
             sums += [checksum.block_sums(arena.fixed, arena.fixed.nbytes) for _ in move.fixed]
-            summed = _event(streams.sums)
-        with torch.cuda.stream(streams.out):
-            for segment in segments(move.rows, arena.layout.row_bytes, plan.block_tokens):
-                step(host_tensor(segment.buffer), arena.rows[segment.start : segment.stop].view(-1))
-                if not self._free:
-                    streams.out.wait_event(summed)
-                self._free.append((segment.stop, _event(streams.out)))
-            for part in move.fixed:
-                step(host_tensor(part.buffer), arena.fixed)
         streams.sums.wait_stream(streams.out)
         self._collect(sums)
 
@@ -110,10 +110,10 @@ class StageCopy:
         streams, arena = self._streams, self.arena
         sums, summed = [], plan.start
         with torch.cuda.stream(streams.into):
-            for segment in segments(move.rows, arena.layout.row_bytes, plan.block_tokens):
-                before_write(streams.into, segment.start, segment.stop)
-                step(arena.rows[segment.start : segment.stop].view(-1), host_tensor(segment.buffer))
-                whole = segment.stop - (segment.stop % plan.block_tokens if segment.stop < plan.stop else 0)
+            for run in move.rows:
+                before_write(streams.into, run.start, run.stop)
+                step(arena.rows[run.start : run.stop].view(-1), host_tensor(run.buffer))
+                whole = run.stop - (run.stop % plan.block_tokens if run.stop < plan.stop else 0)
                 if whole == plan.stop or (whole - summed) * arena.layout.row_bytes >= SUM_BYTES:
                     streams.sums.wait_stream(streams.into)
                     with torch.cuda.stream(streams.sums):
@@ -143,14 +143,6 @@ class StageCopy:
     def is_done(self) -> bool:
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
-    def free_rows(self, stream: torch.cuda.Stream, start: int, stop: int) -> None:
-        """Makes what is queued on `stream` from now on wait until the rows `[start, stop)` may be overwritten."""
-        for reached, event in self._free:
-            if reached > start:
-                stream.wait_event(event)
-            if reached >= stop:
-                break
-
     def values(self) -> npt.NDArray[np.uint64]:
         """Waits for the move; the checksums of its blocks and then of its fixed parts."""
         assert self._done is not None, "queued first"
@@ -168,29 +160,108 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+class StageCapture(StageCopy):
+    """One stage's rows on their way out while the stage computes; queued a few segments at a time by a thread."""
+
+    def __init__(self, arena: StageArena, plan: Plan, move: StageMove, checksum: WeightedSum, step: CopyStep) -> None:
+        """Queues the sums. The streams follow the computing."""
+        super().__init__(arena, arena.streams)
+        self._step = step
+        self._start, self._stop = plan.start, plan.stop
+        self._segments = deque(segments(move.rows, arena.layout.row_bytes, plan.block_tokens))
+        self._copied: list[tuple[int, torch.cuda.Event]] = []
+        """Ascending: rows below the first may be overwritten once the second has happened."""
+        arena.streams.follow_computing()
+        with torch.cuda.stream(arena.streams.sums):
+            self._total = [self._block_sums(plan, checksum, plan.start, plan.stop)] if plan.stop > plan.start else []
+            self._summed = _event(arena.streams.sums)
+
+    def queue_next(self) -> bool:
+        """Queues one segment more, as soon as few enough are queued. False if there is none."""
+        if not self._segments:
+            return False
+        if len(self._copied) >= SEGMENTS_QUEUED:
+            self._copied[-SEGMENTS_QUEUED][1].synchronize()
+        segment = self._segments.popleft()
+        out = self._streams.out
+        with torch.cuda.stream(out):
+            self._step(host_tensor(segment.buffer), self.arena.rows[segment.start : segment.stop].view(-1))
+            if not self._copied:
+                out.wait_event(self._summed)
+            self._copied.append((segment.stop, _event(out)))
+        return True
+
+    def finish(self) -> None:
+        self._streams.sums.wait_stream(self._streams.out)
+        self._collect(self._total)
+
+    def event_before_writing(self, start: int, stop: int) -> tuple[bool, torch.cuda.Event | None]:
+        """Whether what is queued covers the rows `[start, stop)` as far as they are captured, and what to wait for."""
+        if max(start, self._start) >= min(stop, self._stop):
+            return True, None
+        for reached, event in self._copied:
+            if reached >= min(stop, self._stop):
+                return True, event
+        return False, None
+
+
 class CaptureInFlight:
     """A capture of all stages that goes on while the engine computes. Its buffers are its own until `wait` returns."""
 
-    def __init__(self, copies: Sequence[StageCopy], blocks: int) -> None:
-        self._copies = tuple(copies)
+    def __init__(self, stages: Sequence[StageCapture], blocks: int) -> None:
+        self._stages = tuple(stages)
         self._blocks = blocks
+        self._changed = threading.Condition()
+        self._failed: BaseException | None = None
+        # A daemon: a driver call that never returns must not keep the process from ending.
+        self._thread = threading.Thread(target=self._queue, name="parkd-capture", daemon=True)
+        self._thread.start()
 
     @property
     def is_done(self) -> bool:
-        return all(copy.is_done for copy in self._copies)
+        return not self._thread.is_alive() and all(stage.is_done for stage in self._stages)
 
     def free_rows(self, stage: int, stream: torch.cuda.Stream, start: int, stop: int) -> None:
-        """Makes `stream` wait before it overwrites rows of `stage` that are not yet copied."""
-        self._copies[stage].free_rows(stream, start, stop)
+        """Makes `stream` wait before it overwrites rows of `stage` that are not yet copied.
+
+        Waits itself until their copies are queued: a few milliseconds for a chunk at the front.
+        """
+        with self._changed:
+            while True:
+                is_queued, event = self._stages[stage].event_before_writing(start, stop)
+                if is_queued or self._failed is not None:
+                    break
+                self._changed.wait()
+        if event is not None:
+            stream.wait_event(event)
 
     def wait(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Blocks until every stage's bytes are in; the checksums `[blocks, stages]`, `[fixed parts, stages]`.
 
-        May be called from any thread. Raises what the device raises; the buffers are no longer written to either way.
+        May be called from any thread. Raises what a copy or the device raises; the buffers are no longer written to
+        either way.
         """
+        self._thread.join()
         try:
-            values = np.stack([copy.values() for copy in self._copies], axis=1)
+            if self._failed is not None:
+                raise StageFailed(0, "capture", self._failed) from self._failed
+            values = np.stack([stage.values() for stage in self._stages], axis=1)
         finally:
-            for copy in self._copies:
-                copy.synchronize()
+            for stage in self._stages:
+                stage.synchronize()
         return values[: self._blocks], values[self._blocks :]
+
+    def _queue(self) -> None:
+        """A segment of each stage in turn, so that all links are busy."""
+        try:
+            remaining = list(self._stages)
+            while remaining:
+                remaining = [stage for stage in remaining if stage.queue_next()]
+                with self._changed:
+                    self._changed.notify_all()
+            for stage in self._stages:
+                stage.finish()
+        except BaseException as error:  # told by `wait`; a writer must not wait for ever
+            with self._changed:
+                self._failed = error
+                self._changed.notify_all()

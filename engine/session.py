@@ -222,7 +222,7 @@ class Session:
         Returns the logits of what follows it, float32 `[vocab]`, on the last device. Raises ContextFull, StageFailed.
         """
         self._check_room(1)
-        if self._decode_graph is not None and not self.is_steered:
+        if self._decode_graph is not None and self._uses_kernels:
             return self._step_recorded(self._decode_graph, token_id)
         hidden = self._run(np.array([token_id], dtype=np.int64), self._position, "decode")
         try:

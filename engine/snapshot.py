@@ -17,11 +17,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.copies import CaptureInFlight
+from engine.checksum import WeightedSum
+from engine.copies import CaptureInFlight, StageCapture
 from engine.errors import SnapshotDamaged, SnapshotMismatch, StageFailed
 from engine.fixed_copies import copy_fixed_out
 from engine.session import Session
-from engine.transfer import CopySteps, Direction, move_stages, queue_stage
+from engine.transfer import CopySteps, Direction, move_stages
 
 Bytes = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.uint64]
@@ -173,15 +174,14 @@ def start_capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_ST
     if any(arena.device.type != "cuda" or arena.layout.fixed_bytes for arena in session.arenas):
         return None
     _check_capture(session, plan)
-    copies = []
+    assert isinstance(session.checksum, WeightedSum), "the kind that cards compute"
+    stages = []
     try:
-        for index, arena in enumerate(session.arenas):
-            copies.append(queue_stage(index, arena, plan, session.checksum, Direction.OUT, steps, session.before_write))
+        for arena, move in zip(session.arenas, plan.stages, strict=True):
+            stages.append(StageCapture(arena, plan, move, session.checksum, steps.device))
     except Exception as error:
-        for arena in session.arenas:
-            arena.streams.synchronize()
-        raise StageFailed(len(copies), "capture", error) from error
-    capture_in_flight = CaptureInFlight(copies, -(-(plan.stop - plan.start) // plan.block_tokens))
+        raise StageFailed(len(stages), "capture", error) from error
+    capture_in_flight = CaptureInFlight(stages, -(-(plan.stop - plan.start) // plan.block_tokens))
     session.captures_in_background(capture_in_flight)
     return capture_in_flight
 

@@ -265,7 +265,11 @@ async def measure(
 def machine() -> dict[str, str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     named = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
-    return {"gpus": "; ".join(named), "torch": torch.__version__, "command": " ".join(sys.argv)}
+    return {
+        "gpus": "; ".join(named),
+        "torch": torch.__version__,
+        "command": " ".join(["python -m benchmarks.gpu.switching", *sys.argv[1:]]),
+    }
 
 
 def main() -> int:

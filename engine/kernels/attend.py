@@ -18,6 +18,8 @@ LOG2_E = 1.4426950408889634
 PARTS = 32
 """A KV head. With 8 KV heads that is two programs on each of an H200's multiprocessors."""
 TILE_ROWS = 64
+CODE_TILE_ROWS = 128
+"""Of 8-bit codes: as many bytes as 64 rows of 16-bit numbers."""
 
 
 @triton.jit
@@ -148,7 +150,7 @@ class DecodeAttention:
             BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
             DIM=self.dim,
             BLOCK_DIM=block_dim,
-            TILE=TILE_ROWS,
+            TILE=TILE_ROWS if scale_rows is None else CODE_TILE_ROWS,
             PARTS=self.parts,
             QUANTISED=scale_rows is not None,
             num_warps=4,

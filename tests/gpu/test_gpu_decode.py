@@ -24,6 +24,8 @@ LAST = f"cuda:{max(0, torch.cuda.device_count() - 1)}"
 SPLITS = [("cuda:0",), ("cuda:0", LAST), ("cuda:0", LAST, "cuda:0")]
 LOGIT_TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.01}
 """Of the largest logit: what another order of rounding may make of four layers."""
+CODES_TOLERANCE = 0.06
+"""With 8-bit rows: a rounding near an edge changes a code, which is 1/254 of a head's largest number."""
 
 
 def model(family: str, dtype: torch.dtype) -> Any:
@@ -77,9 +79,10 @@ def test_logits_are_the_librarys_but_for_rounding(
     prompt, answer = ids(700), ids(24, seed=2)
     expected = forced(opened(made, devices, recorded=False, kv_dtype=kv_dtype), prompt, answer)
     recorded = forced(opened(made, devices, recorded=True, kv_dtype=kv_dtype), prompt, answer)
+    tolerance = LOGIT_TOLERANCE[dtype] if kv_dtype is None else CODES_TOLERANCE
     agreeing = 0
     for mine, theirs in zip(recorded, expected, strict=True):
-        assert (mine - theirs).abs().max() < LOGIT_TOLERANCE[dtype] * theirs.abs().max()
+        assert (mine - theirs).abs().max() < tolerance * theirs.abs().max()
         agreeing += int(mine.argmax() == theirs.argmax())
     assert agreeing >= 22, f"{agreeing} of 24 greedy choices are those of the library's forward"
 
