@@ -17,7 +17,14 @@ from parkd.store.disk_jobs import RemoveJob, WriteJob
 from parkd.store.disk_policy import Removable, next_removal
 from parkd.store.fs import GRAIN_BYTES
 from parkd.store.index import PrefixIndex
-from parkd.store.manifest import DiskBlock, DiskCheckpoint, ExtentRef, Manifest, encoded_bytes
+from parkd.store.manifest import (
+    TEMPORARY_SUFFIX,
+    DiskBlock,
+    DiskCheckpoint,
+    ExtentRef,
+    Manifest,
+    encoded_bytes,
+)
 from parkd.store.records import BlockId, CheckpointId, ConversationId, Parked, ParkedCheckpoint, Tier
 from parkd.store.slabs import round_up
 
@@ -232,6 +239,7 @@ class DiskTier:
     def removed(self, job: RemoveJob, left: Iterable[str]) -> None:
         """What could not be removed stays charged, and goes at the next start."""
         stuck = set(left)
+        stuck |= {name + TEMPORARY_SUFFIX for name in stuck}
         for name in job.names:
             size = self._condemned.pop(name)
             self._file_bytes -= 0 if name in stuck else size
@@ -245,7 +253,12 @@ class DiskTier:
             size = 0
 
     def write_failed(self, job: WriteJob, leftovers: tuple[str, ...]) -> None:
-        self.condemn(leftovers, job_bytes(job))
+        """Each file is condemned with its own bytes, since each may fail to go; the manifest has one of two names."""
+        extent_bytes = job.extent.size if job.extent is not None else 0
+        for name in leftovers:
+            is_extent = job.extent is not None and name == job.extent.name
+            is_temporary = name == job.temporary_name
+            self.condemn((name,), extent_bytes if is_extent else manifest_limit_bytes(job.manifest) * is_temporary)
 
     @property
     def is_removing(self) -> bool:

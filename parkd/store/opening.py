@@ -89,7 +89,7 @@ def forget(fs: FileSystem, chosen: Callable[[Manifest], bool]) -> tuple[list[Con
     left: list[str] = []
     for manifest in going:
         _remove(fs, manifest.name, left)
-    for name in scan(fs).garbage:
+    for name, _ in scan(fs).garbage:
         _remove(fs, name, left)
     fs.sync()
     return [manifest.id for manifest in going], left

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parkd.store.disk import DiskConfig, DiskTier, file_bytes, parked_of
-from parkd.store.disk_jobs import RemoveJob, remove
+from parkd.store.disk_jobs import remove
 from parkd.store.disk_policy import DAY_S
 from parkd.store.fs import FileSystem
 from parkd.store.manifest import (
@@ -42,8 +42,8 @@ class Found:
 
     manifests: tuple[tuple[Manifest, int], ...]
     """Each with its file's bytes."""
-    garbage: tuple[str, ...]
-    """Ours, and of no use. Manifests first."""
+    garbage: tuple[tuple[str, int], ...]
+    """Ours, and of no use, with their bytes. Manifests first."""
 
 
 def scan(fs: FileSystem) -> Found:
@@ -64,7 +64,7 @@ def scan(fs: FileSystem) -> Found:
             found.append((manifest, size))
     named = {ref.name for manifest, _ in found for ref in manifest.extents}
     garbage += [name for name in sizes if name.endswith(EXTENT_SUFFIX) and name not in named]
-    return Found(tuple(found), tuple(garbage))
+    return Found(tuple(found), tuple((name, sizes[name]) for name in garbage))
 
 
 def _check(manifest: Manifest, name: str, sizes: Mapping[str, int]) -> None:
@@ -83,7 +83,9 @@ def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: fl
     """
     found = scan(fs)
     tier = DiskTier(config)
-    stuck = remove(fs, RemoveJob(found.garbage))
+    for name, size in found.garbage:
+        tier.charge_found(file_bytes(size))
+        tier.condemn((name,), file_bytes(size))
     extents = {ref.id: ref.size for manifest, _ in found.manifests for ref in manifest.extents}
     tier.charge_found(sum(extents.values()))
     for manifest, size in found.manifests:
@@ -95,13 +97,16 @@ def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: fl
         for entry in list(tier.entries.values()):
             if entry.parked.last_used_s < now_s - config.max_age_s:
                 tier.forget(entry)
-    tier.make_room(0, 0, now_s, set())
-    while (job := tier.next_removal_job()) is not None:
+    stuck = 0
+    while tier.make_room(0, 0, now_s, set()) or stuck == 0:
+        job = tier.next_removal_job()
+        if job is None:
+            break
         left = remove(fs, job)
         tier.removed(job, left)
-        stuck += left
+        stuck += len(left)
     if stuck:
-        log.warning("%d files could not be removed and stay, outside the budget", len(stuck))
+        log.warning("%d files could not be removed; they stay and count in the budget", stuck)
     return tier
 
 
