@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 SEGMENT_BYTES = 16 << 20
 """Of a capture beside other work: long enough for the speed of a link (4 MiB reach 0.96 of it), short enough that
 neither a writer nor the hidden states that go from card to card wait long behind one."""
-SEGMENTS_QUEUED = 2
-"""A card's copy engine takes what is queued in order, whatever the stream: what comes after a whole capture would wait
-for all of it."""
+SEGMENTS_QUEUED = 1
+"""A card's copy engine that always has a next segment starves what others ask of it: with two queued, the hidden states
+that go from card to card came through only when the whole capture was done."""
 SUM_BYTES = 512 << 20
 """What arrived is summed so much at a time, beside the copying of the next."""
 
