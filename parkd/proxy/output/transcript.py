@@ -33,10 +33,8 @@ class Transcript:
         self._in_text = isinstance(event, TextDelta)
 
     def said(self) -> Said | None:
-        """None for what cannot be recognised: a call whose arguments broke off, text that ends in half a character."""
+        """None for what cannot be recognised: a call whose arguments broke off."""
         runs = tuple("".join(run) for run in self._runs)
-        if runs and runs[-1].endswith("\ufffd"):
-            return None
         calls: list[tuple[str, str]] = []
         for _, (name, pieces) in sorted(self._calls.items()):
             try:
