@@ -63,18 +63,20 @@ def products() -> dict[str, dict[str, float]]:
         rows = sum(layer.weight.shape[0] for layer in sets[0]) // (2 if name == "gated" else 1)
         out = torch.empty(rows, device="cuda", dtype=torch.bfloat16)
         row: dict[str, float] = {}
-        actions = [lambda group=group: [layer(source[None]) for layer in group] for group in sets]
+        actions = [lambda group=group, source=source: [layer(source[None]) for layer in group] for group in sets]
         row["library GB/s"] = size / microseconds(actions) / 1e3
         for tiling in TILINGS:
             if name == "gated":
                 actions = [
-                    lambda group=group, tiling=tiling: gated(x, *group, out, norm=norm, eps=1e-6, tiling=tiling)
+                    lambda group=group, tiling=tiling, out=out: gated(
+                        x, *group, out, norm=norm, eps=1e-6, tiling=tiling
+                    )
                     for group in sets
                 ]
             else:
                 normed = norm if name in ("qkv", "head") else None
                 actions = [
-                    lambda group=group, tiling=tiling, normed=normed: matvec(
+                    lambda group=group, tiling=tiling, normed=normed, source=source, out=out: matvec(
                         source, group, out, norm=normed, eps=1e-6, tiling=tiling
                     )
                     for group in sets

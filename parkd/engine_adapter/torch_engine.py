@@ -160,7 +160,7 @@ class TorchEngine:
         return self._chat.to_json()
 
     def host_memory_hooks(self) -> PinnedMemory | None:
-        """What a pool of parked rows should tell of its memory, so that cards copy at full speed; None without cards."""
+        """What a pool of parked rows should tell of its memory, for copies at full speed; None without cards."""
         uses_cards = any(torch.device(device).type == "cuda" for device in self.info.devices)
         return PinnedMemory() if uses_cards else None
 

@@ -122,3 +122,18 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert len(left) == len(right)
     for index, (mine, other) in enumerate(zip(left, right, strict=True)):
         assert torch.equal(mine, other), f"logits {index} differ by {(mine - other).abs().max()}"
+
+
+KV_HEAD_TOLERANCE = 5e-6
+"""Attention over 8-bit rows takes one KV head at a time, the oracle all at once. With several threads the kernel
+divides the two otherwise, so sums round otherwise: up to 7e-7 was seen, and nothing at all with one thread."""
+
+
+def assert_agree(mine: list[torch.Tensor], library: list[torch.Tensor], kv_dtype: torch.dtype | None) -> None:
+    """Bit for bit; over 8-bit rows within `KV_HEAD_TOLERANCE`."""
+    if kv_dtype != torch.int8:
+        assert_same(mine, library)
+        return
+    assert len(mine) == len(library)
+    for left, right in zip(mine, library, strict=True):
+        torch.testing.assert_close(left, right, atol=KV_HEAD_TOLERANCE, rtol=0)
