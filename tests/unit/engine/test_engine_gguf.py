@@ -144,6 +144,7 @@ def test_a_torn_conversion_is_made_again(tmp_path: Path, cache: Path) -> None:
 def test_progress_tells_of_the_conversion_and_the_library_keeps_silent(
     tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    library_logging.enable_progress_bar()  # other tests start the command, which switches it off for the process
     write_gguf(tmp_path / "m.gguf", "tiny-llama")
     told: list[tuple[str, float]] = []
     load_model(LoadConfig(str(tmp_path / "m.gguf"), cache), lambda what, share: told.append((what, share)))
