@@ -7,8 +7,8 @@ import sys
 
 from benchmarks.common import REPOSITORY, progress
 
-BENCH = ("proxy_time", "copies", "perplexity", "health_lag", "aba")
-"""Shortest first. Each is a process of its own, so that none inherits another's memory or threads."""
+BENCH = ("proxy_time", "copies", "disk", "many_clients", "health_lag", "policies", "perplexity", "aba")
+"""Each is a process of its own, so that none inherits another's memory or threads."""
 
 
 def main() -> int:
