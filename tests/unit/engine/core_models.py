@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -124,16 +126,13 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
         assert torch.equal(mine, other), f"logits {index} differ by {(mine - other).abs().max()}"
 
 
-KV_HEAD_TOLERANCE = 5e-6
-"""Attention over 8-bit rows takes one KV head at a time, the oracle all at once. With several threads the kernel
-divides the two otherwise, so sums round otherwise: up to 7e-7 was seen, and nothing at all with one thread."""
-
-
-def assert_agree(mine: list[torch.Tensor], library: list[torch.Tensor], kv_dtype: torch.dtype | None) -> None:
-    """Bit for bit; over 8-bit rows within `KV_HEAD_TOLERANCE`."""
-    if kv_dtype != torch.int8:
-        assert_same(mine, library)
-        return
-    assert len(mine) == len(library)
-    for left, right in zip(mine, library, strict=True):
-        torch.testing.assert_close(left, right, atol=KV_HEAD_TOLERANCE, rtol=0)
+@contextmanager
+def threads_for(kv_dtype: torch.dtype | None) -> Iterator[None]:
+    """Over 8-bit rows attention takes one KV head at a time, the oracle all at once. With several threads the kernel
+    divides the two otherwise and sums round otherwise, so there the bits are compared on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if kv_dtype == torch.int8 else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
