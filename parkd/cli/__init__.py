@@ -1,0 +1,135 @@
+"""The `parkd` command, and the composition root: only here do concrete classes meet.
+
+    words -> Invocation -> Config -> listener, engine, store, identity -> Services -> server
+
+Exit codes: 0 stopped as asked, 1 failed while running, 2 a setting or the model cannot be used.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parkd import arguments
+from parkd.cli.compose import compose, open_files, store_config_of
+from parkd.cli.model import MemoryShare, find_model, load_engine
+from parkd.config import Config, load
+from parkd.errors import ConfigError, ModelError
+from parkd.keys import read_key_file
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
+    from parkd.engine_adapter.torch_engine import TorchEngine
+    from parkd.proxy.config import Services
+
+__all__ = ["MemoryShare", "find_model", "load_engine", "main"]
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""Ctrl-C before the server ran, as a shell would say it; once it runs, Ctrl-C is an orderly stop."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    try:
+        words = sys.argv[1:] if words is None else words
+        if words[:1] == ["forget"]:
+            from parkd import forget
+
+            return forget.run(words[1:])
+        if words[:1] == ["replay"]:
+            from parkd.replay import command
+
+            return command.run(words[1:])
+        invocation = arguments.parse(words)
+        if invocation.command == "demo":
+            from parkd import demo
+
+            return demo.run(invocation.flags)
+        config = load(invocation.flags)
+        return plan(config) if invocation.command == "plan" else serve(config)
+    except (ConfigError, ModelError) as error:
+        print(f"parkd: {error.message}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def serve(config: Config) -> int:
+    """Loads the model and serves until told to stop. Raises ConfigError and ModelError before serving."""
+    from parkd import listener, split_memory, startup
+
+    logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("parkd").setLevel(logging.INFO)
+    for note in config.notes:
+        print(f"note: {note}", file=sys.stderr)
+    key_file = config.server.api_key_file
+    named_keys = () if key_file is None else read_key_file(key_file)
+    model, is_demo = find_model(config.model)
+    with listener.bind(config.server.host, config.server.port) as bound:
+        from parkd.proxy import server
+        from parkd.store.tiers import TieredStore
+
+        memory = MemoryShare(config.cache.budget_bytes)
+        files = open_files(config)
+        load = partial(load_engine, model=model, memory=memory, progress=startup.ProgressPrinter(), is_demo=is_demo)
+        engine = split_memory.load(config, model, files, load)
+        store_config = store_config_of(config, memory)
+        services = compose(config, engine, store_config, named_keys, files)
+        budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
+        url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
+        lines = startup.describe(engine.info, budget, url, needs_key=needs_key)
+        if isinstance(services.store, TieredStore):
+            lines.insert(-2, startup.disk_line(services.store.disk_stats(), config.cache.disk.directory))
+        with recording(config, engine, services) as services:
+            return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
+
+
+@contextmanager
+def recording(config: Config, engine: TorchEngine, services: Services) -> Iterator[Services]:
+    """The services that write a trace of their turns, if one was asked for. Raises ConfigError."""
+    from parkd.engine_adapter.base import BLOCK_TOKENS
+    from parkd.replay.recorder import Recorder
+    from parkd.replay.trace import TraceHeader
+
+    if config.cache.record is None:
+        yield services
+        return
+    stages = engine.info.layout.stages
+    sizes = tuple(stage.row_bytes for stage in stages), tuple(stage.fixed_bytes for stage in stages)
+    recorder = Recorder(config.cache.record, TraceHeader(BLOCK_TOKENS, *sizes), services.monotonic())
+    try:
+        yield replace(services, trace=recorder.note)
+    finally:
+        recorder.close()
+
+
+def plan(config: Config) -> int:
+    """Says what the budget will hold of the model; reads its configuration only. Raises ConfigError and ModelError."""
+    from engine.config import EngineConfig
+    from engine.errors import EngineError
+    from engine.kv_format import KV_FORMATS
+    from engine.plan import plan_model
+    from parkd import plan as planning
+    from parkd.types import StageLayout
+
+    model, _ = find_model(config.model)
+    kv_dtype = None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format]
+    try:
+        known = plan_model(
+            model, EngineConfig(config.model.devices or ("cpu",), config.model.layer_split or None, kv_dtype=kv_dtype)
+        )
+    except EngineError as error:
+        raise ModelError(str(error)) from error
+    stages = (StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in known.stages)
+    store_config = store_config_of(config, MemoryShare(config.cache.budget_bytes))
+    sizes = planning.Sizes(planning.layout_of(tuple(stages)), store_config.budget_bytes, config.cache.slots)
+    context_tokens = config.model.context_tokens or known.context_tokens
+    name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
+    print("\n".join(planning.lines(name, sizes, context_tokens, store_config.min_free_bytes)))
+    return 0

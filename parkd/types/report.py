@@ -1,0 +1,83 @@
+"""What is told of a turn: where its state came from, where it differed, and how long its parts took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class CacheOutcome(StrEnum):
+    """Where the reused state of a turn came from."""
+
+    LIVE = "live"
+    RESTORED_RAM = "restored-ram"
+    RESTORED_DISK = "restored-disk"
+    COLD = "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a prompt leaves what was known. The texts are a few tokens of both, so they are for their owner, never
+    for a log."""
+
+    position: int
+    """The first token that differs."""
+    label: str
+    """The segment it is in."""
+    text: str
+    known_text: str
+
+    def __str__(self) -> str:
+        where = f" in {self.label}" if self.label else ""
+        return f"token {self.position}{where} is the first that differs: {self.text} where {self.known_text} was known"
+
+
+class DiagnosisKind(StrEnum):
+    HIT = "hit"
+    CHANGED = "changed"
+    NOT_FOUND = "not_found"
+    """The request to compare with is not remembered, or is another caller's."""
+    UNAVAILABLE = "unavailable"
+    """The prompts agree and still tokens were read: what was parked had gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A prompt against the one of an earlier request that the client named."""
+
+    kind: DiagnosisKind
+    changed: str = ""
+    """The first part that differs: `model`, `system`, `tools` or `messages`."""
+    common_tokens: int = 0
+    missed_tokens: int = 0
+    """Tokens of the earlier prompt behind the common ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What the client and the operator are told of one turn's start."""
+
+    outcome: CacheOutcome
+    prompt_tokens: int
+    reused_tokens: int
+    why: str = ""
+    """Why tokens had to be read although something was known of this prompt; empty when nothing is to be said."""
+    divergence: Divergence | None = None
+    """Where the prompt leaves the conversation that it shares most with."""
+    diagnosis: Diagnosis | None = None
+    """None if the client did not ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds and counts of one turn, measured by the turn itself."""
+
+    wait_s: float = 0.0
+    """In the queue, before the lane took it."""
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    """From the arrival of the request to its first token."""
+    decode_s: float = 0.0
+    prefill_tokens: int = 0
+    output_tokens: int = 0

@@ -1,0 +1,119 @@
+"""What a client asks for, freed of the dialect it came in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class TokenMask(Protocol):
+    """Constrains what may be sampled next (structured output)."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """`[vocab]`, True where the token may come next."""
+
+    def accept(self, token_id: int) -> None:
+        """Advances by the token that was sampled."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen. Names and meanings as in the OpenAI API and llama.cpp."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+Message = Mapping[str, Any]
+"""A chat message in the canonical form that chat templates take (`role`, `content`, `tool_calls`, ...)."""
+
+
+class ToolChoiceMode(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    mode: ToolChoiceMode = ToolChoiceMode.AUTO
+    name: str | None = None
+    """The tool that must be called; set exactly when `mode` is `NAMED`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningParams:
+    """How much the client wants the model to think. Dialects also put what templates know into `template_kwargs`."""
+
+    enabled: bool | None = None
+    """None leaves it to the template."""
+    effort: str | None = None
+    """In the client's word: `none`, `minimal`, `low`, `medium`, `high`, `max`, ..."""
+    budget_tokens: int | None = None
+
+
+class CacheMode(StrEnum):
+    USE = "use"
+    READ = "read"
+    """Reuses what is held, keeps nothing of this turn."""
+    OFF = "off"
+    """Neither reuses nor keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHints:
+    """What the client said about keeping this conversation. Hints, never proof of identity."""
+
+    mode: CacheMode = CacheMode.USE
+    min_retention_s: float | None = None
+    """The longest `cache_control.ttl` of the request."""
+    group: str | None = None
+    """`prompt_cache_key`."""
+    salt: str | None = None
+    """`cache_salt`: narrows the caller's namespace, never widens it."""
+    compare_to: str | None = None
+    """The id of an earlier answer: the client asks why its prompt was not reused whole."""
+    wants_diagnosis: bool = False
+    """This request or a later one will be compared."""
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """One request, freed of the dialect it came in."""
+
+    messages: Sequence[Message] = ()
+    prompt: str | None = None
+    """Raw text for the legacy completions endpoint; then `messages` is empty."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    max_output_tokens: int | None = None
+    """None: up to the server's limit and the context's end. 0: the prompt is read and kept, nothing is generated."""
+    stream: bool = False
+    namespace: str = ""
+    model: str = ""
+    """As the client named it; echoed, never checked."""
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tool_calls: bool = True
+    response_schema: Mapping[str, Any] | None = None
+    """A JSON schema the answer must obey; `{"type": "object"}` for any JSON object."""
+    reasoning: ReasoningParams = field(default_factory=ReasoningParams)
+    cache: CacheHints = field(default_factory=CacheHints)
+    steering: Mapping[str, float] | None = None
+    """Scales by control vector: the whole set: what it leaves out does not steer. None: the server's default."""

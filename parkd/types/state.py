@@ -1,0 +1,132 @@
+"""The state of a conversation as the engine lays it out, and what moves of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from parkd.types.identity import HASH_BYTES
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayout:
+    """What the store must know of one stage's state. The engine knows the fields; here they are bytes."""
+
+    first_layer: int
+    end_layer: int
+    """The stage holds layers `[first_layer, end_layer)`."""
+    row_bytes: int
+    """Bytes one token leaves in this stage; a multiple of 8."""
+    fixed_bytes: int
+    """Bytes of state that does not grow with length; 0 when the stage has none."""
+    digest: bytes
+    """16 bytes over the names, dtypes, shapes and offsets of all fields."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The state of one conversation over all stages."""
+
+    stages: tuple[StageLayout, ...]
+    checksum: str
+    """Name of the 64-bit checksum the engine computes over a part's bytes (`xxh3-64`, `weighted-sum-64`)."""
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(stage.row_bytes for stage in self.stages)
+
+    @property
+    def fixed_bytes(self) -> int:
+        return sum(stage.fixed_bytes for stage in self.stages)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes; two layouts with equal digests hold interchangeable bytes."""
+        hasher = blake2b(digest_size=HASH_BYTES, person=b"parkd-layout")
+        hasher.update(self.checksum.encode())
+        for stage in self.stages:
+            for number in (stage.first_layer, stage.end_layer, stage.row_bytes, stage.fixed_bytes):
+                hasher.update(number.to_bytes(8, "little"))
+            hasher.update(stage.digest)
+        return hasher.digest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowRun:
+    """Rows `[start, stop)` of one stage and the host bytes that hold them (or will).
+
+    A run may span several blocks when they lie side by side in host memory, so that one copy moves them all.
+    """
+
+    start: int
+    stop: int
+    buffer: Bytes
+    """`[(stop - start) * row_bytes]`, contiguous; row `start` first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixedPart:
+    """The fixed state of one stage at one position, in host bytes."""
+
+    position: int
+    buffer: Bytes
+    """`[fixed_bytes]`, contiguous."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageTransfer:
+    """What one stage copies out of, or into, its arena."""
+
+    rows: tuple[RowRun, ...]
+    """Ascending and without gaps inside the transfer's `[start, stop)`."""
+    fixed: tuple[FixedPart, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """One atomic move of a conversation's state between the arenas and host memory, every stage in it.
+
+    The rows `[start, stop)` are cut in blocks of `block_tokens` at absolute multiples; each block of each stage has a
+    checksum of its own. For a capture `checksums` is None and the engine returns the array; for a restore the engine
+    recomputes and compares before it commits.
+    """
+
+    layout_digest: bytes
+    start: int
+    stop: int
+    block_tokens: int
+    stages: tuple[StageTransfer, ...]
+    checksums: npt.NDArray[np.uint64] | None = None
+    """`[blocks, stages]` for the blocks that overlap `[start, stop)`, in order."""
+    fixed_checksums: npt.NDArray[np.uint64] | None = None
+    """`[fixed parts, stages]`."""
+    resume_at: int | None = None
+    """Restore only: the position that becomes live, in the last block; None means `stop`. The rows behind it come along
+    because a block's checksum covers the whole block; they are copied, compared and then not live."""
+
+    @property
+    def position(self) -> int:
+        """The engine's position after a restore; where the fixed state, if any, is true."""
+        return self.stop if self.resume_at is None else self.resume_at
+
+    @property
+    def bytes(self) -> int:
+        """Bytes moved, all stages."""
+        rows = sum(run.buffer.nbytes for stage in self.stages for run in stage.rows)
+        return rows + sum(part.buffer.nbytes for stage in self.stages for part in stage.fixed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checksums:
+    """What a capture returns."""
+
+    rows: npt.NDArray[np.uint64]
+    """`[blocks, stages]`."""
+    fixed: npt.NDArray[np.uint64]
+    """`[fixed parts, stages]`."""
