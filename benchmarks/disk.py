@@ -25,8 +25,9 @@ from benchmarks.common import MIB, Goal, Result, Table, finish, machine
 from parkd.store.disk_jobs import BATCH_BYTES, ReadJob, RemoveJob, WriteJob, read, remove, write
 from parkd.store.fs import PosixFs, aligned_zeros, open_directory
 from parkd.store.opening import DiskOptions, open_tiered
+from parkd.store.promotions import Promotion
 from parkd.store.records import Capture, CaptureRequest, Parked, StoreConfig
-from parkd.store.tiers import Promotion, TieredStore
+from parkd.store.tiers import TieredStore
 from parkd.types import Checksums, StageLayout, StateLayout
 
 BLOCK_TOKENS = 256

@@ -11,7 +11,7 @@ from typing import TextIO
 from parkd.config import MIB
 from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
 from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
-from parkd.store.disk import DiskStats
+from parkd.store.disk_records import DiskStats
 from parkd.store.slabs import SlabGeometry
 
 PROGRESS_STEP_S = 2.0

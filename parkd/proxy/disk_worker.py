@@ -20,8 +20,9 @@ from parkd.proxy.cost import CostMeter
 from parkd.proxy.engine_thread import EngineThread
 from parkd.store.disk_jobs import RemoveJob, read, remove, write
 from parkd.store.fs import FileSystem
+from parkd.store.promotions import Promotion
 from parkd.store.records import ConversationGone, ConversationId, Parked, RefusalReason
-from parkd.store.tiers import Promotion, TieredStore
+from parkd.store.tiers import TieredStore
 from parkd.types import CacheOutcome
 
 log = logging.getLogger(__name__)

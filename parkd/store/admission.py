@@ -5,7 +5,7 @@ Reads the shelf and decides; the store acts on it. Nobody is evicted for a conve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from parkd.store.blocks import Owner
@@ -102,6 +102,19 @@ class Admission:
             return False
         return self.shelf.fits(plan.need(position), self.shelf.room())
 
+    def above_floor(
+        self, plan: CapturePlan, outcome: Decision | Refused, free_memory: Callable[[], int] | None
+    ) -> Decision | Refused:
+        """Refuses what would take so much more memory from the machine that less than the floor is left free."""
+        if free_memory is None or isinstance(outcome, Refused):
+            return outcome
+        taken, free = self.shelf.slabs.untouched_bytes(plan.need(outcome.position)), free_memory()
+        if taken == 0 or free - taken >= self.config.min_free_bytes:
+            return outcome
+        floor = mib(self.config.min_free_bytes)
+        message = f"needs {mib(taken)} of the machine's free {mib(free)}, of which {floor} are to stay free"
+        return Refused(RefusalReason.MEMORY_FLOOR, message)
+
     def prefixes(self, plan: CapturePlan) -> list[Entry]:
         request = plan.request
         return self.shelf.prefixes_of(request.key_digest, request.units, request.prefix_hashes)
@@ -166,14 +179,6 @@ class Admission:
                 if parked.blocks[:blocks] == held[:blocks] and checkpoint.position <= len(request.units):
                     found.setdefault(checkpoint.position, checkpoint)
         return tuple(found[position] for position in sorted(found))
-
-    def _is_room(
-        self, plan: CapturePlan, position: int, in_flight: Sequence[Replaced], prefixes: Sequence[Entry]
-    ) -> bool:
-        bound = self.config.conversation_slots
-        if bound is not None and self._slots_taken(in_flight, replaced(plan, position, prefixes)) > bound:
-            return False
-        return self.shelf.fits(plan.need(position), self.shelf.room())
 
     def _slots_taken(self, in_flight: Sequence[Replaced], incoming: Replaced, *, evicted: bool = False) -> int:
         """Conversations once everything in flight and the incoming one are committed, at most; `evicted` counts as if

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from parkd.store.budget import BLOCK_BYTES, CONVERSATION_BYTES, HASH_BYTES, UNIT_BYTES
-from parkd.store.disk import DiskConfig
 from parkd.store.disk_policy import WriteAllowance
+from parkd.store.disk_records import DiskConfig
 from parkd.store.fs import FileSystem
 from parkd.store.manifest import Manifest
 from parkd.store.records import ConversationId, StoreConfig

@@ -15,9 +15,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parkd.store.disk import DiskConfig, DiskTier, file_bytes, parked_of
+from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import remove
 from parkd.store.disk_policy import DAY_S
+from parkd.store.disk_records import DiskConfig, file_bytes, parked_of
 from parkd.store.fs import FileSystem
 from parkd.store.manifest import (
     EXTENT_SUFFIX,

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
-from types import MappingProxyType
 
 from parkd.store.admission import Admission, Decision, Replaced, replaced
 from parkd.store.blocks import Owner
-from parkd.store.budget import Kind, conversation_metadata_bytes, mib
+from parkd.store.budget import mib
+from parkd.store.captures import Flight, Fresh, open_flight, release_flight
 from parkd.store.gone import GoneMemory
 from parkd.store.history import History
 from parkd.store.planning import CapturePlan, check_request
@@ -29,11 +28,9 @@ from parkd.store.records import (
     BlockId,
     Capture,
     CaptureRequest,
-    CheckpointId,
     ConversationId,
     Lease,
     Parked,
-    ParkedCheckpoint,
     RefusalReason,
     Refused,
     StoreConfig,
@@ -41,25 +38,12 @@ from parkd.store.records import (
 )
 from parkd.store.shelf import Entry, Shelf, Waiter, superseded
 from parkd.store.slabs import SlabHooks
-from parkd.store.transfers import capture_transfer, lease_transfer
+from parkd.store.stats import ram_stats
+from parkd.store.transfers import lease_transfer, lineage_of
 from parkd.types import Checksums, StateLayout
 
 CANDIDATE_LIMIT = 64
 """Conversations that one look-up names at most."""
-
-
-@dataclass(frozen=True, eq=False)
-class _InFlight:
-    """What a capture holds besides its reserved bytes."""
-
-    plan: CapturePlan
-    blocks: tuple[BlockId, ...]
-    fresh_blocks: tuple[BlockId, ...]
-    checkpoints: tuple[ParkedCheckpoint, ...]
-    fresh_checkpoints: tuple[CheckpointId, ...]
-    replaces: Replaced
-    """Ancestors at the time of reservation: the commit takes their place under the slot bound."""
-    history: History
 
 
 class ConversationStore:
@@ -88,7 +72,7 @@ class ConversationStore:
         self._shelf = Shelf(config, layout, slab_hooks, observer)
         self._admission = Admission(config, self._shelf, policy or LruPolicy(), layout.fixed_bytes > 0)
         self._owners = count(1)
-        self._captures: dict[Owner, _InFlight] = {}
+        self._captures: dict[Owner, Flight] = {}
         self._gone = GoneMemory()
         self._costs = Costs()
         self._free_memory = free_memory
@@ -139,7 +123,7 @@ class ConversationStore:
         transfer = lease_transfer(self._shelf, self.layout, entry.parked, start, stop)
         release = self._shelf.lease(entry, self._clock())
         self._totals["leases"] += 1
-        return Lease(entry.parked, start, stop, transfer, self._lineage(entry.parked, stop), release)
+        return Lease(entry.parked, start, stop, transfer, lineage_of(self._shelf, entry.parked, stop), release)
 
     def grow_ahead(self) -> None:
         """Takes as many slabs as the budget allows, now: memory that must be made ready for a device takes its time.
@@ -167,7 +151,7 @@ class ConversationStore:
         history = self._shelf.ghosts.next(request.prefix_hashes, tokens, now_s)
         self._shelf.ghosts.note(request.prefix_hashes, tokens, history, now_s)
         outcome = self._admission.settle(plan, self._replaced_in_flight(), history, self._costs, now_s)
-        outcome = self._above_floor(plan, outcome)
+        outcome = self._admission.above_floor(plan, outcome, self._free_memory)
         if isinstance(outcome, Decision):
             self._evict_for(plan, outcome)
             try:
@@ -220,11 +204,7 @@ class ConversationStore:
         flight = self._captures.pop(capture.serial, None)
         if flight is None:
             return
-        self._shelf.blocks.release(capture.serial, flight.blocks)
-        self._shelf.checkpoints.release(checkpoint.id for checkpoint in flight.checkpoints)
-        self._shelf.budget.credit(
-            Kind.METADATA, conversation_metadata_bytes(capture.position, self.config.block_tokens)
-        )
+        release_flight(self._shelf, capture, flight)
         self._totals["aborts"] += 1
 
     def drop(self, conversation_id: ConversationId, reason: str) -> bool:
@@ -241,38 +221,7 @@ class ConversationStore:
         return self._gone.why(key_digest, prefix_hashes, self._clock())
 
     def stats(self) -> StoreStats:
-        shelf, totals = self._shelf, self._totals
-        entries = shelf.entries.values()
-        flying_blocks = sum(len(flight.fresh_blocks) for flight in self._captures.values())
-        flying_checkpoints = sum(len(flight.fresh_checkpoints) for flight in self._captures.values())
-        slot_bytes, checkpoint_bytes = shelf.geometry.slot_bytes, shelf.checkpoints.checkpoint_bytes
-        return StoreStats(
-            conversations=len(shelf.entries),
-            conversation_slots=self.config.conversation_slots,
-            pinned=sum(entry.is_pinned for entry in entries),
-            leased=sum(entry.leases > 0 for entry in (*entries, *shelf.fading.values())),
-            captures_in_flight=len(self._captures),
-            blocks=len(shelf.blocks),
-            shared_blocks=shelf.blocks.shared,
-            budget_bytes=self.config.budget_bytes,
-            bytes_in_use=shelf.bytes_in_use,
-            bytes_allocated=shelf.budget.allocated_bytes,
-            peak_bytes_allocated=shelf.budget.peak_bytes,
-            row_bytes=(shelf.slabs.used_slots - flying_blocks) * slot_bytes,
-            checkpoint_bytes=shelf.budget[Kind.CHECKPOINTS] - flying_checkpoints * checkpoint_bytes,
-            in_flight_bytes=flying_blocks * slot_bytes + flying_checkpoints * checkpoint_bytes,
-            metadata_bytes=shelf.budget[Kind.METADATA],
-            captures_total=totals["captures"],
-            partial_captures_total=totals["partial"],
-            aborts_total=totals["aborts"],
-            leases_total=totals["leases"],
-            evictions_total=totals["evictions"],
-            superseded_total=totals["superseded"],
-            dropped_total=totals["dropped"],
-            captured_tokens_total=totals["captured_tokens"],
-            reused_tokens_total=totals["reused_tokens"],
-            refusals_total=MappingProxyType(dict(self._refusals)),
-        )
+        return ram_stats(self.config, self._shelf, self._captures.values(), self._totals, self._refusals)
 
     def close(self) -> None:
         """Forgets everything and gives all memory back. No lease and no capture may be open."""
@@ -283,30 +232,14 @@ class ConversationStore:
 
     def _open(self, owner: Owner, plan: CapturePlan, position: int, history: History) -> Capture:
         """Takes the room that was made. Raises OSError or MemoryError with only the plan's holdings left to release."""
-        shelf = self._shelf
-        shelf.slabs.reserve(plan.need(position))
-        places = plan.fresh_checkpoints(position)
-        fresh_checkpoints = tuple(shelf.checkpoints.allocate(places))
-        shelf.budget.charge(Kind.METADATA, conversation_metadata_bytes(position, self.config.block_tokens))
-        held, inherited = plan.held_at(position), plan.inherited_at(position)
-        shelf.blocks.release(owner, plan.held[len(held) :])
-        shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited[len(inherited) :])
-        shapes, behind = self._shapes(plan, position), held[-1] if held else None
-        fresh = tuple(shelf.blocks.allocate(owner, shapes, behind, self._names(plan.request, shapes)))
-        copied = map(ParkedCheckpoint, places, fresh_checkpoints)
-        self._captures[owner] = _InFlight(
-            plan,
-            held + fresh,
-            fresh,
-            tuple(sorted((*inherited, *copied), key=lambda checkpoint: checkpoint.position)),
-            fresh_checkpoints,
-            replaced(plan, position, self._admission.prefixes(plan)),
-            history,
-        )
-        transfer = capture_transfer(shelf, self.layout, plan.start(position), position, fresh, fresh_checkpoints)
-        return Capture(owner, plan.request, position, transfer)
+        shapes = self._shapes(plan, position)
+        fresh = Fresh(shapes, self._names(plan.request, shapes))
+        replaces = replaced(plan, position, self._admission.prefixes(plan))
+        capture, flight = open_flight(self._shelf, self.layout, owner, plan, position, fresh, replaces, history)
+        self._captures[owner] = flight
+        return capture
 
-    def _parked(self, capture: Capture, flight: _InFlight) -> Parked:
+    def _parked(self, capture: Capture, flight: Flight) -> Parked:
         request, now = capture.request, self._clock()
         units = request.units[: capture.position].copy()
         units.flags.writeable = False
@@ -335,15 +268,6 @@ class ConversationStore:
         """Ids that the blocks to be copied have already in another tier; None for a new one."""
         return [None] * len(shapes)
 
-    def _lineage(self, parked: Parked, stop: int) -> tuple[BlockId, ...]:
-        """Blocks of which the live rows `[0, stop)` hold all rows."""
-        size = self.config.block_tokens
-        whole, rest = divmod(stop, size)
-        if rest:
-            tail = self._shelf.blocks.get(parked.blocks[whole])
-            whole += tail is not None and tail.rows == rest
-        return parked.blocks[:whole]
-
     def _forget(self, entry: Entry, verb: str, reason: str) -> None:
         self._gone.remember(entry.parked.key_digest, entry.parked.prefix_hashes, verb, reason, self._clock())
         self._shelf.take_off(entry)
@@ -356,17 +280,6 @@ class ConversationStore:
         while not self._admission.has_room(plan, decision.position, in_flight, prefixes):
             self._forget(decision.queue.pop(), "evicted", reason)
             self._totals["evictions"] += 1
-
-    def _above_floor(self, plan: CapturePlan, outcome: Decision | Refused) -> Decision | Refused:
-        """Refuses what would take so much more memory from the machine that less than the floor is left free."""
-        if self._free_memory is None or isinstance(outcome, Refused):
-            return outcome
-        taken, free = self._shelf.slabs.untouched_bytes(plan.need(outcome.position)), self._free_memory()
-        if taken == 0 or free - taken >= self.config.min_free_bytes:
-            return outcome
-        floor = mib(self.config.min_free_bytes)
-        message = f"needs {mib(taken)} of the machine's free {mib(free)}, of which {floor} are to stay free"
-        return Refused(RefusalReason.MEMORY_FLOOR, message)
 
     def _replaced_in_flight(self) -> list[Replaced]:
         return [flight.replaces for flight in self._captures.values()]

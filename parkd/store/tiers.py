@@ -11,21 +11,17 @@ As synchronous as the store it extends: `next_job` hands out file work, `finishe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
-
-from parkd.store.disk import (
-    DiskEntry,
-    DiskStats,
-    DiskTier,
-    touched,
-)
-from parkd.store.disk_jobs import DamagedPart, ReadJob, RemoveJob, WriteJob
+from parkd.store.disk import DiskTier
+from parkd.store.disk_jobs import RemoveJob, WriteJob
 from parkd.store.disk_layout import read_job
 from parkd.store.disk_policy import WriteAllowance
+from parkd.store.disk_records import DiskEntry, DiskStats, touched
 from parkd.store.planning import CapturePlan
+from parkd.store.promotions import Loading, Promotion, give_up, load_request, unlike_disk
 from parkd.store.records import (
     BlockId,
     Capture,
@@ -40,32 +36,12 @@ from parkd.store.records import (
     Tier,
 )
 from parkd.store.shelf import Entry
+from parkd.store.stats import disk_stats
 from parkd.store.store import CANDIDATE_LIMIT, ConversationStore
 from parkd.store.write_queue import QUEUE_SHARE, DiskSources, WriteQueue
 from parkd.types import Checksums, StateLayout
 
-READ_FAILURES = 2
-"""Reads that the device does not answer before what lies there is given up."""
 EXPIRY_STEP_S = 60.0
-
-
-@dataclass(frozen=True, eq=False)
-class Promotion:
-    """Blocks of a conversation on their way from disk to RAM: run `job`, then tell `promoted`."""
-
-    source: ConversationId
-    capture: Capture
-    job: ReadJob
-    sums: Checksums
-    is_whole: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _Loading:
-    """A promotion, from its reservation to its end."""
-
-    parked: Parked
-    is_whole: bool
 
 
 class TieredStore(ConversationStore):
@@ -91,10 +67,10 @@ class TieredStore(ConversationStore):
         self.queue = WriteQueue(self._shelf, disk, layout, clock, sources, allowance, limit_bytes)
         self._loading: DiskEntry | None = None
         """Set inside a reservation for its promotion."""
-        self._promotions: dict[int, _Loading] = {}
+        self._promotions: dict[int, Loading] = {}
         self._sources_of: dict[ConversationId, ConversationId] = {}
         """Conversations in RAM that are heads of longer ones on disk."""
-        self._reads = self._read_bytes = self._read_failures = 0
+        self._reads: Counter[str] = Counter()
         self._expire_at_s = float("-inf")
 
     # Look-up
@@ -145,7 +121,8 @@ class TieredStore(ConversationStore):
     def commit(self, capture: Capture, checksums: Checksums) -> Parked:
         loading = self._promotions.get(capture.serial)
         if loading is None:
-            self._check_names(capture, checksums)
+            flight = self._captures.get(capture.serial)
+            unlike_disk(self.disk, () if flight is None else flight.fresh_blocks, checksums)
         parked = super().commit(capture, checksums)
         self._promotions.pop(capture.serial, None)
         self.queue.cancel_superseded()
@@ -193,8 +170,8 @@ class TieredStore(ConversationStore):
             entry.readers -= 1
         self.disk.let_go(ref for ref, _ in promotion.job.extents)
         if error is None and entry is not None:
-            self._reads += 1
-            self._read_bytes += promotion.job.bytes
+            self._reads["reads"] += 1
+            self._reads["bytes"] += promotion.job.bytes
             parked = self.commit(promotion.capture, promotion.sums)
             if not promotion.is_whole:
                 self._sources_of[parked.id] = promotion.source
@@ -203,7 +180,7 @@ class TieredStore(ConversationStore):
             return parked
         self.abort(promotion.capture)
         if error is not None:
-            self._read_failures += 1
+            self._reads["failures"] += 1
             self._read_failed(promotion, error)
         return None
 
@@ -227,25 +204,7 @@ class TieredStore(ConversationStore):
         return len(self.queue) > 0
 
     def disk_stats(self) -> DiskStats:
-        disk, queue = self.disk, self.queue
-        return DiskStats(
-            conversations=len(disk.entries),
-            extents=disk.extent_count,
-            budget_bytes=disk.config.budget_bytes,
-            bytes_in_use=disk.bytes_in_use,
-            foreign_conversations=sum(entry.is_foreign for entry in disk.entries.values()),
-            index_bytes=disk.index_bytes,
-            waiting_conversations=len(queue),
-            allowance_bytes=int(queue.allowance.left_bytes),
-            writes_total=queue.writes,
-            written_bytes_total=queue.written_bytes,
-            write_failures_total=queue.failures,
-            reads_total=self._reads,
-            read_bytes_total=self._read_bytes,
-            read_failures_total=self._read_failures,
-            evictions_total=disk.evictions,
-            not_written_total=queue.not_written,
-        )
+        return disk_stats(self.disk, self.queue, self._reads)
 
     # What differs from a store of RAM alone
 
@@ -286,17 +245,6 @@ class TieredStore(ConversationStore):
     def _refused(self, request: CaptureRequest, refused: Refused) -> Refused:
         return refused if self._loading is not None else super()._refused(request, refused)
 
-    def _check_names(self, capture: Capture, checksums: Checksums) -> None:
-        """A block that was copied anew under the id it has on disk must have the bytes it has there. If it has not, the
-        live rows were not what they were taken for: nothing may build on the place on disk."""
-        flight = self._captures.get(capture.serial)
-        if flight is None or checksums.rows.shape[0] != len(flight.fresh_blocks):
-            return  # the base refuses it
-        for block_id, sums in zip(flight.fresh_blocks, checksums.rows, strict=True):
-            place = self.disk.blocks.get(block_id)
-            if place is not None and not np.array_equal(place.sums, sums):
-                self.disk.damaged(place.extent)
-
     # Reading
 
     def _load(self, entry: DiskEntry, end: int) -> Capture | Refused:
@@ -305,49 +253,28 @@ class TieredStore(ConversationStore):
         self._admission = replace(selective, admits_all=True)
         self._loading = entry
         try:
-            return super().begin_capture(self._load_request(entry.parked, end))
+            return super().begin_capture(
+                load_request(entry.parked, end, self.config.block_tokens, rewindable=not self.layout.fixed_bytes)
+            )
         finally:
             self._loading = None
             self._admission = selective
 
-    def _load_request(self, parked: Parked, end: int) -> CaptureRequest:
-        return CaptureRequest(
-            key_digest=parked.key_digest,
-            units=parked.units[:end],
-            prefix_hashes=parked.prefix_hashes[: end // self.config.block_tokens],
-            lineage=parked.blocks,
-            layout_digest=parked.layout_digest,
-            checkpoints=tuple(c.position for c in parked.checkpoints if c.position <= end),
-            rewindable=not self.layout.fixed_bytes,
-            namespace=parked.namespace,
-        )
-
     def _promotion(self, entry: DiskEntry, capture: Capture) -> Promotion:
         flight = self._captures[capture.serial]
         whole = capture.position == entry.parked.position
-        self._promotions[capture.serial] = _Loading(entry.parked, whole)
+        self._promotions[capture.serial] = Loading(entry.parked, whole)
         job, sums = read_job(self._shelf, entry.manifest, capture.transfer, flight.fresh_blocks)
         entry.readers += 1
         self.disk.hold(ref for ref, _ in job.extents)
         return Promotion(entry.manifest.id, capture, job, sums, whole)
 
     def _read_failed(self, promotion: Promotion, error: Exception) -> None:
-        extents = [ref.id for ref, _ in promotion.job.extents]
-        if isinstance(error, DamagedPart):
-            given_up = [error.extent]
-        else:
-            given_up = [extent for extent in extents if self.disk.failed_read(extent) >= READ_FAILURES]
-        for extent in given_up:
-            for entry in self.disk.damaged(extent):
-                if entry.manifest.id not in self._shelf.entries:
-                    parked = entry.parked
-                    self._gone.remember(
-                        parked.key_digest,
-                        parked.prefix_hashes,
-                        "dropped",
-                        f"it could not be read: {error}",
-                        self._clock(),
-                    )
+        reason = f"it could not be read: {error}"
+        for entry in give_up(self.disk, promotion, error):
+            if entry.manifest.id not in self._shelf.entries:
+                parked = entry.parked
+                self._gone.remember(parked.key_digest, parked.prefix_hashes, "dropped", reason, self._clock())
 
     # Small things
 

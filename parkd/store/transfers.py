@@ -51,6 +51,15 @@ def lease_transfer(shelf: Shelf, layout: StateLayout, parked: Parked, start: int
     )
 
 
+def lineage_of(shelf: Shelf, parked: Parked, stop: int) -> tuple[BlockId, ...]:
+    """Blocks of which the live rows `[0, stop)` hold all rows."""
+    whole, rest = divmod(stop, shelf.block_tokens)
+    if rest:
+        tail = shelf.blocks.get(parked.blocks[whole])
+        whole += tail is not None and tail.rows == rest
+    return parked.blocks[:whole]
+
+
 def _stages(
     shelf: Shelf, blocks: Sequence[BlockId], stop: int, checkpoints: Sequence[CheckpointId], *, writeable: bool
 ) -> tuple[StageTransfer, ...]:

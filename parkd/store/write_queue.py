@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parkd.store.disk import DiskEntry, DiskTier, index_bytes_of, job_bytes, manifest_limit_bytes
+from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import RemoveJob, WriteJob, leftovers
 from parkd.store.disk_layout import write_job
 from parkd.store.disk_policy import WriteAllowance, worth_writing
+from parkd.store.disk_records import DiskEntry, index_bytes_of, job_bytes, manifest_limit_bytes
 from parkd.store.manifest import ExtentRef
 from parkd.store.records import BlockId, ConversationId, Parked, Tier
 from parkd.store.shelf import Entry, Shelf

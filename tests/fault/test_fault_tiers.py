@@ -24,8 +24,9 @@ from workload import FIXED
 from parkd.store import write_queue
 from parkd.store.admission import Decision
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
+from parkd.store.promotions import Promotion
 from parkd.store.records import ConversationGone, Parked, Refused, Tier
-from parkd.store.tiers import Promotion, TieredStore
+from parkd.store.tiers import TieredStore
 
 
 def parked(machine: Machine, store: TieredStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:

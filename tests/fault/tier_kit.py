@@ -10,9 +10,9 @@ from fault_fs import FaultFs
 from store_kit import KEY, CopyEngine, leased_rows, make_layout
 
 from parkd.store.budget import BLOCK_BYTES
-from parkd.store.disk import DiskConfig
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, remove, write
 from parkd.store.disk_policy import WriteAllowance
+from parkd.store.disk_records import DiskConfig
 from parkd.store.records import Parked, Refused, StoreConfig, Tier
 from parkd.store.recovery import open_tier
 from parkd.store.tiers import TieredStore

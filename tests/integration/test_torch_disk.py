@@ -13,8 +13,9 @@ from parkd.engine_adapter.torch_engine import TorchEngine
 from parkd.store.disk_jobs import RemoveJob, read, write
 from parkd.store.fs import FileSystem, open_directory
 from parkd.store.opening import DiskOptions, open_tiered
+from parkd.store.promotions import Promotion
 from parkd.store.records import Capture, CaptureRequest, StoreConfig, Tier
-from parkd.store.tiers import Promotion, TieredStore
+from parkd.store.tiers import TieredStore
 
 KEY = b"k" * 16
 PROMPT = np.random.default_rng(3).integers(0, 200, 2 * BLOCK_TOKENS + 77).astype(np.int64)

@@ -50,7 +50,15 @@ class Clock:
 
 
 def make_store(
-    budget_bytes, layout=None, *, block_tokens=4, slots=None, slab_bytes=1 << 20, checkpoint_limit=16, **options
+    budget_bytes,
+    layout=None,
+    *,
+    block_tokens=4,
+    slots=None,
+    slab_bytes=1 << 20,
+    min_free_bytes=0,
+    checkpoint_limit=16,
+    **options,
 ):
     """A store whose budget is looked at after every change."""
     holder: list[ConversationStore] = []
@@ -60,7 +68,7 @@ def make_store(
             assert_within_budget(holder[0])
 
     store = ConversationStore(
-        StoreConfig(budget_bytes, block_tokens, slots, slab_bytes, checkpoint_limit=checkpoint_limit),
+        StoreConfig(budget_bytes, block_tokens, slots, slab_bytes, min_free_bytes, checkpoint_limit),
         layout or make_layout(),
         Clock(),
         observer=observe,

@@ -264,8 +264,8 @@ def test_no_policy_evicts_what_is_pinned_leased_or_awaited_nor_breaks_the_budget
 
 def test_parking_stops_at_the_memory_floor_and_goes_on_in_memory_it_has():
     free = [100 << 20]
-    store, engine = make_store(8 << 20, LAYOUT, free_memory=lambda: free[0]), CopyEngine(LAYOUT)
-    store.config = type(store.config)(8 << 20, 4, min_free_bytes=64 << 20)
+    store = make_store(8 << 20, LAYOUT, free_memory=lambda: free[0], min_free_bytes=64 << 20)
+    engine = CopyEngine(LAYOUT)
     first = engine.read(make_units(1, 400)).park(store)
     free[0] = 64 << 20
     refused = engine.read(make_units(2, 400)).park(store)

@@ -1,0 +1,77 @@
+"""Captures in flight: what each holds between its reservation and its commit.
+
+open     takes the room that was made        (engine copies)        release    gives it back, if nothing is committed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parkd.store.admission import Replaced
+from parkd.store.blocks import Owner
+from parkd.store.budget import Kind, conversation_metadata_bytes
+from parkd.store.history import History
+from parkd.store.planning import CapturePlan
+from parkd.store.records import BlockId, Capture, CheckpointId, ParkedCheckpoint
+from parkd.store.shelf import Shelf
+from parkd.store.transfers import capture_transfer
+from parkd.types import StateLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """What a capture holds besides its reserved bytes."""
+
+    plan: CapturePlan
+    blocks: tuple[BlockId, ...]
+    fresh_blocks: tuple[BlockId, ...]
+    checkpoints: tuple[ParkedCheckpoint, ...]
+    fresh_checkpoints: tuple[CheckpointId, ...]
+    replaces: Replaced
+    """Ancestors at the time of reservation: the commit takes their place under the slot bound."""
+    history: History
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """The blocks that a capture copies."""
+
+    shapes: Sequence[tuple[int, int, bytes]]
+    """(index, rows, identity) of each."""
+    names: Sequence[BlockId | None]
+    """Ids that they have already in another tier; None for a new one."""
+
+
+def open_flight(
+    shelf: Shelf,
+    layout: StateLayout,
+    owner: Owner,
+    plan: CapturePlan,
+    position: int,
+    fresh: Fresh,
+    replaces: Replaced,
+    history: History,
+) -> tuple[Capture, Flight]:
+    """Takes the room that was made. Raises OSError or MemoryError with only the plan's holdings left to release."""
+    shelf.slabs.reserve(plan.need(position))
+    places = plan.fresh_checkpoints(position)
+    fresh_checkpoints = tuple(shelf.checkpoints.allocate(places))
+    shelf.budget.charge(Kind.METADATA, conversation_metadata_bytes(position, shelf.block_tokens))
+    held, inherited = plan.held_at(position), plan.inherited_at(position)
+    shelf.blocks.release(owner, plan.held[len(held) :])
+    shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited[len(inherited) :])
+    behind = held[-1] if held else None
+    blocks = tuple(shelf.blocks.allocate(owner, fresh.shapes, behind, fresh.names))
+    copied = map(ParkedCheckpoint, places, fresh_checkpoints)
+    checkpoints = tuple(sorted((*inherited, *copied), key=lambda checkpoint: checkpoint.position))
+    flight = Flight(plan, held + blocks, blocks, checkpoints, fresh_checkpoints, replaces, history)
+    transfer = capture_transfer(shelf, layout, plan.start(position), position, blocks, fresh_checkpoints)
+    return Capture(owner, plan.request, position, transfer), flight
+
+
+def release_flight(shelf: Shelf, capture: Capture, flight: Flight) -> None:
+    """Gives back all that an open capture took."""
+    shelf.blocks.release(capture.serial, flight.blocks)
+    shelf.checkpoints.release(checkpoint.id for checkpoint in flight.checkpoints)
+    shelf.budget.credit(Kind.METADATA, conversation_metadata_bytes(capture.position, shelf.block_tokens))
