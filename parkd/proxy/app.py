@@ -40,11 +40,12 @@ from parkd.proxy.explain import Explained, PromptParts, RequestMemory
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.lane import Lane
 from parkd.proxy.metrics import Metrics
+from parkd.proxy.one_turn import Turn, prompt_tail
 from parkd.proxy.parking import LiveState
 from parkd.proxy.requests import parse_object, read_body
 from parkd.proxy.resend import Resends
 from parkd.proxy.sse import STREAM_HEADERS, TurnResponse
-from parkd.proxy.turn import Turn, TurnRunner, prompt_tail
+from parkd.proxy.turn import TurnRunner
 from parkd.store.tiers import TieredStore
 from parkd.types import PromptIdentity, TokenMask, ToolChoice, TurnRequest
 

@@ -9,29 +9,26 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
 from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, OverlappingEngine, RowEngine
-from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
+from parkd.errors import EngineFailure, EngineLost, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.live import LiveConversation, restored
+from parkd.proxy.live_engine import LiveEngine
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.start import StartPlan
 from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
 from parkd.store.store import ConversationStore
-from parkd.types import CacheOutcome, Checksums, ConversationKey, Units
+from parkd.types import CacheOutcome, Checksums, ConversationKey
 
 log = logging.getLogger(__name__)
 
 WRITE_WAIT_S = 10.0
 """For writes to disk that hold the room a capture needs; then the conversation is not parked."""
 _WAITING = (RefusalReason.BUDGET, RefusalReason.SLOTS)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -48,8 +45,8 @@ class BackgroundPark:
     task: asyncio.Task[None] | None = None
 
 
-class LiveState:
-    """The engine, and what its rows mean. The two change together or not at all."""
+class LiveState(LiveEngine):
+    """The live state with its way into the store and back."""
 
     def __init__(
         self,
@@ -61,103 +58,18 @@ class LiveState:
         monotonic: Callable[[], float],
         disk: DiskWorker | None = None,
     ) -> None:
-        self.engine = engine
+        super().__init__(engine, thread)
         self._disk = disk
-        self.thread = thread
-        self._conversation = LiveConversation()
-        self.checkpoints: tuple[int, ...] = ()
-        """Where the live state can be cut to, besides `rewind_floor` and what follows it; as the engine last said."""
-        self.rewind_floor = 0
         self._background: BackgroundPark | None = None
         self._store = store
         self._metrics = metrics
         self._costs = costs
         self._monotonic = monotonic
 
-    @property
-    def conversation(self) -> LiveConversation:
-        return self._conversation
-
-    @conversation.setter
-    def conversation(self, conversation: LiveConversation) -> None:
-        self._conversation = conversation
-        if conversation.position == 0:
-            self.checkpoints, self.rewind_floor = (), 0
-        self._rows_lost(conversation.position)
-
     def _rows_lost(self, kept: int) -> None:
         """Rows behind the first `kept` are no longer those that a capture under way copies."""
         if self._background is not None:
             self._background.intact = min(self._background.intact, kept)
-
-    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """One engine call. Raises ParkdError only: an engine's unforeseen error resets it and is an EngineFailure."""
-        try:
-            return await self.thread.run(function, *args, **kwargs)
-        except ParkdError:
-            raise
-        except Exception as error:
-            log.exception("the engine raised what it should not")
-            await self.reset()
-            raise EngineFailure(
-                "The engine failed in an unforeseen way; the log has the details. Try again."
-            ) from error
-
-    async def advance(self, key: ConversationKey, units: Units) -> None:
-        """Takes over the engine's position after it read from `units`; resets if it is somewhere it cannot be."""
-        position = await self._look()
-        if position > len(units):
-            log.error("the engine is at %d but only %d tokens are known; it is reset", position, len(units))
-            await self.reset()
-            return
-        self.conversation = self.conversation.advance(key, units, position)
-
-    async def check(self) -> None:
-        """After a failure: what is live is at most what the engine still holds."""
-        position = await self._look()
-        if position > self.conversation.position:
-            await self.reset()
-        else:
-            self.conversation = self.conversation.truncate(position)
-
-    async def truncate(self, position: int) -> None:
-        await self.call(self.engine.truncate, position)
-        self.conversation = self.conversation.truncate(position)
-        await self._look()
-
-    async def checkpoint(self) -> None:
-        """Keeps the fixed state where the engine is, if its model has any."""
-        if self.engine.info.layout.fixed_bytes and self.conversation.position not in self.checkpoints:
-            await self.call(self.engine.checkpoint)
-            await self._look()
-
-    async def _look(self) -> int:
-        """Asks the engine where it can be cut to; returns its position."""
-        position, self.checkpoints, self.rewind_floor = await self.call(self._cuts)
-        return position
-
-    def _cuts(self) -> tuple[int, tuple[int, ...], int]:
-        """On the engine's thread."""
-        return self.engine.position, self.engine.checkpoints, self.engine.rewind_floor
-
-    async def reset(self) -> None:
-        """Raises EngineLost if even that fails."""
-        self.conversation = LiveConversation()
-        try:
-            await self.thread.run(self.engine.reset)
-        except Exception as error:
-            raise EngineLost("The engine cannot be made valid again; the server stops.") from error
-
-    async def forget(self, keep_rows: int) -> None:
-        """Leaves at most `keep_rows` live: as many as can be cut to."""
-        position = self.conversation.position
-        kept = keep_rows
-        if keep_rows < min(position, self.rewind_floor):
-            kept = max((place for place in self.checkpoints if place <= keep_rows), default=0)
-        if kept == 0:
-            await self.reset()
-        elif kept < position:
-            await self.truncate(kept)
 
     async def begin(self, plan: StartPlan, key: ConversationKey) -> float:
         """Carries out `plan`: parks what would be lost, then restores, truncates or resets.

@@ -13,12 +13,10 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, RowEngine
-from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError, RestoreFailed
+from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError
 from parkd.identity.matcher import divergence_of
 from parkd.identity.output_memory import Said
 from parkd.proxy.answer import Answer, AnswerLoop
@@ -27,16 +25,17 @@ from parkd.proxy.config import TurnTrace
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.events import EventChannel
-from parkd.proxy.explain import Explained, diagnose
+from parkd.proxy.explain import diagnose
 from parkd.proxy.metrics import Metrics
+from parkd.proxy.one_turn import Turn, output_limit, prompt_tail
 from parkd.proxy.output.base import OutputFormat, Parser
 from parkd.proxy.output.formats import call_ids
 from parkd.proxy.output.parser import make_parser
 from parkd.proxy.output.transcript import Transcript
 from parkd.proxy.parking import LiveState
 from parkd.proxy.retention import Retention
-from parkd.proxy.start import StartPlan, decide_start, explain, plan_cold
-from parkd.store.records import Tier
+from parkd.proxy.start import StartPlan
+from parkd.proxy.starting import TurnStarter
 from parkd.store.store import ConversationStore
 from parkd.types import (
     CacheMode,
@@ -48,63 +47,12 @@ from parkd.types import (
     PromptIdentity,
     Started,
     Timings,
-    TokenMask,
-    TurnRequest,
     Units,
 )
 
 log = logging.getLogger(__name__)
-CALL_ID_BYTES = 12
-TAIL_TOKENS = 64
-"""Of the prompt's end, enough to tell whether thinking is open."""
-
 requests_log = logging.getLogger("parkd.requests")
-
-
-@dataclass(eq=False)
-class Turn:
-    """A request from its arrival to its last event."""
-
-    request_id: str
-    caller: str
-    """Of the log line's `key=`."""
-    request: TurnRequest
-    prompt: PromptIdentity
-    arrived_s: float
-    queued_s: float
-    """`arrived_s` and the time to parse, render and tokenise."""
-    mask: TokenMask | None = None
-    channel: EventChannel = field(default_factory=EventChannel)
-    submitted: bool = False
-    """It is, or was, in the lane's hands."""
-    began_s: float | None = None
-    """When the lane took it."""
-    report: CacheReport | None = None
-    timings: Timings = field(default_factory=Timings)
-    explained: Explained | None = None
-    """What is remembered of it for `/parkd/explain`."""
-    earlier: Explained | None = None
-    """The request that it is to be compared with, if that is remembered."""
-    release_awaited: Callable[[], None] = lambda: None
-    """Lets go of what the store keeps for it while it waits; may be called again."""
-
-    def fail(self, error: ParkdError) -> None:
-        self.release_awaited()
-        self.channel.fail(error)
-
-    def stop(self) -> None:
-        self.channel.cancel.set()
-
-
-def output_limit(asked: int | None, server_limit: int | None) -> int | None:
-    """The longest answer in tokens; None: up to the context's end."""
-    limits = [limit for limit in (asked, server_limit) if limit is not None]
-    return min(limits, default=None)
-
-
-def prompt_tail(engine: RowEngine, prompt: PromptIdentity) -> str:
-    """The end of the rendered prompt. Thread-safe, as the tokenizer is."""
-    return engine.tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:].tolist())
+CALL_ID_BYTES = 12
 
 
 class TurnRunner:
@@ -125,10 +73,10 @@ class TurnRunner:
         trace: TurnTrace | None = None,
     ) -> None:
         self._live = live
+        self._starter = TurnStarter(live, store, disk, costs, monotonic)
         self._trace = trace
         self._remember = remember
         self._retention = None if store is None else Retention(store)
-        self._disk = disk
         self._store = store
         self._metrics = metrics
         self._costs = costs
@@ -136,6 +84,10 @@ class TurnRunner:
         self._call_ids = call_ids(output.tools, lambda: secrets.token_hex(CALL_ID_BYTES))
         self._max_output_tokens = max_output_tokens
         self._monotonic = monotonic
+
+    async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
+        """Reads what a waiting turn would start from into RAM, and has it kept there until its turn comes."""
+        await self._starter.prefetch(turn, is_waiting)
 
     async def run(self, turn: Turn) -> None:
         """Pushes the turn's events and ends its channel. Raises EngineLost only."""
@@ -210,8 +162,8 @@ class TurnRunner:
         )
 
     async def _answer(self, turn: Turn) -> None:
-        plan, why, from_disk_s = await self._at_hand(turn)
-        report, restore_s = await self._start(turn, plan, why)
+        plan, why, from_disk_s = await self._starter.at_hand(turn)
+        report, restore_s = await self._starter.start(turn, plan, why)
         turn.release_awaited()
         await self._steer(turn)
         report = turn.report = self._told(turn, plan, report)
@@ -226,59 +178,6 @@ class TurnRunner:
             turn.explained.end = answer.reason.value
         turn.channel.push(Finished(answer.reason, report, turn.timings, answer.reasoning_tokens, answer.stop_string))
 
-    async def _at_hand(self, turn: Turn) -> tuple[StartPlan, str, float]:
-        """How to start, once what it starts from is in RAM; why the rest is read; and the seconds that reading from
-        disk took. What can't be read from disk is done without."""
-        plan, why = self._decide(turn)
-        if not plan.is_on_disk:
-            return plan, why, 0.0
-        began_s = self._monotonic()
-        await self._promote(plan)
-        plan, why = self._decide(turn)
-        if plan.is_on_disk:
-            plan, why = self._decide(turn, on_disk=False)
-            why = why or "what is on disk could not be read"
-        return plan, why, self._monotonic() - began_s
-
-    async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
-        """Reads what a waiting turn would start from into RAM, and has it kept there until its turn comes."""
-        if not is_waiting():
-            return
-        try:
-            plan, _ = self._decide(turn)
-            if plan.is_on_disk:
-                await self._promote(plan)
-                if is_waiting() and self._store is not None:
-                    turn.release_awaited()
-                    turn.release_awaited = self._store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
-        except Exception:
-            log.exception("reading ahead for request %s failed in an unforeseen way", turn.request_id)
-
-    async def _promote(self, plan: StartPlan) -> None:
-        assert self._disk is not None
-        assert plan.parked is not None
-        await self._disk.promote(plan.parked.id, plan.option.position)
-
-    def _decide(self, turn: Turn, *, on_disk: bool = True) -> tuple[StartPlan, str]:
-        """How to start, and why the rest is read. `on_disk`: also from what is not in RAM."""
-        prompt, store = turn.prompt, self._store
-        if turn.request.cache.mode is CacheMode.OFF:
-            return plan_cold(prompt), "the request asked for no cache"
-        key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
-        candidates = [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else []
-        plan = decide_start(
-            prompt,
-            self._live.conversation,
-            [parked for parked in candidates if on_disk or parked.tier is not Tier.DISK],
-            layout=self._live.engine.info.layout,
-            live_checkpoints=self._live.checkpoints,
-            rewind_floor=self._live.rewind_floor,
-            cost=self._costs.model,
-        )
-        beyond = hashes[plan.common // BLOCK_TOKENS :]
-        gone = store.why_gone(key_digest, beyond) if store is not None else ""
-        return plan, explain(prompt, plan, gone)
-
     def _told(self, turn: Turn, plan: StartPlan, report: CacheReport) -> CacheReport:
         """The report with what its owner may know besides, also for `/parkd/explain`."""
         explained = turn.explained
@@ -291,19 +190,6 @@ class TurnRunner:
                 report = dataclasses.replace(report, diagnosis=diagnosis)
             explained.state, explained.report = "running", report
         return report
-
-    async def _start(self, turn: Turn, plan: StartPlan, why: str) -> tuple[CacheReport, float]:
-        """Brings the engine to the plan's position; cold if a restore fails. Returns what is reused and seconds."""
-        began_s = self._monotonic()
-        try:
-            restore_s = await self._live.begin(plan, turn.prompt.key)
-        except RestoreFailed as failed:
-            plan, why = plan_cold(turn.prompt), f"restore failed: {failed.message}"
-            await self._live.begin(plan, turn.prompt.key)
-            restore_s = self._monotonic() - began_s
-        option = plan.option
-        assert self._live.conversation.position == option.position
-        return CacheReport(plan.outcome, len(turn.prompt), option.position, why), restore_s
 
     async def _steer(self, turn: Turn) -> None:
         """After the start: what may have been parked on the way was copied, not computed."""

@@ -1,0 +1,61 @@
+"""A request on its way: what the HTTP side and the lane both know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from parkd.engine_adapter.base import RowEngine
+from parkd.errors import ParkdError
+from parkd.proxy.events import EventChannel
+from parkd.proxy.explain import Explained
+from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnRequest
+
+TAIL_TOKENS = 64
+"""Of the prompt's end, enough to tell whether thinking is open."""
+
+
+@dataclass(eq=False)
+class Turn:
+    """A request from its arrival to its last event."""
+
+    request_id: str
+    caller: str
+    """Of the log line's `key=`."""
+    request: TurnRequest
+    prompt: PromptIdentity
+    arrived_s: float
+    queued_s: float
+    """`arrived_s` and the time to parse, render and tokenise."""
+    mask: TokenMask | None = None
+    channel: EventChannel = field(default_factory=EventChannel)
+    submitted: bool = False
+    """It is, or was, in the lane's hands."""
+    began_s: float | None = None
+    """When the lane took it."""
+    report: CacheReport | None = None
+    timings: Timings = field(default_factory=Timings)
+    explained: Explained | None = None
+    """What is remembered of it for `/parkd/explain`."""
+    earlier: Explained | None = None
+    """The request that it is to be compared with, if that is remembered."""
+    release_awaited: Callable[[], None] = lambda: None
+    """Lets go of what the store keeps for it while it waits; may be called again."""
+
+    def fail(self, error: ParkdError) -> None:
+        self.release_awaited()
+        self.channel.fail(error)
+
+    def stop(self) -> None:
+        self.channel.cancel.set()
+
+
+def output_limit(asked: int | None, server_limit: int | None) -> int | None:
+    """The longest answer in tokens; None: up to the context's end."""
+    limits = [limit for limit in (asked, server_limit) if limit is not None]
+    return min(limits, default=None)
+
+
+def prompt_tail(engine: RowEngine, prompt: PromptIdentity) -> str:
+    """The end of the rendered prompt. Thread-safe, as the tokenizer is."""
+    return engine.tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:].tolist())

@@ -1,0 +1,103 @@
+"""How a turn begins: what it starts from is found, read from disk if it lies there, and made live."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.errors import RestoreFailed
+from parkd.proxy.cost import CostMeter
+from parkd.proxy.disk_worker import DiskWorker
+from parkd.proxy.one_turn import Turn
+from parkd.proxy.parking import LiveState
+from parkd.proxy.start import StartPlan, decide_start, explain, plan_cold
+from parkd.store.records import Tier
+from parkd.store.store import ConversationStore
+from parkd.types import CacheMode, CacheReport
+
+log = logging.getLogger(__name__)
+
+
+class TurnStarter:
+    """Finds the start of a turn and brings the engine there."""
+
+    def __init__(
+        self,
+        live: LiveState,
+        store: ConversationStore | None,
+        disk: DiskWorker | None,
+        costs: CostMeter,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._live = live
+        self._store = store
+        self._disk = disk
+        self._costs = costs
+        self._monotonic = monotonic
+
+    async def at_hand(self, turn: Turn) -> tuple[StartPlan, str, float]:
+        """How to start, once what it starts from is in RAM; why the rest is read; and the seconds that reading from
+        disk took. What can't be read from disk is done without."""
+        plan, why = self._decide(turn)
+        if not plan.is_on_disk:
+            return plan, why, 0.0
+        began_s = self._monotonic()
+        await self._promote(plan)
+        plan, why = self._decide(turn)
+        if plan.is_on_disk:
+            plan, why = self._decide(turn, on_disk=False)
+            why = why or "what is on disk could not be read"
+        return plan, why, self._monotonic() - began_s
+
+    async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
+        """Reads what a waiting turn would start from into RAM, and has it kept there until its turn comes."""
+        if not is_waiting():
+            return
+        try:
+            plan, _ = self._decide(turn)
+            if plan.is_on_disk:
+                await self._promote(plan)
+                if is_waiting() and self._store is not None:
+                    turn.release_awaited()
+                    turn.release_awaited = self._store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
+        except Exception:
+            log.exception("reading ahead for request %s failed in an unforeseen way", turn.request_id)
+
+    async def _promote(self, plan: StartPlan) -> None:
+        assert self._disk is not None
+        assert plan.parked is not None
+        await self._disk.promote(plan.parked.id, plan.option.position)
+
+    def _decide(self, turn: Turn, *, on_disk: bool = True) -> tuple[StartPlan, str]:
+        """How to start, and why the rest is read. `on_disk`: also from what is not in RAM."""
+        prompt, store = turn.prompt, self._store
+        if turn.request.cache.mode is CacheMode.OFF:
+            return plan_cold(prompt), "the request asked for no cache"
+        key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
+        candidates = [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else []
+        plan = decide_start(
+            prompt,
+            self._live.conversation,
+            [parked for parked in candidates if on_disk or parked.tier is not Tier.DISK],
+            layout=self._live.engine.info.layout,
+            live_checkpoints=self._live.checkpoints,
+            rewind_floor=self._live.rewind_floor,
+            cost=self._costs.model,
+        )
+        beyond = hashes[plan.common // BLOCK_TOKENS :]
+        gone = store.why_gone(key_digest, beyond) if store is not None else ""
+        return plan, explain(prompt, plan, gone)
+
+    async def start(self, turn: Turn, plan: StartPlan, why: str) -> tuple[CacheReport, float]:
+        """Brings the engine to the plan's position; cold if a restore fails. Returns what is reused and seconds."""
+        began_s = self._monotonic()
+        try:
+            restore_s = await self._live.begin(plan, turn.prompt.key)
+        except RestoreFailed as failed:
+            plan, why = plan_cold(turn.prompt), f"restore failed: {failed.message}"
+            await self._live.begin(plan, turn.prompt.key)
+            restore_s = self._monotonic() - began_s
+        option = plan.option
+        assert self._live.conversation.position == option.position
+        return CacheReport(plan.outcome, len(turn.prompt), option.position, why), restore_s
