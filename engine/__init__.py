@@ -35,7 +35,8 @@ from engine.errors import (
     UnsupportedModel,
 )
 from engine.loader import LoadConfig, LoadedModel, load_model
-from engine.session import Session, open_session
+from engine.opening import open_session
+from engine.session import Session
 from engine.snapshot import SnapshotChecksums, SnapshotPlan, capture, host_plan, restore
 
 __all__ = [

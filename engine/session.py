@@ -15,18 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.architectures import check_config
-from engine.arena import StageArena, WindowRoom
+from engine.arena import StageArena
 from engine.cache import StageCache
 from engine.checksum import Checksum, checksum_for
-from engine.config import EngineConfig
 from engine.copies import CaptureInFlight
 from engine.decode_graph import DecodeGraph, record_decoding
 from engine.dense import DenseStage, refusal
 from engine.errors import ContextFull, EngineError, StageFailed
 from engine.fixed_state import FixedState
-from engine.layout import build_layout, state_digest
-from engine.stages import Stage, place, split_layers
+from engine.layout import state_digest
+from engine.stages import Stage
 from engine.steering import Steering, hook_layers
 
 log = logging.getLogger("parkd.engine")
@@ -298,22 +296,3 @@ class Session:
         running.append(event)
         if len(running) > len(self.stages):
             running.popleft().synchronize()
-
-
-def open_session(model: Any, config: EngineConfig) -> Session:
-    """Splits a loaded causal language model as `config` says, allocates the arenas and starts an empty timeline.
-
-    The context is `config.context_tokens`, or the model's own limit. Raises UnsupportedModel, InvalidSplit and
-    OutOfMemory.
-    """
-    check_config(model.config)
-    ranges = split_layers(model.config, len(config.devices), config.layer_split)
-    context_tokens = config.context_tokens or int(model.config.max_position_embeddings)
-    layouts = build_layout(model.config, ranges, config.kv_dtype or model.dtype, model.dtype)
-    stages = place(model, ranges, config.devices)
-    room = WindowRoom(config.batch_tokens, config.window_slack_tokens)
-    arenas = [
-        StageArena(layout, context_tokens, stage.device, window_room=room)
-        for layout, stage in zip(layouts, stages, strict=True)
-    ]
-    return Session(stages, arenas, config.batch_tokens, model.config, config.ctx_checkpoints)
