@@ -5,6 +5,9 @@ thread-safe. The adapter owns the live state; the daemon owns what that state me
 
     arena rows   0 ............ position ................ context_tokens
                  |-- valid ----|-- whatever was there --|
+
+Engines differ in the grain of their state. Some give rows of each stage, which are cut in blocks and shared; others
+give a conversation whole, as bytes or as a file. All that is above this seam is the same for both.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from parkd.types import Checksums, SamplingParams, StateLayout, TokenIds, TokenMask, Transfer
+from parkd.types import Checksums, SamplingParams, StateLayout, StateSizes, TokenIds, TokenMask, Transfer
 
 BLOCK_TOKENS = 256
 """Rows in a block, at absolute multiples."""
@@ -115,8 +118,8 @@ class OverlappingEngine(Protocol):
         """
 
 
-class RowEngine(Protocol):
-    """An engine that exposes rows and fixed state of each stage.
+class Engine(Protocol):
+    """What every engine does. How its state moves is said by one of the two kinds below.
 
     `position` counts the tokens whose state is valid in the arenas of all stages. Every method leaves a valid
     position behind, also when it raises: unchanged, an earlier one, or 0.
@@ -196,6 +199,19 @@ class RowEngine(Protocol):
         """Thread-safe."""
 
     def capture(self, transfer: Transfer) -> Checksums:
+        """Copies live state into the transfer's buffers; the live state stays. Raises EngineFailure; then the buffers'
+        content means nothing."""
+
+    def restore(self, transfer: Transfer) -> None:
+        """Makes the transfer's state live and `position` its position. Raises RestoreFailed after a reset."""
+
+    def close(self) -> None: ...
+
+
+class RowEngine(Engine, Protocol):
+    """An engine that exposes rows and fixed state of each stage: `info.layout.grain` is ROWS."""
+
+    def capture(self, transfer: Transfer) -> Checksums:
         """Copies rows and fixed state of every stage into the transfer's buffers; the live state stays. Fixed parts are
         of `position` or of one of `checkpoints`.
 
@@ -210,4 +226,38 @@ class RowEngine(Protocol):
         the copy, before the position is committed. Raises RestoreFailed after a reset of all stages.
         """
 
-    def close(self) -> None: ...
+
+@runtime_checkable
+class WholeState(Protocol):
+    """What an engine must say of a state that is no rows."""
+
+    def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
+        """Bytes that the live state takes whole, and those of the fixed state at each of `checkpoints`, all of them
+        positions that the engine's own `checkpoints` names. Raises EngineFailure."""
+
+
+class OpaqueEngine(Engine, WholeState, Protocol):
+    """An engine that only gives a conversation as a whole, in bytes that it alone can read.
+
+    `info.layout.grain` is OPAQUE or FILE, and the layout has one stage. A transfer's only stage has one run
+    `[0, stop)`, whose buffer has the size that `state_sizes` said, and a fixed part a checkpoint that goes along.
+    A capture that has nothing new but checkpoints has no run.
+
+        capture    run: the whole state, at `position`            fixed: partial states at earlier `checkpoints`
+        restore    run: set whole, at `stop`                      fixed: the one at `position`, if that is earlier
+                   then cut to `position`: by the engine's own means where the layout's `fixed_bytes` is 0, else by
+                   setting the partial state of that position over it
+
+    A fixed part without bytes is of the end of the run, which holds it: its checksum is that of no bytes. Checksums are
+    `[1, 1]` for the run and `[parts, 1]`; a restore compares both before anything is set, and the position that the
+    engine then reports before it is believed. A restored state has all that the captured one had; so the engine keeps
+    the checkpoint at `position` for itself, as after `checkpoint()`.
+
+    FILE: the buffer is empty and `run.file` names a path in the store's own directory. A capture leaves the state
+    there, moved into place by a rename if it was written elsewhere on the same file system, with mode 0600, no longer
+    than `file.bytes`, and returns its length in `Checksums.file_bytes` and its XXH3-64 as the run's checksum; it is the
+    store that syncs it and names it in a manifest. If it fails, nothing lies at the path. A restore reads
+    `file.bytes` bytes from there, which the store has compared with the checksum when it took the file up again, and
+    leaves the file as it is. There are no checkpoints: a file holds the end alone, so `fixed_bytes` is 0 if the engine
+    can cut what it read, and else 1, which says that it resumes at the end only.
+    """

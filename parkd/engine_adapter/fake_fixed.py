@@ -37,6 +37,10 @@ class FakeFixedState:
         self._kept.pop(position, None)
         self._kept[position] = [words.copy() for words in self.live]
 
+    def held(self, position: int) -> list[Words]:
+        """The copy of that position. Raises KeyError."""
+        return self._kept[position]
+
     def go_back(self, position: int) -> None:
         """To a checkpoint, or to nothing at 0. Raises KeyError for a position that is not held."""
         if self.exists and position:

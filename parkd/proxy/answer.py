@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from parkd.engine_adapter.base import Cancel, RowEngine, TextPiece
+from parkd.engine_adapter.base import Cancel, Engine, TextPiece
 from parkd.proxy.output.base import Parser
 from parkd.types import Event, FinishReason, PromptIdentity, TokenMask, TurnRequest
 
@@ -33,7 +33,7 @@ class Answer:
 class AnswerLoop:
     """Generates one answer, emitting events as they become visible."""
 
-    engine: RowEngine
+    engine: Engine
     prompt: PromptIdentity
     request: TurnRequest
     limit: int | None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from parkd.engine_adapter.base import RowEngine
+from parkd.engine_adapter.base import Engine
 from parkd.identity.output_memory import Said
 from parkd.proxy.output.base import OutputFormat
 from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest, Units
@@ -77,7 +77,7 @@ class TurnTrace(Protocol):
 class Services:
     """What the app is made of. Built once by the composition root."""
 
-    engine: RowEngine
+    engine: Engine
     build_identity: BuildIdentity
     store: ConversationStore | None
     """None: parking is off; the live conversation is still reused."""

@@ -1,8 +1,8 @@
 """The conversation in the arenas: what the engine's rows mean.
 
     units     [0 .................................. position)
-    lineage   [block][block][block][tail]            stored blocks the rows descend from
-    covered   [0 ......................)
+    lineage   [block][block][block][tail]            stored blocks the rows descend from; of an opaque state
+    covered   [0 ......................)             one segment, which `covered` may end inside of
 
 The engine owns the rows, this owns their meaning; `advance` is called after everything that may have moved the
 engine's position, also after failures, so that the two never part.
@@ -76,10 +76,17 @@ class LiveConversation:
 
 
 def restored(
-    key: ConversationKey, units: Units, lineage: tuple[int, ...], position: int, parked_id: str | None
+    key: ConversationKey,
+    units: Units,
+    lineage: tuple[int, ...],
+    position: int,
+    parked_id: str | None,
+    *,
+    is_opaque: bool = False,
 ) -> LiveConversation:
-    """What is live after rows `[0, position)` came back, which descend from `lineage` as far as that reaches."""
-    covered = min(position, len(lineage) * BLOCK_TOKENS)
+    """What is live after rows `[0, position)` came back, which descend from `lineage` as far as that reaches: of an
+    opaque state all of it descends from the one segment."""
+    covered = position if is_opaque else min(position, len(lineage) * BLOCK_TOKENS)
     return LiveConversation(key, units[:position].copy(), lineage, covered, parked_id)
 
 

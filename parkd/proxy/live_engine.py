@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from parkd.engine_adapter.base import RowEngine
+from parkd.engine_adapter.base import Engine
 from parkd.errors import EngineFailure, EngineLost, ParkdError
 from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.live import LiveConversation
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class LiveEngine:
     """The engine, and what its rows mean. The two change together or not at all."""
 
-    def __init__(self, engine: RowEngine, thread: EngineThread) -> None:
+    def __init__(self, engine: Engine, thread: EngineThread) -> None:
         self.engine = engine
         self.thread = thread
         self._conversation = LiveConversation()

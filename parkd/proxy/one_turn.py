@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from parkd.engine_adapter.base import RowEngine
+from parkd.engine_adapter.base import Engine
 from parkd.errors import ParkdError
 from parkd.proxy.events import EventChannel
 from parkd.proxy.explain import Explained
@@ -56,6 +56,6 @@ def output_limit(asked: int | None, server_limit: int | None) -> int | None:
     return min(limits, default=None)
 
 
-def prompt_tail(engine: RowEngine, prompt: PromptIdentity) -> str:
+def prompt_tail(engine: Engine, prompt: PromptIdentity) -> str:
     """The end of the rendered prompt. Thread-safe, as the tokenizer is."""
     return engine.tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:].tolist())

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, OverlappingEngine, RowEngine
+from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, Engine, OverlappingEngine, WholeState
 from parkd.errors import EngineFailure, EngineLost, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.proxy.cost import CostMeter
@@ -22,7 +22,7 @@ from parkd.proxy.metrics import Metrics
 from parkd.proxy.start import StartPlan
 from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
 from parkd.store.store import ConversationStore
-from parkd.types import CacheOutcome, Checksums, ConversationKey
+from parkd.types import CacheOutcome, Checksums, ConversationKey, StateSizes
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class LiveState(LiveEngine):
 
     def __init__(
         self,
-        engine: RowEngine,
+        engine: Engine,
         thread: EngineThread,
         store: ConversationStore | None,
         metrics: Metrics,
@@ -117,6 +117,7 @@ class LiveState(LiveEngine):
             store.touch(live.parked_id)
             return
         await self.checkpoint()
+        checkpoints, sizes = await self._parts(live.position)
         capture = await self._reserved(
             store,
             CaptureRequest(
@@ -125,9 +126,11 @@ class LiveState(LiveEngine):
                 prefix_hashes=prefix_hashes(live.units, live.key.digest, BLOCK_TOKENS),
                 lineage=live.lineage,
                 layout_digest=self.engine.info.layout.digest,
-                checkpoints=tuple(place for place in self.checkpoints if place <= live.position),
+                checkpoints=checkpoints,
                 rewindable=self.engine.info.layout.fixed_bytes == 0,
                 namespace=live.key.namespace,
+                sizes=sizes,
+                covered=live.covered,
             ),
         )
         if isinstance(capture, Refused):
@@ -152,6 +155,17 @@ class LiveState(LiveEngine):
             raise
         parked = self._commit(store, capture, checksums, began_s)
         self.conversation = live.captured(parked.blocks, parked.position, parked.id)
+
+    async def _parts(self, position: int) -> tuple[tuple[int, ...], StateSizes | None]:
+        """The checkpoints to park, and what an opaque state takes. One at the end has no bytes: the whole holds it."""
+        places = tuple(place for place in self.checkpoints if place <= position)
+        if not isinstance(self.engine, WholeState):
+            return places, None
+        inner = tuple(place for place in places if place < position)
+        sizes = await self.call(self.engine.state_sizes, inner)
+        if self.engine.info.layout.fixed_bytes == 0:
+            return (), sizes
+        return (*inner, position), StateSizes(sizes.whole, (*sizes.checkpoints, 0))
 
     async def _reserved(self, store: ConversationStore, request: CaptureRequest) -> Capture | Refused:
         """Room for a capture. What waits to be written to disk is not evicted; so if that is in the way, it is waited
@@ -230,7 +244,9 @@ class LiveState(LiveEngine):
         whole = lease.stop == parked.position
         await self._look()
         self._rows_lost(transfer.start)
-        self.conversation = restored(key, parked.units, lease.lineage, lease.stop, parked.id if whole else None)
+        is_opaque = self.engine.info.layout.is_opaque
+        parked_id = parked.id if whole else None
+        self.conversation = restored(key, parked.units, lease.lineage, lease.stop, parked_id, is_opaque=is_opaque)
         self._metrics.moved("restore", transfer.bytes, took_s)
         self._costs.has_moved(outcome, transfer.bytes, took_s)
         return took_s

@@ -101,6 +101,8 @@ def plan_cold(prompt: PromptIdentity) -> StartPlan:
 def _restore_plan(parked: Parked, position: int, length: int, live: LiveConversation, layout: StateLayout) -> StartPlan:
     keep = min(live.shared_rows(parked.blocks), position // BLOCK_TOKENS * BLOCK_TOKENS)
     moved = (position - keep) * layout.row_bytes + layout.fixed_bytes
+    if layout.is_opaque:  # set whole, then cut
+        keep, moved = 0, parked.position * layout.row_bytes + layout.fixed_bytes
     tier = CacheOutcome.RESTORED_DISK if parked.tier is Tier.DISK else CacheOutcome.RESTORED_RAM
     extra_s = DISK_READ_S if parked.tier is Tier.DISK else 0.0
     option = StartOption(tier, position, length, move_bytes=moved, extra_s=extra_s, conversation=parked.id)

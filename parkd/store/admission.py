@@ -12,10 +12,11 @@ from parkd.store.blocks import Owner
 from parkd.store.budget import Need, Room, mib
 from parkd.store.eviction import Queue
 from parkd.store.history import History
-from parkd.store.planning import CapturePlan, block_identity, bounded
+from parkd.store.planning import CapturePlan, OpaquePlan, block_identity, bounded
 from parkd.store.policy import Costs, Evictable, Policy, longest_position
 from parkd.store.records import BlockId, CaptureRequest, ParkedCheckpoint, RefusalReason, Refused, StoreConfig
 from parkd.store.shelf import Entry, Shelf, superseded
+from parkd.types import StateSizes
 
 KIN_LIMIT = 64
 """Conversations searched for checkpoints to inherit."""
@@ -44,6 +45,8 @@ class Admission:
     """True: nobody is refused for worth; for what is known to return now."""
 
     def plan(self, request: CaptureRequest) -> CapturePlan:
+        if request.sizes is not None:
+            return self._opaque_plan(request, request.sizes)
         if not self.has_fixed_state:
             request = replace(request, checkpoints=(), rewindable=True)
         held = self._usable_lineage(request)
@@ -59,6 +62,19 @@ class Admission:
             dropped,
         )
 
+    def _opaque_plan(self, request: CaptureRequest, sizes: StateSizes) -> OpaquePlan:
+        """The end is a place to resume at, and holds its own fixed state."""
+        tokens = len(request.units)
+        if not self.has_fixed_state:
+            request = replace(request, checkpoints=(), sizes=StateSizes(sizes.whole), rewindable=True)
+        elif request.checkpoints[-1:] != (tokens,):
+            sizes = StateSizes(sizes.whole, (*sizes.checkpoints, 0))
+            request = replace(request, checkpoints=(*request.checkpoints, tokens), sizes=sizes)
+        held = self._usable_lineage(request)
+        inheritable = self._inheritable_of_segment(request)
+        inherited, dropped = bounded(inheritable, request.checkpoints, self.config.checkpoint_limit)
+        return OpaquePlan(request, held, inherited, self.config.block_tokens, 0, 0, dropped)
+
     def settle(
         self, plan: CapturePlan, in_flight: Sequence[Replaced], history: History, costs: Costs, now_s: float
     ) -> Decision | Refused:
@@ -66,6 +82,8 @@ class Admission:
         request = plan.request
         # What is parked resumes only where its fixed state is held, whatever the live state may do.
         places = plan.checkpoint_positions(len(request.units)) if self.has_fixed_state else None
+        if request.sizes is not None:
+            places = (len(request.units),)  # all of it, or nothing
         if places is not None and not places:
             return Refused(RefusalReason.NO_CHECKPOINT, "the engine holds no checkpoint to resume from")
         longest = len(request.units) if places is None else places[-1]
@@ -140,9 +158,8 @@ class Admission:
         costs: Costs,
     ) -> bool:
         """Whether the plan scores the policy's margin times all that would go for it."""
-        need, room, bound = plan.need(position), self.shelf.room(), self.config.conversation_slots
-        fresh_bytes = need.slots * self.shelf.geometry.slot_bytes
-        fresh_bytes += len(plan.fresh_checkpoints(position)) * self.shelf.checkpoints.checkpoint_bytes
+        room, bound = self.shelf.room(), self.config.conversation_slots
+        fresh_bytes = plan.fresh_bytes(position)
         missing = plan.need_bytes(position) - room.open_slots * self.shelf.geometry.slot_bytes - room.free_bytes
         taken = 0 if bound is None else self._slots_taken(in_flight, replaced(plan, position, prefixes)) - bound
         tokens = position - plan.start(position)
@@ -159,12 +176,26 @@ class Admission:
             if block is None or block.checksums is None or block.index != index:
                 break
             end = index * size + block.rows
-            if end > tokens or (block.rows < size and end != tokens):
+            is_cut = block.rows < size or request.sizes is not None
+            if end > tokens or (is_cut and end != tokens):
                 break
             if block.identity != block_identity(request, index, block.rows, size):
                 break
             held.append(block_id)
         return tuple(held)
+
+    def _inheritable_of_segment(self, request: CaptureRequest) -> tuple[ParkedCheckpoint, ...]:
+        """Parked checkpoints of the segment from which the live state descends, as far as it does. The one at its end
+        has no bytes of its own: it is in the segment."""
+        found: dict[int, ParkedCheckpoint] = {}
+        if not request.lineage or not self.has_fixed_state:
+            return ()
+        for conversation_id, _ in self.shelf.index.find(request.key_digest, request.prefix_hashes, KIN_LIMIT):
+            parked = self.shelf.entries[conversation_id].parked
+            for checkpoint in parked.checkpoints if parked.blocks == request.lineage else ():
+                if checkpoint.position <= request.covered and self.shelf.checkpoints.size_of(checkpoint.id):
+                    found.setdefault(checkpoint.position, checkpoint)
+        return tuple(found[position] for position in sorted(found))
 
     def _inheritable(self, request: CaptureRequest, held: tuple[BlockId, ...]) -> tuple[ParkedCheckpoint, ...]:
         """Parked checkpoints that belong to the held blocks: the live rows descend from those, so they are as true of

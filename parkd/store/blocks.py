@@ -16,7 +16,7 @@ import numpy.typing as npt
 from parkd.store.budget import BLOCK_BYTES, Budget, Kind
 from parkd.store.records import BlockId
 from parkd.store.slabs import SlabPool
-from parkd.types import RowRun, StateLayout
+from parkd.types import RowRun, StateFile, StateLayout, StateSizes
 
 Owner = int
 
@@ -61,8 +61,16 @@ class BlockPool:
         return self._blocks.get(block_id)
 
     def exclusive(self, owner: Owner) -> int:
-        """Blocks that nobody else owns: what would be freed if the owner let go."""
+        """Slots that nobody else owns: what would be freed if the owner let go."""
         return self._exclusive[owner]
+
+    def exclusive_bytes(self, owner: Owner, ids: Sequence[BlockId]) -> int:  # noqa: ARG002 - what they are decides elsewhere
+        """The same in bytes, without metadata. `ids` are all that the owner holds."""
+        return self.exclusive(owner) * self._slabs.geometry.slot_bytes
+
+    def bytes_of(self, ids: Sequence[BlockId]) -> int:
+        """What their rows take of the budget."""
+        return len(ids) * self._slabs.geometry.slot_bytes
 
     def take_changed(self) -> set[Owner]:
         """Owners whose exclusive blocks others came to share, or ceased to, since this was last asked."""
@@ -79,14 +87,17 @@ class BlockPool:
         shapes: Sequence[tuple[int, int, bytes]],
         after: BlockId | None,
         names: Sequence[BlockId | None] = (),
+        sizes: StateSizes | None = None,
+        file: StateFile | None = None,
     ) -> list[BlockId]:
         """New blocks of (index, rows, identity), owned by `owner`, behind block `after` in memory if that is free.
 
         The caller has reserved the slots and their metadata. `names` are the ids, where the bytes to come have one
-        already because they lie on disk under it; None, or none at all, gives a new one.
+        already because they lie on disk under it; None, or none at all, gives a new one. `sizes` and `file` are of
+        states that are no rows. Raises OSError or MemoryError, with nothing taken, for those alone.
         """
+        slots = self._place(shapes, after, sizes, file)
         self._budget.charge(Kind.METADATA, BLOCK_BYTES * len(shapes))
-        slots = self._slabs.allocate(len(shapes), None if after is None else self._blocks[after].slot)
         ids = []
         for slot, (index, rows, identity), name in zip(slots, shapes, names or [None] * len(shapes), strict=True):
             block_id = next(self._ids) if name is None else name
@@ -124,7 +135,7 @@ class BlockPool:
             elif block.owners == 0:
                 self._exclusive[owner] -= 1
                 del self._blocks[block_id]
-                self._slabs.free([block.slot])
+                self._vacate(block.slot)
                 self._budget.credit(Kind.METADATA, BLOCK_BYTES)
         if self._exclusive[owner] == 0:
             del self._exclusive[owner]
@@ -133,6 +144,10 @@ class BlockPool:
         """Slots that would be free if each of these owners let go of its blocks."""
         held = Counter(block_id for ids in holdings for block_id in ids)
         return [self._blocks[i].slot for i, owners in held.items() if self._blocks[i].owners == owners]
+
+    def side_bytes_freed_with(self, holdings: Iterable[Iterable[BlockId]]) -> int:
+        """Bytes outside the slabs that would be free then."""
+        return self.metadata_bytes(len(self.slots_freed_with(holdings)))
 
     def metadata_bytes(self, blocks: int) -> int:
         return blocks * BLOCK_BYTES
@@ -149,6 +164,18 @@ class BlockPool:
             else:
                 pieces.append((first, last, block.slot))
         return [self._stage_runs(stage, pieces, writeable) for stage in range(len(self._layout.stages))]
+
+    def _place(
+        self,
+        shapes: Sequence[tuple[int, int, bytes]],
+        after: BlockId | None,
+        sizes: StateSizes | None,  # noqa: ARG002 - for states that are no rows, as the next
+        file: StateFile | None,  # noqa: ARG002
+    ) -> list[int]:
+        return self._slabs.allocate(len(shapes), None if after is None else self._blocks[after].slot)
+
+    def _vacate(self, slot: int) -> None:
+        self._slabs.free([slot])
 
     def _stage_runs(self, stage: int, pieces: list[tuple[int, int, int]], writeable: bool) -> tuple[RowRun, ...]:
         row_bytes = self._layout.stages[stage].row_bytes

@@ -27,6 +27,8 @@ MIB = 1 << 20
 
 class Kind(StrEnum):
     SLABS = "slabs"
+    SEGMENTS = "segments"
+    """Whole states that nobody can cut in blocks."""
     CHECKPOINTS = "checkpoints"
     METADATA = "metadata"
 

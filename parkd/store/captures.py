@@ -56,13 +56,18 @@ def open_flight(
     """Takes the room that was made. Raises OSError or MemoryError with only the plan's holdings left to release."""
     shelf.slabs.reserve(plan.need(position))
     places = plan.fresh_checkpoints(position)
-    fresh_checkpoints = tuple(shelf.checkpoints.allocate(places))
-    shelf.budget.charge(Kind.METADATA, conversation_metadata_bytes(position, shelf.block_tokens))
+    fresh_checkpoints = tuple(shelf.checkpoints.allocate(places, plan.checkpoint_sizes(places)))
     held, inherited = plan.held_at(position), plan.inherited_at(position)
+    behind, request = held[-1] if held else None, plan.request
+    try:
+        allocated = shelf.blocks.allocate(owner, fresh.shapes, behind, fresh.names, request.sizes, request.file)
+    except BaseException:
+        shelf.checkpoints.release(fresh_checkpoints)
+        raise
+    blocks = tuple(allocated)
+    shelf.budget.charge(Kind.METADATA, conversation_metadata_bytes(position, shelf.block_tokens))
     shelf.blocks.release(owner, plan.held[len(held) :])
     shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited[len(inherited) :])
-    behind = held[-1] if held else None
-    blocks = tuple(shelf.blocks.allocate(owner, fresh.shapes, behind, fresh.names))
     copied = map(ParkedCheckpoint, places, fresh_checkpoints)
     checkpoints = tuple(sorted((*inherited, *copied), key=lambda checkpoint: checkpoint.position))
     flight = Flight(plan, held + blocks, blocks, checkpoints, fresh_checkpoints, replaces, history)

@@ -22,14 +22,20 @@ PART_ALIGNMENT_BYTES = 64
 class _Checkpoint:
     position: int
     memory: Bytes
+    part_bytes: tuple[int, ...]
     owners: int = 1
     checksums: npt.NDArray[np.uint64] | None = None
     """`[stages]`; None while it is being written."""
 
 
 def checkpoint_bytes_of(layout: StateLayout) -> int:
-    """What one checkpoint takes in memory, all stages; 0 for a model without fixed state."""
-    return round_up(sum(round_up(stage.fixed_bytes, PART_ALIGNMENT_BYTES) for stage in layout.stages), PAGE_BYTES)
+    """What one checkpoint takes in memory, all stages; 0 for a model without fixed state. Of an opaque state: about."""
+    return checkpoint_charge(tuple(stage.fixed_bytes for stage in layout.stages))
+
+
+def checkpoint_charge(part_bytes: Sequence[int]) -> int:
+    """What a checkpoint of these parts takes of the budget."""
+    return round_up(sum(round_up(size, PART_ALIGNMENT_BYTES) for size in part_bytes), PAGE_BYTES)
 
 
 class CheckpointPool:
@@ -46,19 +52,23 @@ class CheckpointPool:
     def __len__(self) -> int:
         return len(self._checkpoints)
 
-    def allocate(self, positions: Sequence[int]) -> list[CheckpointId]:
-        """A new checkpoint for each position, with one owner. Raises OSError or MemoryError; then none is kept."""
+    def allocate(self, positions: Sequence[int], sizes: Sequence[int] | None = None) -> list[CheckpointId]:
+        """A new checkpoint for each position, with one owner; `sizes` in bytes if the layout does not tell them. Raises
+        OSError or MemoryError; then none is kept."""
         ids: list[CheckpointId] = []
+        usual = tuple(stage.fixed_bytes for stage in self._layout.stages)
+        parts = [usual] * len(positions) if sizes is None else [(size,) for size in sizes]
         try:
-            for position in positions:
-                self._budget.charge(Kind.CHECKPOINTS, self.checkpoint_bytes)
+            for position, part_bytes in zip(positions, parts, strict=True):
+                size = checkpoint_charge(part_bytes)
+                self._budget.charge(Kind.CHECKPOINTS, size)
                 try:
-                    memory = anonymous(self.checkpoint_bytes)
+                    memory = anonymous(size)
                 except BaseException:
-                    self._budget.credit(Kind.CHECKPOINTS, self.checkpoint_bytes)
+                    self._budget.credit(Kind.CHECKPOINTS, size)
                     raise
                 ids.append(next(self._ids))
-                self._checkpoints[ids[-1]] = _Checkpoint(position, memory)
+                self._checkpoints[ids[-1]] = _Checkpoint(position, memory, part_bytes)
         except BaseException:
             self.release(ids)
             raise
@@ -78,8 +88,9 @@ class CheckpointPool:
             checkpoint = self._checkpoints[checkpoint_id]
             checkpoint.owners -= 1
             if checkpoint.owners == 0:
+                size = checkpoint.memory.nbytes
                 del self._checkpoints[checkpoint_id], checkpoint
-                self._budget.credit(Kind.CHECKPOINTS, self.checkpoint_bytes)
+                self._budget.credit(Kind.CHECKPOINTS, size)
 
     def owners(self, checkpoint_id: CheckpointId) -> int:
         return self._checkpoints[checkpoint_id].owners
@@ -87,18 +98,25 @@ class CheckpointPool:
     def bytes_freed_with(self, holdings: Iterable[Iterable[CheckpointId]]) -> int:
         """What would be free if each of these owners let go of its checkpoints."""
         held = Counter(checkpoint_id for ids in holdings for checkpoint_id in ids)
-        freed = sum(1 for checkpoint_id, owners in held.items() if self.owners(checkpoint_id) == owners)
-        return freed * self.checkpoint_bytes
+        return sum(self.bytes_of(i) for i, owners in held.items() if self.owners(i) == owners)
+
+    def bytes_of(self, checkpoint_id: CheckpointId) -> int:
+        """What it takes of the budget."""
+        return self._checkpoints[checkpoint_id].memory.nbytes
+
+    def size_of(self, checkpoint_id: CheckpointId) -> int:
+        """Bytes of the state, all stages."""
+        return sum(self._checkpoints[checkpoint_id].part_bytes)
 
     def parts(self, checkpoint_id: CheckpointId, *, writeable: bool) -> list[FixedPart]:
         """One part a stage; a stage without fixed state has an empty one."""
         checkpoint = self._checkpoints[checkpoint_id]
         parts, at = [], 0
-        for stage in self._layout.stages:
-            buffer = checkpoint.memory[at : at + stage.fixed_bytes]
+        for size in checkpoint.part_bytes:
+            buffer = checkpoint.memory[at : at + size]
             buffer.flags.writeable = writeable
             parts.append(FixedPart(checkpoint.position, buffer))
-            at += round_up(stage.fixed_bytes, PART_ALIGNMENT_BYTES)
+            at += round_up(size, PART_ALIGNMENT_BYTES)
         return parts
 
     def checksums(self, checkpoint_id: CheckpointId) -> npt.NDArray[np.uint64]:

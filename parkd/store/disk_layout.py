@@ -52,18 +52,20 @@ def write_job(
             assert held is not None
             assert held.checksums is not None
             sums = held.checksums
-            known = DiskBlock(
-                block_id, extent_id, held.rows, held.identity, _blank(stages), sums, _file_sums(sums, known=is_summed)
-            )
-            fresh.append((block_buffers(shelf, block_id, writeable=False), known))
+            buffers = block_buffers(shelf, block_id, writeable=False)
+            file_sums = _file_sums(sums, known=is_summed)
+            size = buffers[0].nbytes if layout.is_opaque else 0
+            known = DiskBlock(block_id, extent_id, held.rows, held.identity, _blank(stages), sums, file_sums, size)
+            fresh.append((buffers, known))
         blocks.append(known)
     for checkpoint in parked.checkpoints:
         place = disk.checkpoints.get(checkpoint.id)
         if place is None:
             sums = shelf.checkpoints.checksums(checkpoint.id)
             file_sums = _file_sums(sums, known=is_summed)
-            place = DiskCheckpoint(checkpoint.position, extent_id, _blank(stages), sums, file_sums)
             buffers = [part.buffer for part in shelf.checkpoints.parts(checkpoint.id, writeable=False)]
+            size = buffers[0].nbytes if layout.is_opaque else 0
+            place = DiskCheckpoint(checkpoint.position, extent_id, _blank(stages), sums, file_sums, size)
             fresh.append((buffers, place))
         checkpoints.append(place)
     parts, size = _lay_out(fresh, stages, is_summed=is_summed)

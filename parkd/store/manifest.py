@@ -21,12 +21,16 @@ from parkd.types import HASH_BYTES, Bytes, Units
 
 MAGIC = b"parkdMAN"
 VERSION = 1
+SIZED_VERSION = 2
+"""Of manifests whose parts have sizes that no layout tells."""
 EXTENT_SUFFIX = ".extent"
 MANIFEST_SUFFIX = ".manifest"
 TEMPORARY_SUFFIX = ".tmp"
 _HEADER = struct.Struct("<8s I I Q d d Q I I I I I I 16s 16s 16s H H")
 _U64 = np.dtype("<u8")
 _U32 = np.dtype("<u4")
+SIZED = 2
+"""Flag: the size of each part is given."""
 NARROW_UNITS = 1
 """Flag: units are stored in 32 bits each, since all of them fit."""
 
@@ -63,6 +67,8 @@ class DiskBlock:
     """`[stages]` as the engine computed them."""
     file_sums: Sums
     """`[stages]` xxh3-64 of the same bytes."""
+    bytes: int = 0
+    """Of an opaque state, which has one stage; 0: the layout tells."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +80,8 @@ class DiskCheckpoint:
     offsets: Sums
     sums: Sums
     file_sums: Sums
+    bytes: int = 0
+    """Of an opaque state; 0 also where the block holds it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +108,11 @@ class Manifest:
     def name(self) -> str:
         return manifest_name(self.id)
 
+    @property
+    def is_sized(self) -> bool:
+        """An opaque state's."""
+        return any(block.bytes for block in self.blocks)
+
 
 def manifest_name(conversation_id: ConversationId) -> str:
     """Any id makes a file name: what may not stand in one is never there."""
@@ -124,14 +137,15 @@ def encode(manifest: Manifest) -> bytes:
         manifest.units.astype(_U32 if narrow else _U64).tobytes(),
         b"".join(block.identity.ljust(HASH_BYTES, b"\0") for block in blocks),
         b"".join(manifest.prefix_hashes),
+        _array([part.bytes for part in parts] if manifest.is_sized else [], _U64),
         manifest.id.encode(),
         manifest.namespace.encode(),
     ]
     body = b"".join(pieces)
     header = _HEADER.pack(
         MAGIC,
-        VERSION,
-        NARROW_UNITS if narrow else 0,
+        SIZED_VERSION if manifest.is_sized else VERSION,
+        (NARROW_UNITS if narrow else 0) | (SIZED if manifest.is_sized else 0),
         _HEADER.size + len(body) + _U64.itemsize,
         manifest.parked_at_s,
         manifest.last_used_s,
@@ -181,8 +195,8 @@ def decode(data: bytes) -> Manifest:
     ) = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise DamagedManifest("not a manifest")
-    if version != VERSION:
-        raise DamagedManifest(f"format {version}, and this program reads {VERSION}")
+    if version != (SIZED_VERSION if flags & SIZED else VERSION):
+        raise DamagedManifest(f"format {version}, and this program reads {VERSION} and {SIZED_VERSION}")
     if size != len(data):
         raise DamagedManifest(f"{len(data)} bytes of {size}")
     if struct.unpack_from("<Q", data, size - _U64.itemsize)[0] != checksum(data[: -_U64.itemsize]):
@@ -200,6 +214,7 @@ def decode(data: bytes) -> Manifest:
     units.flags.writeable = False
     identities = reader.slices(HASH_BYTES, block_count)
     hashes = reader.slices(width, tokens // block_tokens)
+    sizes = reader.array(_U64, part_count).tolist() if flags & SIZED else [0] * part_count
     offsets, sums, file_sums = tables
     return Manifest(
         id=reader.take(id_bytes).decode(),
@@ -215,11 +230,11 @@ def decode(data: bytes) -> Manifest:
         last_used_s=last_used_s,
         extents=extents,
         blocks=tuple(
-            DiskBlock(ids[i], owners[i], rows[i], identities[i], offsets[i], sums[i], file_sums[i])
+            DiskBlock(ids[i], owners[i], rows[i], identities[i], offsets[i], sums[i], file_sums[i], sizes[i])
             for i in range(block_count)
         ),
         checkpoints=tuple(
-            DiskCheckpoint(positions[i - block_count], owners[i], offsets[i], sums[i], file_sums[i])
+            DiskCheckpoint(positions[i - block_count], owners[i], offsets[i], sums[i], file_sums[i], sizes[i])
             for i in range(block_count, part_count)
         ),
     )
@@ -227,7 +242,7 @@ def decode(data: bytes) -> Manifest:
 
 def encoded_bytes(tokens: int, blocks: int, checkpoints: int, stages: int, extents: int) -> int:
     """No less than a manifest of this many parts takes, with any id and namespace of up to 64 bytes each."""
-    per_part = 3 * stages * 8 + 4
+    per_part = 3 * stages * 8 + 4 + 8
     body = extents * 16 + blocks * (8 + 4 + HASH_BYTES) + checkpoints * 8 + (blocks + checkpoints) * per_part
     return _HEADER.size + body + tokens * 8 + blocks * HASH_BYTES + 128 + 8
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from parkd.store.budget import BLOCK_BYTES, Need, conversation_metadata_bytes
+from parkd.store.checkpoints import checkpoint_charge
 from parkd.store.records import BlockId, CaptureRequest, ParkedCheckpoint
+from parkd.store.segments import segment_charge
+from parkd.types import StateSizes
 
 
 def block_identity(request: CaptureRequest, index: int, rows: int, block_tokens: int) -> bytes:
@@ -49,6 +52,8 @@ def check_request(request: CaptureRequest, layout_digest: bytes, block_tokens: i
     places = request.checkpoints
     if any(later <= earlier for earlier, later in zip((0, *places), places, strict=False)) or places[-1:] > (tokens,):
         raise ValueError(f"checkpoints must ascend within (0, {tokens}]")
+    if request.sizes is not None and len(request.sizes.checkpoints) != len(places):
+        raise ValueError("the sizes are not those of the checkpoints")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +105,60 @@ class CapturePlan:
     def need(self, position: int) -> Need:
         slots = self.blocks(position) - len(self.held_at(position))
         side_bytes = conversation_metadata_bytes(position, self.block_tokens) + slots * BLOCK_BYTES
-        return Need(slots, side_bytes + len(self.fresh_checkpoints(position)) * self.checkpoint_bytes)
+        return Need(slots, side_bytes + self.fresh_checkpoint_bytes(position))
+
+    def fresh_checkpoint_bytes(self, position: int) -> int:
+        return len(self.fresh_checkpoints(position)) * self.checkpoint_bytes
+
+    def fresh_bytes(self, position: int) -> int:
+        """State that must be copied, as it is charged."""
+        return self.need(position).slots * self.slot_bytes + self.fresh_checkpoint_bytes(position)
+
+    def checkpoint_sizes(self, places: Sequence[int]) -> list[int] | None:  # noqa: ARG002
+        """Bytes of the checkpoints at `places`; None: as the layout says."""
+        return None
 
     def need_bytes(self, position: int) -> int:
         need = self.need(position)
         return need.slots * self.slot_bytes + need.side_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class OpaquePlan(CapturePlan):
+    """A plan for a state that cannot be cut: one segment with all of it, or nothing."""
+
+    @property
+    def sizes(self) -> StateSizes:
+        assert self.request.sizes is not None
+        return self.request.sizes
+
+    def blocks(self, position: int) -> int:  # noqa: ARG002 - however long it is
+        return 1
+
+    def start(self, position: int) -> int:
+        return position if self.held else 0
+
+    def fresh_shapes(self, position: int) -> list[tuple[int, int, bytes]]:
+        if self.held:
+            return []
+        return [(0, position, block_identity(self.request, 0, position, self.block_tokens))]
+
+    def need(self, position: int) -> Need:
+        fresh = 0 if self.held else BLOCK_BYTES + self._segment_bytes
+        metadata = conversation_metadata_bytes(position, self.block_tokens)
+        return Need(0, metadata + fresh + self.fresh_checkpoint_bytes(position))
+
+    def fresh_checkpoint_bytes(self, position: int) -> int:
+        places = self.fresh_checkpoints(position)
+        return sum(checkpoint_charge((size,)) for size in self.checkpoint_sizes(places))
+
+    def fresh_bytes(self, position: int) -> int:
+        return (0 if self.held else self._segment_bytes) + self.fresh_checkpoint_bytes(position)
+
+    def checkpoint_sizes(self, places: Sequence[int]) -> list[int]:
+        known = dict(zip(self.request.checkpoints, self.sizes.checkpoints, strict=True))
+        return [known[place] for place in places]
+
+    @property
+    def _segment_bytes(self) -> int:
+        return 0 if self.request.file is not None else segment_charge(self.sizes.whole)

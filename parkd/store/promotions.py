@@ -10,8 +10,9 @@ import numpy as np
 from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import DamagedPart, ReadJob
 from parkd.store.disk_records import DiskEntry
+from parkd.store.manifest import Manifest
 from parkd.store.records import BlockId, Capture, CaptureRequest, ConversationId, Parked
-from parkd.types import Checksums
+from parkd.types import Checksums, StateSizes
 
 READ_FAILURES = 2
 """Reads that the device does not answer before what lies there is given up."""
@@ -36,7 +37,9 @@ class Loading:
     is_whole: bool
 
 
-def load_request(parked: Parked, end: int, block_tokens: int, *, rewindable: bool) -> CaptureRequest:
+def load_request(
+    parked: Parked, end: int, block_tokens: int, *, rewindable: bool, sizes: StateSizes | None = None
+) -> CaptureRequest:
     """The capture that `[0, end)` of a conversation on disk is read into."""
     return CaptureRequest(
         key_digest=parked.key_digest,
@@ -47,7 +50,15 @@ def load_request(parked: Parked, end: int, block_tokens: int, *, rewindable: boo
         checkpoints=tuple(c.position for c in parked.checkpoints if c.position <= end),
         rewindable=rewindable,
         namespace=parked.namespace,
+        sizes=sizes,
     )
+
+
+def sizes_on_disk(manifest: Manifest) -> StateSizes | None:
+    """Of an opaque state that lies there; None for another one."""
+    if not manifest.is_sized:
+        return None
+    return StateSizes(manifest.blocks[0].bytes, tuple(checkpoint.bytes for checkpoint in manifest.checkpoints))
 
 
 def give_up(disk: DiskTier, promotion: Promotion, error: Exception) -> list[DiskEntry]:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType, TracebackType
 from typing import Literal, Self
 
-from parkd.types import Transfer, Units
+from parkd.types import StateFile, StateSizes, Transfer, Units
 
 BlockId = int
 """Never used twice in a store's life, so an id whose block is gone can't name another one."""
@@ -101,6 +101,12 @@ class CaptureRequest:
     """True: any token is a resumable position. False: only checkpoints are."""
     namespace: str = ""
     """The cache namespace of the key, for those who later want to forget what is parked under it."""
+    sizes: StateSizes | None = None
+    """Of an opaque state, whose only segment is `lineage`: of the whole, and of each of `checkpoints`."""
+    covered: int = 0
+    """Of an opaque state: the tokens `[0, covered)` descend from the lineage's segment."""
+    file: StateFile | None = None
+    """Where an opaque state that is a file goes; the store's own to give."""
 
 
 class RefusalReason(StrEnum):

@@ -19,6 +19,7 @@ from parkd.store.history import Ghosts, History
 from parkd.store.index import PrefixIndex
 from parkd.store.policy import Costs, Evictable, Policy
 from parkd.store.records import ConversationGone, ConversationId, Parked, StoreConfig
+from parkd.store.segments import SegmentPool
 from parkd.store.slabs import SlabGeometry, SlabHooks, SlabPool
 from parkd.types import StateLayout, Units
 
@@ -77,10 +78,12 @@ class Shelf:
         observer: Callable[[], None] | None,
     ) -> None:
         self.block_tokens = config.block_tokens
+        self.is_opaque = layout.is_opaque
         self.budget = Budget(config.budget_bytes, observer)
         self.geometry = SlabGeometry.of(layout, config.block_tokens, config.slab_bytes, config.budget_bytes)
         self.slabs = SlabPool(self.geometry, self.budget, hooks)
-        self.blocks = BlockPool(layout, config.block_tokens, self.slabs, self.budget)
+        pool = SegmentPool if layout.is_opaque else BlockPool
+        self.blocks: BlockPool = pool(layout, config.block_tokens, self.slabs, self.budget)
         self.checkpoints = CheckpointPool(layout, self.budget)
         self.index = PrefixIndex()
         self.entries: dict[ConversationId, Entry] = {}
@@ -153,11 +156,13 @@ class Shelf:
     def rated(self, entry: Entry, policy: Policy, costs: Costs, now_s: float) -> Rating:
         """What the policy makes of the entry as it stands now."""
         parked, slots = entry.parked, self.blocks.exclusive(entry.owner)
-        freed_bytes = slots * self.geometry.slot_bytes
+        freed_bytes = self.blocks.exclusive_bytes(entry.owner, parked.blocks)
+        tokens = min(len(parked.units), slots * self.block_tokens)
+        if self.is_opaque and freed_bytes:
+            tokens = len(parked.units)
         if parked.checkpoints:
             freed_bytes += self._exclusive_checkpoint_bytes(parked)
         position, used_s = len(parked.units), parked.last_used_s
-        tokens = min(position, slots * self.block_tokens)
         candidate = Evictable(
             parked.id, position, freed_bytes, parked.parked_at_s, used_s, tokens, entry.history, entry.floor
         )
@@ -176,7 +181,7 @@ class Shelf:
         going = [entry for entry in self.entries.values() if entry.may_go]
         slots = self.blocks.slots_freed_with(entry.parked.blocks for entry in going)
         side_bytes = sum(self.metadata_bytes(entry.parked) for entry in going)
-        side_bytes += self.blocks.metadata_bytes(len(slots))
+        side_bytes += self.blocks.side_bytes_freed_with(entry.parked.blocks for entry in going)
         side_bytes += self.checkpoints.bytes_freed_with(
             [checkpoint.id for checkpoint in entry.parked.checkpoints] for entry in going
         )
@@ -184,8 +189,8 @@ class Shelf:
         return self.slabs.room(slots, side_bytes), self.budget.limit_bytes - in_use
 
     def _exclusive_checkpoint_bytes(self, parked: Parked) -> int:
-        alone = sum(1 for checkpoint in parked.checkpoints if self.checkpoints.owners(checkpoint.id) == 1)
-        return alone * self.checkpoints.checkpoint_bytes
+        alone = [c.id for c in parked.checkpoints if self.checkpoints.owners(c.id) == 1]
+        return sum(self.checkpoints.bytes_of(checkpoint_id) for checkpoint_id in alone)
 
     def _free(self, entry: Entry) -> None:
         parked = entry.parked

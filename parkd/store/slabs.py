@@ -69,7 +69,7 @@ class SlabGeometry:
 
     @classmethod
     def of(cls, layout: StateLayout, block_tokens: int, slab_bytes: int, budget_bytes: int) -> SlabGeometry:
-        parts = tuple(stage.row_bytes * block_tokens for stage in layout.stages)
+        parts = tuple(0 if layout.is_opaque else stage.row_bytes * block_tokens for stage in layout.stages)
         pieces = SLABS_IN_BUDGET_WITH_FIXED_STATE if layout.fixed_bytes else SLABS_IN_BUDGET
         least = LEAST_SLAB_PAGES * PAGE_BYTES * len(parts)
         target = min(slab_bytes, max(least, budget_bytes // pieces))
@@ -156,6 +156,8 @@ class SlabPool:
     def grow_ahead(self) -> bool:
         """Adds a full slab before anyone needs it, if the budget has the room. False if not."""
         room = self._budget.free_bytes - self._budget.limit_bytes // METADATA_SHARE
+        if not any(self.geometry.part_bytes):
+            return False
         if self.geometry.slab_bytes(self.geometry.most_slots) > room:
             return False
         self._grow(self.geometry.most_slots, self._budget.free_bytes)

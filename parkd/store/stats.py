@@ -22,9 +22,9 @@ def ram_stats(
     refusals: Mapping[str, int],
 ) -> StoreStats:
     entries = shelf.entries.values()
-    flying_blocks = sum(len(flight.fresh_blocks) for flight in flights)
-    flying_checkpoints = sum(len(flight.fresh_checkpoints) for flight in flights)
-    slot_bytes, checkpoint_bytes = shelf.geometry.slot_bytes, shelf.checkpoints.checkpoint_bytes
+    flying_row_bytes = sum(shelf.blocks.bytes_of(flight.fresh_blocks) for flight in flights)
+    flying_checkpoint_bytes = sum(shelf.checkpoints.bytes_of(i) for flight in flights for i in flight.fresh_checkpoints)
+    used_bytes = shelf.slabs.used_slots * shelf.geometry.slot_bytes + shelf.budget[Kind.SEGMENTS]
     return StoreStats(
         conversations=len(shelf.entries),
         conversation_slots=config.conversation_slots,
@@ -37,9 +37,9 @@ def ram_stats(
         bytes_in_use=shelf.bytes_in_use,
         bytes_allocated=shelf.budget.allocated_bytes,
         peak_bytes_allocated=shelf.budget.peak_bytes,
-        row_bytes=(shelf.slabs.used_slots - flying_blocks) * slot_bytes,
-        checkpoint_bytes=shelf.budget[Kind.CHECKPOINTS] - flying_checkpoints * checkpoint_bytes,
-        in_flight_bytes=flying_blocks * slot_bytes + flying_checkpoints * checkpoint_bytes,
+        row_bytes=used_bytes - flying_row_bytes,
+        checkpoint_bytes=shelf.budget[Kind.CHECKPOINTS] - flying_checkpoint_bytes,
+        in_flight_bytes=flying_row_bytes + flying_checkpoint_bytes,
         metadata_bytes=shelf.budget[Kind.METADATA],
         captures_total=totals["captures"],
         partial_captures_total=totals["partial"],

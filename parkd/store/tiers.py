@@ -21,7 +21,7 @@ from parkd.store.disk_layout import read_job
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskEntry, DiskStats, touched
 from parkd.store.planning import CapturePlan
-from parkd.store.promotions import Loading, Promotion, give_up, load_request, unlike_disk
+from parkd.store.promotions import Loading, Promotion, give_up, load_request, sizes_on_disk, unlike_disk
 from parkd.store.records import (
     BlockId,
     Capture,
@@ -145,7 +145,7 @@ class TieredStore(ConversationStore):
             raise ConversationGone(conversation_id)
         parked, size = entry.parked, self.config.block_tokens
         end = -(-stop // size) * size
-        if self.layout.fixed_bytes or end > parked.position:
+        if self.layout.fixed_bytes or self.layout.is_opaque or end > parked.position:
             end = parked.position
         blocks = parked.blocks[: -(-end // size)]
         held = [self._shelf.blocks.get(block_id) for block_id in blocks]
@@ -228,6 +228,8 @@ class TieredStore(ConversationStore):
 
     def _names(self, request: CaptureRequest, shapes: Sequence[tuple[int, int, bytes]]) -> list[BlockId | None]:
         names: list[BlockId | None] = []
+        if self.layout.is_opaque and self._loading is None:
+            return [None] * len(shapes)  # the same tokens need not give the same bytes again
         for index, rows, identity in shapes:
             known = request.lineage[index] if index < len(request.lineage) else None
             place = self.disk.blocks.get(known) if known is not None else None
@@ -253,9 +255,9 @@ class TieredStore(ConversationStore):
         self._admission = replace(selective, admits_all=True)
         self._loading = entry
         try:
-            return super().begin_capture(
-                load_request(entry.parked, end, self.config.block_tokens, rewindable=not self.layout.fixed_bytes)
-            )
+            rewindable, sizes = not self.layout.fixed_bytes, sizes_on_disk(entry.manifest)
+            request = load_request(entry.parked, end, self.config.block_tokens, rewindable=rewindable, sizes=sizes)
+            return super().begin_capture(request)
         finally:
             self._loading = None
             self._admission = selective

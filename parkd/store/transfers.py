@@ -52,7 +52,9 @@ def lease_transfer(shelf: Shelf, layout: StateLayout, parked: Parked, start: int
 
 
 def lineage_of(shelf: Shelf, parked: Parked, stop: int) -> tuple[BlockId, ...]:
-    """Blocks of which the live rows `[0, stop)` hold all rows."""
+    """Blocks of which the live rows `[0, stop)` hold all rows; or the segment, of which they hold the head."""
+    if shelf.is_opaque:
+        return parked.blocks
     whole, rest = divmod(stop, shelf.block_tokens)
     if rest:
         tail = shelf.blocks.get(parked.blocks[whole])

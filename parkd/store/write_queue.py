@@ -215,6 +215,6 @@ class WriteQueue:
 
     def _missing_bytes(self, parked: Parked) -> int:
         """Bytes of the conversation that are not on disk."""
-        blocks = sum(block_id not in self._disk.blocks for block_id in parked.blocks)
-        checkpoints = sum(c.id not in self._disk.checkpoints for c in parked.checkpoints)
-        return blocks * self._shelf.geometry.slot_bytes + checkpoints * self._shelf.checkpoints.checkpoint_bytes
+        blocks = [block_id for block_id in parked.blocks if block_id not in self._disk.blocks]
+        checkpoints = [c.id for c in parked.checkpoints if c.id not in self._disk.checkpoints]
+        return self._shelf.blocks.bytes_of(blocks) + sum(map(self._shelf.checkpoints.bytes_of, checkpoints))

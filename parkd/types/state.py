@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +31,36 @@ class StageLayout:
     """16 bytes over the names, dtypes, shapes and offsets of all fields."""
 
 
+class Grain(StrEnum):
+    """What an engine gives of a conversation's state."""
+
+    ROWS = "rows"
+    """Rows and fixed state of each stage: can be cut in blocks and shared."""
+    OPAQUE = "opaque"
+    """The whole state as bytes that only the engine can read."""
+    FILE = "file"
+    """The same, in a file that the engine writes and reads itself."""
+
+
 @dataclass(frozen=True)
 class StateLayout:
-    """The state of one conversation over all stages."""
+    """The state of one conversation over all stages.
+
+    An opaque state has one stage. Its `row_bytes` and `fixed_bytes` are what a token and a checkpoint take about, for
+    estimates: real sizes are given with each capture. `fixed_bytes` is 0 exactly if the state can be cut at any token.
+    """
 
     stages: tuple[StageLayout, ...]
     checksum: str
     """Name of the 64-bit checksum the engine computes over a part's bytes (`xxh3-64`, `weighted-sum-64`)."""
+    grain: Grain = Grain.ROWS
+
+    def __post_init__(self) -> None:
+        assert self.grain is Grain.ROWS or len(self.stages) == 1, "an opaque state is one part"
+
+    @property
+    def is_opaque(self) -> bool:
+        return self.grain is not Grain.ROWS
 
     @property
     def row_bytes(self) -> int:
@@ -50,6 +75,8 @@ class StateLayout:
         """16 bytes; two layouts with equal digests hold interchangeable bytes."""
         hasher = blake2b(digest_size=HASH_BYTES, person=b"parkd-layout")
         hasher.update(self.checksum.encode())
+        if self.is_opaque:
+            hasher.update(self.grain.encode())
         for stage in self.stages:
             for number in (stage.first_layer, stage.end_layer, stage.row_bytes, stage.fixed_bytes):
                 hasher.update(number.to_bytes(8, "little"))
@@ -57,17 +84,43 @@ class StateLayout:
         return hasher.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Bytes that an opaque conversation takes."""
+
+    whole: int
+    """Of a state that is a file: no less than it will have, since so much is reserved."""
+    checkpoints: tuple[int, ...] = ()
+    """One each of the positions asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """A state that lies in a file instead of a buffer."""
+
+    path: Path
+    bytes: int
+    """For a capture the most it may have; for a restore what it has."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRun:
     """Rows `[start, stop)` of one stage and the host bytes that hold them (or will).
 
-    A run may span several blocks when they lie side by side in host memory, so that one copy moves them all.
+    A run may span several blocks when they lie side by side in host memory, so that one copy moves them all. An opaque
+    state is one run from 0.
     """
 
     start: int
     stop: int
     buffer: Bytes
-    """`[(stop - start) * row_bytes]`, contiguous; row `start` first."""
+    """`[(stop - start) * row_bytes]`, contiguous; row `start` first. Of an opaque state as many bytes as it has, one
+    contiguous buffer; empty if it is a file."""
+    file: StateFile | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.buffer.nbytes if self.file is None else self.file.bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +129,8 @@ class FixedPart:
 
     position: int
     buffer: Bytes
-    """`[fixed_bytes]`, contiguous."""
+    """`[fixed_bytes]`, contiguous. Of an opaque state as many bytes as the checkpoint has; none where the whole state
+    is of the same position and holds it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +172,7 @@ class Transfer:
     @property
     def bytes(self) -> int:
         """Bytes moved, all stages."""
-        rows = sum(run.buffer.nbytes for stage in self.stages for run in stage.rows)
+        rows = sum(run.bytes for stage in self.stages for run in stage.rows)
         return rows + sum(part.buffer.nbytes for stage in self.stages for part in stage.fixed)
 
 
@@ -130,3 +184,5 @@ class Checksums:
     """`[blocks, stages]`."""
     fixed: npt.NDArray[np.uint64]
     """`[fixed parts, stages]`."""
+    file_bytes: int = 0
+    """What the file of a state that is one has."""

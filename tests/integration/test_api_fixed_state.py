@@ -9,10 +9,18 @@ from api_harness import Gate, Messages, Running, body_of, running, until
 from test_api_switching import never_parked, opening, rows_left_by, turn_after
 
 from parkd.engine_adapter.fake import FakeEngine
+from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
 from parkd.proxy.checkpoints import CHECKPOINT_STEP_TOKENS, checkpoints_to_take
 from parkd.types import ConversationKey, PromptIdentity
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True, params=[FakeEngine, FakeOpaqueEngine], ids=["rows", "opaque"])
+def engine_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here holds for engines that give rows, and for those that give a conversation whole."""
+    monkeypatch.setitem(globals(), "FakeEngine", request.param)
+
 
 GENERATION_PROMPT = "<|im_start|>assistant\n"
 

@@ -81,6 +81,8 @@ def make_store(
 def assert_within_budget(store: ConversationStore) -> None:
     shelf = store._shelf
     slabs = sum(slab.memory.nbytes for slab in shelf.slabs._slabs.values())
+    if shelf.is_opaque:
+        slabs += sum(-(-place.memory.nbytes // 4096) * 4096 for place in shelf.blocks._places.values())
     checkpoints = sum(checkpoint.memory.nbytes for checkpoint in shelf.checkpoints._checkpoints.values())
     assert shelf.bytes_in_use <= shelf.budget.allocated_bytes <= store.config.budget_bytes
     assert slabs + checkpoints + shelf.budget["metadata"] <= store.config.budget_bytes
