@@ -9,7 +9,8 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import ModelLoadError, TemplateRefused
-from engine.text import TextAssembler, TokenBytes
+from engine.responses import ResponseTemplate
+from engine.text import ANSWER_MARKS, TextAssembler, TokenBytes
 
 RESERVED = frozenset(
     {
@@ -29,18 +30,22 @@ RESERVED = frozenset(
 class ChatTokenizer:
     """Text to ids and back. Thread-safe."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is a library tokenizer. Raises ModelLoadError if it is not a fast one."""
+    def __init__(self, tokenizer: Any, *, declares: bool = True) -> None:
+        """`tokenizer` is a library tokenizer. Raises ModelLoadError if it is not a fast one. `declares`: its response
+        template holds, if it has one."""
         if not getattr(tokenizer, "is_fast", False):
             raise ModelLoadError("The model has no fast tokenizer (tokenizer.json), which is needed.")
         self._backend = tokenizer.backend_tokenizer
         # Padding or cutting a prompt would change what the model reads; some files switch them on.
         self._backend.no_padding()
         self._backend.no_truncation()
-        self._token_bytes = TokenBytes.of(self._backend)
+        self.responses = ResponseTemplate.of(tokenizer) if declares else None
+        """How answers are read, where the model's files say it."""
         added = self._backend.get_added_tokens_decoder()
         self.special_tokens: tuple[str, ...] = tuple(added[number].content for number in sorted(added))
         """Texts that are cut out before anything else, in the order of their ids."""
+        marks = frozenset() if self.responses is None else self.responses.marks(self.special_tokens)
+        self._token_bytes = TokenBytes.of(self._backend, ANSWER_MARKS | marks)
 
     def encode(self, text: str) -> list[int]:
         # Of the ways to encode, the one that lets other threads run meanwhile.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,32 @@ from engine.errors import ModelLoadError
 
 SPACE_MARK = "\u2581"
 """Stands for a space in SentencePiece vocabularies."""
+ANSWER_MARKS = frozenset(
+    {
+        "<think>",
+        "</think>",
+        "[THINK]",
+        "[/THINK]",
+        "<seed:think>",
+        "</seed:think>",
+        "<|channel>",
+        "<channel|>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|tool_call>",
+        "<tool_call|>",
+        '<|"|>',
+        "<start_function_call>",
+        "<end_function_call>",
+        "<escape>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+    }
+)
+"""Special tokens that are part of an answer's text: they mark its thinking and its tool calls, and many vocabularies
+call them special. All others say nothing."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -37,10 +63,10 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     @classmethod
-    def of(cls, backend: Any) -> TokenBytes:
-        """From a `tokenizers.Tokenizer`."""
+    def of(cls, backend: Any, shown: Container[str] = ANSWER_MARKS) -> TokenBytes:
+        """From a `tokenizers.Tokenizer`. Of its special tokens only those in `shown` have bytes."""
         content = json.loads(backend.to_str())
-        special = [entry["id"] for entry in content["added_tokens"] if entry["special"]]
+        special = [e["id"] for e in content["added_tokens"] if e["special"] and e["content"] not in shown]
         return cls(backend, content["decoder"], special)
 
     def __getitem__(self, token_id: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -137,7 +138,7 @@ def compose(
         if engine.host_memory_hooks() is not None:  # Page-locked in the background, while requests are answered.
             store.grow_ahead()
     server = config.server
-    output = output_format(engine.template_source)
+    output = replace(output_format(engine.template_source), reader=engine.response_reader)
     structured = StructuredOutput(engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids)
     return Services(
         engine=engine,

@@ -97,6 +97,26 @@ class TextStream(Protocol):
         """The rest, once no token follows."""
 
 
+class ResponseReader(Protocol):
+    """Reads one answer as the model's own files say it is to be read.
+
+    Events have a `type`, `region_open`, `region_chunk` (with `text`, and `dirty` where only the whole has a meaning) or
+    `region_close` (with `value`), and a `field`, the key of the message.
+    """
+
+    initial: Sequence[Mapping[str, Any]]
+    """What the prompt has opened already."""
+
+    def closing(self, field: str, text: str) -> int:
+        """Length of the mark at the start of `text` that closes the field's region; 0 if there is none."""
+
+    def feed(self, text: str) -> Sequence[Mapping[str, Any]]:
+        """Raises, mostly ValueError, for an answer that does not fit; then the reader is not used again."""
+
+    def finish(self) -> Sequence[Mapping[str, Any]]:
+        """No text follows. Raises as `feed` does."""
+
+
 class CaptureInFlight(Protocol):
     """A capture that goes on while the engine does other things."""
 

@@ -38,7 +38,7 @@ from engine.session import Session
 from engine.stages import Stage, place, split_layers
 from engine.steering import SteeringBank, VectorFile, load_vectors
 from engine.text import Piece, TextAssembler
-from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, TextPiece, Tokenizer
+from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, ResponseReader, TextPiece, Tokenizer
 from parkd.errors import EngineFailure, EngineLost, InvalidRequest, ModelError, RestoreFailed
 from parkd.types import Checksums, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
 
@@ -158,6 +158,11 @@ class TorchEngine:
     def tokenizer_json(self) -> str:
         """The text of the model's `tokenizer.json`."""
         return self._chat.to_json()
+
+    @property
+    def response_reader(self) -> Callable[[str, Sequence[Mapping[str, Any]]], ResponseReader] | None:
+        """From a prompt's end and the tools to what reads the answer; None if the model's files do not say how."""
+        return None if self._chat.responses is None else self._chat.responses.reader
 
     def host_memory_hooks(self) -> PinnedMemory | None:
         """What a pool of parked rows should tell of its memory, for copies at full speed; None without cards."""

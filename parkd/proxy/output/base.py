@@ -5,14 +5,18 @@ generated text --Parser.push--> TextDelta | ReasoningDelta | ToolCallDelta --tur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
+from parkd.engine_adapter.base import ResponseReader
 from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
 
 OutputEvent = TextDelta | ReasoningDelta | ToolCallDelta
+
+MakeReader = Callable[[str, Sequence[Mapping[str, Any]]], ResponseReader]
+"""From the end of the rendered prompt and the tools to the reader of one answer."""
 
 CallIds = Callable[[], str]
 """Makes the id of the next tool call."""
@@ -48,6 +52,8 @@ class OutputFormat:
 
     tools: ToolFormat = ToolFormat.NONE
     reasoning: ReasoningMarks | None = None
+    reader: MakeReader | None = None
+    """From the model's own files, where they say how answers are read; it goes before `tools`."""
 
 
 class Parser(Protocol):

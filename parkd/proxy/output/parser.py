@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from parkd.proxy.output.base import CallIds, OutputEvent, OutputFormat, Parser, ToolFormat
 from parkd.proxy.output.calls import CallParser, Section
+from parkd.proxy.output.declared import DeclaredParser
 from parkd.proxy.output.formats import opens_reasoning
 from parkd.proxy.output.gemma_calls import gemma_section
 from parkd.proxy.output.json_calls import JsonCalls, LlamaBare, mistral_section
@@ -69,6 +70,8 @@ def make_parser(output: OutputFormat, request: TurnRequest, prompt_tail: str, ca
     everything as text.
     """
     marks = output.reasoning if request.prompt is None else None
+    if output.reader is not None and request.prompt is None:
+        return DeclaredParser(output.reader(prompt_tail, request.tools), request, call_ids)
     splitter = ReasoningSplitter(marks, opened=opens_reasoning(prompt_tail, marks))
     wants_calls = bool(request.tools) and request.tool_choice.mode is not ToolChoiceMode.NONE
     sections, bare = _sections(output.tools, request) if wants_calls else ({}, None)
