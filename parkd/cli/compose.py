@@ -121,6 +121,7 @@ def compose(
     from parkd.proxy.config import ProxyConfig, Services
     from parkd.proxy.output.formats import output_format
     from parkd.proxy.structured import StructuredOutput
+    from parkd.proxy.thinking import ThinkingLimits
 
     answers = answer_memory(config, engine)
     identity = IdentityBuilder(
@@ -140,6 +141,13 @@ def compose(
     server = config.server
     output = replace(output_format(engine.template_source), reader=engine.response_reader)
     structured = StructuredOutput(engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids)
+    limits = ThinkingLimits(
+        output.reasoning,
+        engine.template_source,
+        engine.info.vocab_size,
+        engine.tokenizer.encode,
+        lambda: engine.text_stream(()),
+    )
     return Services(
         engine=engine,
         build_identity=identity.build,
@@ -149,7 +157,7 @@ def compose(
         render=identity.render,
         remember=None if answers is None else answers.remember,
         chat_template=engine.template_source,
-        build_mask=lambda request, prompt_tail: structured.mask(request, output, prompt_tail),
+        build_mask=lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail)),
         config=ProxyConfig(
             host=server.host,
             port=server.port,

@@ -13,6 +13,7 @@ from parkd.proxy.config import ProxyConfig
 from parkd.proxy.output.base import OutputFormat, ReasoningMarks, ToolFormat
 from parkd.proxy.server import Server
 from parkd.proxy.structured import StructuredOutput
+from parkd.proxy.thinking import ThinkingLimits
 from tests.integration.api_harness import running_in_thread
 
 FORMAT = OutputFormat(ToolFormat.HERMES, ReasoningMarks("<think>", "</think>"))
@@ -43,11 +44,14 @@ def serving(
     answer = (lambda _prompt: script) if isinstance(script, str) else script
     engine = FakeEngine(script=answer, context_tokens=context_tokens, hook=hook)
     structured = StructuredOutput(byte_tokenizer().to_str(), engine.info.vocab_size, engine.info.end_token_ids)
+    limits = ThinkingLimits(
+        FORMAT.reasoning, None, engine.info.vocab_size, engine.tokenizer.encode, lambda: engine.text_stream(())
+    )
     with running_in_thread(
         engine,
         config,
         output=FORMAT,
-        build_mask=lambda request, prompt_tail: structured.mask(request, FORMAT, prompt_tail),
+        build_mask=lambda request, tail: limits.over(request, tail, structured.mask(request, FORMAT, tail)),
     ) as server:
         yield Served(server, engine)
 

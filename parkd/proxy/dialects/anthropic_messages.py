@@ -25,7 +25,8 @@ from parkd.proxy.dialects.nested import (
     text_at,
     wrong,
 )
-from parkd.types import ReasoningParams, ToolChoice, ToolChoiceMode, TurnRequest
+from parkd.proxy.dialects.thinking import reasoning_of, template_words
+from parkd.types import ToolChoice, ToolChoiceMode, TurnRequest
 
 CACHE_TTL_S = {"5m": 300.0, "1h": 3600.0}
 
@@ -54,13 +55,14 @@ class AnthropicMessages:
         if not body.get("messages"):
             raise InvalidRequest("`messages` is missing or empty. Send at least one message.", param="messages")
         config = fields.obj(body, "output_config")
-        reasoning = _reasoning(body, config)
+        fields.obj(body, "thinking")
+        reasoning = reasoning_of(body, text_at(config, "effort", "output_config") or None)
         tools = _tools(body)
         choice, parallel = _tool_choice(body, tools)
         return TurnRequest(
             messages=messages,
             tools=tools,
-            template_kwargs=_template_kwargs(body, reasoning),
+            template_kwargs=template_words(body, reasoning),
             sampling=fields.sampling(body),
             stop=fields.stop_strings(body, "stop_sequences"),
             stream=fields.flag(body, "stream", default=False),
@@ -192,27 +194,6 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
     if name is not None:
         check_named(name, tools, "tool_choice.name")
     return ToolChoice(CHOICES[kind], name), not choice.get("disable_parallel_tool_use")
-
-
-def _reasoning(body: Mapping[str, Any], config: Mapping[str, Any]) -> ReasoningParams:
-    thinking = fields.obj(body, "thinking")
-    enabled = {"enabled": True, "adaptive": True, "disabled": False}.get(str(thinking.get("type")))
-    return ReasoningParams(
-        enabled=enabled,
-        effort=text_at(config, "effort", "output_config") or None,
-        budget_tokens=fields.whole(thinking, "budget_tokens", 0, fields.MAX_TOKENS),
-    )
-
-
-def _template_kwargs(body: Mapping[str, Any], reasoning: ReasoningParams) -> Mapping[str, Any]:
-    kwargs: dict[str, Any] = {}
-    if reasoning.enabled is not None:
-        kwargs["enable_thinking"] = reasoning.enabled
-    if reasoning.effort is not None:
-        kwargs["reasoning_effort"] = reasoning.effort
-    if reasoning.budget_tokens is not None:
-        kwargs["thinking_budget"] = reasoning.budget_tokens
-    return {**kwargs, **fields.obj(body, "chat_template_kwargs")}
 
 
 def _schema(body: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -26,12 +26,12 @@ from parkd.proxy.dialects.nested import (
     wrong,
 )
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
+from parkd.proxy.dialects.thinking import reasoning_of, template_words
 from parkd.types import (
     Event,
     Finished,
     FinishReason,
     ReasoningDelta,
-    ReasoningParams,
     Started,
     TextDelta,
     ToolCallDelta,
@@ -66,11 +66,11 @@ class OpenAIChat:
             _check_message(message, f"messages[{index}]")
         fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
         tools = _tools(body)
-        effort = fields.text(body, "reasoning_effort") or None
+        reasoning = reasoning_of(body, fields.text(body, "reasoning_effort") or None)
         return TurnRequest(
             messages=messages,
             tools=tools,
-            template_kwargs=_template_kwargs(body, effort),
+            template_kwargs=template_words(body, reasoning),
             sampling=fields.sampling(body),
             stop=fields.stop_strings(body, "stop"),
             max_output_tokens=_max_output_tokens(body),
@@ -79,7 +79,7 @@ class OpenAIChat:
             tool_choice=_tool_choice(body, tools),
             parallel_tool_calls=fields.flag(body, "parallel_tool_calls", default=True),
             response_schema=_response_schema(body),
-            reasoning=ReasoningParams(enabled=False if effort == "none" else None, effort=effort),
+            reasoning=reasoning,
             cache=cache_hints(body, headers),
             steering=fields.steering(body),
         )
@@ -292,11 +292,3 @@ def _max_output_tokens(body: Mapping[str, Any]) -> int | None:
     newer = fields.whole(body, "max_completion_tokens", 0, fields.MAX_TOKENS)
     older = fields.whole(body, "max_tokens", 0, fields.MAX_TOKENS)
     return older if newer is None else newer
-
-
-def _template_kwargs(body: Mapping[str, Any], effort: str | None) -> Mapping[str, Any]:
-    """What the client says to the template; its own words win."""
-    known: dict[str, Any] = {}
-    if effort is not None:
-        known = {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
-    return {**known, **fields.obj(body, "chat_template_kwargs")}

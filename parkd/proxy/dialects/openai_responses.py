@@ -25,7 +25,8 @@ from parkd.proxy.dialects.nested import (
 )
 from parkd.proxy.dialects.openai_errors import error_answer
 from parkd.proxy.dialects.responses_stream import ResponsesEncoder, opened_reasoning
-from parkd.types import ReasoningParams, ToolChoice, ToolChoiceMode, TurnRequest
+from parkd.proxy.dialects.thinking import reasoning_of, template_words
+from parkd.types import ToolChoice, ToolChoiceMode, TurnRequest
 
 REFUSED = {
     "previous_response_id": "this server keeps no responses. Send the whole history in `input`.",
@@ -49,16 +50,12 @@ class OpenAIResponses:
             if body.get(name) not in (None, False):
                 raise InvalidRequest(f"`{name}` cannot be used: {advice}", param=name)
         tools = _tools(body)
-        reasoning = fields.obj(body, "reasoning")
-        effort = text_at(reasoning, "effort", "reasoning") or None
-        kwargs: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        if effort == "none":
-            kwargs["enable_thinking"] = False
+        reasoning = reasoning_of(body, text_at(fields.obj(body, "reasoning"), "effort", "reasoning") or None)
         wanted = object_at(fields.obj(body, "text"), "format", "text")
         return TurnRequest(
             messages=_messages(body),
             tools=[tool for tool, _ in tools.values()],
-            template_kwargs={**kwargs, **fields.obj(body, "chat_template_kwargs")},
+            template_kwargs=template_words(body, reasoning),
             sampling=fields.sampling(body),
             stop=fields.stop_strings(body, "stop"),
             max_output_tokens=fields.whole(body, "max_output_tokens", 0, fields.MAX_TOKENS),
@@ -67,7 +64,7 @@ class OpenAIResponses:
             tool_choice=_tool_choice(body, [tool for tool, _ in tools.values()]),
             parallel_tool_calls=fields.flag(body, "parallel_tool_calls", default=True),
             response_schema=response_schema(wanted, wanted.get("schema"), "text.format"),
-            reasoning=ReasoningParams(enabled=False if effort == "none" else None, effort=effort),
+            reasoning=reasoning,
             cache=cache_hints(body, headers),
             steering=fields.steering(body),
         )

@@ -69,7 +69,7 @@ def test_a_body_becomes_a_turn() -> None:
     assert request.tools == (TOOL,)
     assert request.tool_choice == ToolChoice(ToolChoiceMode.NAMED, "look")
     assert request.template_kwargs == {"enable_thinking": True, "reasoning_effort": "none"}
-    assert request.reasoning.enabled is False
+    assert request.reasoning.enabled is True  # what the client tells the template wins
     assert request.cache.mode is CacheMode.OFF
 
 
