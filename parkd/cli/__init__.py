@@ -22,6 +22,7 @@ from parkd.cli.model import MemoryShare, find_model, load_engine
 from parkd.config import Config, load
 from parkd.errors import ConfigError, ModelError
 from parkd.keys import read_key_file
+from parkd.rewrite_rules import read_rules
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.engine_adapter.torch_engine import TorchEngine
@@ -70,6 +71,8 @@ def serve(config: Config) -> int:
         print(f"note: {note}", file=sys.stderr)
     key_file = config.server.api_key_file
     named_keys = () if key_file is None else read_key_file(key_file)
+    rules_file = config.server.rewrite_rules_file
+    rules = () if rules_file is None else read_rules(rules_file)
     model, is_demo = find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound:
         from parkd.proxy import server
@@ -80,7 +83,7 @@ def serve(config: Config) -> int:
         load = partial(load_engine, model=model, memory=memory, progress=startup.ProgressPrinter(), is_demo=is_demo)
         engine = split_memory.load(config, model, files, load)
         store_config = store_config_of(config, memory)
-        services = compose(config, engine, store_config, named_keys, files)
+        services = compose(config, engine, store_config, named_keys, files, rules)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
         url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
         lines = startup.describe(engine.info, budget, url, needs_key=needs_key)

@@ -15,6 +15,7 @@ from parkd.memory import free_memory_bytes, total_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.engine_adapter.torch_engine import TorchEngine
+    from parkd.identity.normalise import RewriteRule
     from parkd.identity.output_memory import OutputMemory
     from parkd.proxy.config import Services
     from parkd.store.fs import FileSystem
@@ -114,6 +115,7 @@ def compose(
     store_config: StoreConfig,
     named_keys: tuple[NamedKey, ...] = (),
     files: FileSystem | None = None,
+    rules: tuple[RewriteRule, ...] = (),
 ) -> Services:
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.identity.builder import IdentityBuilder
@@ -130,7 +132,7 @@ def compose(
         engine.info.fingerprint,
         BLOCK_TOKENS,
         MEMO_BYTES,
-        normaliser=NormaliserConfig(drop_billing_header=not config.server.keeps_billing_header),
+        normaliser=NormaliserConfig(not config.server.keeps_billing_header, rules),
         answers=answers,
     )
     store = None

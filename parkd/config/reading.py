@@ -148,6 +148,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             max_output_tokens=values["max-output-tokens"],
             cors_origins=values["cors-origin"],
             keeps_billing_header=values["keep-billing-header"],
+            rewrite_rules_file=values["rewrite-rules"],
         ),
         home=Path(cache_home).expanduser() / "parkd",
         notes=notes,

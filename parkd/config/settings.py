@@ -171,6 +171,7 @@ SETTINGS: tuple[Setting, ...] = (
         False,
         "leave agents' per-request billing header in prompts",
     ),
+    Setting("rewrite-rules", "server", "FILE", parsers.file, None, "TOML of regex rules applied to prompts (none)"),
     Setting("max-queue", "server", "N", parsers.count(1, 100_000), 64, "requests that may wait before 503 (64)"),
     Setting("max-output-tokens", "server", "TOKENS", parsers.count(1), None, "longest answer (to the context's end)"),
 )

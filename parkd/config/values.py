@@ -83,6 +83,8 @@ class ServerConfig:
     """Web pages that may call this server; empty: none but those of this machine."""
     keeps_billing_header: bool
     """An agent's header that changes with every request stays in the prompt."""
+    rewrite_rules_file: Path | None = None
+    """What is replaced in prompts before they are read; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

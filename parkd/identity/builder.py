@@ -95,6 +95,7 @@ class IdentityBuilder:
             prefix_hashes=self._chains.hashes(units, key.digest),
             segments=prompt_map.segments,
             boundaries=prompt_map.boundaries,
+            rewrites=prompt.rewrites,
         )
         hashed_s = time.perf_counter()
         return identity, BuildTimings(rendered_s - began_s, tokenised_s - rendered_s, hashed_s - tokenised_s)

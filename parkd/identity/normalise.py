@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from parkd.errors import ConfigError
-from parkd.types import Message
+from parkd.types import Message, Rewrite
 
 _BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 """Anchored: only what stands first in the first system block, and only that line."""
+
+BILLING_HEADER = "billing header"
+"""What its removal is called in reports."""
 
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -27,6 +30,8 @@ class RewriteRule:
     pattern: str
     replacement: str = ""
     roles: tuple[str, ...] = ("system", "developer")
+    name: str = ""
+    """For reports; the pattern if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +61,25 @@ class Normaliser:
                 ) from error
             self._rules.append((pattern, rule))
 
-    def apply(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages without what is to be dropped. A system message with nothing left is dropped whole."""
+    def apply(self, messages: Sequence[Message]) -> tuple[list[Message], tuple[Rewrite, ...]]:
+        """The messages without what is to be dropped, and which rules changed something. A system message of which the
+        billing header leaves nothing is dropped whole."""
         result = list(messages)
+        rewrites: list[Rewrite] = []
         if self._drop_billing_header and result and result[0].get("role") in _SYSTEM_ROLES:
             content = _without_billing_header(result[0].get("content"))
             if content is not result[0].get("content"):
                 result[:1] = [{**result[0], "content": content}] if content else []
+                rewrites.append(Rewrite(BILLING_HEADER, 1))
         for pattern, rule in self._rules:
-            result = [
-                _rewritten(message, pattern, rule.replacement) if message.get("role") in rule.roles else message
-                for message in result
-            ]
-        return result
+            places = 0
+            for index, message in enumerate(result):
+                if message.get("role") in rule.roles:
+                    result[index], count = _rewritten(message, pattern, rule.replacement)
+                    places += count
+            if places:
+                rewrites.append(Rewrite(rule.name or rule.pattern, places))
+        return result, tuple(rewrites)
 
 
 def _without_billing_header(content: Any) -> Any:
@@ -86,16 +97,18 @@ def _without_billing_header(content: Any) -> Any:
     return kept + content[1:]
 
 
-def _rewritten(message: Message, pattern: re.Pattern[str], replacement: str) -> Message:
+def _rewritten(message: Message, pattern: re.Pattern[str], replacement: str) -> tuple[Message, int]:
+    """The message, the same object if nothing matched, and the number of matches."""
     content = message.get("content")
     if isinstance(content, str):
-        return {**message, "content": pattern.sub(replacement, content)}
+        text, count = pattern.subn(replacement, content)
+        return ({**message, "content": text} if count else message), count
     if not isinstance(content, list):
-        return message
-    parts = [
-        {**part, "text": pattern.sub(replacement, part["text"])}
-        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-        else part
-        for part in content
-    ]
-    return {**message, "content": parts}
+        return message, 0
+    parts, total = list(content), 0
+    for index, part in enumerate(content):
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            text, count = pattern.subn(replacement, part["text"])
+            parts[index] = {**part, "text": text} if count else part
+            total += count
+    return ({**message, "content": parts} if total else message), total

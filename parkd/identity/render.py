@@ -11,7 +11,7 @@ from parkd.errors import InvalidRequest, ParkdError
 from parkd.identity.canonical import CanonicalMessage, canonical_messages, canonical_tools
 from parkd.identity.normalise import Normaliser
 from parkd.identity.profile import SystemInside, TemplateProfile, probe_template
-from parkd.types import TurnRequest
+from parkd.types import Rewrite, TurnRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class RenderedPrompt:
     turns: tuple[CanonicalMessage, ...] = ()
     """What was rendered, in order; empty for a raw prompt."""
     has_tools: bool = False
+    rewrites: tuple[Rewrite, ...] = ()
 
 
 class Renderer:
@@ -36,7 +37,7 @@ class Renderer:
             return RenderedPrompt(request.prompt)
         if not request.messages:
             raise InvalidRequest("The request has no messages. Send at least one.", param="messages")
-        messages = self._normaliser.apply(request.messages)
+        messages, rewrites = self._normaliser.apply(request.messages)
         dropped = len(request.messages) - len(messages)
         tools = canonical_tools(request.tools)
         turns = canonical_messages(messages, self.profile, first_origin=dropped)
@@ -50,7 +51,7 @@ class Renderer:
                 raise
             turns = again
             text = self._text(turns, tools, request.template_kwargs)
-        return RenderedPrompt(text, tuple(turns), bool(tools))
+        return RenderedPrompt(text, tuple(turns), bool(tools), rewrites)
 
     def _text(
         self, turns: Sequence[CanonicalMessage], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]

@@ -154,6 +154,7 @@ def document(explained: Explained) -> Mapping[str, Any]:
             {"start": span.start, "stop": span.stop, "label": span.label} for span in explained.prompt.segments
         ],
         "boundaries": list(explained.prompt.boundaries),
+        "rewrites": [{"rule": rewrite.rule, "places": rewrite.places} for rewrite in explained.prompt.rewrites],
     }
 
 

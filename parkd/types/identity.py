@@ -70,6 +70,16 @@ class ImageSpan:
     """SHA-256 of mode, width, height, decoded pixels and preprocessing configuration."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """What a rule of the server changed in a prompt before it was rendered."""
+
+    rule: str
+    """Its name."""
+    places: int
+    """Matches that were replaced."""
+
+
 @dataclass(frozen=True)
 class PromptIdentity:
     """A rendered, tokenised and hashed prompt."""
@@ -85,6 +95,7 @@ class PromptIdentity:
     images: tuple[ImageSpan, ...] = ()
     boundaries: tuple[int, ...] = ()
     """Ascending positions where a later prompt is likely to fork: checkpoint places."""
+    rewrites: tuple[Rewrite, ...] = ()
 
     def __len__(self) -> int:
         return len(self.units)

@@ -18,6 +18,7 @@ import httpx
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.identity.builder import IdentityBuilder
+from parkd.identity.normalise import NormaliserConfig
 from parkd.identity.output_memory import OutputMemory
 from parkd.proxy.config import BuildMask, ProxyConfig, Services
 from parkd.proxy.output.base import OutputFormat
@@ -162,9 +163,16 @@ def make_services(
     output: OutputFormat | None = None,
     build_mask: BuildMask | None = None,
     answers: OutputMemory | None = None,
+    normaliser: NormaliserConfig | None = None,
 ) -> tuple[Services, IdentityBuilder]:
     identity = IdentityBuilder(
-        engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, 1 << 20, answers=answers
+        engine.tokenizer,
+        engine.template,
+        engine.info.fingerprint,
+        BLOCK_TOKENS,
+        1 << 20,
+        answers=answers,
+        normaliser=normaliser,
     )
     serial = count(1)
     store = ConversationStore(
@@ -198,6 +206,7 @@ async def running(
     output: OutputFormat | None = None,
     build_mask: BuildMask | None = None,
     answer_bytes: int = MIB,
+    normaliser: NormaliserConfig | None = None,
 ) -> AsyncIterator[Running]:
     """Starts a server, gives it, stops it as SIGTERM would."""
     end_texts = [engine.tokenizer.decode([token_id]) for token_id in engine.info.end_token_ids]
@@ -210,6 +219,7 @@ async def running(
         output=output,
         build_mask=build_mask,
         answers=answers,
+        normaliser=normaliser,
     )
     server = Server(services)
     # its own socket, so that a test's server never takes over the runner's signals: `_serve` is `serve` without them

@@ -8,6 +8,7 @@ import pytest
 from api_harness import MIB, Running, running
 
 from parkd.engine_adapter.fake import FakeEngine
+from parkd.identity.normalise import NormaliserConfig, RewriteRule
 from parkd.proxy.config import ProxyConfig
 from parkd.types import NamedKey
 
@@ -47,6 +48,26 @@ async def test_the_first_differing_token_is_shown_with_its_text_and_its_message(
         assert told["read_tokens"] == len(prompt) - answer.reused
         assert told["segments"][-1]["stop"] == len(prompt)
         assert told["end"] == answer.finish_reason
+
+
+async def test_rewrite_rules_keep_a_clock_out_and_are_reported() -> None:
+    rule = RewriteRule(r"It is \d+:\d+\.", "It is noon.", name="clock")
+    async with running(FakeEngine(), normaliser=NormaliserConfig(rules=(rule,))) as server:
+        await server.chat(asked(LONG, "It is 10:01. Be short."))
+        await server.settled()
+        again = await server.chat(asked(LONG, "It is 10:02. Be short."))
+        told = await explained(server, again.headers["x-request-id"])
+        assert told["rewrites"] == [{"rule": "clock", "places": 1}]
+        assert again.reused == told["prompt_tokens"] - 1
+        told = await explained(server, (await server.chat(asked(LONG, "No clock."))).headers["x-request-id"])
+        assert told["rewrites"] == []
+
+
+async def test_a_dropped_billing_header_is_reported() -> None:
+    async with running(FakeEngine()) as server:
+        header = "x-anthropic-billing-header: cc_version=1\nBe short."
+        told = await explained(server, (await server.chat(asked(LONG, header))).headers["x-request-id"])
+        assert told["rewrites"] == [{"rule": "billing header", "places": 1}]
 
 
 async def test_a_grown_conversation_differs_nowhere() -> None:

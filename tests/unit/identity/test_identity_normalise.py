@@ -27,14 +27,14 @@ def _text(text: str) -> dict[str, Any]:
 )
 def test_a_billing_header_is_dropped(role: str, content: Any) -> None:
     """Reports 21 and 34."""
-    (system, user) = Normaliser(NormaliserConfig()).apply([say(role, content), say("user", "hi")])
+    (system, user) = Normaliser(NormaliserConfig()).apply([say(role, content), say("user", "hi")])[0]
     assert system["content"] in ([_text("Be brief.")], "Be brief.")
     assert user == say("user", "hi")
 
 
 def test_a_system_message_that_is_only_a_header_is_dropped_whole() -> None:
     messages = [say("system", [_text(HEADER.format("0a"))]), say("user", "hi")]
-    assert Normaliser(NormaliserConfig()).apply(messages) == messages[1:]
+    assert Normaliser(NormaliserConfig()).apply(messages)[0] == messages[1:]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_a_system_message_that_is_only_a_header_is_dropped_whole() -> None:
     ids=["not at the start", "second block", "a user's", "second message", "indented", "nothing", "no block"],
 )
 def test_what_stands_elsewhere_is_the_prompt(messages: list[dict[str, Any]]) -> None:
-    assert Normaliser(NormaliserConfig()).apply(messages) == messages
+    assert Normaliser(NormaliserConfig()).apply(messages)[0] == messages
 
 
 def test_the_flag_keeps_the_header() -> None:
     messages = [say("system", HEADER.format("0a")), say("user", "hi")]
-    assert Normaliser(NormaliserConfig(drop_billing_header=False)).apply(messages) == messages
+    assert Normaliser(NormaliserConfig(drop_billing_header=False)).apply(messages)[0] == messages
 
 
 def test_two_requests_that_differ_in_the_header_have_the_same_units() -> None:
@@ -77,7 +77,7 @@ def test_operator_rules_rewrite_the_roles_they_name_and_no_other() -> None:
         say("system", [_text("Today is Friday."), {"type": "image"}]),
         say("user", "Today is Monday."),
     ]
-    assert normaliser.apply(messages) == [
+    assert normaliser.apply(messages)[0] == [
         say("system", "Today is a day. Go."),
         say("system", [_text("Today is a day."), {"type": "image"}]),
         messages[2],
