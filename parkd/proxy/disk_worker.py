@@ -82,8 +82,8 @@ class DiskWorker:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def room(self, wait_s: float) -> bool:
-        """Waits for a write to end, since that frees memory. False if none is under way, or none ended in time."""
-        if not self._store.has_writes or self._store.queue.is_paused:
+        """Waits for file work to end, since that frees room. False if none is under way, or none ended in time."""
+        if not self._store.frees_room:
             return False
         with anyio.move_on_after(wait_s):
             await self._step()

@@ -22,13 +22,13 @@ from parkd.proxy.metrics import Metrics
 from parkd.proxy.start import StartPlan
 from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
 from parkd.store.store import ConversationStore
-from parkd.types import CacheOutcome, Checksums, ConversationKey, StateSizes
+from parkd.types import CacheOutcome, Checksums, ConversationKey, Grain, StateSizes
 
 log = logging.getLogger(__name__)
 
 WRITE_WAIT_S = 10.0
 """For writes to disk that hold the room a capture needs; then the conversation is not parked."""
-_WAITING = (RefusalReason.BUDGET, RefusalReason.SLOTS)
+_WAITING = (RefusalReason.BUDGET, RefusalReason.SLOTS, RefusalReason.BUSY)
 
 
 @dataclass(eq=False)
@@ -161,7 +161,8 @@ class LiveState(LiveEngine):
         places = tuple(place for place in self.checkpoints if place <= position)
         if not isinstance(self.engine, WholeState):
             return places, None
-        inner = tuple(place for place in places if place < position)
+        is_file = self.engine.info.layout.grain is Grain.FILE  # it holds the end alone
+        inner = () if is_file else tuple(place for place in places if place < position)
         sizes = await self.call(self.engine.state_sizes, inner)
         if self.engine.info.layout.fixed_bytes == 0:
             return (), sizes

@@ -9,7 +9,7 @@ out and given back when the files are gone, so that the sum of all files never e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from parkd.store.disk_jobs import RemoveJob, WriteJob
@@ -56,6 +56,7 @@ class DiskTier:
         self._condemned: dict[str, int] = {}
         """Names of files to be removed, manifests first, and the bytes that are free once they are."""
         self._removing: RemoveJob | None = None
+        self.on_forget: Callable[[DiskEntry], None] = lambda _entry: None
 
     @property
     def bytes_in_use(self) -> int:
@@ -96,6 +97,7 @@ class DiskTier:
         self._condemned = {entry.manifest.name: entry.manifest_bytes, **self._condemned}
         for ref in entry.manifest.extents:
             self._let_go(ref.id)
+        self.on_forget(entry)
 
     def damaged(self, extent_id: int) -> list[DiskEntry]:
         """Takes off everything that needs the extent, for it is not what was written. Returns those."""
@@ -133,6 +135,10 @@ class DiskTier:
         assert self._file_bytes + size <= self.config.budget_bytes
         self._file_bytes += size
 
+    def uncharge(self, size: int) -> None:
+        """Room that was charged and is not taken."""
+        self._file_bytes -= size
+
     def charge_found(self, size: int) -> None:
         """Files that were there at the start, whatever the budget is now."""
         self._file_bytes += size
@@ -164,7 +170,7 @@ class DiskTier:
             condemned += entry.manifest_bytes
             for ref in entry.manifest.extents:
                 holders[ref.id] -= 1
-                condemned += ref.size if holders[ref.id] == 0 else 0
+                condemned += ref.taken_bytes if holders[ref.id] == 0 else 0
         for entry in going:
             self.forget(entry)
             self.evictions += entry.manifest.id not in superseded
@@ -199,7 +205,7 @@ class DiskTier:
 
     def write_failed(self, job: WriteJob, leftovers: tuple[str, ...]) -> None:
         """Each file is condemned with its own bytes, since each may fail to go; the manifest has one of two names."""
-        extent_bytes = job.extent.size if job.extent is not None else 0
+        extent_bytes = job.extent.taken_bytes if job.extent is not None else 0
         for name in leftovers:
             is_extent = job.extent is not None and name == job.extent.name
             is_temporary = name == job.temporary_name
@@ -208,6 +214,11 @@ class DiskTier:
     @property
     def is_removing(self) -> bool:
         return self._removing is not None
+
+    @property
+    def has_removals(self) -> bool:
+        """Files are going, or are to go."""
+        return bool(self._condemned)
 
     def prefixes_of(self, parked: Parked) -> Iterator[DiskEntry]:
         """Conversations that may be prefixes of this one: their full blocks are its first."""
@@ -227,7 +238,7 @@ class DiskTier:
         if extent.holders == 0:
             self._unlist(extent)
             del self._extents[extent_id]
-            self._condemned[extent.ref.name] = extent.ref.size
+            self._condemned[extent.ref.name] = extent.ref.taken_bytes
 
     def _unlist(self, extent: _Extent) -> None:
         for block_id in extent.blocks:

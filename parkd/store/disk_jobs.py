@@ -48,6 +48,8 @@ class Part:
     stage: int
     is_summed: bool = False
     """The file's sum is known already: the engine's checksum is the same function of the same bytes."""
+    streamed_bytes: int = 0
+    """Read only: so many bytes are compared with their sum, and go nowhere."""
 
     @property
     def padding(self) -> int:
@@ -63,6 +65,8 @@ class WriteJob:
     """The new one; None when every part is on disk already."""
     parts: tuple[Part, ...]
     """Ascending and without gaps but padding, from 0 to the extent's size."""
+    is_adopted: bool = False
+    """The extent is there already, as its engine wrote it: no parts, but it is not synced yet."""
 
     @property
     def temporary_name(self) -> str:
@@ -76,7 +80,7 @@ class ReadJob:
 
     @property
     def bytes(self) -> int:
-        return sum(part.buffer.nbytes for _, parts in self.extents for part in parts)
+        return sum(part.buffer.nbytes + part.streamed_bytes for _, parts in self.extents for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +101,9 @@ def write(fs: FileSystem, job: WriteJob, run_all: RunAll = run_serially) -> None
     """Returns once the conversation is on the device for good. Raises OSError with nothing of it left, unless even
     removing fails: `leftovers` names what to remove then."""
     try:
-        if job.extent is not None:
+        if job.extent is not None and job.is_adopted:
+            _sync_file(fs, job.extent.name)
+        elif job.extent is not None:
             _write_file(fs, job.extent.name, _extent_writers(job.parts), run_all)
         data = np.frombuffer(encode(job.manifest), dtype=np.uint8)
         _write_file(fs, job.temporary_name, lambda file: [lambda: file.write(0, [data])], run_serially)
@@ -127,7 +133,8 @@ def read(fs: FileSystem, job: ReadJob, run_all: RunAll = run_serially) -> None:
             except FileNotFoundError as error:
                 raise DamagedPart(extent.id, f"{extent.name} is not there") from error
             files.callback(file.close)
-            calls += [_reader(file, extent, batch) for batch in batches(parts)]
+            calls += [_reader(file, extent, batch) for batch in batches(p for p in parts if not p.streamed_bytes)]
+            calls += [_verifier(file, extent, part) for part in parts if part.streamed_bytes]
         run_all(calls)
 
 
@@ -170,6 +177,14 @@ def _write_file(
         file.close()
 
 
+def _sync_file(fs: FileSystem, name: str) -> None:
+    file = fs.open(name)
+    try:
+        file.sync()
+    finally:
+        file.close()
+
+
 def _extent_writers(parts: tuple[Part, ...]) -> Callable[[File], Sequence[Callable[[], None]]]:
     def writer(file: File, batch: list[Part]) -> Callable[[], None]:
         def call() -> None:
@@ -200,6 +215,26 @@ def _reader(file: File, extent: ExtentRef, batch: list[Part]) -> Callable[[], No
         for part in batch:
             if part_sum(part.buffer) != int(part.file_sums[part.stage]):
                 raise DamagedPart(extent.id, f"a part of {extent.name} at {part.offset} is not what was written")
+
+    return call
+
+
+def _verifier(file: File, extent: ExtentRef, part: Part) -> Callable[[], None]:
+    def call() -> None:
+        scratch, at = aligned_zeros(min(BATCH_BYTES, part.streamed_bytes + GRAIN_BYTES)), 0
+        hasher = xxhash.xxh3_64()
+        while at < part.streamed_bytes:
+            piece = scratch[: min(scratch.nbytes, part.streamed_bytes - at)]
+            try:
+                file.read(part.offset + at, [piece])
+            except OSError as error:
+                if error.errno == errno.ENODATA:
+                    raise DamagedPart(extent.id, f"{extent.name} is too short") from error
+                raise
+            hasher.update(piece.data)
+            at += piece.nbytes
+        if hasher.intdigest() != int(part.file_sums[part.stage]):
+            raise DamagedPart(extent.id, f"{extent.name} is not what was written")
 
     return call
 

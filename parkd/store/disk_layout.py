@@ -34,11 +34,17 @@ def block_buffers(shelf: Shelf, block_id: BlockId, *, writeable: bool) -> list[B
 
 
 def write_job(
-    shelf: Shelf, disk: DiskTier, layout: StateLayout, parked: Parked, extent_id: int, wall_shift_s: float
+    shelf: Shelf,
+    disk: DiskTier,
+    layout: StateLayout,
+    parked: Parked,
+    extent_id: int,
+    wall_shift_s: float,
+    adopted: ExtentRef | None = None,
 ) -> tuple[WriteJob, tuple[ExtentRef, ...]]:
     """What it takes to have a conversation of RAM on disk, and the extents there that it builds on.
 
-    `wall_shift_s` turns the store's clock into the wall's.
+    `wall_shift_s` turns the store's clock into the wall's. `adopted` is the extent if its file is there already.
     """
     stages = len(layout.stages)
     is_summed = layout.checksum == FILE_SUM
@@ -55,6 +61,7 @@ def write_job(
             buffers = block_buffers(shelf, block_id, writeable=False)
             file_sums = _file_sums(sums, known=is_summed)
             size = buffers[0].nbytes if layout.is_opaque else 0
+            size = size if adopted is None else adopted.size
             known = DiskBlock(block_id, extent_id, held.rows, held.identity, _blank(stages), sums, file_sums, size)
             fresh.append((buffers, known))
         blocks.append(known)
@@ -68,8 +75,10 @@ def write_job(
             place = DiskCheckpoint(checkpoint.position, extent_id, _blank(stages), sums, file_sums, size)
             fresh.append((buffers, place))
         checkpoints.append(place)
-    parts, size = _lay_out(fresh, stages, is_summed=is_summed)
-    new = ExtentRef(extent_id, size) if fresh else None
+    parts: tuple[Part, ...] = ()
+    new = adopted
+    if adopted is None:
+        parts, new = _lay_out(fresh, stages, extent_id, is_summed=is_summed)
     used = dict.fromkeys([block.extent for block in blocks] + [place.extent for place in checkpoints])
     reused = tuple(disk.ref(number) for number in used if number != extent_id)
     manifest = Manifest(
@@ -88,7 +97,7 @@ def write_job(
         blocks=tuple(blocks),
         checkpoints=tuple(checkpoints),
     )
-    return WriteJob(manifest, new, parts), reused
+    return WriteJob(manifest, new, parts, is_adopted=adopted is not None), reused
 
 
 def read_job(
@@ -107,7 +116,9 @@ def read_job(
     parts: dict[int, list[Part]] = {}
     for place, stage_buffers in zip(places, buffers, strict=True):
         for stage, buffer in enumerate(stage_buffers):
-            parts.setdefault(place.extent, []).append(Part(int(place.offsets[stage]), buffer, place.file_sums, stage))
+            streamed = place.bytes if not buffer.nbytes else 0
+            part = Part(int(place.offsets[stage]), buffer, place.file_sums, stage, streamed_bytes=streamed)
+            parts.setdefault(place.extent, []).append(part)
     refs = {ref.id: ref for ref in manifest.extents}
     job = ReadJob(
         tuple((refs[number], tuple(sorted(found, key=lambda part: part.offset))) for number, found in parts.items())
@@ -116,16 +127,16 @@ def read_job(
 
 
 def _lay_out(
-    fresh: list[tuple[list[Bytes], DiskBlock | DiskCheckpoint]], stages: int, *, is_summed: bool
-) -> tuple[tuple[Part, ...], int]:
-    """The parts in the order of the file, their offsets noted in their places; and the file's size."""
+    fresh: list[tuple[list[Bytes], DiskBlock | DiskCheckpoint]], stages: int, extent_id: int, *, is_summed: bool
+) -> tuple[tuple[Part, ...], ExtentRef | None]:
+    """The parts in the order of the file, their offsets noted in their places; and the file, if it is needed."""
     parts, at = [], 0
     for stage in range(stages):
         for buffers, place in fresh:
             place.offsets[stage] = at
             parts.append(Part(at, buffers[stage], place.file_sums, stage, is_summed))
             at += round_up(buffers[stage].nbytes, GRAIN_BYTES)
-    return tuple(parts), at
+    return tuple(parts), ExtentRef(extent_id, at) if fresh else None
 
 
 def _blank(stages: int) -> Sums:

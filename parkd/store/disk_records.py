@@ -73,6 +73,11 @@ def index_bytes_of(manifest: Manifest) -> int:
     return conversation_metadata_bytes(len(manifest.units), manifest.block_tokens) + records
 
 
+def index_limit_bytes(tokens: int, block_tokens: int) -> int:
+    """The same of a state in a file, before there is one."""
+    return conversation_metadata_bytes(tokens, block_tokens) + 2 * BLOCK_BYTES
+
+
 def file_bytes(size: int) -> int:
     """What a file of that length takes of the disk."""
     return round_up(size, GRAIN_BYTES)
@@ -90,8 +95,9 @@ def manifest_limit_bytes(manifest: Manifest) -> int:
 
 
 def job_bytes(job: WriteJob) -> int:
-    """Bytes charged for a write: its extent and its manifest."""
-    return (job.extent.size if job.extent is not None else 0) + manifest_limit_bytes(job.manifest)
+    """Bytes charged for a write: its extent, unless that was charged when it was reserved, and its manifest."""
+    extent_bytes = 0 if job.extent is None or job.is_adopted else job.extent.taken_bytes
+    return extent_bytes + manifest_limit_bytes(job.manifest)
 
 
 def parked_of(manifest: Manifest, now_s: float, wall_s: float) -> Parked:

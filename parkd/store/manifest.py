@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from parkd.store.fs import GRAIN_BYTES
 from parkd.store.records import BlockId, ConversationId
 from parkd.types import HASH_BYTES, Bytes, Units
 
@@ -51,6 +52,11 @@ class ExtentRef:
     @property
     def name(self) -> str:
         return f"{self.id:016x}{EXTENT_SUFFIX}"
+
+    @property
+    def taken_bytes(self) -> int:
+        """What it takes of the disk."""
+        return -(-self.size // GRAIN_BYTES) * GRAIN_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from parkd.store.budget import BLOCK_BYTES, CONVERSATION_BYTES, HASH_BYTES, UNIT_BYTES
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskConfig
+from parkd.store.file_store import FileStore
 from parkd.store.fs import FileSystem
 from parkd.store.manifest import Manifest
 from parkd.store.records import ConversationId, StoreConfig
@@ -16,7 +18,7 @@ from parkd.store.recovery import open_tier, scan, written_last_day
 from parkd.store.tiers import TieredStore
 from parkd.store.write_queue import DiskSources
 from parkd.types import HASH_BYTES as DIGEST_BYTES
-from parkd.types import StateLayout
+from parkd.types import Grain, StateLayout
 
 INDEX_SHARE = 8
 """The index of what is on disk takes at most one part in so many of the memory budget."""
@@ -53,9 +55,11 @@ def open_tiered(
     *,
     clock: Callable[[], float],
     wall: Callable[[], float],
+    directory: Path | None = None,
     **others: object,
 ) -> TieredStore:
-    """Reads what is there and removes what is of no use. `others` are options of ConversationStore.
+    """Reads what is there and removes what is of no use. `others` are options of ConversationStore. `directory` is the
+    path of `fs`: states that are files need one that others can open.
 
     Raises OSError if the directory can't be read.
     """
@@ -73,7 +77,11 @@ def open_tiered(
     allowance = WriteAllowance.full(options.write_bytes_per_day, now_s, written_last_day(disk, now_s))
     seen = {block.id >> BLOCK_EPOCH_BITS for e in disk.entries.values() for block in e.manifest.blocks}
     sources = DiskSources(wall, lambda: secrets.randbits(64), _epoch(seen) << BLOCK_EPOCH_BITS)
-    return TieredStore(config, layout, clock, disk=disk, sources=sources, allowance=allowance, **others)
+    if layout.grain is not Grain.FILE:
+        return TieredStore(config, layout, clock, disk=disk, sources=sources, allowance=allowance, **others)
+    assert directory is not None, "a state in a file has a path"
+    parts = {"disk": disk, "sources": sources, "allowance": allowance}
+    return FileStore(config, layout, clock, path_of=directory.joinpath, **parts, **others)
 
 
 def _epoch(seen: set[int]) -> int:

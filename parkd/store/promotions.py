@@ -12,7 +12,7 @@ from parkd.store.disk_jobs import DamagedPart, ReadJob
 from parkd.store.disk_records import DiskEntry
 from parkd.store.manifest import Manifest
 from parkd.store.records import BlockId, Capture, CaptureRequest, ConversationId, Parked
-from parkd.types import Checksums, StateSizes
+from parkd.types import Checksums, StateFile, StateSizes
 
 READ_FAILURES = 2
 """Reads that the device does not answer before what lies there is given up."""
@@ -38,7 +38,13 @@ class Loading:
 
 
 def load_request(
-    parked: Parked, end: int, block_tokens: int, *, rewindable: bool, sizes: StateSizes | None = None
+    parked: Parked,
+    end: int,
+    block_tokens: int,
+    *,
+    rewindable: bool,
+    sizes: StateSizes | None = None,
+    file: StateFile | None = None,
 ) -> CaptureRequest:
     """The capture that `[0, end)` of a conversation on disk is read into."""
     return CaptureRequest(
@@ -51,6 +57,7 @@ def load_request(
         rewindable=rewindable,
         namespace=parked.namespace,
         sizes=sizes,
+        file=file,
     )
 
 

@@ -87,7 +87,7 @@ def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: fl
     for name, size in found.garbage:
         tier.charge_found(file_bytes(size))
         tier.condemn((name,), file_bytes(size))
-    extents = {ref.id: ref.size for manifest, _ in found.manifests for ref in manifest.extents}
+    extents = {ref.id: ref.taken_bytes for manifest, _ in found.manifests for ref in manifest.extents}
     tier.charge_found(sum(extents.values()))
     for manifest, size in found.manifests:
         is_foreign = manifest.fingerprint != config.fingerprint or manifest.layout_digest != layout.digest

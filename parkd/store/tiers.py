@@ -39,7 +39,7 @@ from parkd.store.shelf import Entry
 from parkd.store.stats import disk_stats
 from parkd.store.store import CANDIDATE_LIMIT, ConversationStore
 from parkd.store.write_queue import QUEUE_SHARE, DiskSources, WriteQueue
-from parkd.types import Checksums, StateLayout
+from parkd.types import Checksums, StateFile, StateLayout
 
 EXPIRY_STEP_S = 60.0
 
@@ -111,10 +111,11 @@ class TieredStore(ConversationStore):
 
     def drop(self, conversation_id: ConversationId, reason: str) -> bool:
         self.queue.cancel(conversation_id)
+        was_in_ram = super().drop(conversation_id, reason)
         entry = self.disk.entries.get(conversation_id)
         if entry is not None:
             self.disk.forget(entry)
-        return super().drop(conversation_id, reason) or entry is not None
+        return was_in_ram or entry is not None
 
     # Captures and promotions
 
@@ -127,7 +128,7 @@ class TieredStore(ConversationStore):
         self._promotions.pop(capture.serial, None)
         self.queue.cancel_superseded()
         if loading is None:
-            self.queue.offer(self._shelf.entries[parked.id])
+            self._offer(capture, parked)
         return parked
 
     def abort(self, capture: Capture) -> None:
@@ -203,6 +204,11 @@ class TieredStore(ConversationStore):
         """True while conversations wait for the disk: room in RAM that they hold comes free."""
         return len(self.queue) > 0
 
+    @property
+    def frees_room(self) -> bool:
+        """True while file work is under way that frees room, in RAM or on disk."""
+        return (self.has_writes and not self.queue.is_paused) or self.disk.has_removals
+
     def disk_stats(self) -> DiskStats:
         return disk_stats(self.disk, self.queue, self._reads)
 
@@ -247,6 +253,14 @@ class TieredStore(ConversationStore):
     def _refused(self, request: CaptureRequest, refused: Refused) -> Refused:
         return refused if self._loading is not None else super()._refused(request, refused)
 
+    def _offer(self, capture: Capture, parked: Parked) -> None:  # noqa: ARG002 - for a store of files
+        """What was captured may be written to disk."""
+        self.queue.offer(self._shelf.entries[parked.id])
+
+    def _file_on_disk(self, entry: DiskEntry) -> StateFile | None:  # noqa: ARG002
+        """A state that stays in its file; None: its bytes come to RAM."""
+        return None
+
     # Reading
 
     def _load(self, entry: DiskEntry, end: int) -> Capture | Refused:
@@ -255,9 +269,15 @@ class TieredStore(ConversationStore):
         self._admission = replace(selective, admits_all=True)
         self._loading = entry
         try:
-            rewindable, sizes = not self.layout.fixed_bytes, sizes_on_disk(entry.manifest)
-            request = load_request(entry.parked, end, self.config.block_tokens, rewindable=rewindable, sizes=sizes)
-            return super().begin_capture(request)
+            request = load_request(
+                entry.parked,
+                end,
+                self.config.block_tokens,
+                rewindable=not self.layout.fixed_bytes,
+                sizes=sizes_on_disk(entry.manifest),
+                file=self._file_on_disk(entry),
+            )
+            return self.begin_capture(request)
         finally:
             self._loading = None
             self._admission = selective

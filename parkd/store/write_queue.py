@@ -51,6 +51,8 @@ class _Waiting:
     entry: Entry
     bytes: int
     release: Callable[[], None]
+    adopted: ExtentRef | None = None
+    """Its file, if that is there and charged already."""
 
 
 @dataclass(eq=False)
@@ -75,6 +77,8 @@ class WriteQueue:
         limit_bytes: int,
     ) -> None:
         self.on_work: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[ConversationId], None] = lambda _id: None
+        """Told of a conversation whose file could not be kept."""
         self.writes = self.written_bytes = self.failures = self.not_written = 0
         self.allowance = allowance
         self._shelf = shelf
@@ -111,11 +115,21 @@ class WriteQueue:
         self._waiting[parked.id] = _Waiting(entry, size, self._shelf.lease(entry, self._clock()))
         self.on_work()
 
+    def new_extent(self, size: int) -> ExtentRef:
+        """A file of that size to come."""
+        return ExtentRef(self._sources.new_extent(), size)
+
+    def adopt(self, entry: Entry, ref: ExtentRef) -> None:
+        """Queues a conversation whose file is there and charged: it wants its manifest."""
+        self._waiting[entry.parked.id] = _Waiting(entry, 0, self._shelf.lease(entry, self._clock()), ref)
+        self.allowance.spend(ref.taken_bytes)
+        self.on_work()
+
     def cancel(self, conversation_id: ConversationId) -> None:
         """It is dropped, or something else will be written in its place."""
         waiting = self._waiting.pop(conversation_id, None)
         if waiting is not None:
-            waiting.release()
+            self._give_up(waiting)
         if self._writing is not None and self._writing.job.manifest.id == conversation_id:
             self._writing.is_dropped = True
 
@@ -123,7 +137,7 @@ class WriteQueue:
         """What took their place will be written instead. One that is being written goes on: it is as good as it was."""
         for conversation_id, waiting in list(self._waiting.items()):
             if not waiting.entry.is_published:
-                self._waiting.pop(conversation_id).release()
+                self._give_up(self._waiting.pop(conversation_id))
 
     def next_job(self) -> WriteJob | RemoveJob | None:
         """The next thing to do; None while a job is out that it depends on, or in a pause."""
@@ -161,12 +175,15 @@ class WriteQueue:
             self._failed(job)
         self._disk.let_go(writing.reused)
         writing.waiting.release()
+        if error is not None and job.is_adopted:
+            self.on_lost(job.manifest.id)
 
     def _start(self, waiting: _Waiting) -> _Writing | None:
         """The job for a conversation, its reused extents held and room condemned for it; None if there is no room."""
         parked = waiting.entry.parked
         shift = self._sources.wall() - self._clock()
-        job, reused = write_job(self._shelf, self._disk, self._layout, parked, self._sources.new_extent(), shift)
+        number = self._sources.new_extent() if waiting.adopted is None else waiting.adopted.id
+        job, reused = write_job(self._shelf, self._disk, self._layout, parked, number, shift, waiting.adopted)
         superseded = {entry.manifest.id for entry in self._superseded(parked)}
         self._disk.hold(reused)
         if not self._disk.make_room(job_bytes(job), index_bytes_of(job.manifest), parked.last_used_s, superseded):
@@ -201,6 +218,13 @@ class WriteQueue:
             self.not_written += len(self._waiting)
             for conversation_id in list(self._waiting):
                 self.cancel(conversation_id)
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        """It will not be written."""
+        waiting.release()
+        if waiting.adopted is not None:
+            self._disk.condemn((waiting.adopted.name,), waiting.adopted.taken_bytes)
+            self.on_lost(waiting.entry.parked.id)
 
     def _superseded(self, parked: Parked) -> list[DiskEntry]:
         """Those on disk that this conversation makes superfluous."""

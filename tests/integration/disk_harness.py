@@ -35,6 +35,7 @@ def disk_services(
     disk_bytes: int = 64 * MIB,
     slots: int | None = None,
     config: ProxyConfig | None = None,
+    directory: Path | None = None,
 ) -> tuple[Services, IdentityBuilder]:
     identity = IdentityBuilder(engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, 1 << 20)
     numbers = iter(range(1, 1 << 30))
@@ -47,6 +48,7 @@ def disk_services(
         clock=time.monotonic,
         wall=time.time,
         new_id=lambda: f"{time.time_ns()}-{next(numbers)}",
+        directory=directory,
     )
     config = replace(config or ProxyConfig(), port=0)
     return Services(engine, identity.build, store, config, files=files), identity
@@ -65,7 +67,9 @@ async def running_on(
     """Starts a server over the directory, gives it, stops it as SIGTERM would."""
     engine = engine or FakeEngine()
     files = files or open_directory(path)
-    services, identity = disk_services(engine, files, ram_bytes=ram_bytes, disk_bytes=disk_bytes, slots=slots)
+    services, identity = disk_services(
+        engine, files, ram_bytes=ram_bytes, disk_bytes=disk_bytes, slots=slots, directory=path
+    )
     server = Server(services)
     # The fake engine reads faster than any disk; a model does not. So reading costs what is assumed at first.
     server.proxy.disk._costs.has_read = lambda *_: None

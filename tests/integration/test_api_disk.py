@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -17,11 +18,14 @@ from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
 from parkd.errors import ConfigError
 from parkd.store.fs import UnlinkedFs, open_directory
+from parkd.types import Grain
 
 pytestmark = pytest.mark.anyio
 
+FILES = partial(FakeOpaqueEngine, in_files=True)
 
-@pytest.fixture(autouse=True, params=[FakeEngine, FakeOpaqueEngine], ids=["rows", "opaque"])
+
+@pytest.fixture(autouse=True, params=[FakeEngine, FakeOpaqueEngine, FILES], ids=["rows", "opaque", "file"])
 def engine_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On disk too, whole states are kept like rows."""
     monkeypatch.setitem(globals(), "FakeEngine", request.param)
@@ -153,6 +157,8 @@ async def test_memory_is_a_cache_of_what_is_on_disk(tmp_path: Path) -> None:
 
 
 async def test_without_a_directory_nothing_stays(tmp_path: Path) -> None:
+    if FakeEngine().info.layout.grain is Grain.FILE:
+        pytest.skip("a state in a file has a directory")
     files = UnlinkedFs(tmp_path)
     async with running_on(tmp_path, files=files, slots=1) as server:
         a1 = opening("a")

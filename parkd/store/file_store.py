@@ -1,0 +1,121 @@
+"""States that their engine keeps in files of its own making: the store takes the files up, and never their bytes.
+
+    begin_capture   reserves room on disk, names a path      (engine writes the file)
+    commit          published, and waits for its manifest    sync of the file, manifest, sync of the directory
+    evicted         from memory: only what is known of it goes; from disk: the file goes, and it with it
+
+A file that no manifest names yet is an extent that no manifest names: the next start removes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from parkd.store.budget import mib
+from parkd.store.disk_policy import worth_writing
+from parkd.store.disk_records import DiskEntry, index_limit_bytes
+from parkd.store.manifest import ExtentRef
+from parkd.store.records import Capture, CaptureRequest, ConversationId, Lease, Parked, RefusalReason, Refused
+from parkd.store.segments import SegmentPool
+from parkd.store.tiers import TieredStore
+from parkd.types import Checksums, StateFile
+
+
+class FileStore(TieredStore):
+    """`TieredStore` for layouts whose grain is FILE."""
+
+    def __init__(self, *args: Any, path_of: Callable[[str], Path], **options: Any) -> None:
+        """`path_of` gives the path of a name in the directory. The rest is TieredStore's."""
+        super().__init__(*args, **options)
+        self._path_of = path_of
+        self._written: dict[int, ExtentRef] = {}
+        """Files of captures under way, as long as they may get."""
+        self.disk.on_forget = self._file_gone
+        self.queue.on_lost = self._lost
+
+    def begin_capture(self, request: CaptureRequest) -> Capture | Refused:
+        if self._loading is not None:
+            return super().begin_capture(request)
+        assert request.sizes is not None
+        ref = self.queue.new_extent(request.sizes.whole)
+        refused = self._no_room_on_disk(request, ref.taken_bytes)
+        if refused is not None:
+            return self._refused(request, refused)
+        self.disk.charge(ref.taken_bytes)
+        capture = super().begin_capture(replace(request, file=StateFile(self._path_of(ref.name), ref.size)))
+        if isinstance(capture, Refused):
+            self.disk.uncharge(ref.taken_bytes)
+        else:
+            self._written[capture.serial] = ref
+        return capture
+
+    def commit(self, capture: Capture, checksums: Checksums) -> Parked:
+        """Raises ValueError also for a file that is empty, or longer than was reserved."""
+        reserved = self._written.get(capture.serial)
+        if reserved is not None:
+            if not 0 < checksums.file_bytes <= reserved.size:
+                raise ValueError(f"a file of {checksums.file_bytes} bytes where {reserved.size} were reserved")
+            ref = ExtentRef(reserved.id, checksums.file_bytes)
+            self.disk.uncharge(reserved.taken_bytes - ref.taken_bytes)
+            self._written[capture.serial] = ref
+            blocks = self._shelf.blocks
+            assert isinstance(blocks, SegmentPool)
+            blocks.resize_file(self._captures[capture.serial].fresh_blocks[0], ref.size)
+        return super().commit(capture, checksums)
+
+    def abort(self, capture: Capture) -> None:
+        ref = self._written.pop(capture.serial, None)
+        if ref is not None:
+            self.disk.condemn((ref.name,), ref.taken_bytes)
+            self.queue.on_work()
+        super().abort(capture)
+
+    def lease(self, conversation_id: ConversationId, stop: int, start: int = 0) -> Lease:
+        lease = super().lease(conversation_id, stop, start)
+        entry = self.disk.entries.get(conversation_id)
+        if entry is None:
+            return lease
+        entry.readers += 1  # nor does the file go
+        release = lease.release
+
+        def let_go() -> None:
+            entry.readers -= 1
+            release()
+
+        return Lease(lease.parked, start, stop, lease.transfer, lease.lineage, let_go)
+
+    def _offer(self, capture: Capture, parked: Parked) -> None:
+        self.queue.adopt(self._shelf.entries[parked.id], self._written.pop(capture.serial))
+
+    def _file_on_disk(self, entry: DiskEntry) -> StateFile | None:
+        [ref] = entry.manifest.extents
+        return StateFile(self._path_of(ref.name), ref.size)
+
+    def _no_room_on_disk(self, request: CaptureRequest, size: int) -> Refused | None:
+        """Makes room on disk, or says why not."""
+        disk, queue = self.disk, self.queue
+        queue.allowance.refill(self._clock())
+        returned = self._shelf.ghosts.next(request.prefix_hashes, len(request.units), self._clock()).turns > 1
+        if not worth_writing(size, queue.allowance.left_bytes, queue.allowance.share, has_returned=returned):
+            return Refused(RefusalReason.VALUE, "what may be written to disk today is nearly used up")
+        if queue.is_paused:
+            return Refused(RefusalReason.BUSY, "the disk failed a moment ago")
+        index_bytes = index_limit_bytes(len(request.units), self.config.block_tokens)
+        if not disk.make_room(size, index_bytes, self._clock(), set()):
+            return Refused(RefusalReason.BUDGET, f"needs {mib(size)} on disk, of {mib(disk.config.budget_bytes)}")
+        if not disk.has_room(size):
+            queue.on_work()
+            return Refused(RefusalReason.BUSY, f"needs {mib(size)} on disk, where files are being removed for it")
+        return None
+
+    def _file_gone(self, gone: DiskEntry) -> None:
+        """A conversation is taken off the disk: what is known of it in memory has no file any more."""
+        self._lost(gone.manifest.id)
+
+    def _lost(self, conversation_id: ConversationId) -> None:
+        entry = self._shelf.entries.get(conversation_id)
+        if entry is not None:
+            self._forget(entry, "dropped", "its file is gone")
