@@ -78,7 +78,8 @@ def _check(manifest: Manifest, name: str, sizes: Mapping[str, int]) -> None:
 
 
 def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: float, wall_s: float) -> DiskTier:
-    """The tier over what the directory holds, inside its budgets. Raises OSError if the directory can't be read.
+    """The tier over what the directory holds, inside its budgets. Raises OSError if the directory can't be read or
+    synced.
 
     `now_s` is the store's clock, `wall_s` the wall's, at one instant.
     """
@@ -106,6 +107,7 @@ def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: fl
         left = remove(fs, job)
         tier.removed(job, left)
         stuck += len(left)
+    fs.sync()  # a name that is seen now may be one whose sync failed: from here on it may be relied on
     if stuck:
         log.warning("%d files could not be removed; they stay and count in the budget", stuck)
     return tier

@@ -58,11 +58,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--steps", type=int, default=400, help="in one life")
     parser.add_argument("--seed", type=int, help="live this one life only")
+    parser.add_argument("--first", type=int, default=0, help="the first life's seed")
     given = parser.parse_args()
     if given.seed is not None:
         print(dict(live(given.seed, given.steps)))
         return 0
-    began, totals, seed = time.monotonic(), Counter[str](), 0
+    began, totals, seed = time.monotonic(), Counter[str](), given.first
     while time.monotonic() - began < given.minutes * 60:
         try:
             totals += live(seed, given.steps)
@@ -70,9 +71,9 @@ def main() -> int:
             print(f"broken: --seed {seed} --steps {given.steps}", flush=True)
             raise
         seed += 1
-        if seed % 200 == 0:
-            print(f"{time.monotonic() - began:6.0f} s  {seed} lives  {dict(totals)}", flush=True)
-    print(f"nothing wrong in {seed} lives, {given.minutes:.1f} min: {dict(totals)}")
+        if (seed - given.first) % 200 == 0:
+            print(f"{time.monotonic() - began:6.0f} s  {seed - given.first} lives  {dict(totals)}", flush=True)
+    print(f"nothing wrong in {seed - given.first} lives, {given.minutes:.1f} min: {dict(totals)}")
     return 0
 
 

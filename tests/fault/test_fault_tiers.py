@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from fault_fs import Fault, FaultFs
+from fault_fs import FaultFs
 from store_kit import (
     KEY,
     assert_counts,
     assert_same_rows,
-    assert_within_budget,
     leased_rows,
     make_hashes,
     make_layout,
     make_units,
 )
-from tier_kit import Machine, evict, promote, pump, rows_of, run
+from tier_kit import Machine, away, evict, parked, promote, pump, rows_of, run
 from workload import FIXED
 
-from parkd.store import write_queue
 from parkd.store.admission import Decision
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
 from parkd.store.promotions import Promotion
-from parkd.store.records import ConversationGone, Parked, Refused, Tier
-from parkd.store.tiers import TieredStore
-
-
-def parked(machine: Machine, store: TieredStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:
-    engine = machine.engine(seed).read(make_units(seed, tokens), checkpoint=True)
-    return engine.park(store), engine.rows()
-
-
-def away(machine: Machine, store: TieredStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:
-    """A conversation that is on disk only."""
-    there, rows = parked(machine, store, seed, tokens)
-    assert pump(store, machine.fs) == []
-    evict(store, there)
-    return store.get(there.id), rows
+from parkd.store.records import ConversationGone, Refused, Tier
 
 
 def test_a_conversation_keeps_its_id_and_its_blocks_in_every_tier() -> None:
@@ -167,120 +150,6 @@ def test_what_waits_for_the_disk_is_served_from_memory() -> None:
     assert_same_rows(rows_of(store, machine.fs, store.get(there.id)), rows)
 
 
-@pytest.mark.parametrize("nth", range(1, 9))
-def test_a_failed_write_is_never_visible(nth: int) -> None:
-    """Report 49."""
-    machine = Machine()
-    store = machine.start()
-    there, rows = parked(machine, store, 1)
-    machine.fs.fault = Fault(machine.fs.operations + nth)
-    assert len(pump(store, machine.fs, 1)) == 1
-    machine.fs.fault = None
-    assert store.disk.entries == {}
-    assert_same_rows(leased_rows(store, there), rows)
-    pump(store, machine.fs)
-    assert machine.fs.names() == []
-    assert store.disk.bytes_in_use == 0
-    evict(store, there)
-    assert store.get(there.id) is None
-    assert machine.start().disk.entries == {}
-
-
-def test_after_a_failure_writes_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine()
-    store = machine.start()
-    parked(machine, store, 1)
-    monkeypatch.setattr(write_queue, "FIRST_PAUSE_S", 300.0)  # each look at the test's clock takes a second
-    machine.fs.fault = Fault(machine.fs.operations + 1, code=errno.ENOSPC, sticky=True)
-    pump(store, machine.fs)
-    parked(machine, store, 2)
-    operations = machine.fs.operations
-    assert pump(store, machine.fs) == []
-    assert machine.fs.operations == operations
-    machine.fs.fault = None
-    machine.times.now += 300.0
-    pump(store, machine.fs)
-    assert store.disk_stats().conversations == 1
-
-
-def test_a_broken_disk_costs_memory_nothing() -> None:
-    """After the second failure in a row nothing is kept waiting: parking in memory goes on as without a disk."""
-    machine = Machine(ram_bytes=140_000)
-    store = machine.start()
-    machine.fs.fault = Fault(machine.fs.operations + 1, sticky=True)
-    for seed in range(1, 12):
-        there, rows = parked(machine, store, seed, 60)
-        assert isinstance(there, Parked), there
-        assert_same_rows(leased_rows(store, there), rows)
-        pump(store, machine.fs)
-    assert store.disk_stats().write_failures_total >= 2
-    assert store.stats().evictions_total > 0
-
-
-def test_a_failed_read_is_a_miss_and_a_second_gives_it_up() -> None:
-    """Report 52: no livelock; each look-up tries once, and what fails twice is gone."""
-    machine = Machine()
-    store = machine.start()
-    there, _ = away(machine, store, 1)
-    for _ in range(2):
-        assert store.candidates(KEY, there.prefix_hashes)
-        machine.fs.fault = Fault(machine.fs.operations + 1, sticky=True)
-        assert promote(store, machine.fs, there) is None
-        machine.fs.fault = None
-        assert_counts(store)
-    assert store.candidates(KEY, there.prefix_hashes) == []
-    assert "could not be read" in store.why_gone(KEY, there.prefix_hashes)
-    pump(store, machine.fs)
-    assert machine.fs.names() == []
-
-
-def test_one_failed_read_costs_no_conversation() -> None:
-    machine = Machine()
-    store = machine.start()
-    there, rows = away(machine, store, 1)
-    machine.fs.fault = Fault(machine.fs.operations + 2)
-    assert promote(store, machine.fs, there) is None
-    assert_same_rows(rows_of(store, machine.fs, store.get(there.id)), rows)
-
-
-def test_a_promotion_reserves_before_it_reads() -> None:
-    """Report 29: no room, no read; and nobody goes for nothing."""
-    machine = Machine(ram_bytes=140_000)
-    store = machine.start()
-    there, _ = away(machine, store, 1, 60)
-    leases = []
-    for seed in range(2, 9):
-        other, _ = parked(machine, store, seed, 60)
-        if isinstance(other, Parked):
-            leases.append(store.lease(other.id, 60))
-    pump(store, machine.fs)
-    assert isinstance(store.promote(there.id, 60), Refused)
-    assert store.get(there.id).tier is Tier.DISK
-    assert_within_budget(store)
-    for lease in leases:
-        lease.release()
-    assert isinstance(promote(store, machine.fs, there), Parked)
-
-
-def test_what_fits_only_in_part_of_a_block_is_read_up_to_the_block_before() -> None:
-    """A checksum covers a whole block; a part of one would not match it."""
-    for ram_bytes in range(60_000, 140_000, 700):
-        machine = Machine(ram_bytes=ram_bytes)
-        store = machine.start()
-        machine.ram_bytes = 1 << 20
-        full = machine.start()
-        there, rows = away(machine, full, 1, 150)
-        machine.ram_bytes = ram_bytes
-        store = machine.start()
-        head = promote(store, machine.fs, store.get(there.id))
-        if isinstance(head, Parked):
-            assert_same_rows(leased_rows(store, head), [stage[: head.position] for stage in rows])
-            assert head.position % 4 == 0 or head.position == 150
-        else:
-            assert isinstance(head, Refused)
-        assert_within_budget(store)
-
-
 def test_buffers_of_a_read_under_way_are_nobody_elses() -> None:
     """Report 51: no buffer is reused before its transfer is complete, whatever happens to the conversation."""
     machine = Machine(ram_bytes=140_000)
@@ -319,132 +188,6 @@ def test_rows_that_are_being_written_are_not_overwritten() -> None:
     assert job.manifest.name in removal.names
     run(store, machine.fs, removal)
     assert job.manifest.name not in machine.fs.names()
-
-
-def test_no_tail_is_kept_without_its_head() -> None:
-    """Report 53: conversations share files, and a file goes when the last that needs it is gone."""
-    machine = Machine()
-    store = machine.start()
-    engine = machine.engine().read(make_units(1, 16))
-    first = engine.park(store)
-    pump(store, machine.fs)
-    engine.truncate(12)
-    engine.extend(make_units(2, 9))
-    second, rows = engine.park(store), engine.rows()
-    pump(store, machine.fs)
-    store.drop(first.id, "a test")
-    pump(store, machine.fs)
-    evict(store, second)
-    assert_same_rows(rows_of(store, machine.fs, store.get(second.id)), rows)
-    head = next(block.extent for block in store.disk.entries[second.id].manifest.blocks[:1])
-    machine.fs.remove(f"{head:016x}.extent")
-    assert machine.start().disk.entries == {}
-    assert machine.fs.names() == []
-
-
-def test_the_disk_budget_holds_and_the_least_recently_used_goes() -> None:
-    machine = Machine(disk_bytes=110_000)
-    store = machine.start()
-    ids = [parked(machine, store, 1)[0].id]
-    pump(store, machine.fs)
-    for seed in range(2, 9):
-        ids.append(parked(machine, store, seed)[0].id)
-        store.touch(ids[0])
-        pump(store, machine.fs)
-        assert machine.fs.peak_bytes <= 110_000
-    there = set(store.disk.entries)
-    assert ids[0] in there
-    assert ids[-1] in there
-    assert ids[1] not in there
-    assert store.disk_stats().evictions_total > 0
-
-
-def test_a_smaller_budget_is_enforced_before_anything_is_served() -> None:
-    machine = Machine()
-    store = machine.start()
-    for seed in range(1, 6):
-        parked(machine, store, seed)
-        pump(store, machine.fs)
-    machine.disk_bytes = 70_000
-    store = machine.start()
-    assert machine.fs.bytes <= 70_000
-    assert len(store.disk.entries) >= 1
-
-
-def test_of_other_weights_is_kept_but_goes_first() -> None:
-    machine = Machine(disk_bytes=100_000)
-    store = machine.start()
-    old, _ = parked(machine, store, 1)
-    pump(store, machine.fs)
-    machine.fingerprint = b"the weights, two"
-    store = machine.start()
-    assert store.candidates(KEY, old.prefix_hashes) == []
-    assert store.disk_stats().foreign_conversations == 1
-    with pytest.raises(ConversationGone):
-        store.promote(old.id, 4)
-    for seed in range(2, 5):
-        new, _ = parked(machine, store, seed)
-        pump(store, machine.fs)
-        store.touch(new.id)
-    assert old.id not in store.disk.entries
-    assert store.disk_stats().conversations >= 2
-
-
-def test_too_old_is_forgotten_in_both_tiers() -> None:
-    machine = Machine(max_age_s=3600)
-    store = machine.start()
-    there, _ = parked(machine, store, 1)
-    pump(store, machine.fs)
-    machine.times.now += 3500
-    fresh, _ = parked(machine, store, 2)
-    pump(store, machine.fs)
-    machine.times.now += 200
-    pump(store, machine.fs)
-    assert store.get(there.id) is None
-    assert store.get(fresh.id) is not None
-    machine.times.now += 4000
-    assert machine.start().disk.entries == {}
-    assert machine.fs.names() == []
-
-
-def test_when_the_allowance_is_short_only_what_came_back_is_written() -> None:
-    """Report 32."""
-    machine = Machine(write_bytes_per_day=200_000)
-    store = machine.start()
-    for seed in range(1, 20):
-        parked(machine, store, seed)
-        pump(store, machine.fs)
-    spent = store.disk_stats().written_bytes_total
-    assert 100_000 <= spent <= 130_000, "one-shots were written up to half of the allowance, and no further"
-    engine = machine.engine().read(make_units(99, 11))
-    engine.park(store)
-    engine.extend(make_units(98, 5))
-    engine.park(store)
-    pump(store, machine.fs)
-    assert store.disk_stats().written_bytes_total > spent
-    assert store.disk_stats().written_bytes_total <= 200_000
-
-
-def test_the_index_of_the_disk_is_bounded() -> None:
-    machine = Machine(index_bytes=30_000)
-    store = machine.start()
-    for seed in range(1, 12):
-        parked(machine, store, seed, 20)
-        pump(store, machine.fs)
-        assert store.disk.index_bytes <= 30_000
-    assert store.disk_stats().conversations >= 2
-
-
-def test_pinned_stays_on_disk() -> None:
-    machine = Machine(disk_bytes=110_000)
-    store = machine.start()
-    there, _ = parked(machine, store, 1)
-    store.pin(there.id)
-    pump(store, machine.fs)
-    for seed in range(2, 9):
-        parked(machine, store, seed)
-        pump(store, machine.fs)
-    assert there.id in store.disk.entries
 
 
 def test_keys_do_not_meet_on_disk() -> None:

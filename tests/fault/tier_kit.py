@@ -7,7 +7,7 @@ from itertools import count
 
 import numpy as np
 from fault_fs import FaultFs
-from store_kit import KEY, CopyEngine, leased_rows, make_layout
+from store_kit import KEY, CopyEngine, leased_rows, make_layout, make_units
 
 from parkd.store.budget import BLOCK_BYTES
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, remove, write
@@ -142,4 +142,17 @@ def evict(store: TieredStore, parked: Parked) -> None:
     store._forget(store._shelf.entry(parked.id), "evicted", "a test")
 
 
-__all__ = ["BLOCK_BYTES", "KEY", "Machine", "NoRoom", "evict", "promote", "pump", "rows_of", "run"]
+def parked(machine: Machine, store: TieredStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:
+    engine = machine.engine(seed).read(make_units(seed, tokens), checkpoint=True)
+    return engine.park(store), engine.rows()
+
+
+def away(machine: Machine, store: TieredStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:
+    """A conversation that is on disk only."""
+    there, rows = parked(machine, store, seed, tokens)
+    assert pump(store, machine.fs) == []
+    evict(store, there)
+    return store.get(there.id), rows
+
+
+__all__ = ["BLOCK_BYTES", "KEY", "Machine", "NoRoom", "away", "evict", "parked", "promote", "pump", "rows_of", "run"]

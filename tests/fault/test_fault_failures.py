@@ -1,0 +1,126 @@
+"""Writes and reads that fail: nothing half done is visible, and nothing is tried for ever."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from fault_fs import Fault
+from store_kit import (
+    KEY,
+    assert_counts,
+    assert_same_rows,
+    leased_rows,
+)
+from tier_kit import Machine, away, evict, parked, promote, pump, rows_of
+
+from parkd.store import write_queue
+from parkd.store.records import Parked
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_a_failed_write_is_never_visible(nth: int) -> None:
+    """Report 49."""
+    machine = Machine()
+    store = machine.start()
+    there, rows = parked(machine, store, 1)
+    machine.fs.fault = Fault(machine.fs.operations + nth)
+    assert len(pump(store, machine.fs, 1)) == 1
+    machine.fs.fault = None
+    assert store.disk.entries == {}
+    assert_same_rows(leased_rows(store, there), rows)
+    pump(store, machine.fs)
+    assert machine.fs.names() == []
+    assert store.disk.bytes_in_use == 0
+    evict(store, there)
+    assert store.get(there.id) is None
+    assert machine.start().disk.entries == {}
+
+
+def test_after_a_failure_writes_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    store = machine.start()
+    parked(machine, store, 1)
+    monkeypatch.setattr(write_queue, "FIRST_PAUSE_S", 300.0)  # each look at the test's clock takes a second
+    machine.fs.fault = Fault(machine.fs.operations + 1, code=errno.ENOSPC, sticky=True)
+    pump(store, machine.fs)
+    parked(machine, store, 2)
+    operations = machine.fs.operations
+    assert pump(store, machine.fs) == []
+    assert machine.fs.operations == operations
+    machine.fs.fault = None
+    machine.times.now += 300.0
+    pump(store, machine.fs)
+    assert store.disk_stats().conversations == 1
+
+
+def test_a_broken_disk_costs_memory_nothing() -> None:
+    """After the second failure in a row nothing is kept waiting: parking in memory goes on as without a disk."""
+    machine = Machine(ram_bytes=140_000)
+    store = machine.start()
+    machine.fs.fault = Fault(machine.fs.operations + 1, sticky=True)
+    for seed in range(1, 12):
+        there, rows = parked(machine, store, seed, 60)
+        assert isinstance(there, Parked), there
+        assert_same_rows(leased_rows(store, there), rows)
+        pump(store, machine.fs)
+    assert store.disk_stats().write_failures_total >= 2
+    assert store.stats().evictions_total > 0
+
+
+def test_a_failed_read_is_a_miss_and_a_second_gives_it_up() -> None:
+    """Report 52: no livelock; each look-up tries once, and what fails twice is gone."""
+    machine = Machine()
+    store = machine.start()
+    there, _ = away(machine, store, 1)
+    for _ in range(2):
+        assert store.candidates(KEY, there.prefix_hashes)
+        machine.fs.fault = Fault(machine.fs.operations + 1, sticky=True)
+        assert promote(store, machine.fs, there) is None
+        machine.fs.fault = None
+        assert_counts(store)
+    assert store.candidates(KEY, there.prefix_hashes) == []
+    assert "could not be read" in store.why_gone(KEY, there.prefix_hashes)
+    pump(store, machine.fs)
+    assert machine.fs.names() == []
+
+
+def test_one_failed_read_costs_no_conversation() -> None:
+    machine = Machine()
+    store = machine.start()
+    there, rows = away(machine, store, 1)
+    machine.fs.fault = Fault(machine.fs.operations + 2)
+    assert promote(store, machine.fs, there) is None
+    assert_same_rows(rows_of(store, machine.fs, store.get(there.id)), rows)
+
+
+def test_what_a_start_finds_is_there_after_a_crash() -> None:
+    """A name whose sync failed, and that could not be removed either, is seen by the next process: once that one has
+    opened the directory, it may be relied on."""
+    machine = Machine()
+    store = machine.start()
+    there, rows = parked(machine, store, 1)
+    syncs = [number for number, step in enumerate(_steps_of_a_write(), 1) if step == "sync directory"]
+    machine.fs.fault = Fault(machine.fs.operations + syncs[0], sticky=True)
+    assert len(pump(store, machine.fs, 1)) == 1
+    machine.fs.fault = None
+    assert there.id in machine.start().disk.entries
+    machine.fs.crash(kept=0.0)
+    after = machine.start()
+    assert_same_rows(rows_of(after, machine.fs, after.get(there.id)), rows)
+
+
+def test_a_directory_that_can_not_be_synced_is_not_opened() -> None:
+    machine = Machine()
+    machine.fs.fault = Fault(machine.fs.operations + 2)
+    with pytest.raises(OSError, match="sync directory"):
+        machine.start()
+
+
+def _steps_of_a_write() -> list[str]:
+    machine = Machine()
+    store = machine.start()
+    parked(machine, store, 1)
+    before = len(machine.fs.log)
+    pump(store, machine.fs)
+    return machine.fs.log[before:]
