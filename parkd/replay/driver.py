@@ -16,7 +16,7 @@ import numpy as np
 from parkd.replay.trace import TraceHeader, TurnRecord
 from parkd.store.policy import Costs, Policy
 from parkd.store.records import BlockId, CaptureRequest, Parked, Refused, StoreConfig
-from parkd.store.store import ConversationStore
+from parkd.store.store import CANDIDATE_LIMIT, ConversationStore
 from parkd.types import Checksums, StageLayout, StateLayout, Units
 
 DEFAULT_COSTS = Costs(read_s=3.8e-4, read_growth_s=1e-8, bytes_per_s=8e9)
@@ -151,8 +151,8 @@ class Replayer:
 
     def _parked_start(self, turn: TurnRecord, key: bytes, prompt: tuple[bytes, ...]) -> _Start:
         best = _Start(0, float("inf"))
-        for parked, shared in self.store.candidates(key, prompt):
-            # Deepest first: without fixed state no later one has more, with it a later one may have a checkpoint.
+        # Deepest first: without fixed state no later one has more, with it a later one may have a checkpoint.
+        for parked, shared in self.store.candidates(key, prompt, CANDIDATE_LIMIT if self._layout.fixed_bytes else 1):
             places = tuple(checkpoint.position for checkpoint in parked.checkpoints)
             position = self._resumable(shared, turn.prompt_tokens, places)
             if position > best.position:
@@ -160,8 +160,6 @@ class Replayer:
                 moved = (position - keep) * self._layout.row_bytes + self._layout.fixed_bytes
                 cost_s = self._costs.reading_s(position, turn.prompt_tokens) + moved / self._costs.bytes_per_s
                 best = min(best, _Start(position, cost_s, parked, keep), key=lambda option: option.cost_s)
-            if not self._layout.fixed_bytes:
-                break
         return best
 
     def _resumable(self, shared: int, prompt_tokens: int, checkpoints: tuple[int, ...]) -> int:
@@ -227,4 +225,6 @@ def _shared(left: tuple[bytes, ...] | tuple[int, ...], right: tuple[bytes, ...] 
 
 def _units(chain: tuple[bytes, ...], block_tokens: int) -> Units:
     """Stand-ins: equal exactly where the chains are."""
-    return np.repeat(np.frombuffer(b"".join(chain), dtype="<u8"), block_tokens).astype(np.uint64, copy=False)
+    units = np.repeat(np.frombuffer(b"".join(chain), dtype="<u8"), block_tokens).astype(np.uint64, copy=False)
+    units.flags.writeable = False
+    return units

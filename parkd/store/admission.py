@@ -31,6 +31,8 @@ class Decision:
 
     position: int
     queue: Queue | None
+    prefixes: Sequence[Entry] = ()
+    """What is parked of the same conversation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,7 @@ class Admission:
         longest = len(request.units) if places is None else places[-1]
         prefixes = self.shelf.prefixes_of(request.key_digest, request.units, request.prefix_hashes)
         if self.has_room(plan, longest, in_flight, prefixes):
-            return Decision(longest, None)
+            return Decision(longest, None, prefixes)
         bound = self.config.conversation_slots
         if bound is not None and self._slots_taken(in_flight, replaced(plan, longest, prefixes), evicted=True) > bound:
             return Refused(RefusalReason.SLOTS, f"all {bound} conversation slots are leased, pinned or being written")
@@ -109,7 +111,7 @@ class Admission:
         is_selective = self.policy.margin > 0 and not self.admits_all
         if is_selective and not self._is_worth(plan, position, in_flight, prefixes, queue, history, costs):
             return Refused(RefusalReason.VALUE, "what would have to go for it is expected to save more")
-        return Decision(position, queue)
+        return Decision(position, queue, prefixes)
 
     def has_room(
         self, plan: CapturePlan, position: int, in_flight: Sequence[Replaced], prefixes: Sequence[Entry]
@@ -132,10 +134,6 @@ class Admission:
         floor = mib(self.config.min_free_bytes)
         message = f"needs {mib(taken)} of the machine's free {mib(free)}, of which {floor} are to stay free"
         return Refused(RefusalReason.MEMORY_FLOOR, message)
-
-    def prefixes(self, plan: CapturePlan) -> list[Entry]:
-        request = plan.request
-        return self.shelf.prefixes_of(request.key_digest, request.units, request.prefix_hashes)
 
     def _queue(self, plan: CapturePlan, position: int, prefixes: Sequence[Entry], costs: Costs, now_s: float) -> Queue:
         gone = replaced(plan, position, prefixes)
@@ -170,18 +168,15 @@ class Admission:
     def _usable_lineage(self, request: CaptureRequest) -> tuple[BlockId, ...]:
         """The blocks of the lineage that are still there and hold only rows of the request."""
         size, tokens = self.config.block_tokens, len(request.units)
-        held: list[BlockId] = []
-        for index, block_id in enumerate(request.lineage):
-            block = self.shelf.blocks.get(block_id)
-            if block is None or block.checksums is None or block.index != index:
-                break
-            end = index * size + block.rows
-            is_cut = block.rows < size or request.sizes is not None
-            if end > tokens or (is_cut and end != tokens):
-                break
-            if block.identity != block_identity(request, index, block.rows, size):
-                break
-            held.append(block_id)
+        is_opaque = request.sizes is not None
+        held = [] if is_opaque else self.shelf.blocks.lineage(request.lineage, request.prefix_hashes)
+        index = len(held)
+        tail = self.shelf.blocks.get(request.lineage[index]) if index < len(request.lineage) else None
+        if tail is None or tail.sums is None or tail.index != index or index * size + tail.rows != tokens:
+            return tuple(held)
+        is_cut = tail.rows < size or is_opaque
+        if is_cut and tail.identity == block_identity(request, index, tail.rows, size):
+            held.append(request.lineage[index])
         return tuple(held)
 
     def _inheritable_of_segment(self, request: CaptureRequest) -> tuple[ParkedCheckpoint, ...]:

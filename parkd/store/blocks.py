@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +32,14 @@ class Block:
     owners: int = 0
     owners_xor: int = 0
     """Exclusive or of the owners: the owner itself once there is only one."""
-    checksums: npt.NDArray[np.uint64] | None = None
-    """`[stages]`; None while the block is being written. Immutable from then on."""
+    sums: bytes | None = None
+    """The checksums of its parts, 8 bytes a stage; None while the block is being written. Immutable from then on."""
+
+    @property
+    def checksums(self) -> npt.NDArray[np.uint64]:
+        """`[stages]` of a block that is written."""
+        assert self.sums is not None, "a block in flight was read"
+        return np.frombuffer(self.sums, dtype=np.uint64)
 
 
 class BlockPool:
@@ -46,19 +51,30 @@ class BlockPool:
         self._slabs = slabs
         self._budget = budget
         self._blocks: dict[BlockId, Block] = {}
-        self._ids = count(1)
+        self._next_id: BlockId = 1
         self._exclusive: Counter[Owner] = Counter()
+        self._shared: set[BlockId] = set()
         self._changed: set[Owner] = set()
 
     def number_from(self, first: BlockId) -> None:
         """Ids are given from here on, so that none is one that lies on disk."""
-        self._ids = count(first)
+        self._next_id = first
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def get(self, block_id: BlockId) -> Block | None:
         return self._blocks.get(block_id)
+
+    def lineage(self, ids: Sequence[BlockId], hashes: Sequence[bytes]) -> list[BlockId]:
+        """The first of `ids` that are whole written blocks of these prefix hashes, one behind the other."""
+        found: list[BlockId] = []
+        for index, (block_id, prefix_hash) in enumerate(zip(ids, hashes, strict=False)):
+            block = self._blocks.get(block_id)
+            if block is None or block.identity != prefix_hash or block.index != index or block.sums is None:
+                break
+            found.append(block_id)
+        return found
 
     def exclusive(self, owner: Owner) -> int:
         """Slots that nobody else owns: what would be freed if the owner let go."""
@@ -79,7 +95,7 @@ class BlockPool:
 
     @property
     def shared(self) -> int:
-        return len(self._blocks) - self._exclusive.total()
+        return len(self._shared)
 
     def allocate(
         self,
@@ -96,47 +112,63 @@ class BlockPool:
         already because they lie on disk under it; None, or none at all, gives a new one. `sizes` and `file` are of
         states that are no rows. Raises OSError or MemoryError, with nothing taken, for those alone.
         """
+        count = len(shapes)
         slots = self._place(shapes, after, sizes, file)
-        self._budget.charge(Kind.METADATA, BLOCK_BYTES * len(shapes))
-        ids = []
-        for slot, (index, rows, identity), name in zip(slots, shapes, names or [None] * len(shapes), strict=True):
-            block_id = next(self._ids) if name is None else name
-            assert block_id not in self._blocks, "a block has one place in memory"
-            self._blocks[block_id] = Block(index, rows, identity, slot)
-            ids.append(block_id)
-        self.hold(owner, ids)
+        self._budget.charge(Kind.METADATA, BLOCK_BYTES * count)
+        ids = list(range(self._next_id, self._next_id + count))
+        self._next_id += count
+        for place, name in enumerate(names):
+            if name is not None:
+                assert name not in self._blocks, "a block has one place in memory"
+                ids[place] = name
+        for block_id, slot, (index, rows, identity) in zip(ids, slots, shapes, strict=True):
+            self._blocks[block_id] = Block(index, rows, identity, slot, 1, owner)
+        if count:
+            self._exclusive[owner] += count
         return ids
 
     def seal(self, ids: Sequence[BlockId], checksums: npt.NDArray[np.uint64]) -> None:
         """Makes written blocks immutable. `checksums` is `[len(ids), stages]`."""
-        for block_id, parts in zip(ids, checksums, strict=True):
-            self._blocks[block_id].checksums = parts.copy()
+        data, width = checksums.tobytes(), 8 * len(self._layout.stages)
+        assert len(data) == width * len(ids)
+        for place, block_id in enumerate(ids):
+            self._blocks[block_id].sums = data[place * width : (place + 1) * width]
 
     def hold(self, owner: Owner, ids: Iterable[BlockId]) -> None:
+        blocks, lost, shared = self._blocks, [], []
         for block_id in ids:
-            block = self._blocks[block_id]
+            block = blocks[block_id]
             if block.owners == 1:
-                self._exclusive[block.owners_xor] -= 1
-                self._changed.add(block.owners_xor)
-            elif block.owners == 0:
-                self._exclusive[owner] += 1
+                lost.append(block.owners_xor)
+                shared.append(block_id)
             block.owners += 1
             block.owners_xor ^= owner
+        if lost:
+            self._exclusive.subtract(lost)
+            self._changed.update(lost)
+            self._shared.update(shared)
 
     def release(self, owner: Owner, ids: Iterable[BlockId]) -> None:
         """Frees what has no owner left."""
+        blocks, shared, alone, gained, ceased = self._blocks, self._shared, [], [], []
         for block_id in ids:
-            block = self._blocks[block_id]
+            if block_id not in shared:
+                alone.append(block_id)
+                continue
+            block = blocks[block_id]
             block.owners -= 1
             block.owners_xor ^= owner
             if block.owners == 1:
-                self._exclusive[block.owners_xor] += 1
-                self._changed.add(block.owners_xor)
-            elif block.owners == 0:
-                self._exclusive[owner] -= 1
-                del self._blocks[block_id]
-                self._vacate(block.slot)
-                self._budget.credit(Kind.METADATA, BLOCK_BYTES)
+                gained.append(block.owners_xor)
+                ceased.append(block_id)
+        if gained:
+            self._exclusive.update(gained)
+            self._changed.update(gained)
+            shared.difference_update(ceased)
+        if alone:
+            self._vacate([blocks.pop(block_id).slot for block_id in alone])
+            self._budget.credit(Kind.METADATA, BLOCK_BYTES * len(alone))
+            self._exclusive[owner] -= len(alone)
         if self._exclusive[owner] == 0:
             del self._exclusive[owner]
 
@@ -154,15 +186,13 @@ class BlockPool:
 
     def runs(self, ids: Sequence[BlockId], stop: int, *, writeable: bool) -> list[tuple[RowRun, ...]]:
         """The rows of consecutive blocks up to `stop`, for each stage in as few contiguous runs as memory allows."""
+        blocks = [self._blocks[block_id] for block_id in ids]
+        breaks = [place for place in range(1, len(blocks)) if blocks[place].slot != blocks[place - 1].slot + 1]
         pieces: list[tuple[int, int, int]] = []
-        for block_id in ids:
-            block = self._blocks[block_id]
-            first = block.index * self._block_tokens
-            last = min(first + block.rows, stop)
-            if pieces and pieces[-1][2] + (first - pieces[-1][0]) // self._block_tokens == block.slot:
-                pieces[-1] = (pieces[-1][0], last, pieces[-1][2])
-            else:
-                pieces.append((first, last, block.slot))
+        for start, end in zip([0, *breaks], [*breaks, len(blocks)], strict=True) if blocks else ():
+            first, last = blocks[start], blocks[end - 1]
+            rows = min(last.index * self._block_tokens + last.rows, stop)
+            pieces.append((first.index * self._block_tokens, rows, first.slot))
         return [self._stage_runs(stage, pieces, writeable) for stage in range(len(self._layout.stages))]
 
     def _place(
@@ -174,8 +204,8 @@ class BlockPool:
     ) -> list[int]:
         return self._slabs.allocate(len(shapes), None if after is None else self._blocks[after].slot)
 
-    def _vacate(self, slot: int) -> None:
-        self._slabs.free([slot])
+    def _vacate(self, slots: Sequence[int]) -> None:
+        self._slabs.free(slots)
 
     def _stage_runs(self, stage: int, pieces: list[tuple[int, int, int]], writeable: bool) -> tuple[RowRun, ...]:
         row_bytes = self._layout.stages[stage].row_bytes
@@ -188,12 +218,9 @@ class BlockPool:
 
     def checksums(self, ids: Sequence[BlockId]) -> npt.NDArray[np.uint64]:
         """`[len(ids), stages]` of sealed blocks."""
-        table = np.empty((len(ids), len(self._layout.stages)), dtype=np.uint64)
-        for row, block_id in enumerate(ids):
-            parts = self._blocks[block_id].checksums
-            assert parts is not None, "a block in flight was read"
-            table[row] = parts
-        return table
+        parts = [self._blocks[block_id].sums for block_id in ids]
+        assert None not in parts, "a block in flight was read"
+        return np.frombuffer(b"".join(filter(None, parts)), dtype=np.uint64).reshape(len(ids), -1)
 
     def recount(self) -> dict[BlockId, int]:
         """Owners of each block, to compare with a count of its own."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum
 
 UNIT_BYTES = 8
 HASH_BYTES = 448
@@ -25,12 +25,12 @@ CONVERSATION_BYTES = 3072
 MIB = 1 << 20
 
 
-class Kind(StrEnum):
-    SLABS = "slabs"
-    SEGMENTS = "segments"
+class Kind(IntEnum):
+    SLABS = 0
+    SEGMENTS = 1
     """Whole states that nobody can cut in blocks."""
-    CHECKPOINTS = "checkpoints"
-    METADATA = "metadata"
+    CHECKPOINTS = 2
+    METADATA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,12 @@ class Budget:
 
     def __init__(self, limit_bytes: int, observer: Callable[[], None] | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self.peak_bytes = 0
+        self.peak_bytes = self.allocated_bytes = 0
         self._observer = observer
-        self._charged = dict.fromkeys(Kind, 0)
+        self._charged = [0] * len(Kind)
 
     def __getitem__(self, kind: Kind) -> int:
         return self._charged[kind]
-
-    @property
-    def allocated_bytes(self) -> int:
-        return sum(self._charged.values())
 
     @property
     def side_bytes(self) -> int:
@@ -86,14 +82,17 @@ class Budget:
 
     def charge(self, kind: Kind, size: int) -> None:
         """Takes `size` bytes. Asking for more than is free is a mistake of the store's own."""
-        assert 0 <= size <= self.free_bytes, f"{kind}: {size} bytes asked, {self.free_bytes} free"
+        assert 0 <= size <= self.free_bytes, f"{kind.name}: {size} bytes asked, {self.free_bytes} free"
         self._charged[kind] += size
+        self.allocated_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         self._changed()
 
     def credit(self, kind: Kind, size: int) -> None:
-        assert 0 <= size <= self._charged[kind], f"{kind}: {size} bytes given back, {self._charged[kind]} charged"
-        self._charged[kind] -= size
+        charged = self._charged[kind]
+        assert 0 <= size <= charged, f"{kind.name}: {size} bytes given back, {charged} charged"
+        self._charged[kind] = charged - size
+        self.allocated_bytes -= size
         self._changed()
 
     def _changed(self) -> None:

@@ -56,7 +56,6 @@ def write_job(
         if known is None:
             held = shelf.blocks.get(block_id)
             assert held is not None
-            assert held.checksums is not None
             sums = held.checksums
             buffers = block_buffers(shelf, block_id, writeable=False)
             file_sums = _file_sums(sums, known=is_summed)

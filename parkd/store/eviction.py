@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from parkd.store.blocks import Owner
-from parkd.store.policy import Costs, Evictable, Policy, Rank, rank
-from parkd.store.shelf import Entry, Shelf
+from parkd.store.policy import Costs, Policy, Rank, rank
+from parkd.store.shelf import Entry, Rating, Shelf
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,10 @@ class Queue:
         self.freed_slots = self.freed_side_bytes = 0
         """What is free once all have gone, at least: what only two of them share is not counted."""
         self._forget_changed()
-        self._heap = [self._placed(entry) for entry in shelf.entries.values() if entry.may_go]
+        self._heap = [self._placed(entry) for entry in shelf.owned.values() if entry.may_go]
+        for _, _, rating in self._heap:
+            self.freed_slots += rating.freed_slots
+            self.freed_side_bytes += rating.freed_side_bytes
         heapq.heapify(self._heap)
 
     def __len__(self) -> int:
@@ -61,10 +64,10 @@ class Queue:
             if entry.owner in self._places:
                 heapq.heappush(self._heap, self._placed(entry))
         while True:
-            place, owner, candidate = heapq.heappop(self._heap)
+            place, owner, rating = heapq.heappop(self._heap)
             if self._places.get(owner) == place:
                 del self._places[owner]
-                if candidate.freed_bytes and owner not in self._superseded:
+                if rating.candidate.freed_bytes and owner not in self._superseded:
                     self._shelf.floor = max(self._shelf.floor, place[2])
                 return self._shelf.owned[owner]
 
@@ -74,12 +77,12 @@ class Queue:
         freed, count, most = 0, 0, float("-inf")
         heap = self._heap.copy()
         while heap and (freed < wanted_bytes or count < wanted_count):
-            place, owner, candidate = heapq.heappop(heap)
+            place, owner, rating = heapq.heappop(heap)
             if self._places.get(owner) != place:
                 continue
-            freed += candidate.freed_bytes
+            freed += rating.candidate.freed_bytes
             count += 1
-            if candidate.freed_bytes and owner not in self._superseded:
+            if rating.candidate.freed_bytes and owner not in self._superseded:
                 most = max(most, place[2])
         return Toll(most, count)
 
@@ -91,17 +94,13 @@ class Queue:
             entry.rating = None
         return entries
 
-    def _placed(self, entry: Entry) -> tuple[Rank, Owner, Evictable]:
+    def _placed(self, entry: Entry) -> tuple[Rank, Owner, Rating]:
         rating, owner = entry.rating, entry.owner
         if rating is None or rating.until_s < self.now_s:
             rating = self._shelf.rated(entry, self._policy, self._costs, self.now_s)
-        is_superseded, is_partner = owner in self._superseded, owner == self._partner
-        place = rank(rating.candidate, rating.score, is_superseded=is_superseded, is_partner=is_partner)
-        if owner not in self._places:
-            slots, side_bytes = rating.freed_slots, self._shelf.metadata_bytes(entry.parked)
-            side_bytes += self._shelf.blocks.metadata_bytes(slots)
-            rows = slots * self._shelf.geometry.slot_bytes
-            self.freed_slots += slots
-            self.freed_side_bytes += side_bytes + rating.candidate.freed_bytes - rows
+        place = rating.place
+        if owner == self._partner or owner in self._superseded:
+            is_superseded, is_partner = owner in self._superseded, owner == self._partner
+            place = rank(rating.candidate, rating.score, is_superseded=is_superseded, is_partner=is_partner)
         self._places[owner] = place
-        return place, owner, rating.candidate
+        return place, owner, rating

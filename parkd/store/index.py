@@ -29,17 +29,30 @@ class PrefixIndex:
     def add(self, conversation_id: ConversationId, key_digest: bytes, hashes: tuple[bytes, ...]) -> None:
         index = self._keys.setdefault(key_digest, _KeyIndex())
         path = (key_digest, *hashes)
+        holders = index.holders
         for prefix_hash in path:
-            index.holders.setdefault(prefix_hash, {})[conversation_id] = None
+            ids = holders.get(prefix_hash)
+            if ids is None:
+                holders[prefix_hash] = {conversation_id: None}
+            else:
+                ids[conversation_id] = None
         index.enders.setdefault(path[-1], {})[conversation_id] = None
 
     def remove(self, conversation_id: ConversationId, key_digest: bytes, hashes: tuple[bytes, ...]) -> None:
         index = self._keys[key_digest]
         path = (key_digest, *hashes)
+        holders = index.holders
         for prefix_hash in set(path):
-            _discard(index.holders, prefix_hash, conversation_id)
-        _discard(index.enders, path[-1], conversation_id)
-        if not index.holders:
+            ids = holders[prefix_hash]
+            if len(ids) == 1:
+                del holders[prefix_hash]
+            else:
+                del ids[conversation_id]
+        last = index.enders[path[-1]]
+        del last[conversation_id]
+        if not last:
+            del index.enders[path[-1]]
+        if not holders:
             del self._keys[key_digest]
 
     def find(self, key_digest: bytes, hashes: tuple[bytes, ...], limit: int) -> list[tuple[ConversationId, int]]:
@@ -66,12 +79,6 @@ class PrefixIndex:
         index = self._keys.get(key_digest)
         if index is None:
             return []
-        ends = dict.fromkeys((key_digest, *hashes))
-        return [conversation_id for end in ends for conversation_id in index.enders.get(end, ())]
-
-
-def _discard(table: dict[bytes, Ids], prefix_hash: bytes, conversation_id: ConversationId) -> None:
-    ids = table[prefix_hash]
-    del ids[conversation_id]
-    if not ids:
-        del table[prefix_hash]
+        enders = index.enders
+        ends = [end for end in (key_digest, *hashes) if end in enders]
+        return list(dict.fromkeys(conversation_id for end in ends for conversation_id in enders[end]))

@@ -91,11 +91,11 @@ class CapturePlan:
 
     def fresh_shapes(self, position: int) -> list[tuple[int, int, bytes]]:
         """(index, rows, identity) of each block that must be copied."""
-        size = self.block_tokens
-        shapes = []
-        for index in range(len(self.held_at(position)), self.blocks(position)):
-            rows = min(size, position - index * size)
-            shapes.append((index, rows, block_identity(self.request, index, rows, size)))
+        size, hashes = self.block_tokens, self.request.prefix_hashes
+        whole, rest = divmod(position, size)
+        shapes = [(index, size, hashes[index]) for index in range(len(self.held_at(position)), whole)]
+        if rest and len(self.held_at(position)) <= whole:
+            shapes.append((whole, rest, block_identity(self.request, whole, rest, size)))
         return shapes
 
     def start(self, position: int) -> int:

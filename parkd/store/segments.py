@@ -105,6 +105,6 @@ class SegmentPool(BlockPool):
         self._places[number] = _Place(memory, charged, file)
         return number
 
-    def _vacate(self, slot: int) -> None:
-        charged = self._places.pop(slot).charged
+    def _vacate(self, slots: Sequence[int]) -> None:
+        charged = sum(self._places.pop(slot).charged for slot in slots)
         self._budget.credit(Kind.SEGMENTS, charged)

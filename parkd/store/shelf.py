@@ -17,7 +17,7 @@ from parkd.store.budget import Budget, Kind, Need, Room, conversation_metadata_b
 from parkd.store.checkpoints import CheckpointPool
 from parkd.store.history import Ghosts, History
 from parkd.store.index import PrefixIndex
-from parkd.store.policy import Costs, Evictable, Policy
+from parkd.store.policy import Costs, Evictable, Policy, Rank, rank
 from parkd.store.records import ConversationGone, ConversationId, Parked, StoreConfig
 from parkd.store.segments import SegmentPool
 from parkd.store.slabs import SlabGeometry, SlabHooks, SlabPool
@@ -30,7 +30,10 @@ class Rating:
 
     score: float
     candidate: Evictable
+    place: Rank
+    """Where it stands, unless it is superseded or the other side of the switch."""
     freed_slots: int
+    freed_side_bytes: int
     until_s: float
 
 
@@ -156,18 +159,21 @@ class Shelf:
     def rated(self, entry: Entry, policy: Policy, costs: Costs, now_s: float) -> Rating:
         """What the policy makes of the entry as it stands now."""
         parked, slots = entry.parked, self.blocks.exclusive(entry.owner)
-        freed_bytes = self.blocks.exclusive_bytes(entry.owner, parked.blocks)
+        checkpoint_bytes = self._exclusive_checkpoint_bytes(parked) if parked.checkpoints else 0
+        freed_bytes = self.blocks.exclusive_bytes(entry.owner, parked.blocks) + checkpoint_bytes
         tokens = min(len(parked.units), slots * self.block_tokens)
         if self.is_opaque and freed_bytes:
             tokens = len(parked.units)
-        if parked.checkpoints:
-            freed_bytes += self._exclusive_checkpoint_bytes(parked)
         position, used_s = len(parked.units), parked.last_used_s
         candidate = Evictable(
             parked.id, position, freed_bytes, parked.parked_at_s, used_s, tokens, entry.history, entry.floor
         )
-        steady_s = policy.steady_s(entry.history, now_s - used_s)
-        entry.rating = Rating(policy.score(candidate, costs, now_s), candidate, slots, now_s + steady_s)
+        score = policy.score(candidate, costs, now_s)
+        place = rank(candidate, score, is_superseded=False, is_partner=False)
+        side_bytes = self.metadata_bytes(parked) + self.blocks.metadata_bytes(slots)
+        side_bytes += freed_bytes - slots * self.geometry.slot_bytes
+        until_s = now_s + policy.steady_s(entry.history, now_s - used_s)
+        entry.rating = Rating(score, candidate, place, slots, side_bytes, until_s)
         return entry.rating
 
     def fits(self, need: Need, room: Room) -> bool:

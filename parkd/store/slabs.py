@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -129,13 +129,16 @@ class SlabPool:
     def free_slots(self) -> int:
         return self._slots.free_slots
 
-    def room(self, freed_slots: Iterable[int] = (), freed_side_bytes: int = 0) -> Room:
+    def room(self, freed_slots: Collection[int] = (), freed_side_bytes: int = 0) -> Room:
         """The room there would be if those slots and bytes were free, and empty slabs were given back."""
-        freed = Counter(self._slots.region_of(slot) for slot in freed_slots)
         idle = self._slots.idle
-        idle += [base for base, count in freed.items() if count == self._slots.used(base)]
-        open_slots = self._slots.free_slots + freed.total() - sum(self._slots.size(base) for base in idle)
-        slab_bytes = self._budget[Kind.SLABS] - sum(self._slabs[base].memory.nbytes for base in idle)
+        if freed_slots:
+            freed = Counter(self._slots.region_of(slot) for slot in freed_slots)
+            idle += [base for base, count in freed.items() if count == self._slots.used(base)]
+        open_slots, slab_bytes = self._slots.free_slots + len(freed_slots), self._budget[Kind.SLABS]
+        for base in idle:
+            open_slots -= self._slots.size(base)
+            slab_bytes -= self._slabs[base].memory.nbytes
         return Room(open_slots, self._budget.limit_bytes - self._budget.side_bytes + freed_side_bytes - slab_bytes)
 
     def untouched_bytes(self, need: Need) -> int:

@@ -90,9 +90,15 @@ class SlotAllocator:
         return taken
 
     def free(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self._count(self.region_of(slot), -1)
-            self._add_run(slot, 1)
+        """Run by run: what was written together mostly goes together."""
+        ascending = sorted(slots)
+        start = 0
+        for stop in range(1, len(ascending) + 1):
+            if stop == len(ascending) or ascending[stop] != ascending[stop - 1] + 1:
+                first, length = ascending[start], stop - start
+                self._add_run(first, length)
+                self._count(self.region_of(first), -length)
+                start = stop
 
     def _best_run(self, wanted: int) -> int:
         """Start of the smallest run that holds `wanted`, else of the largest; the first of equals."""

@@ -43,7 +43,7 @@ from parkd.store.transfers import lease_transfer, lineage_of
 from parkd.types import Checksums, StateLayout
 
 CANDIDATE_LIMIT = 64
-"""Conversations that one look-up names at most."""
+"""Conversations that one look-up names at most, unless told."""
 
 
 class ConversationStore:
@@ -79,10 +79,12 @@ class ConversationStore:
         self._totals: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
 
-    def candidates(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...]) -> list[tuple[Parked, int]]:
-        """At most CANDIDATE_LIMIT conversations of the key, each with the count of full blocks whose hashes it shares,
+    def candidates(
+        self, key_digest: bytes, prefix_hashes: tuple[bytes, ...], limit: int = CANDIDATE_LIMIT
+    ) -> list[tuple[Parked, int]]:
+        """At most `limit` conversations of the key, each with the count of full blocks whose hashes it shares,
         deepest first; those that share none come last, since they may share less than a block."""
-        found = self._shelf.index.find(key_digest, prefix_hashes, CANDIDATE_LIMIT)
+        found = self._shelf.index.find(key_digest, prefix_hashes, limit)
         return [(self._shelf.entries[conversation_id].parked, shared) for conversation_id, shared in found]
 
     def get(self, conversation_id: ConversationId) -> Parked | None:
@@ -155,7 +157,7 @@ class ConversationStore:
         if isinstance(outcome, Decision):
             self._evict_for(plan, outcome)
             try:
-                return self._open(owner, plan, outcome.position, history)
+                return self._open(owner, plan, outcome, history)
             except (MemoryError, OSError) as error:
                 message = f"the machine gave no memory for {mib(plan.need_bytes(outcome.position))}: {error}"
                 outcome = Refused(RefusalReason.MEMORY, message)
@@ -230,19 +232,22 @@ class ConversationStore:
             self._shelf.take_off(entry)
         self._shelf.slabs.close()
 
-    def _open(self, owner: Owner, plan: CapturePlan, position: int, history: History) -> Capture:
+    def _open(self, owner: Owner, plan: CapturePlan, decision: Decision, history: History) -> Capture:
         """Takes the room that was made. Raises OSError or MemoryError with only the plan's holdings left to release."""
+        position = decision.position
         shapes = self._shapes(plan, position)
         fresh = Fresh(shapes, self._names(plan.request, shapes))
-        replaces = replaced(plan, position, self._admission.prefixes(plan))
+        replaces = replaced(plan, position, decision.prefixes)
         capture, flight = open_flight(self._shelf, self.layout, owner, plan, position, fresh, replaces, history)
         self._captures[owner] = flight
         return capture
 
     def _parked(self, capture: Capture, flight: Flight) -> Parked:
         request, now = capture.request, self._clock()
-        units = request.units[: capture.position].copy()
-        units.flags.writeable = False
+        units = request.units
+        if not capture.is_whole or units.flags.writeable or not units.flags.owndata:
+            units = units[: capture.position].copy()  # who asked may change theirs
+            units.flags.writeable = False
         return Parked(
             id=self._new_id(),
             key_digest=request.key_digest,
@@ -263,10 +268,10 @@ class ConversationStore:
     def _names(
         self,
         request: CaptureRequest,  # noqa: ARG002 - for a store with another tier
-        shapes: Sequence[tuple[int, int, bytes]],
-    ) -> list[BlockId | None]:
-        """Ids that the blocks to be copied have already in another tier; None for a new one."""
-        return [None] * len(shapes)
+        shapes: Sequence[tuple[int, int, bytes]],  # noqa: ARG002
+    ) -> Sequence[BlockId | None]:
+        """Ids that the blocks to be copied have already in another tier, None for a new one; nothing if all are new."""
+        return ()
 
     def _forget(self, entry: Entry, verb: str, reason: str) -> None:
         self._gone.remember(entry.parked.key_digest, entry.parked.prefix_hashes, verb, reason, self._clock())
@@ -276,8 +281,8 @@ class ConversationStore:
         if decision.queue is None:
             return
         reason = f"its room was needed for a conversation of {decision.position} tokens"
-        in_flight, prefixes = self._replaced_in_flight(), self._admission.prefixes(plan)
-        while not self._admission.has_room(plan, decision.position, in_flight, prefixes):
+        in_flight = self._replaced_in_flight()
+        while not self._admission.has_room(plan, decision.position, in_flight, decision.prefixes):
             self._forget(decision.queue.pop(), "evicted", reason)
             self._totals["evictions"] += 1
 

@@ -75,14 +75,16 @@ class TieredStore(ConversationStore):
 
     # Look-up
 
-    def candidates(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...]) -> list[tuple[Parked, int]]:
-        found = super().candidates(key_digest, prefix_hashes)
+    def candidates(
+        self, key_digest: bytes, prefix_hashes: tuple[bytes, ...], limit: int = CANDIDATE_LIMIT
+    ) -> list[tuple[Parked, int]]:
+        found = super().candidates(key_digest, prefix_hashes, limit)
         known = {parked.id for parked, _ in found}
-        for conversation_id, shared in self.disk.index.find(key_digest, prefix_hashes, CANDIDATE_LIMIT):
+        for conversation_id, shared in self.disk.index.find(key_digest, prefix_hashes, limit):
             if conversation_id not in known and conversation_id not in self._shelf.entries:
                 found.append((self.disk.entries[conversation_id].parked, shared))
         found.sort(key=lambda pair: -pair[1])  # stable: what is in RAM stays before what is not
-        return found[:CANDIDATE_LIMIT]
+        return found[:limit]
 
     def get(self, conversation_id: ConversationId) -> Parked | None:
         parked = super().get(conversation_id)
@@ -150,7 +152,7 @@ class TieredStore(ConversationStore):
             end = parked.position
         blocks = parked.blocks[: -(-end // size)]
         held = [self._shelf.blocks.get(block_id) for block_id in blocks]
-        if conversation_id in self._shelf.entries or any(b is not None and b.checksums is None for b in held):
+        if conversation_id in self._shelf.entries or any(b is not None and b.sums is None for b in held):
             return Refused(RefusalReason.BUSY, "it is being read from disk, or copied")
         capture = self._load(entry, end)
         if isinstance(capture, Capture) and capture.position < end:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from parkd.store.budget import Kind
 from parkd.store.records import Capture, CaptureRequest, Lease, Parked, Refused, StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import Checksums, StageLayout, StateLayout, Transfer
@@ -85,7 +86,7 @@ def assert_within_budget(store: ConversationStore) -> None:
         slabs += sum(-(-place.memory.nbytes // 4096) * 4096 for place in shelf.blocks._places.values())
     checkpoints = sum(checkpoint.memory.nbytes for checkpoint in shelf.checkpoints._checkpoints.values())
     assert shelf.bytes_in_use <= shelf.budget.allocated_bytes <= store.config.budget_bytes
-    assert slabs + checkpoints + shelf.budget["metadata"] <= store.config.budget_bytes
+    assert slabs + checkpoints + shelf.budget[Kind.METADATA] <= store.config.budget_bytes
 
 
 def assert_counts(store: ConversationStore) -> None:
@@ -105,9 +106,9 @@ def assert_counts(store: ConversationStore) -> None:
     owned = shelf.blocks.metadata_bytes(len(blocks))
     owned += sum(shelf.metadata_bytes(entry.parked) for entry in entries)
     if not flights:
-        assert shelf.budget["metadata"] == owned
-    assert shelf.budget["checkpoints"] == len(checkpoints) * shelf.checkpoints.checkpoint_bytes
-    assert shelf.budget["slabs"] == sum(slab.memory.nbytes for slab in shelf.slabs._slabs.values())
+        assert shelf.budget[Kind.METADATA] == owned
+    assert shelf.budget[Kind.CHECKPOINTS] == len(checkpoints) * shelf.checkpoints.checkpoint_bytes
+    assert shelf.budget[Kind.SLABS] == sum(slab.memory.nbytes for slab in shelf.slabs._slabs.values())
     if store.config.conversation_slots is not None:
         assert len(shelf.entries) <= store.config.conversation_slots
 
