@@ -7,10 +7,10 @@ Exit codes: 0 stopped as asked, 1 failed while running, 2 a setting or the model
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,25 +75,26 @@ def serve(config: Config) -> int:
     rules = () if rules_file is None else read_rules(rules_file)
     model, is_demo = find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound:
+        from parkd.identity.behind import Behind
         from parkd.proxy import server
         from parkd.store.tiers import TieredStore
 
-        memory = MemoryShare(config.cache.budget_bytes)
+        memory, behind = MemoryShare(config.cache.budget_bytes), Behind()
         files = open_files(config)
         load = partial(load_engine, model=model, memory=memory, progress=startup.ProgressPrinter(), is_demo=is_demo)
         engine = split_memory.load(config, model, files, load)
         store_config = store_config_of(config, memory)
-        services = compose(config, engine, store_config, named_keys, files, rules)
+        services = compose(config, engine, store_config, named_keys, files, rules, behind=behind)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
         url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
         lines = startup.describe(engine.info, budget, url, needs_key=needs_key)
         if isinstance(services.store, TieredStore):
             lines.insert(-2, startup.disk_line(services.store.disk_stats(), config.cache.disk.directory))
-        with recording(config, engine, services) as services:
+        with contextlib.closing(behind), recording(config, engine, services) as services:
             return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
 
 
-@contextmanager
+@contextlib.contextmanager
 def recording(config: Config, engine: TorchEngine, services: Services) -> Iterator[Services]:
     """The services that write a trace of their turns, if one was asked for. Raises ConfigError."""
     from parkd.engine_adapter.base import BLOCK_TOKENS

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parkd.cli.model import MemoryShare
 from parkd.config import Config
@@ -15,19 +16,19 @@ from parkd.memory import free_memory_bytes, total_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.engine_adapter.torch_engine import TorchEngine
+    from parkd.identity.behind import Behind
+    from parkd.identity.builder import IdentityBuilder
     from parkd.identity.normalise import RewriteRule
-    from parkd.identity.output_memory import OutputMemory
+    from parkd.identity.output_memory import OutputMemory, Said
     from parkd.proxy.config import Services
     from parkd.store.fs import FileSystem
     from parkd.store.records import StoreConfig
     from parkd.store.store import ConversationStore
-    from parkd.types import NamedKey
+    from parkd.types import NamedKey, PromptIdentity
 
 MIN_FREE_SHARE = 16
 MOST_MIN_FREE_BYTES = 2560 * 1024 * 1024
 """Parking leaves one part in so many of the machine's memory free, and never needs to leave more than this."""
-MEMO_BYTES = 64 * 1024 * 1024
-"""What the renderer and tokenizer may remember between requests."""
 RESEND_GRACE_S = 2.0
 """A turn whose client is gone goes on for so long, unless others wait: most clients send again within a second."""
 CONVERSATION_ID_BYTES = 8
@@ -42,8 +43,9 @@ def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
     return StoreConfig(memory.budget_bytes, BLOCK_TOKENS, config.cache.slots, min_free_bytes=floor)
 
 
-def answer_memory(config: Config, engine: TorchEngine) -> OutputMemory | None:
-    """The memory of what was generated, beside what is parked on disk; None if answers that come back are rendered."""
+def answer_memory(config: Config, engine: TorchEngine, behind: Behind) -> OutputMemory | None:
+    """The memory of what was generated, beside what is parked on disk; None if answers that come back are rendered. Its
+    file is written behind the replies."""
     from parkd.identity.answer_file import NAME, AnswerFile
     from parkd.identity.output_memory import OutputMemory
 
@@ -54,9 +56,15 @@ def answer_memory(config: Config, engine: TorchEngine) -> OutputMemory | None:
     if directory is None:
         return OutputMemory(config.cache.answer_bytes, end_texts)
     file = AnswerFile(directory / NAME, config.cache.answer_bytes)
-    memory = OutputMemory(config.cache.answer_bytes, end_texts, on_new=lambda answer: file.append(answer, memory))
+    memory = OutputMemory(
+        config.cache.answer_bytes, end_texts, on_new=lambda answer: _submit(behind, file.append, answer, memory)
+    )
     file.open(memory)
     return memory
+
+
+def _submit(behind: Behind, work: Callable[..., None], *given: Any) -> None:
+    behind.submit(partial(work, *given))
 
 
 def open_files(config: Config) -> FileSystem | None:
@@ -116,6 +124,8 @@ def compose(
     named_keys: tuple[NamedKey, ...] = (),
     files: FileSystem | None = None,
     rules: tuple[RewriteRule, ...] = (),
+    *,
+    behind: Behind,
 ) -> Services:
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.identity.builder import IdentityBuilder
@@ -125,13 +135,13 @@ def compose(
     from parkd.proxy.structured import StructuredOutput
     from parkd.proxy.thinking import ThinkingLimits
 
-    answers = answer_memory(config, engine)
+    answers = answer_memory(config, engine, behind)
     identity = IdentityBuilder(
         engine.tokenizer,
         engine.template,
         engine.info.fingerprint,
         BLOCK_TOKENS,
-        MEMO_BYTES,
+        config.cache.memo_bytes,
         normaliser=NormaliserConfig(not config.server.keeps_billing_header, rules),
         answers=answers,
     )
@@ -157,7 +167,7 @@ def compose(
         files=files,
         output=output,
         render=identity.render,
-        remember=None if answers is None else answers.remember,
+        remember=None if answers is None else partial(_remember, answers, identity, behind),
         chat_template=engine.template_source,
         build_mask=lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail)),
         config=ProxyConfig(
@@ -172,3 +182,16 @@ def compose(
             cors_origins=server.cors_origins,
         ),
     )
+
+
+def _remember(
+    answers: OutputMemory,
+    identity: IdentityBuilder,
+    behind: Behind,
+    prompt: PromptIdentity,
+    ids: Sequence[int],
+    said: Said,
+) -> None:
+    """Before the client sees the answer's end it is known; that it will be read fast next time can wait."""
+    answers.remember(prompt, ids, said)
+    behind.submit(partial(identity.expect, prompt, ids, said))

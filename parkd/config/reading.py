@@ -134,6 +134,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             values["conversation-cache-mib"],
             values["conversation-cache-slots"],
             answer_bytes=0 if values["replay"] == "strict" else values["answer-memory-mib"] * MIB,
+            memo_bytes=values["prompt-memory-mib"] * MIB,
             disk=_disk(values),
             eviction_policy=values["eviction-policy"],
             min_free_bytes=values["conversation-cache-min-free-mib"],

@@ -100,6 +100,7 @@ SETTINGS: tuple[Setting, ...] = (
         "remember",
         "answers sent back: remember their tokens, or strict: render",
     ),
+    Setting("prompt-memory-mib", "parking", "MIB", parsers.count(0), 64, "memory for the tokens of known texts (64)"),
     Setting("answer-memory-mib", "parking", "MIB", parsers.count(0), 32, "memory for the tokens of answers (32)"),
     Setting(
         "conversation-cache-disk-mib",

@@ -58,6 +58,8 @@ class CacheConfig:
     """None: as many conversations as the budget holds."""
     answer_bytes: int
     """What the memory of generated answers may take; 0 renders every answer that comes back."""
+    memo_bytes: int = 64 * 1024 * 1024
+    """What the memory of texts already tokenised and hashed may take; 0: each prompt is tokenised whole."""
     disk: DiskCacheConfig = DiskCacheConfig(0, None, 0, None)
     eviction_policy: str = "value"
     """One of EVICTION_POLICIES."""

@@ -39,7 +39,7 @@ GROWTH = 2
 
 
 class AnswerFile:
-    """One writer; the event loop's."""
+    """One writer at a time: `open` before the first answer, then the thread behind the replies."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         self._path = path

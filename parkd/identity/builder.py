@@ -6,13 +6,14 @@ TurnRequest --normalise, canonical, render--> text --tokenise--> ids --images-->
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parkd.engine_adapter.base import ChatTemplate, Tokenizer
 from parkd.errors import InvalidRequest
 from parkd.identity.chain import ChainMemo
 from parkd.identity.normalise import Normaliser, NormaliserConfig
-from parkd.identity.output_memory import OutputMemory
+from parkd.identity.output_memory import GENERATION, OutputMemory, Said
 from parkd.identity.render import Renderer
 from parkd.identity.segments import locate, map_prompt
 from parkd.identity.tokens import SegmentTokenizer
@@ -54,6 +55,7 @@ class IdentityBuilder:
     ) -> None:
         """`answers` are spliced into the prompts that repeat them; None renders everything."""
         self._fingerprint = fingerprint
+        self._decode = tokenizer.decode
         self._answers = answers
         self._renderer = Renderer(template, Normaliser(normaliser or NormaliserConfig()))
         self._chains = ChainMemo(block_tokens, memo_bytes // 4)
@@ -99,6 +101,17 @@ class IdentityBuilder:
         )
         hashed_s = time.perf_counter()
         return identity, BuildTimings(rendered_s - began_s, tokenised_s - rendered_s, hashed_s - tokenised_s)
+
+    def expect(self, prompt: PromptIdentity, answer_ids: Sequence[int], said: Said) -> None:
+        """Tokenises an answer as the next prompt is likely to repeat it: as it was written, and without the thinking
+        that most templates drop. Meant to run behind the reply."""
+        last = prompt.segments[-1] if prompt.segments else None
+        if last is None or last.label != GENERATION:
+            return
+        opener = self._decode(prompt.token_ids[last.start :].tolist())
+        self._tokenizer.expect(opener + self._decode(list(answer_ids)))
+        if said.reasoning:
+            self._tokenizer.expect(self._renderer.profile.openers.get("assistant", opener) + "".join(said.runs).strip())
 
     def render(self, request: TurnRequest) -> str:
         """The text the model will read. Raises as `build`."""

@@ -25,6 +25,8 @@ _LOOK_AHEAD = 8
 _HEAD_CHARS = 48
 """Characters of a message's content by which it is known."""
 
+_THOUGHT_END = "</think>"
+
 
 @dataclass(frozen=True, slots=True)
 class PromptMap:
@@ -90,13 +92,19 @@ def map_prompt(
 def _find_openers(tokenised: TokenisedText, profile: TemplateProfile) -> list[tuple[int, frozenset[str]]]:
     """`(char, roles)` of every cut that opens a turn; roles may share the start of their openers."""
     by_role = profile.openers
-    any_opener = tuple(by_role.values())
+    distinct = tuple(dict.fromkeys(by_role.values()))
     text = tokenised.text
-    return [
-        (cut, frozenset(role for role, opener in by_role.items() if text.startswith(opener, cut)))
-        for cut in tokenised.cuts[:-1]
-        if text.startswith(any_opener, cut)
-    ]
+    known: dict[tuple[bool, ...], frozenset[str]] = {}
+    found: list[tuple[int, frozenset[str]]] = []
+    for cut in tokenised.cuts[:-1]:
+        if text.startswith(distinct, cut):
+            which = tuple([text.startswith(opener, cut) for opener in distinct])
+            roles = known.get(which)
+            if roles is None:
+                opened = {opener for opener, opens in zip(distinct, which, strict=True) if opens}
+                roles = known[which] = frozenset(role for role, opener in by_role.items() if opener in opened)
+            found.append((cut, roles))
+    return found
 
 
 def _find_turns(
@@ -126,8 +134,13 @@ def _find_turns(
 def _head(content: object) -> str:
     if isinstance(content, list):
         content = next((part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text"), "")
+    if not isinstance(content, str):
+        return ""
     # A template may move a thought out of the content; what follows it stays.
-    return content.rpartition("</think>")[2].strip()[:_HEAD_CHARS] if isinstance(content, str) else ""
+    thought = content.rfind(_THOUGHT_END)
+    start = 0 if thought < 0 else thought + len(_THOUGHT_END)
+    head = content[start : start + 2 * _HEAD_CHARS].strip()[:_HEAD_CHARS]
+    return head if len(head) == _HEAD_CHARS else content[start:].strip()[:_HEAD_CHARS]
 
 
 def _find_generation(

@@ -104,6 +104,14 @@ class SegmentTokenizer:
         self._keep(result, replaces=grown)
         return result
 
+    def expect(self, text: str) -> None:
+        """Tokenises the pieces of a text that is likely to be part of a prompt soon, so that they are known then. Its
+        last piece counts as whole."""
+        start = 0
+        for stop in self._cuts_of(text, 0):
+            self._piece(text[start:stop])
+            start = stop
+
     def position_of(self, tokenised: TokenisedText, char: int) -> int:
         """The last token position that lies wholly before `char`, for any later text that agrees up to there.
 

@@ -1,0 +1,60 @@
+"""Small work that nobody waits for, behind replies on a thread of its own: the answers' file, texts tokenised ahead.
+
+One thread, in order, with a bound: what comes while the queue is full is left out, since none of it is ever needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+QUEUE_LIMIT = 256
+CLOSE_DEADLINE_S = 5.0
+
+Work = Callable[[], None]
+
+
+class Behind:
+    """`submit` never waits; from any thread. A piece of work that fails is logged and costs nothing else."""
+
+    def __init__(self, limit: int = QUEUE_LIMIT) -> None:
+        self._queue: queue.Queue[Work | None] = queue.Queue(limit)
+        self._thread = threading.Thread(target=self._run, name="behind", daemon=True)
+        self._started = False
+        self._lock = threading.Lock()
+        self.left_out = 0
+        """Pieces of work that found no room, over its life."""
+
+    def submit(self, work: Work) -> bool:
+        """False if there was no room."""
+        with self._lock:
+            if not self._started:
+                self._started = True
+                self._thread.start()
+        try:
+            self._queue.put_nowait(work)
+        except queue.Full:
+            self.left_out += 1
+            return False
+        return True
+
+    def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        """Ends the thread once what is queued is done, or at the deadline."""
+        if not self._started:
+            return
+        try:
+            self._queue.put(None, timeout=deadline_s)
+        except queue.Full:
+            return  # a daemon thread: it ends with the process
+        self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except Exception:
+                log.exception("work behind a reply failed")

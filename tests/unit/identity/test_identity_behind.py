@@ -1,0 +1,75 @@
+"""Work behind replies: in order, bounded, and what it leaves ready for the next prompt."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from identity_fakes import WordTokenizer, make_builder, say, talk
+
+from parkd.identity.behind import Behind
+from parkd.identity.output_memory import Said
+
+ANSWER = "three and four"
+
+
+def test_work_is_done_in_order_and_before_it_closes() -> None:
+    done: list[int] = []
+    behind = Behind()
+    for number in range(100):
+        assert behind.submit(lambda number=number: done.append(number))
+    behind.close()
+    assert done == list(range(100))
+
+
+def test_what_finds_no_room_is_left_out_and_counted() -> None:
+    gate, done = threading.Event(), []
+    behind = Behind(limit=2)
+    running = threading.Event()
+    behind.submit(lambda: (running.set(), gate.wait(10)))
+    assert running.wait(10)
+    assert [behind.submit(lambda: done.append(1)) for _ in range(3)] == [True, True, False]
+    assert behind.left_out == 1
+    gate.set()
+    behind.close()
+    assert done == [1, 1]
+
+
+def test_a_failure_is_logged_and_the_next_piece_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[int] = []
+    behind = Behind()
+    behind.submit(lambda: done.append(1 // 0))
+    behind.submit(lambda: done.append(1))
+    behind.close()
+    assert done == [1]
+    assert "work behind a reply failed" in caplog.text
+
+
+def test_closing_what_never_worked_is_nothing() -> None:
+    Behind().close()
+
+
+class Counting(WordTokenizer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.texts.append(text)
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("reasoning", ["", "hm"])
+def test_an_expected_answer_is_not_tokenised_again(reasoning: str) -> None:
+    tokenizer = Counting()
+    builder = make_builder(tokenizer)
+    first = builder.build(talk(say("user", "one two")))
+    thought = f"<|start|>think\n{reasoning}<|end|>" if reasoning else ""
+    builder.expect(first, tokenizer.encode(thought + ANSWER), Said((ANSWER,), reasoning))
+    tokenizer.texts.clear()
+    again = builder.build(talk(say("user", "one two"), say("assistant", ANSWER), say("user", "more")))
+    assert not any(ANSWER in text for text in tokenizer.texts)
+    assert any("more" in text for text in tokenizer.texts)
+    assert again.token_ids.tolist() == tokenizer.encode(
+        builder.render(talk(say("user", "one two"), say("assistant", ANSWER), say("user", "more")))
+    )
