@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from parkd.store.blocks import Owner
 from parkd.store.policy import Costs, Policy, Rank, rank
@@ -46,11 +47,12 @@ class Queue:
             (owner for entry in reversed(shelf.entries.values()) if (owner := entry.owner) not in kin), 0
         )
         self._places: dict[Owner, Rank] = {}
+        self._numbers = count()
         self.freed_slots = self.freed_side_bytes = 0
         """What is free once all have gone, at least: what only two of them share is not counted."""
         self._forget_changed()
         self._heap = [self._placed(entry) for entry in shelf.owned.values() if entry.may_go]
-        for _, _, rating in self._heap:
+        for *_, rating in self._heap:
             self.freed_slots += rating.freed_slots
             self.freed_side_bytes += rating.freed_side_bytes
         heapq.heapify(self._heap)
@@ -64,7 +66,7 @@ class Queue:
             if entry.owner in self._places:
                 heapq.heappush(self._heap, self._placed(entry))
         while True:
-            place, owner, rating = heapq.heappop(self._heap)
+            place, owner, _, rating = heapq.heappop(self._heap)
             if self._places.get(owner) == place:
                 del self._places[owner]
                 if rating.candidate.freed_bytes and owner not in self._superseded:
@@ -74,17 +76,17 @@ class Queue:
     def foresee(self, wanted_bytes: int, wanted_count: int) -> Toll:
         """Who would go until so many bytes and conversations are free. Sharing is not followed through, so it may name
         one too many, never one too few."""
-        freed, count, most = 0, 0, float("-inf")
+        freed, going, most = 0, 0, float("-inf")
         heap = self._heap.copy()
-        while heap and (freed < wanted_bytes or count < wanted_count):
-            place, owner, rating = heapq.heappop(heap)
+        while heap and (freed < wanted_bytes or going < wanted_count):
+            place, owner, _, rating = heapq.heappop(heap)
             if self._places.get(owner) != place:
                 continue
             freed += rating.candidate.freed_bytes
-            count += 1
+            going += 1
             if rating.candidate.freed_bytes and owner not in self._superseded:
                 most = max(most, place[2])
-        return Toll(most, count)
+        return Toll(most, going)
 
     def _forget_changed(self) -> list[Entry]:
         """Drops the ratings of those that share more or less than they did."""
@@ -94,7 +96,8 @@ class Queue:
             entry.rating = None
         return entries
 
-    def _placed(self, entry: Entry) -> tuple[Rank, Owner, Rating]:
+    def _placed(self, entry: Entry) -> tuple[Rank, Owner, int, Rating]:
+        """The number keeps apart two ratings of one conversation that came out equal."""
         rating, owner = entry.rating, entry.owner
         if rating is None or rating.until_s < self.now_s:
             rating = self._shelf.rated(entry, self._policy, self._costs, self.now_s)
@@ -103,4 +106,4 @@ class Queue:
             is_superseded, is_partner = owner in self._superseded, owner == self._partner
             place = rank(rating.candidate, rating.score, is_superseded=is_superseded, is_partner=is_partner)
         self._places[owner] = place
-        return place, owner, rating
+        return place, owner, next(self._numbers), rating

@@ -219,6 +219,22 @@ def test_workers_share_their_parents_head_and_do_not_evict_it(policy):
     assert_counts(store)
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_one_that_is_rated_anew_while_others_go_is_still_one(policy):
+    """What the first victim shared with its parent is the parent's own from then on, and its rank stays as it was."""
+    store, engine = make_store(room_for(2, 200), LAYOUT, policy=policy), CopyEngine(LAYOUT)
+    parent = engine.read(make_units(1, 160)).park(store)
+    for seed, stop in ((2, 120), (3, 80)):
+        with store.lease(parent.id, stop) as lease:
+            engine.restore(lease)
+        engine.extend(make_units(seed, 40))
+        assert isinstance(engine.park(store), Parked)
+    engine.read(make_units(9, 300)).park(store)
+    assert_counts(store)
+    if policy.name == "lru":
+        assert store.stats().evictions_total >= 2
+
+
 def test_what_a_queued_request_starts_from_stays_until_it_is_released():
     store, engine = make_store(room_for(2, 120), LAYOUT, policy=LruPolicy()), CopyEngine(LAYOUT)
     awaited = engine.read(make_units(1, 120)).park(store)
