@@ -1,14 +1,16 @@
 """The most that any policy could save, knowing the whole trace: an upper bound, not a policy.
 
 A block of a prompt that was live at turn j and is next asked for at turn i saves its reading, less its restore, if it
-is held in between. With x the held part of each such interval, the best is the linear program
+is held in between, and so is all of the prompt before it, since state with a hole is of no use. With x the held part
+of each such interval, the best is the linear program
 
     max  sum x * benefit      such that for every turn t     sum over intervals across t of x * bytes  <=  budget
+                              and along every prompt         x never grows
 
-which forgets that a block is of use only with all before it, that a conversation is parked whole, that the live one
-takes room as well, and all metadata: each makes the bound larger, never smaller. Every vector of prices, one a turn,
-gives an upper bound by weak duality; subgradient steps look for a low one. What turn i - 1 left in the arenas
-is free.
+which forgets that a conversation is parked whole, that the live one takes room as well, and all metadata: each makes
+the bound larger, never smaller. Every vector of prices, one a turn, gives an upper bound by weak duality: at given
+prices the best of a prompt is the best of its heads. Subgradient steps look for low prices. What turn i - 1 left
+in the arenas is free.
 """
 
 from __future__ import annotations
@@ -37,9 +39,14 @@ def clairvoyant_bound_s(
     """
     size = header.block_tokens
     block_bytes = size * sum(header.row_bytes)
-    free_s, first, last, benefit = 0.0, [], [], []
+    free_s = 0.0
+    first: list[int] = []
+    last: list[int] = []
+    benefit: list[float] = []
+    heads: list[int] = []
     left_at: dict[tuple[str, bytes], int] = {}
     for i, turn in enumerate(turns):
+        before = len(first)
         for depth, block in enumerate(turn.chain[: turn.prompt_tokens // size]):
             j = left_at.get((turn.key, block))
             if j is None:
@@ -48,33 +55,39 @@ def clairvoyant_bound_s(
             if j == i - 1:
                 free_s += read_s
                 continue
-            saved_s = read_s - block_bytes / costs.bytes_per_s
-            if saved_s > 0:
-                first.append(j)
-                last.append(i - 1)
-                benefit.append(saved_s)
+            first.append(j)
+            last.append(i - 1)
+            benefit.append(read_s - block_bytes / costs.bytes_per_s)
+        if len(first) > before:
+            heads.append(before)
         left_at.update(((turn.key, block), i) for block in turn.chain)
     if not benefit:
         return free_s
-    program = _Program(np.array(first), np.array(last), np.array(benefit), block_bytes, budget_bytes, len(turns))
+    program = _Program(
+        np.array(first), np.array(last), np.array(benefit), np.array(heads), budget_bytes / block_bytes, len(turns)
+    )
     return free_s + program.bound_s(max(0.0, known_s - free_s))
 
 
 class _Program:
-    """Intervals hold `(first, last]` in turns: between the turn that left the block and the one that asks for it."""
+    """Intervals hold `(first, last]` in turns: between the turn that left the block and the one that asks for it. They
+    are ordered by the prompts that ask, and by depth in each; `heads` are the first of each prompt."""
 
     def __init__(
         self,
         first: npt.NDArray[np.int64],
         last: npt.NDArray[np.int64],
         benefit: Floats,
-        block_bytes: int,
-        budget_bytes: int,
+        heads: npt.NDArray[np.int64],
+        budget_blocks: float,
         turns: int,
     ) -> None:
-        self._first, self._last, self._benefit = first, last, benefit
-        self._budget_blocks = budget_bytes / block_bytes
+        self._first, self._last, self._benefit, self._heads = first, last, benefit, heads
+        self._budget_blocks = budget_blocks
         self._turns = turns
+        self._prompt = np.repeat(np.arange(len(heads)), np.diff(np.append(heads, len(first))))
+        """The prompt of each interval."""
+        self._places = np.arange(len(first))
 
     def bound_s(self, known_s: float) -> float:
         prices = np.zeros(self._turns)
@@ -102,8 +115,13 @@ class _Program:
         """The dual's value and a subgradient."""
         paid = np.concatenate([[0.0], np.cumsum(prices)])
         gain = self._benefit - (paid[self._last + 1] - paid[self._first + 1])
-        held = gain > 0
-        value = float(gain[held].sum()) + self._budget_blocks * float(prices.sum())
+        total = np.cumsum(gain)
+        so_far = total - np.append(0.0, total)[self._heads][self._prompt]
+        most = np.maximum.reduceat(so_far, self._heads)
+        ends = np.where(so_far >= most[self._prompt], self._places, len(gain))
+        end = np.minimum.reduceat(ends, self._heads)
+        held = (self._places <= end[self._prompt]) & (most > 0)[self._prompt]
+        value = float(np.maximum(most, 0.0).sum()) + self._budget_blocks * float(prices.sum())
         edges = np.zeros(self._turns + 1)
         np.add.at(edges, self._first[held] + 1, 1.0)
         np.add.at(edges, self._last[held] + 1, -1.0)
