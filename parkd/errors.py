@@ -11,6 +11,9 @@
     ├── ShuttingDown          503
     ├── Cancelled             499  the client left; nobody reads the answer
     ├── EngineFailure         500  the engine could not finish this turn; it is valid again
+    │   ├── UpstreamFailed    502  a server that parkd stands before answered with an error, with nonsense, or broke off
+    │   │   ├── UpstreamTimeout   504  it did not answer in time
+    │   │   └── UpstreamDown      503  it cannot be reached, or is still loading its model
     │   └── EngineLost        500  it cannot become valid again: the process must end
     ├── RestoreFailed              parked state was incompatible or damaged; the turn reads cold
     ├── ConfigError                a flag, a variable or the TOML file; exit code 2
@@ -98,6 +101,21 @@ class Cancelled(ParkdError):
 class EngineFailure(ParkdError):
     status = 500
     code = "engine_failure"
+
+
+class UpstreamFailed(EngineFailure):
+    status = 502
+    code = "upstream_failed"
+
+
+class UpstreamTimeout(UpstreamFailed):
+    status = 504
+    code = "upstream_timeout"
+
+
+class UpstreamDown(UpstreamFailed):
+    status = 503
+    code = "upstream_down"
 
 
 class EngineLost(EngineFailure):

@@ -13,6 +13,7 @@ from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
 from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
 from parkd.store.disk_records import DiskStats
 from parkd.store.slabs import SlabGeometry
+from parkd.types import Grain
 
 PROGRESS_STEP_S = 2.0
 
@@ -53,6 +54,8 @@ def budget_in_tokens(budget_bytes: int, slab_bytes: int, info: EngineInfo) -> Bu
 def parking_line(budget: Budget, info: EngineInfo) -> str:
     if budget.budget_bytes == 0:
         return "parking is off (--conversation-cache-mib 0): a conversation that leaves is read again when it returns"
+    if info.layout.grain is Grain.FILE:
+        return "conversations are parked in the server's own slot files; memory holds what is known of them"
     full = f"a full {info.context_tokens:,}-token context needs {-(-budget.full_context_bytes // MIB):,} MiB"
     held = f"parking holds {budget.tokens:,} tokens in {budget.budget_bytes // MIB:,} MiB"
     if budget.tokens < info.context_tokens:
@@ -75,6 +78,8 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool) -> 
         for device, stage in zip(info.devices, info.layout.stages, strict=True)
     ]
     fixed = f", {info.layout.fixed_bytes:,} bytes fixed" if info.layout.fixed_bytes else ""
+    if info.layout.grain is Grain.FILE:
+        stages, fixed = ["of the server's own"], ", resumed at its end only" if info.layout.fixed_bytes else ""
     lines = [
         f"model     {info.model_name} ({info.architecture}), weights {info.weights_bytes // MIB:,} MiB",
         f"stages    {' | '.join(stages)}",

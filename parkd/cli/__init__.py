@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from parkd import arguments
 from parkd.cli.compose import compose, open_files, store_config_of
-from parkd.cli.model import MemoryShare, find_model, load_engine
+from parkd.cli.model import MemoryShare, find_model, load_engine, load_upstream
 from parkd.config import Config, load
 from parkd.errors import ConfigError, ModelError
 from parkd.keys import read_key_file
 from parkd.rewrite_rules import read_rules
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
-    from parkd.engine_adapter.torch_engine import TorchEngine
+    from parkd.cli.model import AnyEngine
     from parkd.proxy.config import Services
 
 __all__ = ["MemoryShare", "find_model", "load_engine", "main"]
@@ -73,7 +73,8 @@ def serve(config: Config) -> int:
     named_keys = () if key_file is None else read_key_file(key_file)
     rules_file = config.server.rewrite_rules_file
     rules = () if rules_file is None else read_rules(rules_file)
-    model, is_demo = find_model(config.model)
+    is_upstream = config.model.upstream is not None
+    model, is_demo = ("", False) if is_upstream else find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound:
         from parkd.identity.behind import Behind
         from parkd.proxy import server
@@ -81,8 +82,15 @@ def serve(config: Config) -> int:
 
         memory, behind = MemoryShare(config.cache.budget_bytes), Behind()
         files = open_files(config)
-        load = partial(load_engine, model=model, memory=memory, progress=startup.ProgressPrinter(), is_demo=is_demo)
-        engine = split_memory.load(config, model, files, load)
+        progress = startup.ProgressPrinter()
+        engine: AnyEngine
+        if is_upstream:
+            engine = load_upstream(config, progress)
+            for note in engine.notes:
+                print(f"note: {note}", file=sys.stderr)
+        else:
+            load = partial(load_engine, model=model, memory=memory, progress=progress, is_demo=is_demo)
+            engine = split_memory.load(config, model, files, load)
         store_config = store_config_of(config, memory)
         services = compose(config, engine, store_config, named_keys, files, rules, behind=behind)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
@@ -95,7 +103,7 @@ def serve(config: Config) -> int:
 
 
 @contextlib.contextmanager
-def recording(config: Config, engine: TorchEngine, services: Services) -> Iterator[Services]:
+def recording(config: Config, engine: AnyEngine, services: Services) -> Iterator[Services]:
     """The services that write a trace of their turns, if one was asked for. Raises ConfigError."""
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.replay.recorder import Recorder

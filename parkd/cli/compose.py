@@ -15,12 +15,13 @@ from parkd.errors import ConfigError
 from parkd.memory import free_memory_bytes, total_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
-    from parkd.engine_adapter.torch_engine import TorchEngine
+    from parkd.cli.model import AnyEngine
     from parkd.identity.behind import Behind
     from parkd.identity.builder import IdentityBuilder
     from parkd.identity.normalise import RewriteRule
     from parkd.identity.output_memory import OutputMemory, Said
-    from parkd.proxy.config import Services
+    from parkd.proxy.config import BuildMask, Services
+    from parkd.proxy.output.base import OutputFormat
     from parkd.store.fs import FileSystem
     from parkd.store.records import StoreConfig
     from parkd.store.store import ConversationStore
@@ -43,7 +44,7 @@ def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
     return StoreConfig(memory.budget_bytes, BLOCK_TOKENS, config.cache.slots, min_free_bytes=floor)
 
 
-def answer_memory(config: Config, engine: TorchEngine, behind: Behind) -> OutputMemory | None:
+def answer_memory(config: Config, engine: AnyEngine, behind: Behind) -> OutputMemory | None:
     """The memory of what was generated, beside what is parked on disk; None if answers that come back are rendered. Its
     file is written behind the replies."""
     from parkd.identity.answer_file import NAME, AnswerFile
@@ -78,7 +79,7 @@ def open_files(config: Config) -> FileSystem | None:
 
 
 def open_store(
-    config: Config, engine: TorchEngine, store_config: StoreConfig, files: FileSystem | None
+    config: Config, engine: AnyEngine, store_config: StoreConfig, files: FileSystem | None
 ) -> ConversationStore:
     """The store over RAM, or over RAM and disk. Raises ConfigError."""
     from parkd.store.opening import DiskOptions, open_tiered
@@ -106,6 +107,7 @@ def open_store(
             options,
             layout,
             engine.info.fingerprint,
+            directory=disk.directory,
             clock=time.monotonic,
             wall=time.time,
             new_id=new_id,
@@ -119,7 +121,7 @@ def open_store(
 
 def compose(
     config: Config,
-    engine: TorchEngine,
+    engine: AnyEngine,
     store_config: StoreConfig,
     named_keys: tuple[NamedKey, ...] = (),
     files: FileSystem | None = None,
@@ -132,8 +134,6 @@ def compose(
     from parkd.identity.normalise import NormaliserConfig
     from parkd.proxy.config import ProxyConfig, Services
     from parkd.proxy.output.formats import output_format
-    from parkd.proxy.structured import StructuredOutput
-    from parkd.proxy.thinking import ThinkingLimits
 
     answers = answer_memory(config, engine, behind)
     identity = IdentityBuilder(
@@ -152,14 +152,6 @@ def compose(
             store.grow_ahead()
     server = config.server
     output = replace(output_format(engine.template_source), reader=engine.response_reader)
-    structured = StructuredOutput(engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids)
-    limits = ThinkingLimits(
-        output.reasoning,
-        engine.template_source,
-        engine.info.vocab_size,
-        engine.tokenizer.encode,
-        lambda: engine.text_stream(()),
-    )
     return Services(
         engine=engine,
         build_identity=identity.build,
@@ -169,7 +161,7 @@ def compose(
         render=identity.render,
         remember=None if answers is None else partial(_remember, answers, identity, behind),
         chat_template=engine.template_source,
-        build_mask=lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail)),
+        build_mask=masks_of(engine, output),
         config=ProxyConfig(
             host=server.host,
             port=server.port,
@@ -195,3 +187,23 @@ def _remember(
     """Before the client sees the answer's end it is known; that it will be read fast next time can wait."""
     answers.remember(prompt, ids, said)
     behind.submit(partial(identity.expect, prompt, ids, said))
+
+
+def masks_of(engine: AnyEngine, output: OutputFormat) -> BuildMask:
+    """What holds answers to a schema, and thinking to its budget: an engine that is a server of its own does the first
+    itself, and knows no budget."""
+    from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
+    from parkd.engine_adapter.llama_server.sampling import constraint
+    from parkd.proxy.structured import StructuredOutput
+    from parkd.proxy.thinking import ThinkingLimits
+
+    marks, info = output.reasoning, engine.info
+    if isinstance(engine, LlamaServerEngine):
+        return lambda request, tail: constraint(
+            request, thinks=marks is not None and not tail.rstrip().endswith(marks.close)
+        )
+    structured = StructuredOutput(engine.tokenizer_json(), info.vocab_size, info.end_token_ids)
+    limits = ThinkingLimits(
+        marks, engine.template_source, info.vocab_size, engine.tokenizer.encode, lambda: engine.text_stream(())
+    )
+    return lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail))

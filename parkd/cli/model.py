@@ -13,7 +13,10 @@ from parkd.errors import ConfigError
 from parkd.memory import free_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
+    from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.torch_engine import TorchEngine
+
+    AnyEngine = TorchEngine | LlamaServerEngine
 
 AUTO_SHARE = 4
 """`--conversation-cache-mib auto` takes one part in so many of the free memory."""
@@ -93,4 +96,22 @@ def load_engine(
     )
     return TorchEngine.load(
         engine_config, progress, free=lambda device: memory.for_arenas() if device == "cpu" else free_bytes(device)
+    )
+
+
+def load_upstream(config: Config, progress: Callable[[str, float], None]) -> LlamaServerEngine:
+    """The engine over a llama-server that runs already. Raises ModelError."""
+    from parkd.engine_adapter.llama_server.client import Deadlines
+    from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
+    from parkd.engine_adapter.llama_server.probe import check_one_file_system
+    from parkd.engine_adapter.llama_server.start import LlamaServerConfig
+
+    upstream, park_dir = config.model.upstream, config.cache.disk.directory
+    assert upstream is not None
+    if park_dir is not None:
+        check_one_file_system(upstream.slot_dir, park_dir)
+    deadlines = Deadlines(silence_s=upstream.silence_s)
+    return LlamaServerEngine.load(
+        LlamaServerConfig(upstream.url, upstream.slot_dir, config.home, api_key=upstream.api_key, deadlines=deadlines),
+        progress,
     )

@@ -10,6 +10,7 @@ from typing import Literal
 
 MIB = 1024 * 1024
 EVICTION_POLICIES = ("value", "gdsf", "lru")
+ENGINES = ("auto", "torch", "llama-server")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
 
@@ -49,10 +50,29 @@ def origins(text: str) -> tuple[str, ...]:
     return found
 
 
+def engine(text: str) -> str:
+    if text not in ENGINES:
+        raise ValueError(f"expected {', '.join(ENGINES)}")
+    return text
+
+
+def url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", text):
+        raise ValueError("expected an address such as http://127.0.0.1:8081")
+    return text.rstrip("/")
+
+
 def file(text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_file():
         raise ValueError("there is no such file")
+    return path
+
+
+def directory(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        raise ValueError("there is no such directory")
     return path
 
 

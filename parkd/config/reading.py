@@ -12,9 +12,12 @@ from typing import Any
 
 from parkd.config.parsers import MIB
 from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting
-from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ServerConfig
+from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ServerConfig, UpstreamConfig
 from parkd.errors import ConfigError
 from parkd.model_settings import control_vectors, one_kv_format
+
+UPSTREAM_PARK_DIR = "parkd"
+"""In the slot directory of a llama-server: where conversations are parked if no other place is named."""
 
 
 def load(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> Config:
@@ -73,6 +76,7 @@ def _unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _check_together(values: Mapping[str, Any]) -> None:
     _check_disk(values)
+    _check_upstream(values)
     devices, split = values["devices"], values["layer-split"]
     if split and len(split) + 1 != len(devices):
         raise ConfigError(
@@ -97,6 +101,38 @@ def _check_disk(values: Mapping[str, Any]) -> None:
         )
 
 
+def _check_upstream(values: Mapping[str, Any]) -> None:
+    names = ("upstream", "slot-save-path")
+    if values["engine"] == "torch" or (values["engine"] == "auto" and values["upstream"] is None):
+        given = next((name for name in names if values[name] is not None), None)
+        if given is not None:
+            raise ConfigError(
+                f"--{given} is of --engine llama-server, which also needs --upstream: name both or neither"
+            )
+        return
+    for name in names:
+        if values[name] is None:
+            raise ConfigError(
+                f"--engine llama-server needs --{name}: the address of the server, and its slot directory"
+            )
+    if not values["conversation-cache-disk-mib"] and values["conversation-cache-mib"] != 0:
+        raise ConfigError(
+            "--engine llama-server parks in files: --conversation-cache-disk-mib must say how much they may take (or "
+            "--conversation-cache-mib 0: no parking)"
+        )
+
+
+def _upstream(values: Mapping[str, Any]) -> UpstreamConfig | None:
+    if values["upstream"] is None:
+        return None
+    return UpstreamConfig(
+        values["upstream"],
+        values["slot-save-path"],
+        values["upstream-api-key"],
+        float(values["upstream-timeout"]),
+    )
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -106,8 +142,12 @@ def _is_loopback(host: str) -> bool:
 
 def _disk(values: Mapping[str, Any]) -> DiskCacheConfig:
     directory, hours = values["park-dir"], values["conversation-cache-max-age-hours"]
+    budget_mib = values["conversation-cache-disk-mib"]
+    if directory is None and values["upstream"] is not None and budget_mib:
+        # Files must have names, on the file system that the server writes to.
+        directory = str(Path(values["slot-save-path"]) / UPSTREAM_PARK_DIR)
     return DiskCacheConfig(
-        budget_bytes=values["conversation-cache-disk-mib"] * MIB,
+        budget_bytes=budget_mib * MIB,
         directory=None if directory is None else Path(directory).expanduser(),
         write_bytes_per_day=values["disk-write-gib-per-day"] * 1024 * MIB,
         max_age_s=None if hours is None else hours * 3600.0,
@@ -129,6 +169,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             kv_format=one_kv_format(values),
             control_vectors=control_vectors(values),
             steered_layers=values["control-vector-layer-range"],
+            upstream=_upstream(values),
         ),
         cache=CacheConfig(
             values["conversation-cache-mib"],

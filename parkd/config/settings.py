@@ -39,6 +39,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "model", "model", "PATH|ID", parsers.some_text, None, "Hugging Face directory, hub id or GGUF file (demo model)"
     ),
+    Setting("engine", "model", "NAME", parsers.engine, "auto", "torch or llama-server (auto: by --upstream)"),
     Setting("alias", "model", "NAME", parsers.some_text, None, "name shown by /v1/models (the model's own)"),
     Setting("chat-template-file", "model", "FILE", parsers.file, None, "chat template in place of the model's own"),
     Setting(
@@ -75,6 +76,26 @@ SETTINGS: tuple[Setting, ...] = (
         None,
         "layers that control vectors steer, both included (all but the first)",
         words=2,
+    ),
+    Setting(
+        "upstream",
+        "llama-server",
+        "URL",
+        parsers.url,
+        None,
+        "a llama-server that already runs, to serve in place of a model",
+    ),
+    Setting(
+        "slot-save-path", "llama-server", "DIR", parsers.directory, None, "the directory that it was given by that name"
+    ),
+    Setting("upstream-api-key", "llama-server", "KEY", parsers.some_text, None, "the key that it asks for"),
+    Setting(
+        "upstream-timeout",
+        "llama-server",
+        "SECONDS",
+        parsers.count(1),
+        600,
+        "longest silence inside its answers, as while it reads one batch (600)",
     ),
     Setting(
         "conversation-cache-mib",

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from parkd.model_settings import ControlVectorFile
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamConfig:
+    """A llama-server that already runs."""
+
+    url: str
+    slot_dir: Path
+    """Its `--slot-save-path`."""
+    api_key: str | None = field(default=None, repr=False)
+    silence_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,8 @@ class ModelConfig:
     control_vectors: tuple[ControlVectorFile, ...] = ()
     steered_layers: tuple[int, int] | None = None
     """First and last layer that control vectors may steer; None: all but the first."""
+    upstream: UpstreamConfig | None = None
+    """Set: a llama-server that runs serves the model, and nothing is loaded here."""
 
 
 @dataclass(frozen=True, slots=True)

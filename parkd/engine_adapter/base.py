@@ -43,6 +43,8 @@ class EngineInfo:
     is_demo_model: bool = False
     ctx_checkpoints: int = 0
     """Checkpoints that the engine keeps at most; 0 without fixed state."""
+    parked_state_lacks: str = ""
+    """What is not in a parked state, said to whoever asks why tokens had to be read again."""
 
 
 class Cancel(Protocol):
@@ -135,6 +137,26 @@ class OverlappingEngine(Protocol):
         """Begins what `capture` does and returns at once; None if this state can only be captured by waiting.
 
         The engine itself sees to it that no row is overwritten before it is copied.
+        """
+
+
+@runtime_checkable
+class RemoteEngine(Protocol):
+    """What an engine that is another process does besides: it may go away, and it decides itself what it reuses."""
+
+    def awake(self) -> None:
+        """To be called before a turn decides how to start: what was live is gone if the process is another one.
+
+        Raises EngineFailure; EngineLost if it serves another model now.
+        """
+
+    def begin_prompt(
+        self, token_ids: TokenIds, sampling: SamplingParams, mask: TokenMask | None, limit: int | None
+    ) -> int:
+        """Sends the whole prompt ahead; `extend` and `generate` then follow the answer to it. `limit` is the longest.
+
+        Returns the position at which the engine really starts, which is `position` then: less than before if the
+        process did not hold what it was believed to. Raises EngineFailure, InvalidRequest; then nothing is live.
         """
 
 

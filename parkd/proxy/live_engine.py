@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from parkd.engine_adapter.base import Engine
+from parkd.engine_adapter.base import Engine, RemoteEngine
 from parkd.errors import EngineFailure, EngineLost, ParkdError
 from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.live import LiveConversation
@@ -58,6 +58,12 @@ class LiveEngine:
             raise EngineFailure(
                 "The engine failed in an unforeseen way; the log has the details. Try again."
             ) from error
+
+    async def wake(self) -> None:
+        """Before a turn decides how to start: an engine that is another process may have lost what was live."""
+        if isinstance(self.engine, RemoteEngine):
+            await self.call(self.engine.awake)
+            await self.check()
 
     async def advance(self, key: ConversationKey, units: Units) -> None:
         """Takes over the engine's position after it read from `units`; resets if it is somewhere it cannot be."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, Engine, OverlappingEngine, WholeState
+from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, Engine, OverlappingEngine, RemoteEngine, WholeState
 from parkd.errors import EngineFailure, EngineLost, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.proxy.cost import CostMeter
@@ -22,7 +22,17 @@ from parkd.proxy.metrics import Metrics
 from parkd.proxy.start import StartPlan
 from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
 from parkd.store.store import ConversationStore
-from parkd.types import CacheOutcome, Checksums, ConversationKey, Grain, StateSizes
+from parkd.types import (
+    CacheOutcome,
+    CacheReport,
+    Checksums,
+    ConversationKey,
+    Grain,
+    SamplingParams,
+    StateSizes,
+    TokenIds,
+    TokenMask,
+)
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +113,34 @@ class LiveState(LiveEngine):
         self.conversation = LiveConversation()
         self._store.drop(plan.parked.id, failed.message)
         raise failed
+
+    async def begin_prompt(
+        self,
+        plan: StartPlan,
+        report: CacheReport,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        mask: TokenMask | None,
+        limit: int | None,
+    ) -> CacheReport:
+        """Sends the prompt to an engine that is another process, and corrects the report by what that really holds.
+
+        A parked conversation of which it held less than was restored is dropped: it would never do better. Raises
+        EngineFailure, InvalidRequest.
+        """
+        if not isinstance(self.engine, RemoteEngine):
+            return report
+        promised = self.conversation.position
+        position = await self.call(self.engine.begin_prompt, token_ids, sampling, mask, limit)
+        await self.check()
+        if position >= promised:
+            return report
+        why = f"the engine still held {position} of the {promised} tokens that were expected"
+        if plan.parked is not None and self._store is not None:
+            self._metrics.restore_failures.inc()
+            self._store.drop(plan.parked.id, why)
+        outcome = report.outcome if position else CacheOutcome.COLD
+        return replace(report, outcome=outcome, reused_tokens=position, why=why)
 
     async def park(self) -> None:
         """Copies what is live and not yet in the store. A refusal or a failed copy leaves everything as it was.

@@ -87,7 +87,10 @@ class TurnStarter:
         )
         beyond = hashes[plan.common // BLOCK_TOKENS :]
         gone = store.why_gone(key_digest, beyond) if store is not None else ""
-        return plan, explain(prompt, plan, gone)
+        why, lacking = explain(prompt, plan, gone), self._live.engine.info.parked_state_lacks
+        if lacking and why and plan.option.position < plan.common:
+            why = f"{why}; {lacking}"
+        return plan, why
 
     async def start(self, turn: Turn, plan: StartPlan, why: str) -> tuple[CacheReport, float]:
         """Brings the engine to the plan's position; cold if a restore fails. Returns what is reused and seconds."""

@@ -162,11 +162,15 @@ class TurnRunner:
         )
 
     async def _answer(self, turn: Turn) -> None:
+        await self._live.wake()
         plan, why, from_disk_s = await self._starter.at_hand(turn)
         report, restore_s = await self._starter.start(turn, plan, why)
         turn.release_awaited()
         await self._steer(turn)
-        report = turn.report = self._told(turn, plan, report)
+        report = await self._live.begin_prompt(
+            plan, report, turn.prompt.token_ids, turn.request.sampling, turn.mask, self._limit(turn)
+        )
+        report = turn.report = await self._told(turn, plan, report)
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
         self._metrics.started(report)
         turn.channel.push(Started(report))
@@ -178,11 +182,16 @@ class TurnRunner:
             turn.explained.end = answer.reason.value
         turn.channel.push(Finished(answer.reason, report, turn.timings, answer.reasoning_tokens, answer.stop_string))
 
-    def _told(self, turn: Turn, plan: StartPlan, report: CacheReport) -> CacheReport:
+    def _limit(self, turn: Turn) -> int | None:
+        return output_limit(turn.request.max_output_tokens, self._max_output_tokens)
+
+    async def _told(self, turn: Turn, plan: StartPlan, report: CacheReport) -> CacheReport:
         """The report with what its owner may know besides, also for `/parkd/explain`."""
         explained = turn.explained
         if plan.nearest is not None:
-            divergence = divergence_of(turn.prompt, plan.nearest, self._live.engine.tokenizer)
+            tokenizer = self._live.engine.tokenizer
+            # In a thread: a tokenizer may be another process's.
+            divergence = await asyncio.to_thread(divergence_of, turn.prompt, plan.nearest, tokenizer)
             report = dataclasses.replace(report, divergence=divergence)
         if explained is not None:
             if turn.request.cache.compare_to is not None:
@@ -229,7 +238,7 @@ class TurnRunner:
         return took_s
 
     async def _generate(self, turn: Turn, read_s: float) -> Answer:
-        limit = output_limit(turn.request.max_output_tokens, self._max_output_tokens)
+        limit = self._limit(turn)
         if limit == 0:
             return Answer()
         transcript, push = Transcript(), self._emitter(turn.channel)

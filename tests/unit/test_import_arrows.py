@@ -40,7 +40,8 @@ RULES = (
     ),
     Rule("parkd.engine_adapter.base", SHARED, COMPUTE + HTTP),
     Rule("parkd.engine_adapter.torch_engine", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
-    Rule("parkd.engine_adapter", ("parkd.engine_adapter", *SHARED), COMPUTE),
+    Rule("parkd.engine_adapter.llama_server", ("parkd.engine_adapter", *SHARED), COMPUTE),
+    Rule("parkd.engine_adapter", ("parkd.engine_adapter", *SHARED), COMPUTE + HTTP),
     Rule("parkd.cli", ("parkd", "engine")),  # the composition root
     Rule("parkd", ("parkd",), COMPUTE),
 )
@@ -111,6 +112,8 @@ def test_every_arrow_points_the_right_way() -> None:
         ("parkd.proxy.turn", "from parkd.engine_adapter.torch_engine import TorchEngine"),
         ("parkd.proxy.turn", "from parkd.engine_adapter import fake"),
         ("parkd.engine_adapter.fake", "import engine"),
+        ("parkd.engine_adapter.fake", "import httpx"),
+        ("parkd.engine_adapter.llama_server.client", "import torch"),
         ("parkd.demo", "from engine.config import EngineConfig"),
         ("parkd.types", "from parkd.errors import ParkdError"),
     ],

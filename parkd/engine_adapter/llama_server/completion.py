@@ -1,0 +1,212 @@
+"""One `/completion` from its prompt to its end: what is read, what is generated, and what its slot then holds.
+
+prompt     [0 ........ reused ........ read ....... n-1][n-1]
+generated                                               [t0 t1 t2 ... tk]
+state      [0 .......................................... ........... tk)        the last one is never run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
+from parkd.engine_adapter.llama_server.probe import base_body
+from parkd.engine_adapter.llama_server.sampling import UpstreamConstraint, sampling_fields
+from parkd.engine_adapter.llama_server.slot_file import Ids
+from parkd.engine_adapter.llama_server.slots import Slot
+from parkd.engine_adapter.llama_server.stream import CompletionEvent, CompletionStream, Ended, Reading, Token
+from parkd.errors import ContextOverflow, InvalidRequest, UpstreamFailed, UpstreamTimeout
+from parkd.types import SamplingParams, TokenMask
+
+SETTLE_S = 120.0
+"""A slot whose answer was left is given so long to end the batch that it is in."""
+SETTLE_POLL_S = 0.01
+_TOO_LONG = "exceed_context_size_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one event brought."""
+
+    ids: tuple[int, ...]
+    text: str
+
+
+class Completion:
+    """Followed by one caller. `read` until it is None, then `tokens`; `close` whatever happened."""
+
+    def __init__(self, stream: CompletionStream, prompt: Ids, limit: int) -> None:
+        """Waits for the first event. `limit` is the number of tokens that were asked for.
+
+        Raises UpstreamFailed, with the stream closed.
+        """
+        self.prompt = prompt
+        self.hidden = False
+        """The server did not send all ids."""
+        self.ended = False
+        """It came to its own end: the slot holds what it says, and no more."""
+        self.ended_by_token = False
+        self.ids: list[int] = []
+        """Generated, as far as they are known without a gap."""
+        self._limit = limit
+        self._all_run = False
+        self._stream = stream
+        try:
+            self._first: CompletionEvent | None = stream.next()
+        except BaseException:
+            stream.close()
+            raise
+        first = self._first
+        self.reused = first.cached if isinstance(first, (Reading, Ended)) else None
+        """Tokens of the prompt that the slot held; None where this server does not say it first."""
+
+    def read(self) -> int | None:
+        """Tokens of the prompt in the slot after its next batch; None when all are. Raises UpstreamFailed."""
+        event = self._next()
+        if isinstance(event, Reading):
+            if event.processed < event.total:
+                return event.processed
+            return None
+        self._first = event
+        return None
+
+    def tokens(self, end_id: int) -> Iterator[Step]:
+        """What is generated; `end_id` stands for the token that ended it. Raises UpstreamFailed."""
+        empty: Token | None = None
+        while (event := self._next()) is not None:
+            if isinstance(event, Reading):
+                continue
+            if isinstance(event, Ended):
+                yield from self._end(event, empty, end_id)
+                return
+            if empty is not None:
+                yield self._step(empty)
+            # The token that ends an answer comes like any other, but without text: the next event tells.
+            empty = None if event.text else event
+            if empty is None:
+                yield self._step(event)
+
+    def drain(self) -> None:
+        """To the end, which comes at once for a prompt that asks for no tokens. Raises UpstreamFailed."""
+        for _ in self.tokens(0):
+            pass
+        self.ids = []
+
+    @property
+    def decoded(self) -> Ids:
+        """All that is in the state for sure, as long as the answer goes well."""
+        known = self.ids if self.hidden or self._all_run else self.ids[:-1]
+        return np.concatenate([self.prompt, np.array(known, dtype=np.int64)])
+
+    @property
+    def known(self) -> Ids:
+        """All ids that are known, in the state or not."""
+        return np.concatenate([self.prompt, np.array(self.ids, dtype=np.int64)])
+
+    def complete_with(self, held: Ids, end_id: int) -> Sequence[int]:
+        """The ids that were not sent, out of those that the slot holds; empty if they do not fit together."""
+        start = len(self.prompt) + len(self.ids)
+        if len(held) < start or not np.array_equal(held[:start], self.known):
+            return ()
+        rest = [int(token_id) for token_id in held[start:]] + ([end_id] if self.ended_by_token else [])
+        self.ids += rest
+        self.hidden, self._all_run = False, not self.ended_by_token
+        return rest
+
+    def close(self) -> None:
+        """Lets the answer go; the server stops at its next batch. Of one that has all its tokens the end is heard."""
+        if not self.ended and not self.hidden and len(self.ids) >= self._limit:
+            with contextlib.suppress(UpstreamFailed):
+                while (event := self._next()) is not None:
+                    self.ended = isinstance(event, Ended)
+        self._stream.close()
+
+    def _next(self) -> CompletionEvent | None:
+        event, self._first = self._first, None
+        return self._stream.next() if event is None else event
+
+    def _end(self, event: Ended, empty: Token | None, end_id: int) -> Iterator[Step]:
+        self.ended, self.ended_by_token = True, event.stop_type == "eos"
+        if not self.ended_by_token:
+            if empty is not None:
+                yield self._step(empty)
+            self.hidden = self.hidden or event.predicted > len(self.ids)
+            if event.text:
+                yield Step((), event.text)
+            return
+        self.hidden = self.hidden or event.predicted > len(self.ids) + 1
+        if not self.hidden:
+            self.ids.append(end_id)
+        yield Step(() if self.hidden else (end_id,), event.text)
+
+    def _step(self, token: Token) -> Step:
+        """Ids behind a gap are worth nothing: they are asked for when the answer has ended."""
+        self.hidden = self.hidden or token.predicted != len(self.ids) + len(token.token_ids)
+        if self.hidden:
+            return Step((), token.text)
+        self.ids += token.token_ids
+        return Step(token.token_ids, token.text)
+
+
+def open_completion(
+    client: UpstreamClient,
+    slot: Slot,
+    prompt: Ids,
+    sampling: SamplingParams,
+    mask: TokenMask | None,
+    limit: int | None,
+    context_tokens: int,
+    seed: int,
+) -> Completion:
+    """Sends a prompt to a slot. `limit` is the longest answer; the context's end is one too, so that a server never
+    shifts it. Raises InvalidRequest, ContextOverflow, UpstreamFailed."""
+    room = max(0, context_tokens - len(prompt))
+    limit = room if limit is None else min(limit, room)
+    body: dict[str, Any] = {
+        **base_body(slot.id, prompt, reuse=not slot.is_foreign),
+        **sampling_fields(sampling, context_tokens, seed),
+        "n_predict": limit,
+    }
+    if mask is not None:
+        if not isinstance(mask, UpstreamConstraint):
+            raise InvalidRequest("A llama-server cannot be held to this.", param="response_format")
+        body.update(mask.fields)
+    try:
+        return Completion(client.complete(body), prompt, limit)
+    except UpstreamRefused as refused:
+        if refused.kind == _TOO_LONG:
+            raise ContextOverflow(len(prompt), 0, context_tokens) from refused
+        if mask is not None and refused.upstream_status == 400:
+            raise InvalidRequest(
+                f"The llama-server cannot enforce the response format: {refused.text}", param="response_format"
+            ) from refused
+        raise
+
+
+def settle(
+    client: UpstreamClient,
+    slot: Slot,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> int | None:
+    """Waits until a slot whose answer was left is idle; the tokens it holds, None where the server does not say.
+
+    Raises UpstreamFailed.
+    """
+    until_s = monotonic() + SETTLE_S
+    while True:
+        state = next((state for state in client.slots() if state.id == slot.id), None)
+        if state is None:
+            raise UpstreamFailed("The llama-server no longer has the slot that was in use.")
+        if not state.is_processing:
+            return state.tokens
+        if monotonic() > until_s:
+            raise UpstreamTimeout("The llama-server goes on with an answer that was left.")
+        sleep(SETTLE_POLL_S)

@@ -1,0 +1,355 @@
+"""An `OpaqueEngine` over a llama-server that runs as a process of its own.
+
+    prompt ---- POST /completion (ids, id_slot, cache_prompt, streamed) ----> Reading ... Token ... Ended
+    state  ---- POST /slots/N?action=save ----> DIR/parkd-*.slot --rename--> the store's file      (restore: link back)
+
+The server compares every prompt with what its slot holds, token by token, and says how much of it was there. So what
+is believed here decides what is promised and parked, never what is answered; and a promise is checked at each turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import xxhash
+
+from parkd.engine_adapter.base import Cancel, ChatTemplate, Tokenizer
+from parkd.engine_adapter.llama_server.completion import Completion, open_completion, settle
+from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
+from parkd.engine_adapter.llama_server.start import LlamaServerConfig, Upstream, connect
+from parkd.engine_adapter.llama_server.states import SlotFiles
+from parkd.engine_adapter.llama_server.text import UpstreamTemplate, UpstreamText, UpstreamTokenizer
+from parkd.engine_adapter.llama_server.watch import RunWatch
+from parkd.engine_adapter.llama_server.weights import Progress
+from parkd.errors import (
+    EngineFailure,
+    InvalidRequest,
+    ParkdError,
+    RestoreFailed,
+    UpstreamDown,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
+from parkd.types import Checksums, SamplingParams, StateSizes, TokenIds, TokenMask, Transfer
+
+log = logging.getLogger(__name__)
+
+NO_BYTES_SUM = xxhash.xxh3_64_intdigest(b"")
+SIZE_SPARE_BYTES = 64 * 1024
+"""Reserved for a slot file besides what its length foretells."""
+
+
+class LlamaServerEngine:
+    """Live state is in the server's slots; the one that is current here is what the daemon calls live."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        config: LlamaServerConfig,
+        *,
+        fresh_seed: Callable[[], int] = lambda: secrets.randbits(32),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = upstream.info
+        self.tokenizer: Tokenizer = UpstreamTokenizer(upstream.client, upstream.special_tokens)
+        self.template: ChatTemplate = UpstreamTemplate(upstream.client, upstream.first_text)
+        self.template_source: str | None = upstream.template_source
+        self.response_reader = None
+        """A chat template is all that such a server tells of its model."""
+        self.notes = upstream.notes
+        """For the operator."""
+        self._client = upstream.client
+        self._facts = upstream.facts
+        self._files = SlotFiles(upstream.client, config.slot_dir)
+        self._watch = RunWatch(upstream, config, monotonic)
+        self._table = SlotTable(upstream.incarnation.slots)
+        self._completion: Completion | None = None
+        self._text = ""
+        self._fresh_seed = fresh_seed
+
+    @classmethod
+    def load(cls, config: LlamaServerConfig, progress: Progress | None = None) -> LlamaServerEngine:
+        """Raises ModelError."""
+        return cls(connect(config, progress), config)
+
+    def host_memory_hooks(self) -> None:
+        """No state passes through memory of parkd's own."""
+
+    @property
+    def _slot(self) -> Slot:
+        return self._table.current
+
+    @property
+    def position(self) -> int:
+        return self._slot.position
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """None: those that the server keeps beside its slots are its own, and not in slot files."""
+        return ()
+
+    @property
+    def rewind_floor(self) -> int:
+        """0: the server goes back as far as it can and reads the rest again; `begin_prompt` says how far that was."""
+        return 0
+
+    def checkpoint(self) -> None:
+        """The server takes its own."""
+
+    def reset(self) -> None:
+        self._drop()
+        self._table.take()
+
+    def truncate(self, position: int) -> None:
+        if not 0 <= position <= self.position:
+            raise ValueError(f"cannot truncate {self.position} tokens to {position}")
+        self._drop()
+        if position == 0:
+            self._table.take()
+        elif position < self.position:
+            self._slot.holds(self._slot.ids[:position], exact=False)
+
+    def awake(self) -> None:
+        """Sees whether the server is the one that it was. One that was started anew has lost what was live. Raises
+        UpstreamFailed; EngineLost if it serves something else now."""
+        if not self._watch.is_fresh:
+            self._look()
+
+    def begin_prompt(
+        self, token_ids: TokenIds, sampling: SamplingParams, mask: TokenMask | None, limit: int | None
+    ) -> int:
+        """Sends the whole prompt; returns at how many of its tokens the server starts, at most `position`.
+
+        `extend` and `generate` then follow the answer. Raises EngineFailure, InvalidRequest; nothing is live then.
+        """
+        self._drop()
+        slot, ids = self._slot, np.array(token_ids, dtype=np.int64)
+        promised = slot.position
+        assert promised < len(ids)
+        assert np.array_equal(ids[:promised], slot.ids)
+        if limit == 0:  # its last token is not wanted, so it is not read either
+            ids = ids[:-1]
+            if promised == len(ids):
+                return promised
+        try:
+            completion = open_completion(
+                self._client, slot, ids, sampling, mask, limit, self.info.context_tokens, self._fresh_seed()
+            )
+        except ParkdError:
+            self._forget(slot)
+            raise
+        self._completion = completion
+        self._table.select(slot)
+        reused = promised if completion.reused is None else min(promised, completion.reused)
+        slot.holds(ids[:reused], exact=False)
+        if reused < min(promised, len(ids) - 1):
+            log.warning("the llama-server's slot %d held %d tokens where %d were expected", slot.id, reused, promised)
+            self._watch.doubt()
+        return reused
+
+    def extend(
+        self,
+        token_ids: TokenIds,
+        *,
+        cancel: Cancel,
+        on_chunk: Callable[[int], None] | None = None,
+        checkpoint_at: Sequence[int] = (),  # noqa: ARG002 - the server takes its own
+    ) -> int:
+        ids = np.concatenate([self._slot.ids, np.asarray(token_ids, dtype=np.int64)])
+        if self._completion is None and len(token_ids):  # nobody sent the prompt that these are of
+            self.begin_prompt(np.append(ids, ids[-1:]), SamplingParams(), None, 0)
+        completion, slot = self._completion, self._slot
+        if completion is None:
+            return self.position
+        with self._following(completion):
+            while not cancel.is_set() and (at := completion.read()) is not None:
+                slot.holds(ids[: min(at, len(ids))], exact=False)
+                if on_chunk is not None and at > 0:
+                    on_chunk(self.position)
+            if cancel.is_set():
+                self._drop()
+                return self.position
+            slot.holds(ids, exact=False)
+            if len(completion.prompt) == len(ids):
+                completion.drain()
+                self._drop()
+        return self.position
+
+    def generate(
+        self,
+        last_token_id: int,
+        sampling: SamplingParams,
+        *,
+        history: TokenIds,
+        mask: TokenMask | None = None,
+    ) -> Iterator[Sequence[int]]:
+        if self._completion is None:
+            self.begin_prompt(history, sampling, mask, None)
+        completion = self._completion
+        assert completion is not None
+        assert int(completion.prompt[-1]) == last_token_id
+        [end_id] = self.info.end_token_ids
+        try:
+            with self._following(completion):
+                for step in completion.tokens(end_id):
+                    self._text += step.text
+                    yield step.ids
+                if completion.hidden:
+                    yield self._read_back(completion, end_id)
+        finally:
+            if self._completion is completion:
+                self._drop()
+
+    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+        if scales:
+            raise InvalidRequest(
+                "A llama-server's control vectors are set when it is started; a request cannot name any.",
+                param="steering",
+            )
+        return b""
+
+    def steer(self, scales: Mapping[str, float] | None) -> bytes:
+        return self.steering_digest(scales)
+
+    def text_stream(self, stop: Sequence[str]) -> UpstreamText:
+        return UpstreamText(stop, self._taken_text)
+
+    def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
+        assert not checkpoints
+        self._drop()
+        tokens = self.position
+        if not self._slot.is_exact:  # a server that was stopped may be some tokens ahead
+            states = {state.id: state.tokens for state in self._client.slots()}
+            tokens = max(tokens, states.get(self._slot.id) or 0)
+        return StateSizes(self._facts.base_bytes + tokens * self._facts.row_bytes + SIZE_SPARE_BYTES)
+
+    def capture(self, transfer: Transfer) -> Checksums:
+        [stage] = transfer.stages
+        [run] = stage.rows
+        assert run.file is not None
+        self._look()
+        slot = self._slot
+        if slot.position != transfer.stop:
+            raise EngineFailure("The llama-server lost what was live.")
+        whole = self.info.layout.fixed_bytes != 0
+        checksum, size = self._files.save(slot, run.file.path, run.file.bytes, whole=whole)
+        self._note_saved(slot, checksum)
+        fixed = [[NO_BYTES_SUM]] * len(stage.fixed)
+        return Checksums(
+            np.array([[checksum]], dtype=np.uint64), np.array(fixed, dtype=np.uint64).reshape(len(fixed), 1), size
+        )
+
+    def restore(self, transfer: Transfer) -> None:
+        try:
+            self._restore(transfer)
+        except (UpstreamFailed, OSError) as error:
+            self._slot.forget()
+            said = error.message if isinstance(error, ParkdError) else f"its file cannot be read: {error.strerror}"
+            raise RestoreFailed(said) from error
+        except BaseException:
+            self._slot.forget()
+            raise
+
+    def close(self) -> None:
+        self._drop()
+        self._client.close()
+
+    def _restore(self, transfer: Transfer) -> None:
+        self._drop()
+        if transfer.layout_digest != self.info.layout.digest or transfer.checksums is None:
+            raise RestoreFailed("The parked state has another layout than this llama-server's slots.")
+        [[run]] = (stage.rows for stage in transfer.stages)
+        assert run.file is not None
+        checksum, position = int(transfer.checksums[0, 0]), transfer.position
+        self._look()
+        slot = self._table.holding(checksum, self._client.slots)
+        if slot is not None:  # it never left
+            self._table.select(slot)
+        else:
+            slot = self._table.take()
+            slot.holds(self._files.restore(slot, run.file.path, checksum, transfer.stop))
+            self._note_saved(slot, checksum)
+        if position < slot.position:
+            slot.holds(slot.ids[:position], exact=False)
+
+    def _note_saved(self, slot: Slot, checksum: int) -> None:
+        if slot.is_exact:
+            states = {state.id: state.task for state in self._client.slots()}
+            slot.saved, slot.task = checksum, states.get(slot.id)
+
+    def _look(self) -> None:
+        """Raises EngineLost, UpstreamFailed."""
+        if self._watch.look():
+            self._drop()
+            self._table = SlotTable(self._watch.run.slots)
+
+    @contextmanager
+    def _following(self, completion: Completion) -> Iterator[None]:
+        """A server that fails leaves what it last said; one that is silent or gone leaves nothing."""
+        try:
+            yield
+        except (UpstreamTimeout, UpstreamDown):
+            completion.close()
+            self._forget(self._slot)
+            raise
+        except ParkdError:
+            self._watch.doubt()
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        """Lets go of the answer, if there is one, and finds out where its slot came to. Never raises: a slot of which
+        that is not known is forgotten."""
+        completion, self._completion = self._completion, None
+        if completion is None:
+            return
+        completion.close()
+        self._text = ""
+        slot = self._slot
+        if completion.ended:
+            slot.holds(completion.decoded, exact=not completion.hidden)
+            self._ended_well(slot)
+            return
+        try:
+            held = settle(self._client, slot)
+        except ParkdError as error:
+            log.warning("what the llama-server's slot %d holds is not known: %s", slot.id, error.message)
+            self._forget(slot)
+            return
+        known = completion.known
+        held = slot.position if held is None else held
+        slot.holds(known[:held], exact=held <= len(known))
+
+    def _ended_well(self, slot: Slot) -> None:
+        """Who has just answered holds what it answered from, also if it is not who was asked before."""
+        if not self._watch.in_doubt:
+            self._watch.heard()
+            return
+        try:
+            if self._watch.look():
+                self._table = SlotTable(self._watch.run.slots, slot)
+        except ParkdError as error:
+            log.warning("the llama-server is still to be looked at: %s", error.message)
+
+    def _forget(self, slot: Slot) -> None:
+        self._completion = None
+        slot.forget()
+        self._watch.doubt()
+
+    def _read_back(self, completion: Completion, end_id: int) -> Sequence[int]:
+        """Ids of the answer that the server did not send: those of tokens that made half a character each."""
+        try:
+            held = self._files.ids(self._slot)
+        except (ParkdError, OSError) as error:
+            log.warning("some ids of an answer could not be read back, it is parked without its end: %s", error)
+            return ()
+        return () if held is None else completion.complete_with(held, end_id)
+
+    def _taken_text(self) -> str:
+        text, self._text = self._text, ""
+        return text

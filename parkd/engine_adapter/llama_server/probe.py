@@ -1,0 +1,167 @@
+"""What a llama-server must be told by its flags, and what its slots do, found by trying it at the start.
+
+A few tokens are read in slot 0, its state saved and looked for in the directory that parkd was told of. So a server
+that writes elsewhere, or cannot save, is known before the first request; and so are the sizes of its files.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
+from parkd.engine_adapter.llama_server.slot_file import Ids, file_tokens
+from parkd.engine_adapter.llama_server.stream import Ended
+from parkd.errors import ModelError
+
+PROBE_TOKENS = (8, 40)
+"""Lengths of two states: their sizes give the bytes of a token, and those that every state has."""
+FILE_PREFIX = "parkd-"
+FILE_SUFFIX = ".slot"
+"""Of files that lie in the slot directory on their way; what a process left there that died is removed."""
+_TEXT = "One two three four five six seven eight nine ten eleven twelve. " * 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFacts:
+    """What slots of this server do."""
+
+    row_bytes: int
+    """Of a slot file, for a token."""
+    base_bytes: int
+    """Of a slot file, for any number of tokens."""
+    rewinds: bool
+    """A short state was cut inside and read on from there."""
+
+
+def probe_slots(client: UpstreamClient, slot_dir: Path, slots: int) -> SlotFacts:
+    """Uses the slots of a server that nobody else uses. Raises ModelError, UpstreamFailed."""
+    ids = client.tokenize(_TEXT)
+    if len(ids) < PROBE_TOKENS[1]:
+        raise ModelError("The llama-server's tokenizer makes too few tokens of a text to be tried.")
+    sizes = []
+    for length in PROBE_TOKENS:
+        read_prompt(client, 0, ids[:length], reuse=False)
+        sizes.append(_saved(client, slot_dir, ids[:length]))
+    _check_idle_slots(client, ids[: PROBE_TOKENS[1]], slots)
+    half = PROBE_TOKENS[1] // 2
+    cached = read_prompt(client, 0, [*ids[:half], *ids[:half]], reuse=True)
+    row_bytes = -(-(sizes[1] - sizes[0]) // (PROBE_TOKENS[1] - PROBE_TOKENS[0]))
+    return SlotFacts(row_bytes, max(0, sizes[1] - row_bytes * PROBE_TOKENS[1]), cached >= half)
+
+
+def read_prompt(client: UpstreamClient, slot: int, ids: Sequence[int], *, reuse: bool) -> int:
+    """Has a slot read a prompt; the tokens of it that were there already. Raises UpstreamFailed."""
+    body = {**base_body(slot, ids, reuse=reuse), "n_predict": 0}
+    stream = client.complete(body)
+    try:
+        while (event := stream.next()) is not None:
+            if isinstance(event, Ended):
+                return event.cached or 0
+    finally:
+        stream.close()
+    return 0
+
+
+def base_body(slot: int, ids: Sequence[int] | Ids, *, reuse: bool) -> dict[str, Any]:
+    """The fields that every completion here has."""
+    return {
+        "prompt": np.asarray(ids, dtype=np.int64),
+        "id_slot": slot,
+        "cache_prompt": reuse,
+        "stream": True,
+        "return_tokens": True,
+        "return_progress": True,
+        # The last event would hold the whole prompt and every setting.
+        "response_fields": ["content", "tokens", "stop", "stop_type", "timings", "tokens_predicted"],
+    }
+
+
+def named(what: str, flag: str, call: Callable[[], T]) -> T:
+    """The call's result; a refusal is told with the flag that the server lacks. Raises ModelError."""
+    try:
+        return call()
+    except UpstreamRefused as refused:
+        raise ModelError(f"The llama-server does not {what}: {refused.text} Start it with {flag}.") from refused
+
+
+def new_file_name() -> str:
+    return f"{FILE_PREFIX}{secrets.token_hex(8)}{FILE_SUFFIX}"
+
+
+def remove_leftovers(slot_dir: Path) -> None:
+    """Removes what a process that died left on its way. Raises ModelError."""
+    try:
+        for path in slot_dir.glob(f"{FILE_PREFIX}*{FILE_SUFFIX}"):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ModelError(f"--slot-save-path {slot_dir} cannot be used: {error.strerror}.") from error
+
+
+def check_one_file_system(slot_dir: Path, park_dir: Path) -> None:
+    """Slot files are taken over by giving them another name, never copied. Raises ModelError."""
+    name = new_file_name()
+    there, here = slot_dir / name, park_dir / name
+    try:
+        there.touch()
+        there.rename(here)
+        os.link(here, there)
+    except OSError as error:
+        raise ModelError(
+            f"Files cannot be handed from --slot-save-path {slot_dir} to --park-dir {park_dir} and back "
+            f"({error.strerror}): both must lie on one file system that has hard links."
+        ) from error
+    finally:
+        there.unlink(missing_ok=True)
+        here.unlink(missing_ok=True)
+
+
+def _saved(client: UpstreamClient, slot_dir: Path, ids: Sequence[int]) -> int:
+    """Bytes of slot 0's file. Raises ModelError."""
+    name = new_file_name()
+    path = slot_dir / name
+    try:
+        answer = named("save its slots", f"--slot-save-path {slot_dir}", lambda: client.save(0, name))
+        if not path.is_file():
+            raise ModelError(
+                f"The llama-server saved a slot, but not in {slot_dir}: give both the same --slot-save-path, and run "
+                f"both on one machine."
+            )
+        size = path.stat().st_size
+        if answer.tokens != len(ids) or answer.bytes != size:
+            raise ModelError(
+                f"The llama-server saved {answer.tokens} tokens where it had read {len(ids)}: something else uses its "
+                f"slots. parkd must be its only client."
+            )
+        found = file_tokens(path)
+        if found is None:
+            raise ModelError(
+                "The llama-server's slot files have a form that parkd does not know. Use another build of it."
+            )
+        if found.tolist() != list(ids):
+            raise ModelError("The llama-server saved other tokens than it had read: parkd must be its only client.")
+        return size
+    except OSError as error:
+        raise ModelError(f"--slot-save-path {slot_dir} cannot be read: {error.strerror}.") from error
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _check_idle_slots(client: UpstreamClient, ids: Sequence[int], slots: int) -> None:
+    """A server with a prompt cache may clear a slot while another works: then no slot is what it was left as."""
+    if slots < 2:
+        return
+    read_prompt(client, 1, ids[:2], reuse=False)
+    if client.slots()[0].tokens == 0 or read_prompt(client, 0, ids, reuse=True) == 0:
+        raise ModelError(
+            "The llama-server clears its slots while they are idle, so what parkd left in one would be gone: start it "
+            "with --cache-ram 0."
+        )

@@ -1,0 +1,236 @@
+"""A running llama-server to an engine: what it serves is asked, what it needs is checked, before the first request."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from parkd.engine_adapter.base import EngineInfo
+from parkd.engine_adapter.llama_server.client import Deadlines, UpstreamClient
+from parkd.engine_adapter.llama_server.probe import SlotFacts, named, probe_slots, remove_leftovers
+from parkd.engine_adapter.llama_server.text import first_tokens, special_tokens
+from parkd.engine_adapter.llama_server.weights import ModelFacts, Progress, model_facts, weights_digest
+from parkd.errors import ModelError, UpstreamDown, UpstreamFailed
+from parkd.types import Grain, StageLayout, StateLayout
+
+LOAD_WAIT_S = 600.0
+"""A server that is still loading its model is waited for so long."""
+LOAD_POLL_S = 1.0
+SLOT_FILES_LACK = "slot files hold no checkpoints and no draft state, nor which LoRA adapters made them"
+CHECKSUM = "xxh3-64"
+FINGERPRINT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class LlamaServerConfig:
+    upstream: str
+    """`http://host:port`"""
+    slot_dir: Path
+    """The server's `--slot-save-path`, as parkd sees it."""
+    cache_dir: Path
+    """Digests of weight files are kept here."""
+    name: str | None = None
+    """What the model is called; None: as the server calls it."""
+    api_key: str | None = field(default=None, repr=False)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """What tells one run of a server from the next, and one model from another. Two that are equal are one run."""
+
+    marker: str
+    """Random, made anew by each process; empty for a server that has none."""
+    model_path: str
+    build: str
+    slots: int
+    context_tokens: int
+    template_digest: bytes
+    adapters: tuple[tuple[int, str, float], ...]
+    """Id, path and scale."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """A server that has been looked at."""
+
+    client: UpstreamClient
+    incarnation: Incarnation
+    info: EngineInfo
+    facts: SlotFacts
+    template_source: str
+    special_tokens: tuple[str, ...]
+    first_text: str
+    """In front of every prompt."""
+    notes: tuple[str, ...]
+    """For the operator."""
+
+
+def connect(
+    config: LlamaServerConfig,
+    progress: Progress | None = None,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> Upstream:
+    """Raises ModelError, whose message says what to start the server with."""
+    client = UpstreamClient(config.upstream, api_key=config.api_key, deadlines=config.deadlines, monotonic=monotonic)
+    try:
+        properties = _loaded(client, progress, sleep, monotonic)
+        return _looked_at(config, client, properties, progress)
+    except UpstreamFailed as error:
+        client.close()
+        raise ModelError(error.message) from error
+    except BaseException:
+        client.close()
+        raise
+
+
+def incarnation_of(client: UpstreamClient) -> Incarnation:
+    """Two requests. Raises UpstreamFailed."""
+    return _incarnation(client.properties(), client.adapters())
+
+
+def fingerprint_of(
+    incarnation: Incarnation, model: Mapping[str, Any], cache_dir: Path, progress: Progress | None
+) -> bytes:
+    """16 bytes over weights, adapters with their scales, and the server's build.
+
+    Weights and adapters are read where parkd can read them; else their paths, and what the server says of the model,
+    must do.
+    """
+    hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-upstream")
+    parts = [_file_identity(incarnation.model_path, cache_dir, progress), incarnation.build.encode()]
+    meta = model.get("meta") or {}
+    parts.append(repr(sorted((key, str(value)) for key, value in meta.items() if key != "n_ctx")).encode())
+    for _, path, scale in incarnation.adapters:
+        parts += [_file_identity(path, cache_dir, progress), repr(scale).encode()]
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def _loaded(
+    client: UpstreamClient, progress: Progress | None, sleep: Callable[[float], None], monotonic: Callable[[], float]
+) -> Mapping[str, Any]:
+    """The server's properties, once it has loaded its model."""
+    began_s = monotonic()
+    while True:
+        try:
+            return client.properties()
+        except UpstreamDown as down:
+            waited_s = monotonic() - began_s
+            if "loading" not in down.message or waited_s > LOAD_WAIT_S:
+                raise
+            if progress is not None:
+                progress("Waiting for the llama-server to load its model", waited_s / LOAD_WAIT_S)
+            sleep(LOAD_POLL_S)
+
+
+def _looked_at(
+    config: LlamaServerConfig, client: UpstreamClient, properties: Mapping[str, Any], progress: Progress | None
+) -> Upstream:
+    if not config.slot_dir.is_dir() or not os.access(config.slot_dir, os.W_OK | os.X_OK):
+        raise ModelError(
+            f"--slot-save-path {config.slot_dir} is no directory that parkd may write to: name the one that the "
+            f"llama-server was given."
+        )
+    incarnation = _incarnation(properties, client.adapters())
+    named("tell the state of its slots", "--slots", client.slots)
+    remove_leftovers(config.slot_dir)
+    model = client.models()
+    fingerprint = fingerprint_of(incarnation, model, config.cache_dir, progress)
+    facts = probe_slots(client, config.slot_dir, incarnation.slots)
+    known = model_facts(Path(incarnation.model_path))
+    template = str(properties.get("chat_template", ""))
+    ends = _end_tokens(client, properties)
+    first = first_tokens(client)
+    info = EngineInfo(
+        model_name=config.name or _name(incarnation.model_path, model),
+        architecture=known.architecture if known is not None else "llama-server",
+        fingerprint=fingerprint,
+        context_tokens=incarnation.context_tokens,
+        vocab_size=int((model.get("meta") or {}).get("n_vocab", 0)),
+        end_token_ids=ends,
+        layout=_layout(facts, known),
+        devices=("upstream",),
+        weights_bytes=int((model.get("meta") or {}).get("size", 0)),
+        arena_bytes=0,
+        parked_state_lacks=SLOT_FILES_LACK,
+    )
+    named_tokens = [str(properties.get(name, "")) for name in ("bos_token", "eos_token")]
+    return Upstream(
+        client=client,
+        incarnation=incarnation,
+        info=info,
+        facts=facts,
+        template_source=template,
+        special_tokens=special_tokens(client, named_tokens, template),
+        first_text=client.detokenize(first) if first else "",
+        notes=_notes(incarnation, known),
+    )
+
+
+def _layout(facts: SlotFacts, known: ModelFacts | None) -> StateLayout:
+    """Sizes are in it, so that files of other KV types are not taken for ours."""
+    rewinds = facts.rewinds and not (known is not None and known.has_fixed_state)
+    row_bytes = -(-facts.row_bytes // 8) * 8
+    digest = blake2b(repr((facts.row_bytes, facts.base_bytes)).encode(), digest_size=16).digest()
+    return StateLayout((StageLayout(0, 1, row_bytes, 0 if rewinds else 1, digest),), CHECKSUM, Grain.FILE)
+
+
+def _incarnation(properties: Mapping[str, Any], adapters: list[Mapping[str, Any]]) -> Incarnation:
+    try:
+        return Incarnation(
+            marker=str(properties.get("media_marker", "")),
+            model_path=str(properties["model_path"]),
+            build=str(properties.get("build_info", "")),
+            slots=int(properties["total_slots"]),
+            context_tokens=int(properties["default_generation_settings"]["n_ctx"]),
+            template_digest=blake2b(str(properties.get("chat_template", "")).encode(), digest_size=16).digest(),
+            adapters=tuple((int(a["id"]), str(a.get("path", "")), float(a.get("scale", 0.0))) for a in adapters),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UpstreamFailed(
+            f"The llama-server's /props does not tell what parkd must know ({error}). Use a newer llama-server."
+        ) from error
+
+
+def _end_tokens(client: UpstreamClient, properties: Mapping[str, Any]) -> frozenset[int]:
+    """The end-of-sequence token stands for all that the server ends at: which one it was, no state tells."""
+    ids = client.tokenize(str(properties.get("eos_token", "")))
+    if len(ids) != 1:
+        raise ModelError("The llama-server names no end-of-sequence token; parkd cannot serve a model without one.")
+    return frozenset(ids)
+
+
+def _name(path: str, model: Mapping[str, Any]) -> str:
+    called = str(model.get("id", "")) or path
+    return Path(called).stem if called.endswith(".gguf") else called
+
+
+def _file_identity(path: str, cache_dir: Path, progress: Progress | None) -> bytes:
+    return weights_digest(Path(path), cache_dir, progress) or path.encode()
+
+
+def _notes(incarnation: Incarnation, known: ModelFacts | None) -> tuple[str, ...]:
+    notes = []
+    if known is None:
+        notes.append(
+            f"the model's file {incarnation.model_path} cannot be read here: another file of that name and size would "
+            f"be taken for it; clear the park directory when you change it"
+        )
+    elif known.has_fixed_state:
+        notes.append(
+            "this model keeps windows or recurrent state: slot files hold no checkpoints of it, so a parked "
+            "conversation resumes at its end only"
+        )
+    if not incarnation.marker:
+        notes.append("this llama-server does not tell its runs apart: restarts are noticed by what its slots lost")
+    return tuple(notes)

@@ -1,0 +1,104 @@
+"""Slot files on their way: the server knows names in its own directory only, the store keeps files in its own.
+
+save       DIR/parkd-x.slot  --checked, rename-->  the store's path
+restore    the store's path  --second name, checked-->  DIR/parkd-y.slot  --restored, removed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
+from parkd.engine_adapter.llama_server.probe import new_file_name
+from parkd.engine_adapter.llama_server.slot_file import Ids, file_checksum, file_tokens
+from parkd.engine_adapter.llama_server.slots import Slot
+from parkd.errors import EngineFailure, RestoreFailed
+
+FILE_MODE = 0o600
+
+
+class SlotFiles:
+    """Stateless; runs on the engine's thread."""
+
+    def __init__(self, client: UpstreamClient, slot_dir: Path) -> None:
+        self._client = client
+        self._slot_dir = slot_dir
+
+    def save(self, slot: Slot, target: Path, limit: int, *, whole: bool) -> tuple[int, int]:
+        """Leaves the slot's state at `target`; its checksum and bytes. `limit` bytes are the most it may have.
+
+        `whole`: of a state that cannot be cut, only one that is known to its end is of use. Raises EngineFailure;
+        nothing lies at `target` then.
+        """
+        with self._on_the_way() as path:
+            try:
+                answer = self._client.save(slot.id, path.name)
+                size = path.stat().st_size
+                if answer.bytes != size or not size:
+                    raise EngineFailure("The llama-server's slot file is not whole. Is its disk full?")
+                if size > limit:
+                    raise EngineFailure(f"The llama-server's slot file has {size} bytes where {limit} were expected.")
+                self._compare(slot, path, whole=whole)
+                checksum = file_checksum(path)
+                path.chmod(FILE_MODE)
+                path.rename(target)
+            except UpstreamRefused as refused:
+                raise EngineFailure(
+                    f"The llama-server could not save its slot: {refused.text} Is its disk full?"
+                ) from refused
+            except OSError as error:
+                raise EngineFailure(
+                    f"The llama-server's slot file could not be taken over: {error.strerror}. Its --slot-save-path and "
+                    f"--park-dir must lie on one file system."
+                ) from error
+        return checksum, size
+
+    def restore(self, slot: Slot, source: Path, checksum: int, tokens: int) -> Ids:
+        """Has the slot hold a file's state of at least `tokens`; the ids of all of it. The file stays as it is.
+
+        Everything about the file is compared before the server is asked. Raises RestoreFailed, UpstreamFailed,
+        OSError; what the slot holds is unknown then.
+        """
+        with self._on_the_way() as path:
+            os.link(source, path)
+            if file_checksum(path) != checksum:
+                raise RestoreFailed("The parked state's checksum does not match its bytes.")
+            ids = file_tokens(path)
+            if ids is None or len(ids) < tokens:
+                raise RestoreFailed(f"The slot file does not hold the {tokens} tokens that were parked.")
+            answer = self._client.restore(slot.id, path.name)
+            if answer.tokens != len(ids) or answer.bytes != source.stat().st_size:
+                raise RestoreFailed(f"The llama-server restored {answer.tokens} tokens of {len(ids)}.")
+        return ids
+
+    def ids(self, slot: Slot) -> Ids | None:
+        """Of all tokens that the slot holds, from a file that is written for that. Raises OSError, UpstreamFailed."""
+        with self._on_the_way() as path:
+            self._client.save(slot.id, path.name)
+            return file_tokens(path)
+
+    def _compare(self, slot: Slot, path: Path, *, whole: bool) -> None:
+        ids = file_tokens(path)
+        if ids is None or not np.array_equal(ids[: slot.position], slot.ids):
+            slot.forget()
+            raise EngineFailure(
+                "The llama-server's slot holds other tokens than were read: parkd must be its only client."
+            )
+        slot.is_exact = len(ids) == slot.position
+        if whole and not slot.is_exact:
+            raise EngineFailure("The llama-server went on behind what is known; such a state is of no use later.")
+
+    @contextmanager
+    def _on_the_way(self) -> Iterator[Path]:
+        path = self._slot_dir / new_file_name()
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)

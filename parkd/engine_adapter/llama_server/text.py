@@ -1,0 +1,133 @@
+"""Templates, tokens and text of a llama-server.
+
+A llama-server puts the beginning-of-sequence token in front of a chat by itself, and takes it out of what its template
+wrote. Here ids are all there is to a prompt, so the template's text gets it back.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from parkd.engine_adapter.base import TextPiece
+from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
+from parkd.errors import InvalidRequest
+
+MOST_SPECIAL_TOKENS = 64
+"""Tried at start, each with two requests: those that a chat template names."""
+DECODED_KEPT = 256
+"""Short texts of ids that are remembered: as many as requests may wait, and more."""
+_QUOTED = re.compile(r"""['"]([^'"\\\n]{1,64})['"]""")
+_MARK = re.compile(r"<\|?[A-Za-z0-9_\u2581\uff5c|/ -]{1,48}\|?>|\[/?[A-Z_]{2,32}\]")
+
+
+class UpstreamTokenizer:
+    """Thread-safe, as its client is."""
+
+    def __init__(self, client: UpstreamClient, special_tokens: tuple[str, ...]) -> None:
+        self._client = client
+        self.special_tokens = special_tokens
+        self._decoded: OrderedDict[tuple[int, ...], str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        return self._client.tokenize(text) if text else []
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Of a prompt's end its text is wanted twice: by a worker first, then where nobody may wait for a server."""
+        key = tuple(token_ids)
+        with self._lock:
+            known = self._decoded.get(key)
+        if known is not None or not key:
+            return known or ""
+        text = self._client.detokenize(key)
+        with self._lock:
+            self._decoded[key] = text
+            if len(self._decoded) > DECODED_KEPT:
+                self._decoded.popitem(last=False)
+        return text
+
+
+class UpstreamTemplate:
+    """The server's chat template. Thread-safe."""
+
+    def __init__(self, client: UpstreamClient, first_text: str) -> None:
+        """`first_text` stands in front of every prompt: the text of the beginning-of-sequence token, or nothing."""
+        self._client = client
+        self._first_text = first_text
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        body: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        if tools:
+            body["tools"] = list(tools)
+        if kwargs:
+            body["chat_template_kwargs"] = dict(kwargs)
+        try:
+            text = self._client.apply_template(body)
+        except UpstreamRefused as refused:
+            raise InvalidRequest(
+                f"The llama-server's chat template cannot take these messages: {refused.text}", param="messages"
+            ) from refused
+        return text if text.startswith(self._first_text) else self._first_text + text
+
+
+class UpstreamText:
+    """One answer's text as the server makes it of the ids, held back where a stop string may begin."""
+
+    def __init__(self, stop: Sequence[str], take: Callable[[], str]) -> None:
+        """`take` gives the text that came since it was last asked."""
+        self._stop = [text for text in stop if text]
+        self._take = take
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:  # noqa: ARG002 - the Protocol's
+        return self._release(self._take(), final=False)
+
+    def flush(self) -> TextPiece:
+        return self._release(self._take(), final=True)
+
+    def _release(self, fresh: str, *, final: bool) -> TextPiece:
+        text = self._held + fresh
+        met = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        if met:
+            at, stop = min(met)
+            self._held = ""
+            return TextPiece(text[:at], stop)
+        keep = 0
+        if not final:
+            heads = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
+            keep = max(heads, default=0)
+        self._held = text[len(text) - keep :]
+        return TextPiece(text[: len(text) - keep])
+
+
+def first_tokens(client: UpstreamClient) -> list[int]:
+    """What the server puts in front of every prompt by itself."""
+    plain, opened = client.tokenize("a"), client.tokenize("a", add_special=True)
+    extra = len(opened) - len(plain)
+    return opened[:extra] if opened[extra:] == plain else []
+
+
+def special_tokens(client: UpstreamClient, named: Sequence[str], template: str) -> tuple[str, ...]:
+    """Texts that the tokenizer takes for one token where special tokens are looked for, and for several where not.
+
+    Of `named` and of what looks like one in the chat template. A token that is missed costs time, since texts are
+    cut and remembered between special tokens; never a wrong id.
+    """
+    quoted = (text for text in _QUOTED.findall(template) if _MARK.fullmatch(text))
+    likely = dict.fromkeys(text for text in (*named, *_MARK.findall(template), *quoted) if text)
+    return tuple(text for text in list(likely)[:MOST_SPECIAL_TOKENS] if is_special(client, text))
+
+
+def is_special(client: UpstreamClient, text: str) -> bool:
+    return len(client.tokenize(text)) == 1 and len(client.tokenize(text, parse_special=False)) > 1
