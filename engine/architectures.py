@@ -9,6 +9,7 @@ from typing import Any
 from engine.errors import UnsupportedModel
 from engine.layout import LAYER_KINDS, layer_kinds
 from engine.linear_state import LINEAR_STATES
+from engine.multimodal import language_config
 
 SLIDING = "sliding_attention"
 
@@ -22,6 +23,8 @@ TESTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Qwen3_5ForCausalLM": "qwen3_5_text",
         "Lfm2ForCausalLM": "lfm2",
         "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+        "Qwen3_5ForConditionalGeneration": "qwen3_5",
+        "Gemma3ForConditionalGeneration": "gemma3",
     }
 )
 """Class name, as checkpoints give it -> `model_type` of its configuration."""
@@ -49,6 +52,7 @@ def check_config(config: Any) -> str:
     if architecture not in TESTED_ARCHITECTURES:
         known = ", ".join(TESTED_ARCHITECTURES)
         raise UnsupportedModel(f"the architecture {architecture} is not supported; these are: {known}")
+    config = language_config(config)
     kinds = layer_kinds(config)
     unknown = sorted(set(kinds) - set(LAYER_KINDS))
     if unknown:

@@ -4,6 +4,7 @@ It takes keys and values as arenas give them (strided by whole rows) and lets th
 are always the last `q` positions of the keys.
 
     CPU     256 queries at a time over the keys they see, with one [256, kv] bias; no larger mask exists
+    images  where the tokens of a picture see each other, a bias that says so; pictures lie wholly in a chunk
     window  the same on every device, since no kernel here knows windows; a window no key falls out of is not one
     CUDA    the lower-right causal bias, which keeps the flash kernel; never cuDNN's, which plans anew for every length
             (2.3 ms a layer and token where the kernel itself takes 0.07)
@@ -11,6 +12,7 @@ are always the last `q` positions of the keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ QUERY_BLOCK = 256
 """Queries a block on CPU, where a causal bias has to be written out."""
 
 CUDA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+Spans = Sequence[tuple[int, int]]
+"""Ranges of queries."""
 
 HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
 """Handed through by models; they do not change what attention computes."""
@@ -56,12 +61,14 @@ def arena_attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    image_spans: Spans = (),
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of `[1, heads, q, dim]` queries over `[1, kv_heads, kv, dim]` keys and values (tensors, or
     `QuantisedStates`).
 
-    With `sliding_window` a query sees that many keys at most, its own among them.
+    With `sliding_window` a query sees that many keys at most, its own among them. Each query in one of `image_spans`,
+    ranges of the queries, sees all keys of the range besides.
     Returns `[1, q, heads, dim]` and None, as the library's models expect. Raises UnsupportedModel for an argument that
     would change the result and is not honoured.
     """
@@ -76,39 +83,49 @@ def arena_attention(
     window = sliding_window if sliding_window is not None and key.shape[2] > sliding_window else None
     if isinstance(key, QuantisedStates):
         assert isinstance(value, QuantisedStates), "keys and values are kept in one format"
-        output = _attend_quantised(query, key, value, scaling, window)
+        output = _attend_quantised(query, key, value, scaling, window, image_spans)
     else:
         assert isinstance(value, torch.Tensor), "keys and values are kept in one format"
-        output = _attend(query, key, value, scaling, window)
+        output = _attend(query, key, value, scaling, window, image_spans)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _attend_quantised(
-    query: torch.Tensor, key: QuantisedStates, value: QuantisedStates, scaling: float | None, window: int | None
+    query: torch.Tensor,
+    key: QuantisedStates,
+    value: QuantisedStates,
+    scaling: float | None,
+    window: int | None,
+    spans: Spans,
 ) -> torch.Tensor:
     """On CPU a KV head at a time, so that no more than one head's numbers exist at once."""
     if query.device.type == "cuda":
-        return _attend(query, key.numbers(query.dtype), value.numbers(query.dtype), scaling, window)
+        return _attend(query, key.numbers(query.dtype), value.numbers(query.dtype), scaling, window, spans)
     heads = key.shape[1]
     queries = query.chunk(heads, dim=1)
     outputs = [
-        _attend(queries[head], key.head(head, query.dtype), value.head(head, query.dtype), scaling, window)
+        _attend(queries[head], key.head(head, query.dtype), value.head(head, query.dtype), scaling, window, spans)
         for head in range(heads)
     ]
     return torch.cat(outputs, dim=1)
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    spans: Spans,
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
-    if query.device.type == "cuda" and window is None:
+    if query.device.type == "cuda" and window is None and not spans:
         bias = causal_lower_right(query.shape[2], key.shape[2]) if query.shape[2] > 1 else None
         with sdpa_kernel(list(CUDA_KERNELS)):
             return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
     if query.shape[2] == 1 and window is None:
         return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
-    return _blocked(query, key, value, scaling, grouped, window)
+    return _blocked(query, key, value, scaling, grouped, window, spans)
 
 
 def _blocked(
@@ -118,17 +135,24 @@ def _blocked(
     scaling: float | None,
     grouped: bool,
     window: int | None,
+    spans: Spans,
 ) -> torch.Tensor:
     """Attends `QUERY_BLOCK` queries at a time; returns `[1, heads, q, dim]`."""
     past = key.shape[2] - query.shape[2]
     outputs = []
     for start in range(0, query.shape[2], QUERY_BLOCK):
         block = query[:, :, start : start + QUERY_BLOCK]
-        stop = past + start + block.shape[2]
+        end = start + block.shape[2]
+        ahead = [span for span in spans if span[0] < end and start < span[1]]
+        stop = past + max([end, *(span[1] for span in ahead)])
         first = 0 if window is None else max(0, past + start - window + 1)
-        bias = lower_right_bias(block.shape[2], stop - first, query.dtype, query.device)
+        bias = lower_right_bias(block.shape[2], past + end - first, query.dtype, query.device)
+        if ahead:
+            bias = torch.nn.functional.pad(bias, (0, stop - past - end), value=-torch.inf)
+            for head, tail in ahead:
+                bias[max(head, start) - start : tail - start, past + head - first : past + tail - first] = 0
         if window is not None:
-            gone = torch.ones_like(bias, dtype=torch.bool).tril_(stop - first - len(bias) - window)
+            gone = torch.ones_like(bias, dtype=torch.bool).tril_(past + start - first - window)
             bias.masked_fill_(gone, -torch.inf)
         seen = slice(first, stop)
         outputs.append(

@@ -8,6 +8,7 @@
     ├── ContextFull           more tokens than the arenas have rows
     ├── StageFailed           a forward or a capture broke; the session's position is valid
     ├── TemplateRefused       the chat template does not take these messages
+    ├── UnreadableImage       a picture that cannot be unpacked, or is too large
     ├── UnknownVector         steering by a control vector that was not loaded
     ├── BadLogits             the model's numbers leave nothing to sample from
     └── SnapshotError
@@ -67,6 +68,10 @@ class StageFailed(EngineError):
     def __init__(self, stage: int, doing: str, cause: BaseException) -> None:
         super().__init__(f"stage {stage} failed in {doing}: {type(cause).__name__}: {cause}")
         self.stage = stage
+
+
+class UnreadableImage(EngineError):
+    """The message continues `The image cannot be read:`."""
 
 
 class TemplateRefused(EngineError):

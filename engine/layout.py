@@ -27,11 +27,14 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.kv_format import SCALE_DTYPE, is_quantised
 from engine.linear_state import linear_states
+from engine.multimodal import family_of, language_config
 
 ROW_ALIGNMENT = 16
 """Bytes. Flash kernels load 16 at a time, so every field of every row starts at a multiple of it."""
 DIGEST_BYTES = 16
 WINDOW_FIELDS = ("window_key", "window_value")
+OFFSET_FIELD = "position_offset"
+"""Of models whose positions run apart from the count of tokens; one number, in the first stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,7 @@ def build_layout(
     `architectures.check_config` refuses it by name first. Raises UnsupportedModel for a kind
     whose keys and values cannot be kept in `kv_dtype`.
     """
+    family, config = family_of(config), language_config(config)
     kinds = layer_kinds(config)
     types = StateTypes(kv_dtype, compute_dtype or kv_dtype)
     layouts = []
@@ -179,7 +183,10 @@ def build_layout(
             _check_format(kinds[layer], state)
         row_fields, row_bytes = _place([(layer, spec) for layer, state in states for spec in state.row])
         row_bytes = max(row_bytes, ROW_ALIGNMENT)
-        fixed_fields, fixed_bytes = _place([(layer, spec) for layer, state in states for spec in state.fixed])
+        fixed = [(layer, spec) for layer, state in states for spec in state.fixed]
+        if family is not None and family.by_grid and first == 0:
+            fixed.append((0, FieldSpec(OFFSET_FIELD, torch.int64, (1,))))
+        fixed_fields, fixed_bytes = _place(fixed)
         digest = _stage_digest(first, end, row_fields, fixed_fields)
         layouts.append(StageStateLayout(first, end, row_fields, fixed_fields, row_bytes, fixed_bytes, digest))
     return tuple(layouts)

@@ -16,14 +16,23 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 from engine import gguf_convert, presets
 from engine.architectures import check_config
 from engine.chat import ChatTemplate, ChatTokenizer
 from engine.errors import ModelLoadError
+from engine.images import ImageProcessor, image_tokens, processor_class
 from engine.library_bars import no_library_bars
 from engine.model_cache import DIGEST_BYTES, ModelCache, Progress
+from engine.multimodal import family_of, language_config
 
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 WEIGHT_FILES = ("*.safetensors",)
@@ -61,6 +70,13 @@ class LoadedModel:
     weights_digest: bytes
     """16 bytes over the content of the weight files, or over the recipe of random weights."""
     end_token_ids: frozenset[int]
+    images: ImageProcessor | None = None
+    """None: the model reads text only."""
+
+    @property
+    def text_config(self) -> Any:
+        """The part of the configuration that is about text."""
+        return language_config(self.config)
 
 
 def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedModel:
@@ -94,9 +110,11 @@ def _load_folder(
     if progress is not None:
         progress(f"Loading {name}", 0.0)
     dtype = _compute_dtype(config, settings)
+    images = _image_processor(folder, settings, tokenizer)
+    kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
     try:
         with no_library_bars():
-            model = AutoModelForCausalLM.from_pretrained(
+            model = kind.from_pretrained(
                 str(folder),
                 config=settings,
                 dtype=dtype,
@@ -116,7 +134,8 @@ def _load_folder(
         template=ChatTemplate(tokenizer, template),
         dtype=dtype,
         weights_digest=digest,
-        end_token_ids=_end_token_ids(folder, settings, tokenizer),
+        end_token_ids=_end_token_ids(folder, language_config(settings), tokenizer),
+        images=images,
     )
 
 
@@ -125,7 +144,9 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
     check_config(settings)
     device = torch.device(config.device)
     dtype = config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    tokenizer = presets.tiny_tokenizer()
+    tokenizer = presets.preset_tokenizer(settings)
+    processor = presets.preset_processor(config.model, settings)
+    images = None if processor is None else ImageProcessor(processor, settings, image_tokens(settings, tokenizer))
     return LoadedModel(
         name=config.model,
         config=settings,
@@ -134,7 +155,8 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
         template=ChatTemplate(tokenizer, template),
         dtype=dtype,
         weights_digest=presets.preset_digest(config.model, dtype, device),
-        end_token_ids=frozenset({settings.eos_token_id}),
+        end_token_ids=frozenset({language_config(settings).eos_token_id}),
+        images=images,
     )
 
 
@@ -178,6 +200,20 @@ def _tokenizer(folder: Path) -> Any:
         return kind.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+
+
+def _image_processor(folder: Path, settings: Any, tokenizer: Any) -> ImageProcessor | None:
+    """How the model in `folder` takes pictures; None if it takes none. Raises ModelLoadError."""
+    if family_of(settings) is None:
+        return None
+    try:
+        processor = processor_class(settings).from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelLoadError(
+            f"{folder} is a model that reads images, and how it does cannot be read: {error} Put the "
+            f"preprocessor_config.json there that the model was published with."
+        ) from error
+    return ImageProcessor(processor, settings, image_tokens(settings, tokenizer))
 
 
 def _directory_digest(folder: Path, cache: ModelCache, progress: Progress | None) -> bytes:

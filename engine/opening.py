@@ -7,25 +7,36 @@ from typing import Any
 from engine.architectures import check_config
 from engine.arena import StageArena, WindowRoom
 from engine.config import EngineConfig
+from engine.images import ImageProcessor
 from engine.layout import build_layout
+from engine.multimodal import language_config, longest_span
 from engine.session import Session
 from engine.stages import place, split_layers
+from engine.vision import VisionTower
 
 
-def open_session(model: Any, config: EngineConfig) -> Session:
+def open_session(model: Any, config: EngineConfig, images: ImageProcessor | None = None) -> Session:
     """Splits a loaded causal language model as `config` says, allocates the arenas and starts an empty timeline.
 
-    The context is `config.context_tokens`, or the model's own limit. Raises UnsupportedModel, InvalidSplit and
-    OutOfMemory.
+    The context is `config.context_tokens`, or the model's own limit. With `images`, a model of a known
+    family reads pictures too. Raises UnsupportedModel, InvalidSplit and OutOfMemory.
     """
     check_config(model.config)
     ranges = split_layers(model.config, len(config.devices), config.layer_split)
-    context_tokens = config.context_tokens or int(model.config.max_position_embeddings)
+    text = language_config(model.config)
+    context_tokens = config.context_tokens or int(text.max_position_embeddings)
     layouts = build_layout(model.config, ranges, config.kv_dtype or model.dtype, model.dtype)
     stages = place(model, ranges, config.devices)
-    room = WindowRoom(config.batch_tokens, config.window_slack_tokens)
+    room = window_room(model.config, config)
     arenas = [
         StageArena(layout, context_tokens, stage.device, window_room=room)
         for layout, stage in zip(layouts, stages, strict=True)
     ]
-    return Session(stages, arenas, config.batch_tokens, model.config, config.ctx_checkpoints)
+    tower = None if images is None else VisionTower(model, images, stages[0].device)
+    return Session(stages, arenas, config.batch_tokens, text, config.ctx_checkpoints, tower)
+
+
+def window_room(settings: Any, config: EngineConfig) -> WindowRoom:
+    """For chunks of the batch size, or of a picture that must be read at once. `settings` is the library's
+    configuration of the whole model."""
+    return WindowRoom(max(config.batch_tokens, longest_span(settings)), config.window_slack_tokens)

@@ -18,6 +18,7 @@ from engine.gguf_convert import config_of
 from engine.gguf_metadata import read_metadata
 from engine.layout import StageStateLayout, build_layout
 from engine.loader import checked_config
+from engine.multimodal import language_config
 from engine.stages import split_layers
 
 
@@ -43,7 +44,7 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
         dtype = torch.float32
     ranges = split_layers(settings, len(config.devices), config.layer_split)
     layouts = build_layout(settings, ranges, config.kv_dtype or dtype, dtype)
-    return WeightlessModel(architecture_of(settings), int(settings.max_position_embeddings), layouts)
+    return WeightlessModel(architecture_of(settings), int(language_config(settings).max_position_embeddings), layouts)
 
 
 def _settings(model: str) -> Any:

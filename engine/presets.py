@@ -5,7 +5,7 @@ The tiny ones make readable nonsense through a tokenizer trained in code; the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import MappingProxyType
@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
 from engine.errors import ModelLoadError
 from engine.hybrid_presets import HYBRID_PRESETS
+from engine.images import processor_class
+from engine.multimodal import family_of
+from engine.vision_presets import PROCESSORS, VISION_PRESETS, VISION_TOKENS, vision_template
 
 PREFIX = "random:"
 SEED = 20
@@ -68,7 +71,7 @@ _TINY = {
 }
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {name: Preset(*shape) for name, shape in HYBRID_PRESETS.items()}
+    {name: Preset(*shape) for name, shape in {**HYBRID_PRESETS, **VISION_PRESETS}.items()}
     | {
         "tiny-llama": Preset("llama", _TINY),
         "tiny-qwen2": Preset("qwen2", {name: value for name, value in _TINY.items() if name != "head_dim"}),
@@ -101,6 +104,9 @@ def preset_config(model: str) -> Any:
     if preset is None:
         raise ModelLoadError(f"There is no random model {name!r}; these are: {', '.join(PRESETS)}.")
     ids = {"bos_token_id": None, "eos_token_id": SPECIAL_TOKENS.index(END_TOKEN), "pad_token_id": None}
+    if "text_config" in preset.settings:
+        text = {**preset.settings["text_config"], **ids}
+        return AutoConfig.for_model(preset.model_type, **{**preset.settings, "text_config": text})
     return AutoConfig.for_model(preset.model_type, **{**preset.settings, **ids})
 
 
@@ -113,7 +119,8 @@ def preset_digest(model: str, dtype: torch.dtype, device: torch.device) -> bytes
 def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """A model whose weights are drawn on `device` itself, so that no copy of them passes through main memory."""
     with torch.device(device), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        kind = AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
+        model = kind.from_config(config, dtype=dtype)
     model.tie_weights()
     generator = torch.Generator(device).manual_seed(SEED)
     with torch.no_grad():
@@ -127,14 +134,32 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     return model.eval()
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of at most `TINY_VOCABULARY` tokens with a ChatML template: any text goes through it."""
+def preset_tokenizer(config: Any) -> PreTrainedTokenizerFast:
+    """The tokenizer of a preset; `config` is its configuration."""
+    if family_of(config) is None:
+        return tiny_tokenizer()
+    tokenizer = tiny_tokenizer(VISION_TOKENS[config.model_type])
+    tokenizer.chat_template = vision_template(config.model_type)
+    return tokenizer
+
+
+def preset_processor(model: str, config: Any) -> Any:
+    """The library's processor of pictures for `random:NAME`, whose configuration is `config`; None if it has none."""
+    settings = PROCESSORS.get(model.removeprefix(PREFIX))
+    return None if settings is None else processor_class(config)(**settings)
+
+
+def tiny_tokenizer(special_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of at most `TINY_VOCABULARY` tokens with a ChatML template: any text goes through it.
+
+    `special_tokens` take the first ids behind the template's own.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=TINY_VOCABULARY,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[*SPECIAL_TOKENS, *special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -26,6 +26,7 @@ from engine.fixed_state import FixedState
 from engine.layout import state_digest
 from engine.stages import Stage
 from engine.steering import Steering, hook_layers
+from engine.vision import NO_IMAGES, ChunkImages, ImageReading, PositionOffset, PromptImage, VisionTower
 
 log = logging.getLogger("parkd.engine")
 
@@ -50,8 +51,10 @@ class Session:
         batch_tokens: int = 512,
         config: Any = None,
         ctx_checkpoints: int = 8,
+        vision: VisionTower | None = None,
     ) -> None:
-        """`config` is the library's, of the model; without it decoding is never recorded."""
+        """`config` is the library's, of the model's text; without it decoding is never recorded. `vision` reads the
+        pictures of prompts that have some."""
         if len(stages) != len(arenas):
             raise ValueError(f"{len(stages)} stages need as many arenas, not {len(arenas)}")
         self.stages = tuple(stages)
@@ -64,7 +67,11 @@ class Session:
         """16 bytes; a snapshot belongs here only if it carries the same."""
         self._caches = [StageCache(arena, stage.num_layers) for stage, arena in zip(stages, arenas, strict=True)]
         self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints)
+        self.vision = vision
+        self._offset = PositionOffset(self.arenas[0])
         self._position = 0
+        self._spans: list[tuple[int, int]] = []
+        """Pictures that see themselves, of those that were read here and are live."""
         self._decode_graph: DecodeGraph | None = None
         self._dense: list[DenseStage] = []
         self._captures: list[CaptureInFlight] = []
@@ -154,20 +161,27 @@ class Session:
     def reset(self) -> None:
         """Forgets the timeline. Rows are not cleared: what is beyond the position is never read."""
         self._position = 0
+        self._spans.clear()
+        self._offset.set(0)
         self.fixed_state.forget_beyond(0)
 
     def truncate(self, position: int) -> None:
         """Keeps `[0, position)`. Raises ValueError beyond the present position, and where the state is not exact:
-        below `rewind_floor` and not at a checkpoint (or 0)."""
+        below `rewind_floor` and not at a checkpoint (or 0), and inside a picture that sees itself."""
         if not 0 <= position <= self._position:
             raise ValueError(f"cannot truncate to {position}: the session is at {self._position}")
-        if position == 0 or position >= self.rewind_floor:
+        if any(start < position < stop for start, stop in self._spans):
+            raise ValueError(f"cannot truncate to {position}: it is inside an image whose rows are of the whole image")
+        if position == 0:
+            self.reset()
+        elif position >= self.rewind_floor:
             self.fixed_state.forget_beyond(position)
         elif position in self.checkpoints:
-            self.fixed_state.go_back(position)
+            self._go_back(position)
         else:
             raise ValueError(f"cannot truncate to {position}: exact are {self.checkpoints} and {self.rewind_floor} on")
         self._position = position
+        self._forget_spans(position)
 
     def adopt(self, position: int, kept: int = 0) -> None:
         """Declares the rows `[0, position)` and `fixed` of every arena valid. Only for who has just written and
@@ -176,6 +190,8 @@ class Session:
             raise ValueError(f"{position} rows are more than the context of {self.context_tokens}")
         self.fixed_state.forget_beyond(min(kept, position - 1))
         self.fixed_state.unpack(position)
+        self._forget_spans(kept)
+        self._offset.reload()
         self._position = position
         self.checkpoint()
 
@@ -186,24 +202,40 @@ class Session:
         cancel: Cancel | None = None,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
+        images: Sequence[PromptImage] = (),
     ) -> int:
         """Reads tokens behind the position, in chunks that end at absolute multiples of `batch_tokens`.
 
         With fixed state chunks also end at the positions `checkpoint_at`, where a checkpoint is taken. Makes no logits.
+        At the positions of `images`, which are the timeline's, the pictures are read instead of the ids; those that end
+        before the position are not looked at. Where the model lets a picture see itself, no chunk ends inside one and
+        no checkpoint is taken there.
         `cancel` is asked before each chunk. `on_chunk` is told the position after each; on CUDA as many chunks as there
         are stages may then still be running. Returns the position reached. Raises ContextFull (nothing was read) and
-        StageFailed (whole chunks before it are kept, with linear layers those before the last checkpoint).
+        StageFailed (whole chunks before it are kept, with linear layers those before the last checkpoint). For images:
+        UnreadableImage, and ValueError if one that sees itself is cut by the position or by the end of `token_ids`.
         """
         ids = np.ascontiguousarray(token_ids, dtype=np.int64)
         origin, end = self._position, self._position + len(ids)
         self._check_room(len(ids))
+        reading = self._reading(images, end)
         stops = sorted(set(checkpoint_at)) if self.fixed_state.exists else []
+        if reading is not None:
+            stops = [place for place in stops if not reading.cuts(place)]
         running: deque[torch.cuda.Event] = deque()
         while self._position < end and not (cancel is not None and cancel.is_set()):
             start = self._position
             edge = (start // self.batch_tokens + 1) * self.batch_tokens
             stop = min(end, edge, next((place for place in stops if place > start), end))
-            self._run(ids[start - origin : stop - origin], start, "prefill")
+            if reading is None:
+                chunk, offset = self._offset.plain(start, stop), self._offset.value
+            else:
+                stop = reading.stop_for(start, stop)
+                chunk, offset = reading.chunk(start, stop)
+            self._run(ids[start - origin : stop - origin], start, "prefill", chunk)
+            if offset != self._offset.value:
+                self._offset.set(offset)
+            self._spans += [(start + first, start + last) for first, last in chunk.spans]
             self._position = stop
             if stop in stops:
                 self.checkpoint()
@@ -222,7 +254,8 @@ class Session:
         self._check_room(1)
         if self._decode_graph is not None and self._uses_kernels:
             return self._step_recorded(self._decode_graph, token_id)
-        hidden = self._run(np.array([token_id], dtype=np.int64), self._position, "decode")
+        chunk = self._offset.plain(self._position, self._position + 1)
+        hidden = self._run(np.array([token_id], dtype=np.int64), self._position, "decode", chunk)
         try:
             with torch.inference_mode():
                 logits = self.stages[-1].logits(hidden)
@@ -244,7 +277,18 @@ class Session:
         self._position += 1
         return logits
 
-    def _forward(self, token_ids: npt.NDArray[np.int64], position: int, doing: str) -> torch.Tensor:
+    def _reading(self, images: Sequence[PromptImage], end: int) -> ImageReading | None:
+        """None if no picture is to be read."""
+        ahead = [image for image in images if image.stop > self._position and image.start < end]
+        if not ahead:
+            return None
+        if self.vision is None:
+            raise ValueError("there are images and no vision tower to read them")
+        return ImageReading(self.vision, ahead, self._position, end, self._offset)
+
+    def _forward(
+        self, token_ids: npt.NDArray[np.int64], position: int, doing: str, images: ChunkImages = NO_IMAGES
+    ) -> torch.Tensor:
         """Hidden states `[1, q, hidden]` of the last stage for `[position, position + q)`; the caller commits."""
         flow = torch.from_numpy(token_ids).unsqueeze(0)
         stop = position + len(token_ids)
@@ -257,17 +301,19 @@ class Session:
                     if dense:
                         flow = self._dense[stage.index].forward(flow, position)
                     else:
-                        flow = stage.forward(flow, cache, position)
+                        flow = stage.forward(flow, cache, position, images)
                 except EngineError:
                     raise
                 except Exception as error:
                     raise StageFailed(stage.index, doing, error) from error
         return flow
 
-    def _run(self, token_ids: npt.NDArray[np.int64], position: int, doing: str) -> torch.Tensor:
+    def _run(
+        self, token_ids: npt.NDArray[np.int64], position: int, doing: str, images: ChunkImages = NO_IMAGES
+    ) -> torch.Tensor:
         """`_forward`, after whose failure the position is a valid one."""
         try:
-            return self._forward(token_ids, position, doing)
+            return self._forward(token_ids, position, doing, images)
         except BaseException:
             self._recover()
             raise
@@ -278,10 +324,18 @@ class Session:
             return  # rows beyond the position mean nothing, and windows reach back behind it
         position = self.fixed_state.last_before(self._position)
         if position:
-            self.fixed_state.go_back(position)
+            self._go_back(position)
             self._position = position
         else:
             self.reset()
+
+    def _forget_spans(self, position: int) -> None:
+        self._spans = [span for span in self._spans if span[1] <= position]
+
+    def _go_back(self, position: int) -> None:
+        """To the checkpoint held there."""
+        self.fixed_state.go_back(position)
+        self._offset.reload()
 
     def _check_room(self, tokens: int) -> None:
         if self._position + tokens > self.context_tokens:

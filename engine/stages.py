@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,10 @@ from torch import nn
 from engine.attention import ATTENTION_NAME, register_attention
 from engine.cache import StageCache
 from engine.errors import InvalidSplit
+from engine.multimodal import language_config, language_model
+
+if TYPE_CHECKING:
+    from engine.vision import ChunkImages
 
 FINAL_NORMS = ("norm", "embedding_norm")
 """What families call the norm behind the last layer."""
@@ -66,11 +70,14 @@ class Stage:
         """What it computes in."""
         return next(parameter.dtype for parameter in self.inner.parameters())
 
-    def forward(self, inputs: torch.Tensor, cache: StageCache, position: int) -> torch.Tensor:
+    def forward(
+        self, inputs: torch.Tensor, cache: StageCache, position: int, images: ChunkImages | None = None
+    ) -> torch.Tensor:
         """Runs `q` tokens at `[position, position + q)` and writes their rows through `cache`.
 
         `inputs` are token ids, int64 `[1, q]`, in the first stage, and the stage before's hidden states,
-        `[1, q, hidden]`, in the others; on any device. Returns hidden states `[1, q, hidden]` on this stage's device,
+        `[1, q, hidden]`, in the others; on any device. `images` is what the chunk has besides.
+        Returns hidden states `[1, q, hidden]` on this stage's device,
         after the final norm in the last stage.
         """
         # To the CPU the copy must be waited for: nothing orders what the CPU reads after what a card still sends.
@@ -78,10 +85,27 @@ class Stage:
         stop = position + inputs.shape[1]
         position_ids = torch.arange(position, stop, device=self.device).unsqueeze(0)
         name = "input_ids" if self.index == 0 else "inputs_embeds"
+        arguments: dict[str, Any] = {}
+        if images is not None and images.position_ids is not None:
+            position_ids = images.position_ids.to(self.device)
+        if images is not None and images.spans:
+            arguments["image_spans"] = images.spans
+        if self.index == 0 and images is not None and images.rows:
+            name, inputs = "inputs_embeds", self._embedded(inputs, images.rows)
         cache.begin(position)
-        output = self.inner(**{name: inputs}, position_ids=position_ids, cache=cache, use_cache=True)
+        output = self.inner(**{name: inputs}, position_ids=position_ids, cache=cache, use_cache=True, **arguments)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
+
+    def _embedded(self, ids: torch.Tensor, rows: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Embeddings `[1, q, hidden]` of the ids, with `rows` in their places."""
+        ids = ids.clone()
+        for start, values in rows:
+            ids[0, start : start + len(values)] = 0  # the image's own id may lie beyond the vocabulary
+        embedded: torch.Tensor = self.inner.embed_tokens(ids)  # type: ignore[operator]
+        for start, values in rows:
+            embedded[0, start : start + len(values)] = values.to(embedded.dtype)
+        return embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[vocab]` for the last token of `hidden`; last stage only."""
@@ -98,6 +122,7 @@ def split_layers(config: Any, stages: int, layer_split: Sequence[int] | None = N
     `layer_split` names the first layer of each later stage; None balances the parameters, the embedding counted in
     the first stage and the head in the last. Raises InvalidSplit.
     """
+    config = language_config(config)
     layers = int(config.num_hidden_layers)
     if stages > layers:
         raise InvalidSplit(f"{layers} layers cannot make {stages} stages; name {layers} devices or fewer")
@@ -175,14 +200,15 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
     """
     register_attention()
     model.eval()
-    model.config._attn_implementation = ATTENTION_NAME
-    model.base_model.config._attn_implementation = ATTENTION_NAME
+    decoder = language_model(model)
+    language_config(model.config)._attn_implementation = ATTENTION_NAME
+    decoder.config._attn_implementation = ATTENTION_NAME
     stages = []
     for index, ((first, end), name) in enumerate(zip(ranges, devices, strict=True)):
         device = torch.device(name)
         is_last = index == len(ranges) - 1
         moved: dict[int, torch.Tensor] = {}
-        inner = _cut(model.base_model, first, end, is_first=index == 0, is_last=is_last)
+        inner = _cut(decoder, first, end, is_first=index == 0, is_last=is_last)
         head = _moved(model.get_output_embeddings(), device, moved) if is_last else None
         scale = float(getattr(model.config, "logits_scaling", None) or 1.0)
         stages.append(Stage(index, first, end, device, _moved(inner, device, moved), head, scale))
@@ -213,6 +239,11 @@ def _twin(module: nn.Module) -> nn.Module:
     twin = copy.copy(module)
     twin.__dict__.update({name: copy.copy(table) for name, table in vars(module).items() if isinstance(table, dict)})
     return twin
+
+
+def moved_twin(module: nn.Module, device: torch.device) -> nn.Module:
+    """A twin of the whole tree on `device`; weights that are there already are shared."""
+    return _moved(module, device, {})
 
 
 def _moved(module: nn.Module, device: torch.device, moved: dict[int, torch.Tensor]) -> nn.Module:

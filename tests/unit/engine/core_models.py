@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.cache_utils import DynamicLayer
+from vision_models import picture_logits, processor_of
 
 from engine import EngineConfig, Session, open_session
+from engine.multimodal import language_config
+from engine.vision import PromptImage
 
 VOCAB = 97
 LAYERS = 4
@@ -63,7 +66,8 @@ def tiny_session(
     config = EngineConfig(
         devices=("cpu",) * stages, context_tokens=context, batch_tokens=batch_tokens, kv_dtype=kv_dtype
     )
-    return open_session(tiny_model() if model is None else model, config)
+    model = tiny_model() if model is None else model
+    return open_session(model, config, processor_of(model))
 
 
 def token_ids(count: int, seed: int = 1) -> npt.NDArray[np.int64]:
@@ -90,16 +94,19 @@ def oracle_logits(
     decoded: int = 1,
     *,
     kv_dtype: torch.dtype | None = None,
+    images: Sequence[PromptImage] = (),
 ) -> list[torch.Tensor]:
     """Logits after each of the last `decoded` tokens: the rest read in chunks, those one at a time, library cache.
 
     The model must already use the engine's attention, as it does once a session was opened on it.
     """
-    assert model.config._attn_implementation == "parkd"
+    assert language_config(model.config)._attn_implementation == "parkd"
     cache: Any = DynamicCache(config=model.config)
     if kv_dtype == torch.int8:
         # Windows and recurrent states stay as they are computed.
         cache = Cache(layers=[EightBitLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers])
+    if images:
+        return picture_logits(model, ids, images, batch_tokens, decoded, cache)
     logits = []
     with torch.inference_mode():
         prompt = len(ids) - decoded
@@ -112,10 +119,12 @@ def oracle_logits(
     return logits
 
 
-def read_and_decode(session: Session, ids: npt.NDArray[np.int64], decoded: int = 1) -> list[torch.Tensor]:
+def read_and_decode(
+    session: Session, ids: npt.NDArray[np.int64], decoded: int = 1, images: Sequence[PromptImage] = ()
+) -> list[torch.Tensor]:
     """The same through the engine, from the session's position on; `ids` are the whole timeline."""
     prompt = len(ids) - decoded
-    session.extend(ids[session.position : prompt])
+    session.extend(ids[session.position : prompt], images=images)
     return [session.step(int(token)) for token in ids[prompt:]]
 
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from core_models import CONTEXT, VOCAB
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from vision_models import GEMMA_VISION, MROPE, QWEN_VISION
+
+from engine.multimodal import VISION_FAMILIES
 
 WINDOW = 24
 _SHAPE = {
@@ -25,16 +28,14 @@ _DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+_GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": (
-        "gemma3_text",
-        {
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
+    "gemma3": ("gemma3_text", _GEMMA),
     "qwen2-window": ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
     "qwen3-next": (
         "qwen3_next",
@@ -63,19 +64,27 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "qwen3.5-vl": ("qwen3_5", {**_DELTA_NET, "rope_parameters": MROPE}),
+    "gemma3-vl": ("gemma3", _GEMMA),
 }
-"""Name -> `model_type` and settings."""
+"""Name -> `model_type` and settings, of the text where there are pictures too."""
+_VISION = {"qwen3_5": QWEN_VISION, "gemma3": GEMMA_VISION}
 
 
 def hybrid_config(family: str, **changes: Any) -> Any:
     model_type, settings = HYBRIDS[family]
+    if model_type in VISION_FAMILIES:
+        text = {**_SHAPE, **settings, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        whole = {"architectures": changes.pop("architectures", None)}
+        return AutoConfig.for_model(model_type, text_config={**text, **changes}, **_VISION[model_type], **whole)
     return AutoConfig.for_model(model_type, **{**_SHAPE, **settings, **changes})
 
 
 def hybrid_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Heads forget slowly, so that state made long ago still shows in the logits."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(hybrid_config(family, **changes), dtype=dtype).eval()
+    kind = AutoModelForImageTextToText if HYBRIDS[family][0] in VISION_FAMILIES else AutoModelForCausalLM
+    model = kind.from_config(hybrid_config(family, **changes), dtype=dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):

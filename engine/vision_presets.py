@@ -1,0 +1,120 @@
+"""Shapes of tiny models that read pictures, and what stands around pictures in their prompts.
+
+Ids 0 to 2 are the tokens of every preset's template; the image tokens follow in the order of `VISION_TOKENS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+VISION_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "qwen3_5": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        "gemma3": ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    }
+)
+"""`model_type` -> special tokens, the first with id 3."""
+
+VISION_TEMPLATE = (
+    "{% macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content or [] %}"
+    "{% if part.type == 'image' %}{{ image }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ show(message.content) }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML with pictures between the texts; `vision_template` puts in how one is written."""
+
+_TEXT: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+)
+_VISION: Mapping[str, Any] = MappingProxyType({"hidden_size": 32, "intermediate_size": 64, "patch_size": 8})
+
+VISION_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "tiny-qwen3.5-vl": (
+            "qwen3_5",
+            {
+                "text_config": {
+                    **_TEXT,
+                    "linear_num_key_heads": 2,
+                    "linear_num_value_heads": 4,
+                    "linear_key_head_dim": 16,
+                    "linear_value_head_dim": 16,
+                    "rope_parameters": {
+                        "rope_type": "default",
+                        "rope_theta": 10_000.0,
+                        "partial_rotary_factor": 1.0,
+                        "mrope_section": [3, 3, 2],
+                        "mrope_interleaved": True,
+                    },
+                },
+                "vision_config": {
+                    **_VISION,
+                    "depth": 2,
+                    "num_heads": 2,
+                    "out_hidden_size": 64,
+                    "num_position_embeddings": 64,
+                },
+                "vision_start_token_id": 3,
+                "vision_end_token_id": 4,
+                "image_token_id": 5,
+                "video_token_id": 6,
+            },
+        ),
+        "tiny-gemma3-vl": (
+            "gemma3",
+            {
+                "text_config": {
+                    **_TEXT,
+                    "query_pre_attn_scalar": 16,
+                    "sliding_window": 64,
+                    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+                },
+                "vision_config": {
+                    **_VISION,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "image_size": 48,
+                },
+                "mm_tokens_per_image": 36,
+                "boi_token_index": 3,
+                "eoi_token_index": 4,
+                "image_token_index": 5,
+                "tie_word_embeddings": False,
+            },
+        ),
+    }
+)
+"""Name -> the library's `model_type` and settings."""
+
+PROCESSORS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "tiny-qwen3.5-vl": {
+            "patch_size": 8,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
+        },
+        "tiny-gemma3-vl": {"size": {"height": 48, "width": 48}},
+    }
+)
+"""Name -> settings of the library's processor of pictures."""
+
+
+def vision_template(model_type: str) -> str:
+    """The chat template of a preset: Qwen writes begin, image and end of a picture, Gemma its begin alone."""
+    start, end, image = VISION_TOKENS[model_type][:3]
+    written = f"{start}{image}{end}" if model_type == "qwen3_5" else start
+    return f"{{% set image = '{written}' %}}{VISION_TEMPLATE}"
