@@ -144,6 +144,7 @@ def compose(
         config.cache.memo_bytes,
         normaliser=NormaliserConfig(not config.server.keeps_billing_header, rules),
         answers=answers,
+        images=engine.images,
     )
     store = None
     if store_config.budget_bytes:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from parkd.types import Checksums, SamplingParams, StateLayout, StateSizes, TokenIds, TokenMask, Transfer
+from parkd.types import Checksums, ImageSpan, SamplingParams, StateLayout, StateSizes, TokenIds, TokenMask, Transfer
 
 BLOCK_TOKENS = 256
 """Rows in a block, at absolute multiples."""
@@ -78,6 +78,39 @@ class ChatTemplate(Protocol):
         add_generation_prompt: bool = True,
     ) -> str:
         """Raises InvalidRequest when the template refuses the messages, with its words."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """How pictures stand in a prompt."""
+
+    placeholder: str
+    """What the chat template writes for one picture."""
+    wrapped: str
+    """What is tokenised in its place; it holds `token_id` once."""
+    token_id: int
+    """Stands at every position of a picture: what is there is told by the picture alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """What a prompt's identity needs of a picture."""
+
+    digest: bytes
+    """32 bytes over pixels, size, mode and preprocessing: equal for equal pictures, however their files are packed."""
+    tokens: int
+    """Positions that it takes."""
+
+
+class ImageReader(Protocol):
+    """What an engine does with pictures before they are read. Thread-safe, and slow: not for the event loop."""
+
+    tokens: ImageTokens
+    sees_itself: bool
+    """State inside a picture depends on all of it, so nothing can go on from there."""
+
+    def facts(self, data: bytes) -> ImageFacts:
+        """Of a picture's file. Raises InvalidRequest for one that cannot be read, or is too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +203,8 @@ class Engine(Protocol):
     info: EngineInfo
     tokenizer: Tokenizer
     template: ChatTemplate
+    images: ImageReader | None
+    """None: the model reads text only."""
 
     @property
     def position(self) -> int: ...
@@ -201,10 +236,14 @@ class Engine(Protocol):
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
+        images: Sequence[ImageSpan] = (),
     ) -> int:
         """Reads tokens behind `position`, a chunk at a time at absolute multiples of the batch size.
 
         With fixed state chunks also end at the positions `checkpoint_at`, where a checkpoint is taken.
+
+        `images` are the whole prompt's, with their files: those that end before `position` are not looked at, and no
+        chunk ends, nor is a checkpoint taken, inside one that sees itself. Without any, the argument may be left out.
 
         Stops after the chunk in which `cancel` was set. `on_chunk` is told the position after each chunk.
         Returns the position reached. Raises EngineFailure.

@@ -26,10 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, TextPiece
+from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, ImageReader, TextPiece
 from parkd.engine_adapter.fake_fixed import FakeFixedState
+from parkd.engine_adapter.fake_images import IMAGE_TOKEN, FakeImages, shown, whole_end, with_images
 from parkd.errors import InvalidRequest, RestoreFailed
-from parkd.types import Checksums, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
+from parkd.types import Checksums, ImageSpan, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
 
 Words = npt.NDArray[np.uint64]
 Hook = Callable[[str, int], None]
@@ -62,23 +63,23 @@ def row_words(chain: Words, stage: int, words: int) -> Words:
 class FakeTokenizer:
     """UTF-8 bytes and a few special tokens."""
 
-    special_tokens = SPECIAL_TOKENS
-
-    def __init__(self) -> None:
-        self._pattern = re.compile("(" + "|".join(re.escape(token) for token in SPECIAL_TOKENS) + ")")
+    def __init__(self, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> None:
+        self.special_tokens = special_tokens
+        self._pattern = re.compile("(" + "|".join(re.escape(token) for token in special_tokens) + ")")
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
         for piece in self._pattern.split(text):
-            if piece in SPECIAL_TOKENS:
-                ids.append(FIRST_SPECIAL_ID + SPECIAL_TOKENS.index(piece))
+            if piece in self.special_tokens:
+                ids.append(FIRST_SPECIAL_ID + self.special_tokens.index(piece))
             else:
                 ids.extend(piece.encode())
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         parts = (
-            bytes([i]) if i < FIRST_SPECIAL_ID else SPECIAL_TOKENS[i - FIRST_SPECIAL_ID].encode() for i in token_ids
+            bytes([i]) if i < FIRST_SPECIAL_ID else self.special_tokens[i - FIRST_SPECIAL_ID].encode()
+            for i in token_ids
         )
         return b"".join(parts).decode(errors="replace")
 
@@ -101,7 +102,7 @@ class FakeTemplate:
             if role not in ROLES:
                 raise InvalidRequest(f"The chat template knows no role {role!r}.", param="messages")
             calls = message.get("tool_calls")
-            text = f"{message.get('content') or ''}{json.dumps(calls, sort_keys=True) if calls else ''}"
+            text = f"{shown(message.get('content') or '')}{json.dumps(calls, sort_keys=True) if calls else ''}"
             parts.append(f"{start}{role}\n{text}{end}\n")
         return "".join(parts) + (f"{start}assistant\n" if add_generation_prompt else "")
 
@@ -166,11 +167,15 @@ class FakeEngine:
         steering: Mapping[str, float] | None = None,
         fixed_bytes: int = 0,
         ctx_checkpoints: int = 8,
+        reads_images: bool = False,
     ) -> None:
         """`steering` are the known control vectors, each with the scale it has by default. With `fixed_bytes` a stage
         (a multiple of 8) rows are computed from fixed state, and the engine resumes at checkpoints only."""
-        self.tokenizer = FakeTokenizer()
+        self.tokenizer = FakeTokenizer((*SPECIAL_TOKENS, IMAGE_TOKEN) if reads_images else SPECIAL_TOKENS)
         self.template = FakeTemplate()
+        self.images: ImageReader | None = FakeImages(FIRST_SPECIAL_ID + len(SPECIAL_TOKENS)) if reads_images else None
+        self.images_read: list[bytes] = []
+        """Digests of the pictures that were read, over the engine's life."""
         self.hook: Hook = hook or (lambda _name, _number: None)
         self.script = script
         """What is answered to a prompt's text; None, or a script that gives None, lets the state decide."""
@@ -197,7 +202,7 @@ class FakeEngine:
             architecture="FakeForCausalLM",
             fingerprint=b"fake-fingerprint",
             context_tokens=context_tokens,
-            vocab_size=FIRST_SPECIAL_ID + len(SPECIAL_TOKENS),
+            vocab_size=FIRST_SPECIAL_ID + len(self.tokenizer.special_tokens),
             end_token_ids=frozenset({END_TOKEN_ID}),
             layout=StateLayout(layouts, "xxh3-64"),
             devices=("cpu",) * stages,
@@ -240,6 +245,7 @@ class FakeEngine:
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
+        images: Sequence[ImageSpan] = (),
     ) -> int:
         stop = self._position + len(token_ids)
         places = sorted(checkpoint_at) if self._fixed.exists else []
@@ -248,7 +254,10 @@ class FakeEngine:
             self.hook("chunk", self._position)
             end = min(stop, (self._position // self._batch + 1) * self._batch)
             end = min(end, next((place for place in places if place > self._position), end))
-            self._read(token_ids[self._position - base : end - base])
+            end = whole_end(self._position, end, images)
+            ids, read = with_images(token_ids[self._position - base : end - base], self._position, images)
+            self.images_read += read
+            self._read(ids)
             if end in places:
                 self.checkpoint()
             if on_chunk is not None:

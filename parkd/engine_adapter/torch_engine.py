@@ -7,7 +7,7 @@ Here the engine's errors become the daemon's:
                      a device that stopped answering                              ->  EngineLost
     in a restore     SnapshotError                                                ->  RestoreFailed, the state is empty
     in a template    TemplateRefused                                              ->  InvalidRequest
-    in a request     UnknownVector                                                ->  InvalidRequest
+    in a request     UnknownVector, UnreadableImage                                                ->  InvalidRequest
 """
 
 from __future__ import annotations
@@ -27,20 +27,33 @@ from engine.arena import StageArena, WindowRoom
 from engine.chat import ChatTemplate as EngineTemplate
 from engine.config import EngineConfig
 from engine.copies import CaptureInFlight
-from engine.errors import EngineError, SnapshotError, TemplateRefused, UnknownVector
+from engine.errors import EngineError, SnapshotError, TemplateRefused, UnknownVector, UnreadableImage
 from engine.fingerprint import fingerprint
+from engine.images import ImageProcessor
 from engine.layout import StageStateLayout, build_layout
 from engine.loader import LoadConfig, LoadedModel, load_model
 from engine.memory import StageNeed, choose_context, free_bytes
+from engine.opening import window_room
 from engine.pinned import PinnedMemory
 from engine.sampling import Sampler
 from engine.session import Session
 from engine.stages import Stage, place, split_layers
 from engine.steering import SteeringBank, VectorFile, load_vectors
 from engine.text import Piece, TextAssembler
-from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, ResponseReader, TextPiece, Tokenizer
+from engine.vision import PromptImage, VisionTower
+from parkd.engine_adapter.base import (
+    Cancel,
+    ChatTemplate,
+    EngineInfo,
+    ImageFacts,
+    ImageReader,
+    ImageTokens,
+    ResponseReader,
+    TextPiece,
+    Tokenizer,
+)
 from parkd.errors import EngineFailure, EngineLost, InvalidRequest, ModelError, RestoreFailed
-from parkd.types import Checksums, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
+from parkd.types import Checksums, ImageSpan, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
 
 Progress = Callable[[str, float], None]
 """Told what is being done and the share of it that is done, 0 to 1."""
@@ -85,6 +98,7 @@ class TorchEngine:
         self.info = info
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.template: ChatTemplate = _Template(loaded.template)
+        self.images: ImageReader | None = None if loaded.images is None else _Images(loaded.images)
         self._chat = loaded.tokenizer
         self.template_source: str | None = loaded.template.source
         """The chat template's text."""
@@ -111,26 +125,28 @@ class TorchEngine:
                 LoadConfig(config.model, config.cache_dir, config.chat_template_file, layout.dtype, layout.devices[0]),
                 progress,
             )
+            text = loaded.text_config
             vectors = load_vectors(
                 config.control_vectors,
-                int(loaded.config.hidden_size),
-                int(loaded.config.num_hidden_layers),
+                int(text.hidden_size),
+                int(text.num_hidden_layers),
                 config.steered_layers,
             )
             ranges = split_layers(loaded.config, len(layout.devices), layout.layer_split)
             kv_dtype = layout.kv_dtype or loaded.dtype
             state = build_layout(loaded.config, ranges, kv_dtype, loaded.dtype)
-            room = WindowRoom(layout.batch_tokens, layout.window_slack_tokens)
+            room = window_room(loaded.config, layout)
             stages = place(loaded.model, ranges, layout.devices)
             context = choose_context(
                 [_need(d, s, room, layout.ctx_checkpoints) for d, s in zip(layout.devices, state, strict=True)],
-                int(loaded.config.max_position_embeddings),
+                int(text.max_position_embeddings),
                 layout.context_tokens,
                 reserved_bytes=config.reserved_bytes,
                 free=free,
             )
             arenas = [StageArena(s, context, d, window_room=room) for d, s in zip(layout.devices, state, strict=True)]
-            session = Session(stages, arenas, layout.batch_tokens, loaded.config, layout.ctx_checkpoints)
+            tower = None if loaded.images is None else VisionTower(loaded.model, loaded.images, stages[0].device)
+            session = Session(stages, arenas, layout.batch_tokens, text, layout.ctx_checkpoints, tower)
         except EngineError as error:
             raise ModelError(str(error)) from error
         except torch.OutOfMemoryError as error:
@@ -144,16 +160,21 @@ class TorchEngine:
             architecture=architecture_of(loaded.config),
             fingerprint=fingerprint(loaded.weights_digest, loaded.config.to_dict(), loaded.dtype, kv_dtype),
             context_tokens=context,
-            vocab_size=int(loaded.config.vocab_size),
+            vocab_size=int(text.vocab_size),
             end_token_ids=loaded.end_token_ids,
             layout=_state_layout(state, session.checksum.name),
             devices=layout.devices,
-            weights_bytes=_weights_bytes(stages),
+            weights_bytes=_weights_bytes(stages, tower),
             arena_bytes=sum(arena.nbytes for arena in arenas),
             is_demo_model=config.is_demo_model,
             ctx_checkpoints=layout.ctx_checkpoints if session.fixed_state.exists else 0,
         )
         return cls(loaded, session, info, fresh_seed=fresh_seed, vectors=vectors)
+
+    @property
+    def images_encoded(self) -> int:
+        """Pictures that went through the vision tower, over the engine's life."""
+        return 0 if self._session.vision is None else self._session.vision.encoded
 
     def tokenizer_json(self) -> str:
         """The text of the model's `tokenizer.json`."""
@@ -203,9 +224,16 @@ class TorchEngine:
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
+        images: Sequence[ImageSpan] = (),
     ) -> int:
         with _translated():
-            return self._session.extend(token_ids, cancel=cancel, on_chunk=on_chunk, checkpoint_at=checkpoint_at)
+            return self._session.extend(
+                token_ids,
+                cancel=cancel,
+                on_chunk=on_chunk,
+                checkpoint_at=checkpoint_at,
+                images=[PromptImage(image.start, image.stop, image.data) for image in images],
+            )
 
     def generate(
         self,
@@ -298,6 +326,23 @@ class _Template:
             raise InvalidRequest(str(error), param="messages") from error
 
 
+class _Images:
+    """The engine's way with pictures, refusing in the daemon's words."""
+
+    def __init__(self, processor: ImageProcessor) -> None:
+        tokens = processor.tokens
+        self._processor = processor
+        self.tokens = ImageTokens(tokens.placeholder, tokens.wrapped, tokens.token_id)
+        self.sees_itself = processor.family.sees_itself
+
+    def facts(self, data: bytes) -> ImageFacts:
+        try:
+            facts = self._processor.facts(data)
+        except UnreadableImage as error:
+            raise InvalidRequest(f"The image cannot be read: {error}.") from error
+        return ImageFacts(facts.digest, facts.tokens)
+
+
 class _TextStream:
     """One answer's text."""
 
@@ -327,9 +372,10 @@ def _need(device: str, layout: StageStateLayout, room: WindowRoom, checkpoints: 
     return StageNeed(device, layout.row_bytes, fixed_bytes)
 
 
-def _weights_bytes(stages: Sequence[Stage]) -> int:
+def _weights_bytes(stages: Sequence[Stage], tower: VisionTower | None) -> int:
     """Bytes of all weights; what stages on one device share counts once."""
     modules = [module for stage in stages for module in (stage.inner, stage.head) if module is not None]
+    modules += [] if tower is None else [tower.module]
     tensors = [parameter for module in modules for parameter in module.parameters()]
     return sum({(str(t.device), t.data_ptr()): t.numel() * t.element_size() for t in tensors}.values())
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from parkd.engine_adapter.base import ChatTemplate, Tokenizer
+from parkd.engine_adapter.base import ChatTemplate, ImageReader, Tokenizer
 from parkd.errors import InvalidRequest
 from parkd.identity.chain import ChainMemo
+from parkd.identity.images import PromptImages, take_out
 from parkd.identity.normalise import Normaliser, NormaliserConfig
 from parkd.identity.output_memory import GENERATION, OutputMemory, Said
 from parkd.identity.render import Renderer
@@ -26,7 +27,7 @@ class BuildTimings:
     """Seconds of one build, by part."""
 
     render_s: float = 0.0
-    """Normalising, canonical form and the chat template."""
+    """Unpacking images, normalising, canonical form and the chat template."""
     tokenise_s: float = 0.0
     hash_s: float = 0.0
     """Units, prefix hashes, boundaries and segments."""
@@ -52,8 +53,11 @@ class IdentityBuilder:
         *,
         normaliser: NormaliserConfig | None = None,
         answers: OutputMemory | None = None,
+        images: ImageReader | None = None,
     ) -> None:
-        """`answers` are spliced into the prompts that repeat them; None renders everything."""
+        """`answers` are spliced into the prompts that repeat them; None renders everything. Without `images` requests
+        that hold some are refused."""
+        self._images = images
         self._fingerprint = fingerprint
         self._decode = tokenizer.decode
         self._answers = answers
@@ -78,9 +82,12 @@ class IdentityBuilder:
     def build_timed(self, request: TurnRequest, *, steering: bytes = b"") -> tuple[PromptIdentity, BuildTimings]:
         """`build`, and how long its parts took."""
         began_s = time.perf_counter()
-        prompt = self._renderer.render(request)
+        messages, pictures = take_out(request.messages)
+        images = PromptImages(pictures, self._images)
+        prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
+        prompt = replace(prompt, text=images.wrapped(prompt.text))
         rendered_s = time.perf_counter()
-        tokenised = self._tokenizer.tokenise(prompt.text)
+        tokenised = images.expanded(self._tokenizer.tokenise(prompt.text))
         if not len(tokenised.ids):
             raise InvalidRequest("The prompt is empty. Send some text.", param="messages")
         key = ConversationKey(request.namespace, self._fingerprint, steering)
@@ -88,7 +95,8 @@ class IdentityBuilder:
         if self._answers is not None:
             tokenised = self._answers.splice(prompt.turns, located.starts, tokenised, key.digest)
         tokenised_s = time.perf_counter()
-        units = units_of(tokenised.ids)
+        spans = images.spans(tokenised)
+        units = units_of(tokenised.ids, spans)
         prompt_map = map_prompt(prompt, tokenised, self._tokenizer, self._renderer.profile, located)
         identity = PromptIdentity(
             key=key,
@@ -96,6 +104,7 @@ class IdentityBuilder:
             units=units,
             prefix_hashes=self._chains.hashes(units, key.digest),
             segments=prompt_map.segments,
+            images=spans,
             boundaries=prompt_map.boundaries,
             rewrites=prompt.rewrites,
         )
@@ -114,5 +123,7 @@ class IdentityBuilder:
             self._tokenizer.expect(self._renderer.profile.openers.get("assistant", opener) + "".join(said.runs).strip())
 
     def render(self, request: TurnRequest) -> str:
-        """The text the model will read. Raises as `build`."""
-        return self._renderer.render(request).text
+        """The text the model will read, with one word for each picture. Raises as `build`."""
+        messages, pictures = take_out(request.messages)
+        PromptImages(pictures, self._images)  # refuses what a turn would refuse
+        return self._renderer.render(replace(request, messages=messages) if pictures else request).text

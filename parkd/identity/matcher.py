@@ -14,7 +14,7 @@ import numpy as np
 
 from parkd.engine_adapter.base import Tokenizer
 from parkd.identity.units import IMAGE_BIT, common_prefix
-from parkd.types import CacheOutcome, Divergence, PromptIdentity, Units
+from parkd.types import CacheOutcome, Divergence, ImageSpan, PromptIdentity, Units
 
 __all__ = [
     "CostModel",
@@ -25,21 +25,31 @@ __all__ = [
     "common_prefix",
     "divergence_of",
     "explain_divergence",
+    "image_at",
+    "outside_images",
     "resumable_position",
 ]
 
+AN_IMAGE = "an image"
 _SHOWN_TOKENS = 3
 """Tokens shown from where two prompts differ."""
 
 
-def resumable_position(common: int, prompt_len: int, rewindable: bool, checkpoints: Sequence[int]) -> int:
+def outside_images(position: int, images: Sequence[ImageSpan]) -> int:
+    """`position`, or the start of the image that it is inside of, if state there depends on the whole image."""
+    return next((i.start for i in images if i.sees_itself and i.start < position < i.stop), position)
+
+
+def resumable_position(
+    common: int, prompt_len: int, rewindable: bool, checkpoints: Sequence[int], images: Sequence[ImageSpan] = ()
+) -> int:
     """The largest position at which exact state exists and a prompt of `prompt_len` tokens can go on.
 
     At most `common`, and at most `prompt_len - 1`: the last token always runs, for its logits. A rewindable state can
     be cut anywhere; other state resumes at a checkpoint, or at 0. `checkpoints` in any order; those that lie beyond
-    are ignored.
+    are ignored. `images` are the prompt's: inside one that sees itself nothing goes on.
     """
-    limit = max(0, min(common, prompt_len - 1))
+    limit = outside_images(max(0, min(common, prompt_len - 1)), images)
     if rewindable:
         return limit
     return max((position for position in checkpoints if position <= limit), default=0)
@@ -137,13 +147,22 @@ def divergence_of(identity: PromptIdentity, other_units: Units, tokenizer: Token
     if common == min(len(identity.units), len(other_units)):
         return None
     label = next((span.label for span in identity.segments if span.start <= common < span.stop), "")
-    return Divergence(common, label, _shown(identity.units, common, tokenizer), _shown(other_units, common, tokenizer))
+    image, known = image_at(identity, common), _shown(other_units, common, tokenizer)
+    if image and known == AN_IMAGE:
+        known = "another image"
+    return Divergence(common, label, image or _shown(identity.units, common, tokenizer), known)
+
+
+def image_at(identity: PromptIdentity, position: int) -> str:
+    """Names the image at a position as the client counts, from 1; empty if there is none."""
+    places = enumerate(identity.images, 1)
+    return next((f"image {number}" for number, image in places if image.start <= position < image.stop), "")
 
 
 def _shown(units: Units, start: int, tokenizer: Tokenizer) -> str:
     """The text of a few units from `start`, quoted. Grows until the texts of half characters have become whole."""
     if units[start] & IMAGE_BIT:
-        return "an image"
+        return AN_IMAGE
     stop = start
     while stop < min(len(units), start + _SHOWN_TOKENS) and not units[stop] & IMAGE_BIT:
         stop += 1

@@ -39,7 +39,9 @@ def anthropic_model_list(info: EngineInfo, alias: str | None, created_s: int) ->
     return {"data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
 
 
-def props(info: EngineInfo, alias: str | None, chat_template: str | None) -> Mapping[str, Any]:
+def props(
+    info: EngineInfo, alias: str | None, chat_template: str | None, *, reads_images: bool = False
+) -> Mapping[str, Any]:
     """What llama-server's clients read there; no paths of this machine."""
     name = alias or info.model_name
     return {
@@ -48,7 +50,7 @@ def props(info: EngineInfo, alias: str | None, chat_template: str | None) -> Map
         "model_alias": name,
         "model_path": name,
         "chat_template": chat_template or "",
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": reads_images, "audio": False},
         "build_info": "parkd",
     }
 

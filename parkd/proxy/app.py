@@ -179,7 +179,10 @@ class Proxy:
         parts = PromptParts.of(turn.request) if cache.wants_diagnosis else None
         if cache.compare_to is not None:
             turn.earlier = self.requests.get(cache.compare_to, owner)
-        turn.explained = Explained(turn.request_id, owner, turn.prompt, parts, self.services.wall())
+        # What is remembered of a prompt outlives its turn, so the pictures' files are left out.
+        images = tuple(dataclasses.replace(image, data=b"") for image in turn.prompt.images)
+        prompt = dataclasses.replace(turn.prompt, images=images)
+        turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
         self.requests.add(turn.explained)
 
     async def build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:

@@ -92,7 +92,8 @@ class Endpoints:
     async def props(self, request: Request, request_id: str) -> ASGIApp:
         self._caller(request)
         template = self._services.chat_template
-        return _json(admin.props(self._info, self._config.alias, template), request_id)
+        reads_images = self._services.engine.images is not None
+        return _json(admin.props(self._info, self._config.alias, template, reads_images=reads_images), request_id)
 
     async def slots(self, request: Request, request_id: str) -> ASGIApp:
         """llama-server's shape: one slot, since there is one lane. Its details are for who asked for what runs."""

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.identity.matcher import CostModel, StartOption, choose_start, cold_start, common_prefix, resumable_position
+from parkd.identity.matcher import (
+    CostModel,
+    StartOption,
+    choose_start,
+    cold_start,
+    common_prefix,
+    image_at,
+    outside_images,
+    resumable_position,
+)
 from parkd.proxy.live import LiveConversation
 from parkd.store.records import Parked, Tier
 from parkd.types import CacheOutcome, PromptIdentity, StateLayout, Units
@@ -73,7 +82,8 @@ def decide_start(
     if live.key == prompt.key:
         common = common_prefix(live.units, prompt.units)
         floor = rewind_floor if rewind_floor is not None else 0 if rewindable else live.position
-        position = resumable_position(common, length, min(common, length - 1) >= floor, live_checkpoints)
+        is_free = outside_images(min(common, length - 1), prompt.images) >= floor
+        position = resumable_position(common, length, is_free, live_checkpoints, prompt.images)
         if position > 0:
             plans.append(StartPlan(StartOption(CacheOutcome.LIVE, position, length), position, None))
         deepest_common, deepest_known, deepest_position = common, live.position, position
@@ -83,7 +93,7 @@ def decide_start(
             continue
         common = common_prefix(parked.units, prompt.units)
         checkpoints = [checkpoint.position for checkpoint in parked.checkpoints]
-        position = resumable_position(common, length, rewindable, checkpoints)
+        position = resumable_position(common, length, rewindable, checkpoints, prompt.images)
         if common > deepest_common:
             deepest_common, deepest_known, nearest = common, len(parked.units), parked.units
         deepest_position = max(deepest_position, position)
@@ -124,7 +134,8 @@ def explain(prompt: PromptIdentity, plan: StartPlan, gone: str) -> str:
         return f"reading is cheaper than restoring {plan.resumable} tokens"
     if 0 < plan.common < min(plan.known, length):
         label = next((span.label for span in prompt.segments if span.start <= plan.common < span.stop), "the prompt")
-        return f"differs from token {plan.common} in {label}"
+        image = image_at(prompt, plan.common)
+        return f"differs from token {plan.common} in {f'{image} of ' if image else ''}{label}"
     if position < plan.common:
         return f"no exact state between tokens {position} and {plan.common}"
     return ""

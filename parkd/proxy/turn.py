@@ -226,6 +226,7 @@ class TurnRunner:
                 cancel=channel.cancel,
                 on_chunk=lambda position: emit(Progress(position - start, stop - start)),
                 checkpoint_at=places,
+                **({"images": prompt.images} if prompt.images else {}),
             )
         finally:
             await self._live.advance(prompt.key, prompt.units)

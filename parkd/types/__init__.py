@@ -36,6 +36,7 @@ from parkd.types.report import (
 from parkd.types.request import (
     CacheHints,
     CacheMode,
+    ImageData,
     Message,
     ReasoningParams,
     SamplingParams,
@@ -75,6 +76,7 @@ __all__ = [
     "Finished",
     "FixedPart",
     "Grain",
+    "ImageData",
     "ImageSpan",
     "Message",
     "NamedKey",

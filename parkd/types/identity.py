@@ -68,6 +68,10 @@ class ImageSpan:
     stop: int
     digest: bytes
     """SHA-256 of mode, width, height, decoded pixels and preprocessing configuration."""
+    data: bytes = field(default=b"", repr=False, compare=False)
+    """The picture's file, for as long as its turn may have to read it."""
+    sees_itself: bool = False
+    """Its positions attend to each other in both directions: nothing can go on from inside."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,18 @@ class TokenMask(Protocol):
         """Advances by the token that was sampled."""
 
 
+@dataclass(frozen=True, slots=True)
+class ImageData:
+    """A picture as its client sent it, in a message's part `{"type": "image", "image": ImageData}`."""
+
+    base64: str = field(repr=False)
+    where: str
+    """The field it stands in, for errors."""
+    refusal: str = ""
+    """Why it cannot be taken, and what to do, if its data did not come along. Said by who knows whether the model
+    reads pictures at all."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen. Names and meanings as in the OpenAI API and llama.cpp."""

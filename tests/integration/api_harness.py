@@ -173,6 +173,7 @@ def make_services(
         1 << 20,
         answers=answers,
         normaliser=normaliser,
+        images=engine.images,
     )
     serial = count(1)
     store = ConversationStore(

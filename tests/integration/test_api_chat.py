@@ -104,7 +104,7 @@ async def test_no_output_asked_for_reads_the_prompt_only() -> None:
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0]",
+            "messages[0].content[0].image_url",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text"),
         ({"n": 2}, "n"),

@@ -18,6 +18,7 @@ from parkd.proxy.dialects.nested import (
     cache_hints,
     check_named,
     function_tool,
+    image_part,
     name_at,
     object_at,
     objects,
@@ -91,7 +92,7 @@ def _system(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if system:
             yield {"role": "system", "content": system}
     elif system is not None:
-        parts = _texts(objects(system, "system"), "system")
+        parts = _shown(objects(system, "system"), "system")
         if parts:
             yield {"role": "system", "content": parts}
 
@@ -125,7 +126,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> Mapping[str, A
         elif block.get("type") == "tool_use":
             function = {"name": name_at(block, "name", place), "arguments": object_at(block, "input", place)}
             calls.append({"id": text_at(block, "id", place), "type": "function", "function": function})
-    message: dict[str, Any] = {"role": "assistant", "content": _texts(blocks, f"{path}.content")}
+    message: dict[str, Any] = {"role": "assistant", "content": _shown(blocks, f"{path}.content")}
     if any(thinking):
         message["reasoning_content"] = "\n".join(thinking)
     if calls:
@@ -134,27 +135,27 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> Mapping[str, A
 
 
 def _said(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> Iterator[Mapping[str, Any]]:
-    """The blocks of a user's message in order: each tool result is a message of its own between the texts."""
-    texts: list[Mapping[str, Any]] = []
+    """The blocks of a user's message in order: each tool result is a message of its own between what is shown."""
+    shown: list[Mapping[str, Any]] = []
     for index, block in enumerate(blocks):
         place = f"{path}.content[{index}]"
         if block.get("type") != "tool_result":
-            texts.append(block)
+            shown.append(block)
             continue
-        if parts := _texts(texts, f"{path}.content"):
+        if parts := _shown(shown, f"{path}.content"):
             yield {"role": role, "content": parts}
-        texts = []
+        shown = []
         content = block.get("content")
         if not isinstance(content, str):
-            content = _texts(objects(content, f"{place}.content"), f"{place}.content")
+            content = _shown(objects(content, f"{place}.content"), f"{place}.content")
         yield {"role": "tool", "tool_call_id": text_at(block, "tool_use_id", place), "content": content}
-    parts = _texts(texts, f"{path}.content")
+    parts = _shown(shown, f"{path}.content")
     if parts or not any(block.get("type") == "tool_result" for block in blocks):
         yield {"role": role, "content": parts}
 
 
-def _texts(blocks: Sequence[Mapping[str, Any]], path: str) -> list[Mapping[str, Any]]:
-    """What is text in the blocks. Raises InvalidRequest on images and files: leaving them out would change what was
+def _shown(blocks: Sequence[Mapping[str, Any]], path: str) -> list[Mapping[str, Any]]:
+    """What is text or an image in the blocks. Raises InvalidRequest on files: leaving them out would change what was
     asked."""
     parts: list[Mapping[str, Any]] = []
     for index, block in enumerate(blocks):
@@ -166,8 +167,11 @@ def _texts(blocks: Sequence[Mapping[str, Any]], path: str) -> list[Mapping[str, 
             text = text_at(source, "data", f"{place}.source")
         elif kind == "tool_reference":
             text = text_at(block, "tool_name", place)
-        elif kind in ("image", "document"):
-            raise InvalidRequest(f"`{place}`: this model reads text only. Leave the {kind} out.", param=place)
+        elif kind == "image":
+            parts.append(image_part(block, place))
+            continue
+        elif kind == "document":
+            raise InvalidRequest(f"`{place}`: this server takes text and images. Leave the {kind} out.", param=place)
         else:
             continue
         parts.append({"type": "text", "text": text})

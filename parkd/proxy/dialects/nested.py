@@ -3,13 +3,16 @@ error names the whole path, so that the person knows which of a hundred messages
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parkd.errors import InvalidRequest
 from parkd.proxy.dialects import fields
-from parkd.types import CacheHints, CacheMode
+from parkd.types import CacheHints, CacheMode, ImageData
 
+SEND_DATA = "Send the image itself, as data:image/png;base64,... or in the dialect's base64 form."
+_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
 CACHE_MODE_HEADER = "x-parkd-cache-mode"
 
 
@@ -53,6 +56,30 @@ def objects(value: Any, path: str) -> Sequence[Mapping[str, Any]]:
         if not isinstance(item, dict):
             raise wrong(f"{path}[{index}]", "an object")
     return value
+
+
+def image_part(part: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """A picture in a message, of any dialect, as turns have it. Raises InvalidRequest if that is not what it is; one
+    that would have to be fetched from elsewhere is left for the turn to refuse."""
+    name = "source" if "source" in part else "image_url"
+    source, where = part.get(name), f"{path}.{name}"
+    if part.get("file_id") or (isinstance(source, dict) and source.get("type") == "file"):
+        return _image(path, refusal=f"names a stored file, and this server keeps none. {SEND_DATA}")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        return _image(path, name_at(source, "data", where))
+    url = source.get("url") if isinstance(source, dict) else source
+    if not isinstance(url, str) or not url:
+        raise wrong(where, "an image: a data URL, or base64 data")
+    head = _DATA_URL.match(url)
+    if head is not None:
+        return _image(path, url[head.end() :])
+    if url.startswith("data:"):
+        return _image(path, refusal=f"is a data URL without base64. {SEND_DATA}")
+    return _image(path, refusal=f"is an address, and this server fetches nothing. {SEND_DATA}")
+
+
+def _image(path: str, data: str = "", *, refusal: str = "") -> Mapping[str, Any]:
+    return {"type": "image", "image": ImageData(data, path, refusal)}
 
 
 def function_tool(name: str, tool: Mapping[str, Any], schema_name: str, path: str) -> Mapping[str, Any]:

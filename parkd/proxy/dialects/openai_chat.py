@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
@@ -18,6 +18,7 @@ from parkd.proxy.dialects.frames import DONE, comment, json_frame
 from parkd.proxy.dialects.nested import (
     cache_hints,
     check_named,
+    image_part,
     name_at,
     object_at,
     objects,
@@ -59,11 +60,10 @@ class OpenAIChat:
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         """Raises InvalidRequest."""
         _refuse_unsupported(body)
-        messages = fields.items(body, "messages")
-        if not messages:
+        given = fields.items(body, "messages")
+        if not given:
             raise wrong("messages", "a list with at least one message")
-        for index, message in enumerate(messages):
-            _check_message(message, f"messages[{index}]")
+        messages = [_checked_message(message, f"messages[{index}]") for index, message in enumerate(given)]
         fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
         tools = _tools(body)
         reasoning = reasoning_of(body, fields.text(body, "reasoning_effort") or None)
@@ -234,33 +234,33 @@ def _response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return response_schema(wanted, schema, "response_format")
 
 
-def _check_message(message: Any, where: str) -> None:
+def _checked_message(message: Any, where: str) -> Mapping[str, Any]:
+    """The message, its pictures as turns have them."""
     if not isinstance(message, dict):
         raise wrong(where, "an object with `role` and `content`")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{where}.role", f"one of {', '.join(sorted(ROLES))}")
     if isinstance(content, list):
-        for index, part in enumerate(content):
-            _check_part(part, f"{where}.content[{index}]")
+        parts = [_checked_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
+        message = {**message, "content": parts}
     elif not isinstance(content, str) and (content is not None or role in NEED_CONTENT):
         raise wrong(f"{where}.content", "a string or a list of parts")
     objects(message.get("tool_calls"), f"{where}.tool_calls")
+    return cast(Mapping[str, Any], message)
 
 
-def _check_part(part: Any, where: str) -> None:
+def _checked_part(part: Any, where: str) -> Any:
     kind = text_at(part, "type", where) if isinstance(part, dict) else ""
     if isinstance(part, str) or kind in QUIET_PARTS:
-        return
+        return part
     if kind in IMAGE_PARTS:
-        raise InvalidRequest(
-            f"`{where}` is an image; this server's model reads text only. Describe the image in words instead.",
-            param=where,
-        )
+        return image_part(part, where)
     if kind not in TEXT_PARTS:
         raise wrong(where, "a part of type `text`")
     if not isinstance(part.get("text"), str):
         raise wrong(f"{where}.text", "a string")
+    return part
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

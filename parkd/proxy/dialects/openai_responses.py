@@ -16,6 +16,7 @@ from parkd.proxy.dialects.nested import (
     cache_hints,
     check_named,
     function_tool,
+    image_part,
     name_at,
     object_at,
     objects,
@@ -142,7 +143,8 @@ class _History:
 
 
 def _content(value: Any, path: str) -> str | list[Mapping[str, Any]]:
-    """Text, or text parts. Raises InvalidRequest on images and files: leaving them out would change what was asked."""
+    """Text, or parts of text and images. Raises InvalidRequest on files: leaving them out would change what was
+    asked."""
     if value is None or isinstance(value, str):
         return value or ""
     parts: list[Mapping[str, Any]] = []
@@ -153,8 +155,10 @@ def _content(value: Any, path: str) -> str | list[Mapping[str, Any]]:
             parts.append({"type": "text", "text": text_at(part, "text", place)})
         elif kind == "refusal":
             parts.append({"type": "text", "text": text_at(part, "refusal", place)})
-        elif kind in ("input_image", "input_file", "input_audio"):
-            raise InvalidRequest(f"`{place}`: this server takes text only. Leave the {kind} out.", param=place)
+        elif kind == "input_image":
+            parts.append(image_part(part, place))
+        elif kind in ("input_file", "input_audio"):
+            raise InvalidRequest(f"`{place}`: this server takes text and images. Leave the {kind} out.", param=place)
     return parts
 
 

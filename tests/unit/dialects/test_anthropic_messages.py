@@ -332,7 +332,7 @@ def test_the_cache_mode_comes_from_the_header_or_the_body() -> None:
     assert parse().cache.mode is CacheMode.USE
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+EMPTY = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
 @pytest.mark.parametrize(
@@ -344,10 +344,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [EMPTY]}]}, "messages[0].content[0].source.data"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [IMAGE]}]}]},
-            "messages[0].content[0].content[0]",
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [EMPTY]}]}]},
+            "messages[0].content[0].content[0].source.data",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
         (

@@ -268,7 +268,7 @@ def test_a_client_is_told_to_send_the_history() -> None:
         ({"input": [3]}, "input[0]"),
         ({"input": [{"role": "robot", "content": ""}]}, "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].name"),
         ({"tool_choice": {"type": "function", "name": "gone"}}, "tool_choice.name"),
         ({"tool_choice": "maybe"}, "tool_choice"),

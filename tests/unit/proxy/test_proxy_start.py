@@ -10,7 +10,16 @@ from parkd.identity.matcher import CostModel
 from parkd.proxy.live import LiveConversation
 from parkd.proxy.start import StartPlan, decide_start, explain
 from parkd.store.records import Parked, ParkedCheckpoint
-from parkd.types import CacheOutcome, ConversationKey, PromptIdentity, SegmentSpan, StageLayout, StateLayout, Units
+from parkd.types import (
+    CacheOutcome,
+    ConversationKey,
+    ImageSpan,
+    PromptIdentity,
+    SegmentSpan,
+    StageLayout,
+    StateLayout,
+    Units,
+)
 
 KEY = ConversationKey("", b"model")
 LAYOUT = StateLayout((StageLayout(0, 1, 64, 0, b"one"), StageLayout(1, 2, 64, 0, b"two")), "xxh3-64")
@@ -112,3 +121,18 @@ def test_what_is_gone_explains_before_what_differs() -> None:
 def test_a_prompt_that_only_goes_on_needs_no_reason() -> None:
     asked = units((0, 900))
     assert explain(prompt(asked), decide(asked, units((0, 600))), "") == ""
+
+
+def test_live_rows_are_cut_before_a_picture_that_sees_itself() -> None:
+    """The start of the picture, if the state is exact there; else a checkpoint before it."""
+    span = ImageSpan(600, 700, b"d" * 32, sees_itself=True)
+    asked = replace(prompt(units((0, 900))), images=(span,))
+    live = LiveConversation(KEY, asked.units[:650].copy())
+    for floor, position in ((500, 600), (620, 512)):
+        plan = decide_start(
+            asked, live, (), layout=FIXED, live_checkpoints=(256, 512, 640), cost=COST, rewind_floor=floor
+        )
+        assert plan.option.position == position
+    known = parked(asked.units[:650], (1, 2, 3))
+    plan = decide_start(asked, LiveConversation(), (known,), layout=LAYOUT, live_checkpoints=(), cost=COST)
+    assert plan.option.position == 600

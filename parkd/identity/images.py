@@ -1,0 +1,159 @@
+"""Pictures in a prompt: out of the messages, and into the ids.
+
+messages   [ text, picture, text ]                      the template sees that there is a picture, never its bytes
+text       ... <placeholder> ...                        as the template writes it
+ids        ... i ...      -> ... i i i i i ...          one for every position that the picture takes
+units      ... i ...      -> ... h0 h1 h2 h3 h4 ...     from the picture's digest and the position in it
+"""
+
+from __future__ import annotations
+
+import base64
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parkd.engine_adapter.base import ImageReader
+from parkd.errors import InvalidRequest
+from parkd.identity.tokens import TokenisedText
+from parkd.types import ImageData, ImageSpan, Message, TokenIds
+
+MAX_IMAGES = 100
+"""In one request; each is unpacked before the prompt's length is known."""
+IMAGE_ROLES = ("user", "tool", "function")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """A picture whose place is not known yet."""
+
+    data: bytes
+    digest: bytes
+    tokens: int
+
+
+class PromptImages:
+    """The pictures of one prompt: `wrapped`, then `expanded`, then `spans`. Without pictures nothing changes."""
+
+    def __init__(self, pictures: Sequence[ImageData], reader: ImageReader | None) -> None:
+        """Unpacks and measures them; slow. Raises InvalidRequest that names the picture and says what to do."""
+        self._reader = reader
+        self._images: list[_Read] = []
+        self._expanded: TokenisedText | None = None
+        self._starts: list[int] = []
+        if not pictures:
+            return
+        if reader is None:
+            where = pictures[0].where
+            raise InvalidRequest(
+                f"`{where}` is an image; this server's model reads text only. Describe the image in words instead, or "
+                f"start parkd with a model that reads images.",
+                param=where,
+            )
+        if len(pictures) > MAX_IMAGES:
+            raise InvalidRequest(
+                f"The request has {len(pictures)} images; {MAX_IMAGES} are the most. Leave older ones out.",
+                param="messages",
+            )
+        self._images = [_read(picture, reader) for picture in pictures]
+
+    def wrapped(self, text: str) -> str:
+        """The rendered text with what the model wants to read around each picture. Raises InvalidRequest when pictures
+        and their places do not agree: then nobody can tell which is where."""
+        if self._reader is None or not self._images:
+            return text
+        tokens = self._reader.tokens
+        places = text.count(tokens.placeholder)
+        if places != len(self._images):
+            raise InvalidRequest(
+                f"The request has {len(self._images)} images and its prompt {places} places for them "
+                f"({tokens.placeholder!r}). Leave that word out of the texts, and put images only where the model's "
+                f"chat template shows them.",
+                param="messages",
+            )
+        return text.replace(tokens.placeholder, tokens.wrapped)
+
+    def expanded(self, tokenised: TokenisedText) -> TokenisedText:
+        """Each picture's id as often as it has positions. Raises InvalidRequest."""
+        if self._reader is None or not self._images:
+            return tokenised
+        places = np.flatnonzero(tokenised.ids == self._reader.tokens.token_id)
+        if len(places) != len(self._images):
+            raise InvalidRequest(
+                "A text holds the model's own word for an image, and there are images too. Leave it out of the texts.",
+                param="messages",
+            )
+        counts = np.array([image.tokens for image in self._images])
+        before = np.concatenate([[0], np.cumsum(counts - 1)])
+        repeats = np.ones(len(tokenised.ids), dtype=np.int64)
+        repeats[places] = counts
+        ids: TokenIds = np.repeat(tokenised.ids, repeats)
+        ids.flags.writeable = False
+        at = np.asarray(tokenised.positions)
+        positions = (at + before[np.searchsorted(places, at)]).tolist()
+        self._starts = (places + before[:-1]).tolist()
+        self._expanded = TokenisedText(tokenised.text, ids, tokenised.cuts, positions)
+        return self._expanded
+
+    def spans(self, spliced: TokenisedText) -> tuple[ImageSpan, ...]:
+        """Where the pictures are once answers were put in place, which moves what stands behind them. Raises
+        InvalidRequest if nothing is left to be asked."""
+        before, reader = self._expanded, self._reader
+        if before is None or reader is None:
+            return ()
+        spans = []
+        for start, image in zip(self._starts, self._images, strict=True):
+            piece = bisect_right(before.positions, start) - 1
+            # A piece with a picture is never part of an answer, so its cut is still there.
+            kept = bisect_left(spliced.cuts, before.cuts[piece])
+            first = start + spliced.positions[kept] - before.positions[piece]
+            spans.append(ImageSpan(first, first + image.tokens, image.digest, image.data, reader.sees_itself))
+        if spans[-1].stop == len(spliced.ids):
+            raise InvalidRequest("The prompt ends with an image. Put some text behind it.", param="messages")
+        return tuple(spans)
+
+
+def take_out(messages: Sequence[Message]) -> tuple[list[Message], list[ImageData]]:
+    """The messages with `{"type": "image"}` where pictures were, and the pictures in order.
+
+    Raises InvalidRequest for a picture where no one can show one.
+    """
+    pictures: list[ImageData] = []
+    result: list[Message] = []
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        found = [part["image"] for part in parts if _holds_image(part)]
+        if not found:
+            result.append(message)
+            continue
+        if message.get("role") not in IMAGE_ROLES:
+            raise InvalidRequest(
+                f"`{found[0].where}` is an image in a message of role {message.get('role')!r}. Put it in a user's "
+                f"message or in a tool's result.",
+                param=found[0].where,
+            )
+        pictures += found
+        shown = [{"type": "image"} if _holds_image(part) else part for part in parts]
+        result.append({**message, "content": shown})
+    return result, pictures
+
+
+def _read(picture: ImageData, reader: ImageReader) -> _Read:
+    if picture.refusal:
+        raise InvalidRequest(f"`{picture.where}` {picture.refusal}", param=picture.where)
+    try:
+        data = base64.b64decode("".join(picture.base64.split()), validate=True)
+    except ValueError as error:
+        raise InvalidRequest(f"`{picture.where}` is no base64 ({error}).", param=picture.where) from error
+    try:
+        facts = reader.facts(data)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"`{picture.where}`: {error.message}", param=picture.where) from error
+    return _Read(data, facts.digest, facts.tokens)
+
+
+def _holds_image(part: object) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("image"), ImageData)
