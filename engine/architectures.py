@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.errors import UnsupportedModel
+from engine.indexer import INDEXED
 from engine.layout import LAYER_KINDS, layer_kinds
 from engine.linear_state import LINEAR_STATES
 from engine.multimodal import language_config
@@ -21,6 +22,7 @@ TESTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Gemma3ForCausalLM": "gemma3_text",
         "Qwen3NextForCausalLM": "qwen3_next",
         "Qwen3_5ForCausalLM": "qwen3_5_text",
+        "Qwen4ExpForCausalLM": "qwen4_exp_text",
         "Lfm2ForCausalLM": "lfm2",
         "GraniteMoeHybridForCausalLM": "granitemoehybrid",
         "Qwen3_5ForConditionalGeneration": "qwen3_5",
@@ -72,6 +74,10 @@ def check_config(config: Any) -> str:
     linear = {"linear_attention", "conv"} & set(kinds)
     if linear and config.model_type not in LINEAR_STATES:
         raise UnsupportedModel(f"{architecture} has layers of kind {', '.join(sorted(linear))} of an unknown make")
+    if INDEXED in kinds and not getattr(config, "indexer_budget", None):
+        raise UnsupportedModel(
+            f"{architecture} has layers of kind {INDEXED} without settings of their index (indexer_*)"
+        )
     for name, meaning in UNHONOURED_SETTINGS.items():
         if getattr(config, name, None):
             raise UnsupportedModel(f"{architecture} sets {name} ({meaning}), which is not supported")

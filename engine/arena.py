@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from engine.errors import OutOfMemory
-from engine.layout import WINDOW_FIELDS, Field, StageStateLayout
+from engine.layout import INDEX_KEY, WINDOW_FIELDS, Field, StageStateLayout
 from engine.memory import free_bytes
 from engine.streams import DeviceStreams
 
@@ -35,6 +35,7 @@ class StageArena:
             |-- valid: [0, position) --|-- whatever was there --|
     fixed   true at the session's position only
     windows the live buffers of sliding layers; their part of `fixed` is written when a checkpoint is taken
+    index_blocks  what sparse attention derives from rows: made anew when it is missing, never parked
     """
 
     def __init__(
@@ -65,14 +66,16 @@ class StageArena:
             """uint8 `[fixed_bytes]`."""
             self.windows = self._windows()
             """Layer -> its keys and values, `[window - 1 + chunk + slack, heads, head_dim]` each."""
+            self.index_blocks = self._index_blocks()
+            """Layer of sparse attention -> `[context_tokens // block_tokens, dim]`."""
         except (RuntimeError, MemoryError) as error:
             raise self._refusal(needed, free(str(self.device))) from error
 
     @staticmethod
     def bytes_needed(layout: StageStateLayout, context_tokens: int, window_room: WindowRoom = WindowRoom()) -> int:
-        """Rows, fixed state and windows."""
-        windows = layout.window_bytes(window_room.tokens)
-        return context_tokens * layout.row_bytes + layout.fixed_bytes + windows
+        """Rows, fixed state, windows and index blocks."""
+        derived = layout.window_bytes(window_room.tokens) + layout.index_bytes(context_tokens)
+        return context_tokens * layout.row_bytes + layout.fixed_bytes + derived
 
     @cached_property
     def streams(self) -> DeviceStreams:
@@ -100,6 +103,15 @@ class StageArena:
         key, value = WINDOW_FIELDS
         return {layer: (buffers[layer, key], buffers[layer, value]) for layer, name in buffers if name == key}
 
+    def _index_blocks(self) -> dict[int, torch.Tensor]:
+        size = self.layout.index_block_tokens
+        return {
+            field.layer: torch.empty((self.context_tokens // size, *field.shape), dtype=field.dtype, device=self.device)
+            for field in self.layout.row_fields
+            if field.name == INDEX_KEY
+        }
+
     def _refusal(self, needed: int, room: int) -> OutOfMemory:
-        fitting = max(0, (room - self.bytes_needed(self.layout, 0, self.window_room)) // self.layout.row_bytes)
+        once = self.bytes_needed(self.layout, 0, self.window_room)
+        fitting = max(0, int((room - once) // (self.layout.row_bytes + self.layout.index_bytes_a_token)))
         return OutOfMemory(str(self.device), needed, self.context_tokens, fitting)

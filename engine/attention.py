@@ -6,6 +6,7 @@ are always the last `q` positions of the keys.
     CPU     256 queries at a time over the keys they see, with one [256, kv] bias; no larger mask exists
     images  where the tokens of a picture see each other, a bias that says so; pictures lie wholly in a chunk
     window  the same on every device, since no kernel here knows windows; a window no key falls out of is not one
+    index   sparse attention: the same, with the keys that the index chose; where these are few they are gathered
     CUDA    the lower-right causal bias, which keeps the flash kernel; never cuDNN's, which plans anew for every length
             (2.3 ms a layer and token where the kernel itself takes 0.07)
 """
@@ -23,7 +24,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from engine.errors import UnsupportedModel
-from engine.kv_format import KeptStates, QuantisedStates
+from engine.indexer import INDEXED, CausalOrder, KeySelection
+from engine.kv_format import KeptStates, QuantisedStates, tokens_of
 
 ATTENTION_NAME = "parkd"
 QUERY_BLOCK = 256
@@ -33,6 +35,13 @@ CUDA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPB
 
 Spans = Sequence[tuple[int, int]]
 """Ranges of queries."""
+FEW = 8
+"""Keys chosen by an index are gathered where there are so many times as many: less work than hiding the others."""
+GATHERED = 1 << 22
+"""Numbers gathered at once: 16 MiB in float32."""
+
+Hidden = int | KeySelection | None
+"""What hides keys that came before: a window of so many, an index that chose some; None if nothing does."""
 
 HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
 """Handed through by models; they do not change what attention computes."""
@@ -44,10 +53,14 @@ def register_attention() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, no_mask)
 
 
-def no_mask(*, attention_mask: torch.Tensor | None = None, **_: Any) -> None:
-    """The mask function: there is none to make. Padding would need one, so it is refused."""
+def no_mask(*, config: Any, attention_mask: torch.Tensor | None = None, **_: Any) -> CausalOrder | None:
+    """The mask function: there is none to make. Padding would need one, so it is refused.
+
+    Models with an index of keys always want one to put theirs on, and get what stands for it.
+    """
     if attention_mask is not None:
         raise UnsupportedModel("attention with a padding mask is not supported")
+    return CausalOrder() if INDEXED in (getattr(config, "layer_types", None) or ()) else None
 
 
 def arena_attention(
@@ -55,7 +68,7 @@ def arena_attention(
     query: torch.Tensor,
     key: KeptStates,
     value: KeptStates,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | KeySelection | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -67,26 +80,30 @@ def arena_attention(
     """Causal attention of `[1, heads, q, dim]` queries over `[1, kv_heads, kv, dim]` keys and values (tensors, or
     `QuantisedStates`).
 
-    With `sliding_window` a query sees that many keys at most, its own among them. Each query in one of `image_spans`,
-    ranges of the queries, sees all keys of the range besides.
+    With `sliding_window` a query sees that many keys at most, its own among them; with a `KeySelection` those chosen.
+    Each query in one of `image_spans`, ranges of the queries, sees all keys of the range besides.
     Returns `[1, q, heads, dim]` and None, as the library's models expect. Raises UnsupportedModel for an argument that
     would change the result and is not honoured.
     """
     for name, given in arguments.items():
         if given is not None and given is not False and name not in HARMLESS_ARGUMENTS:
             raise UnsupportedModel(f"{type(module).__name__} calls attention with {name}, which is not supported")
-    if attention_mask is not None:
+    selection = attention_mask if isinstance(attention_mask, KeySelection) else None
+    if attention_mask is not None and selection is None:
         raise UnsupportedModel(f"{type(module).__name__} calls attention with a mask of its own: not supported")
     if dropout or is_causal is False:
         raise UnsupportedModel(f"{type(module).__name__} calls attention with dropout or without causality")
     # A window that no key falls out of hides nothing.
     window = sliding_window if sliding_window is not None and key.shape[2] > sliding_window else None
-    if isinstance(key, QuantisedStates):
+    hidden = window if selection is None or selection.chosen is None else selection
+    if isinstance(hidden, KeySelection) and (query.shape[2] == 1 or key.shape[2] > FEW * hidden.width):
+        output = _gathered(query, key, value, scaling, hidden)
+    elif isinstance(key, QuantisedStates):
         assert isinstance(value, QuantisedStates), "keys and values are kept in one format"
-        output = _attend_quantised(query, key, value, scaling, window, image_spans)
+        output = _attend_quantised(query, key, value, scaling, hidden, image_spans)
     else:
         assert isinstance(value, torch.Tensor), "keys and values are kept in one format"
-        output = _attend(query, key, value, scaling, window, image_spans)
+        output = _attend(query, key, value, scaling, hidden, image_spans)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -95,16 +112,16 @@ def _attend_quantised(
     key: QuantisedStates,
     value: QuantisedStates,
     scaling: float | None,
-    window: int | None,
+    hidden: Hidden,
     spans: Spans,
 ) -> torch.Tensor:
     """On CPU a KV head at a time, so that no more than one head's numbers exist at once."""
     if query.device.type == "cuda":
-        return _attend(query, key.numbers(query.dtype), value.numbers(query.dtype), scaling, window, spans)
+        return _attend(query, key.numbers(query.dtype), value.numbers(query.dtype), scaling, hidden, spans)
     heads = key.shape[1]
     queries = query.chunk(heads, dim=1)
     outputs = [
-        _attend(queries[head], key.head(head, query.dtype), value.head(head, query.dtype), scaling, window, spans)
+        _attend(queries[head], key.head(head, query.dtype), value.head(head, query.dtype), scaling, hidden, spans)
         for head in range(heads)
     ]
     return torch.cat(outputs, dim=1)
@@ -115,17 +132,17 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float | None,
-    window: int | None,
+    hidden: Hidden,
     spans: Spans,
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
-    if query.device.type == "cuda" and window is None and not spans:
+    if query.device.type == "cuda" and hidden is None and not spans:
         bias = causal_lower_right(query.shape[2], key.shape[2]) if query.shape[2] > 1 else None
         with sdpa_kernel(list(CUDA_KERNELS)):
             return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
-    if query.shape[2] == 1 and window is None:
+    if query.shape[2] == 1 and hidden is None:
         return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
-    return _blocked(query, key, value, scaling, grouped, window, spans)
+    return _blocked(query, key, value, scaling, grouped, hidden, spans)
 
 
 def _blocked(
@@ -134,7 +151,7 @@ def _blocked(
     value: torch.Tensor,
     scaling: float | None,
     grouped: bool,
-    window: int | None,
+    hidden: Hidden,
     spans: Spans,
 ) -> torch.Tensor:
     """Attends `QUERY_BLOCK` queries at a time; returns `[1, heads, q, dim]`."""
@@ -145,15 +162,17 @@ def _blocked(
         end = start + block.shape[2]
         ahead = [span for span in spans if span[0] < end and start < span[1]]
         stop = past + max([end, *(span[1] for span in ahead)])
-        first = 0 if window is None else max(0, past + start - window + 1)
+        first = max(0, past + start - hidden + 1) if isinstance(hidden, int) else 0
         bias = lower_right_bias(block.shape[2], past + end - first, query.dtype, query.device)
         if ahead:
             bias = torch.nn.functional.pad(bias, (0, stop - past - end), value=-torch.inf)
             for head, tail in ahead:
                 bias[max(head, start) - start : tail - start, past + head - first : past + tail - first] = 0
-        if window is not None:
-            gone = torch.ones_like(bias, dtype=torch.bool).tril_(past + start - first - window)
+        if isinstance(hidden, int):
+            gone = torch.ones_like(bias, dtype=torch.bool).tril_(past + start - first - hidden)
             bias.masked_fill_(gone, -torch.inf)
+        elif hidden is not None:
+            bias.masked_fill_(~hidden.mask(start, end), -torch.inf)
         seen = slice(first, stop)
         outputs.append(
             scaled_dot_product_attention(
@@ -161,6 +180,24 @@ def _blocked(
             )
         )
     return torch.cat(outputs, dim=2)
+
+
+def _gathered(
+    query: torch.Tensor, key: KeptStates, value: KeptStates, scaling: float | None, chosen: KeySelection
+) -> torch.Tensor:
+    """Attends each query to the keys chosen for it, `GATHERED` numbers at a time; returns `[1, heads, q, dim]`."""
+    heads, each = key.shape[1], key.shape[1] * (key.shape[3] + value.shape[3]) * chosen.width
+    step = max(1, GATHERED // each)
+    outputs = []
+    for start in range(0, query.shape[2], step):
+        block = query[0, :, start : start + step].transpose(0, 1).unsqueeze(2)
+        places, seen = chosen.places(start, start + len(block))
+        keys, values = (tokens_of(states, places, query.dtype) for states in (key, value))
+        output = scaled_dot_product_attention(
+            block, keys, values, attn_mask=seen[:, None, None], scale=scaling, enable_gqa=heads != query.shape[1]
+        )
+        outputs.append(output[:, :, 0])
+    return torch.cat(outputs).transpose(0, 1).unsqueeze(0)
 
 
 def lower_right_bias(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

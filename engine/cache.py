@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from engine.arena import StageArena
 from engine.cache_layers import ArenaLinearLayer, ArenaSlidingLayer
+from engine.indexed_layers import IndexPositions, LayerIndex, OtherStagesLayer, TakesPositions
+from engine.indexer import MakeBlocks
 from engine.kv_format import KeptStates, QuantisedStates, quantise
-from engine.layout import WINDOW_FIELDS
+from engine.layout import INDEX_KEY, INDEX_POSITION, WINDOW_FIELDS
 
 
-class ArenaAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
+class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one full-attention layer, living in an arena's rows.
 
     rows    0 ........ position ........ position + q
@@ -91,14 +93,18 @@ class StageCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, arena: StageArena, num_layers: int) -> None:
-        layers: list[Any] = [DummyLayer() for _ in range(num_layers)]
+        layers: list[Any] = [OtherStagesLayer() for _ in range(num_layers)]
         fields = {(field.layer, field.name): arena.field_view(field) for field in arena.layout.row_fields}
         fields |= {(field.layer, field.name): arena.fixed_view(field) for field in arena.layout.fixed_fields}
         for layer in range(arena.layout.first_layer, arena.layout.end_layer):
             layers[layer] = _layer(arena, layer, fields)
         super().__init__(layers=layers)
-        self._mine = [layer for layer in layers if not isinstance(layer, DummyLayer)]
+        self._mine = [layer for layer in layers if not isinstance(layer, OtherStagesLayer)]
         self._sliding = [layer for layer in self._mine if isinstance(layer, ArenaSlidingLayer)]
+        self._positions: IndexPositions | None = None
+        self._indexes: dict[int, LayerIndex] = {}
+        """By layer; those of sparse attention."""
+        self._add_indexes(arena, fields)
         self.has_linear_state = any(isinstance(layer, ArenaLinearLayer) for layer in self._mine)
         """Some state here is true at one position only."""
         self.position = 0
@@ -108,6 +114,14 @@ class StageCache(Cache):  # type: ignore[misc]
         self.position = position
         for layer in self._mine:
             layer.begin(position)
+        self.rows_changed_from(position)
+        if self._positions is not None:
+            self._positions.position = position
+
+    def rows_changed_from(self, position: int) -> None:
+        """Rows from `position` on are no longer those that went through here."""
+        for index in self._indexes.values():
+            index.forget_from(position)
 
     def floor(self, position: int) -> int:
         """The lowest position the timeline can be cut to while this stage's state stays exact."""
@@ -126,6 +140,14 @@ class StageCache(Cache):  # type: ignore[misc]
         for layer in self._sliding:
             layer.unpack(position)
 
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Writes `[1, q, dim]` at the position; returns the view `[1, position + q, dim]`."""
+        return self._indexes[layer_idx].write(indexer_key_states, self.position)
+
+    def index_blocks(self, layer_idx: int, count: int, make: MakeBlocks) -> torch.Tensor:
+        """The first `count` blocks' keys of a layer's index, `[count, dim]`, the missing ones made by `make`."""
+        return self._indexes[layer_idx].blocks(count, make)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         return self.position
 
@@ -134,6 +156,18 @@ class StageCache(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
         return self.position + query_length, 0
+
+    def _add_indexes(self, arena: StageArena, fields: Mapping[tuple[int, str], torch.Tensor]) -> None:
+        rows = next((view for (_, name), view in fields.items() if name == INDEX_POSITION), None)
+        if rows is None:
+            return
+        self._positions = IndexPositions(rows)
+        for layer in self.layers:
+            if isinstance(layer, TakesPositions):
+                layer.positions = self._positions
+        for layer, blocks in arena.index_blocks.items():
+            keys, size = fields[layer, INDEX_KEY], arena.layout.index_block_tokens
+            self._indexes[layer] = LayerIndex(keys, blocks, self._positions, size)
 
 
 def _attention_layer(layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> ArenaAttentionLayer:

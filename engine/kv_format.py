@@ -63,6 +63,10 @@ class QuantisedStates:
         tokens, heads, dim = self._codes.shape
         return torch.Size((1, heads, tokens, dim))
 
+    def tokens(self, places: torch.Tensor) -> QuantisedStates:
+        """Those at `places`, int64 `[n]`, alone."""
+        return QuantisedStates(self._codes.index_select(0, places), self._scales.index_select(0, places))
+
     def head(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         """The numbers of one head, `[1, 1, kv, dim]`."""
         numbers = self._codes[:, index] * self._scales[:, index].float().unsqueeze(-1)
@@ -76,3 +80,12 @@ class QuantisedStates:
 
 KeptStates = torch.Tensor | QuantisedStates
 """What a cache layer hands to attention."""
+
+
+def tokens_of(states: KeptStates, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The keys or values at `places`, int64 `[q, n]`: `[q, heads, n, dim]`."""
+    if isinstance(states, QuantisedStates):
+        rows = states.tokens(places.flatten()).numbers(dtype)[0].transpose(0, 1)
+    else:
+        rows = states[0].transpose(0, 1).index_select(0, places.flatten()).to(dtype)
+    return rows.view(*places.shape, *rows.shape[1:]).transpose(1, 2)

@@ -35,6 +35,8 @@ DIGEST_BYTES = 16
 WINDOW_FIELDS = ("window_key", "window_value")
 OFFSET_FIELD = "position_offset"
 """Of models whose positions run apart from the count of tokens; one number, in the first stage."""
+INDEX_KEY = "index_key"
+INDEX_POSITION = "index_position"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Field:
     """One tensor of one layer inside a row, or inside the fixed state."""
 
     name: str
-    """`key`, `value`; in the fixed state `conv_0`, `recurrent_0`, `window_key`, `window_value`, ..."""
+    """`key`, `value`, `index_key`; in the fixed state `conv_0`, `recurrent_0`, `window_key`, `window_value`, ..."""
     layer: int
     """Index in the whole model."""
     dtype: torch.dtype
@@ -71,6 +73,8 @@ class LayerState:
 
     row: tuple[FieldSpec, ...] = ()
     fixed: tuple[FieldSpec, ...] = ()
+    row_once: tuple[FieldSpec, ...] = ()
+    """Of the row too, but the same for all such layers: the first of a stage keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,21 @@ class StageStateLayout:
     fixed_bytes: int
     digest: bytes
     """16 bytes over the range and over name, layer, dtype, shape and offset of every field."""
+    index_block_tokens: int = 0
+    """Rows that go into one block of sparse attention's index; 0 without any."""
+
+    @property
+    def index_bytes_a_token(self) -> float:
+        """What the live index takes; it follows from the rows and is not part of them."""
+        fields = [field for field in self.row_fields if field.name == INDEX_KEY]
+        return sum(field.nbytes for field in fields) / self.index_block_tokens if fields else 0.0
+
+    def index_bytes(self, context_tokens: int) -> int:
+        """That of `context_tokens` rows, in whole blocks."""
+        if not self.index_block_tokens:
+            return 0
+        whole = context_tokens // self.index_block_tokens * self.index_block_tokens
+        return round(whole * self.index_bytes_a_token)
 
     @property
     def window_fields(self) -> tuple[Field, ...]:
@@ -131,15 +150,24 @@ def sliding_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # 
     return LayerState(fixed=tuple(FieldSpec(name, dtype, shape) for name in WINDOW_FIELDS))
 
 
-def linear_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
+def indexed_state(config: Any, layer: int, types: StateTypes) -> LayerState:
+    """Sparse attention: as full attention, with the indexer's key, and the position it is turned to (time, height,
+    width). The indexer's keys stay as they were computed where rows are quantised: they decide what is seen."""
+    index = FieldSpec(INDEX_KEY, types.compute, (config.indexer_head_dim,))
+    rows = (*attention_state(config, layer, types).row, index)
+    return LayerState(row=rows, row_once=(FieldSpec(INDEX_POSITION, torch.int32, (3,)),))
+
+
+def linear_state(config: Any, layer: int, types: StateTypes) -> LayerState:
     """Convolution and recurrent states."""
-    return LayerState(fixed=tuple(FieldSpec(*state) for state in linear_states(config, types.compute)))
+    return LayerState(fixed=tuple(FieldSpec(*state) for state in linear_states(config, layer, types.compute)))
 
 
 LAYER_KINDS: Mapping[str, LayerKind] = MappingProxyType(
     {
         "full_attention": attention_state,
         "sliding_attention": sliding_state,
+        "indexed_attention": indexed_state,
         "linear_attention": linear_state,
         "conv": linear_state,
     }
@@ -181,14 +209,20 @@ def build_layout(
         states = [(layer, LAYER_KINDS[kinds[layer]](config, layer, types)) for layer in range(first, end)]
         for layer, state in states:
             _check_format(kinds[layer], state)
-        row_fields, row_bytes = _place([(layer, spec) for layer, state in states for spec in state.row])
+        once = [(layer, spec) for layer, state in states for spec in state.row_once]
+        first_of = {spec.name: (layer, spec) for layer, spec in reversed(once)}
+        specs = [(layer, spec) for layer, state in states for spec in state.row]
+        row_fields, row_bytes = _place([*specs, *first_of.values()])
         row_bytes = max(row_bytes, ROW_ALIGNMENT)
         fixed = [(layer, spec) for layer, state in states for spec in state.fixed]
         if family is not None and family.by_grid and first == 0:
             fixed.append((0, FieldSpec(OFFSET_FIELD, torch.int64, (1,))))
         fixed_fields, fixed_bytes = _place(fixed)
         digest = _stage_digest(first, end, row_fields, fixed_fields)
-        layouts.append(StageStateLayout(first, end, row_fields, fixed_fields, row_bytes, fixed_bytes, digest))
+        block_tokens = config.indexer_compress_ratio if any(spec.name == INDEX_KEY for _, spec in specs) else 0
+        layouts.append(
+            StageStateLayout(first, end, row_fields, fixed_fields, row_bytes, fixed_bytes, digest, block_tokens)
+        )
     return tuple(layouts)
 
 

@@ -17,7 +17,7 @@ States = tuple[tuple[str, torch.dtype, Shape], ...]
 """(name, dtype, shape) of each; `conv_0` and `recurrent_0` are state 0 of the layer."""
 
 
-def gated_delta_net(config: Any, dtype: torch.dtype) -> States:
+def gated_delta_net(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
     """Qwen3-Next and Qwen3.5: one convolution over queries, keys and values, one key-value memory a head."""
     key_dim = config.linear_num_key_heads * config.linear_key_head_dim
     value_dim = config.linear_num_value_heads * config.linear_value_head_dim
@@ -28,7 +28,21 @@ def gated_delta_net(config: Any, dtype: torch.dtype) -> States:
     )
 
 
-def mamba2(config: Any, dtype: torch.dtype) -> States:
+def delta_net_and_ngrams(config: Any, layer: int, dtype: torch.dtype) -> States:
+    """Qwen4-exp: a gated delta net. Layers with an n-gram embedding (counted from 1 in the configuration) also keep
+    what its dilated convolution looks back on, of all residual streams, and the last token ids."""
+    states = gated_delta_net(config, layer, dtype)
+    if layer + 1 not in config.ple_layer_ids:
+        return states
+    look_back = (config.ple_conv_kernel_size - 1) * config.ngram_size
+    return (
+        *states,
+        ("conv_1", dtype, (config.hc_count * config.hidden_size, look_back)),
+        ("conv_2", torch.int64, (config.ngram_size - 1,)),
+    )
+
+
+def mamba2(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
     """Granite 4 H and Falcon-H1: one convolution over input, B and C, one state a head."""
     inner = config.mamba_n_heads * config.mamba_d_head
     channels = inner + 2 * config.mamba_n_groups * config.mamba_d_state
@@ -38,23 +52,24 @@ def mamba2(config: Any, dtype: torch.dtype) -> States:
     )
 
 
-def short_convolution(config: Any, dtype: torch.dtype) -> States:
+def short_convolution(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
     """LFM2: a convolution and nothing else."""
     return (("conv_0", dtype, (config.hidden_size, config.conv_L_cache)),)
 
 
-LINEAR_STATES: Mapping[str, Callable[[Any, torch.dtype], States]] = MappingProxyType(
+LINEAR_STATES: Mapping[str, Callable[[Any, int, torch.dtype], States]] = MappingProxyType(
     {
         "qwen3_next": gated_delta_net,
         "qwen3_5_text": gated_delta_net,
+        "qwen4_exp_text": delta_net_and_ngrams,
         "granitemoehybrid": mamba2,
         "falcon_h1": mamba2,
         "lfm2": short_convolution,
     }
 )
-"""`model_type` -> what each of its linear layers keeps."""
+"""`model_type` -> (configuration, layer, dtype) -> what that linear layer keeps."""
 
 
-def linear_states(config: Any, dtype: torch.dtype) -> States:
+def linear_states(config: Any, layer: int, dtype: torch.dtype) -> States:
     """Raises KeyError for a family that is not listed; `architectures.check_config` refuses it by name first."""
-    return LINEAR_STATES[config.model_type](config, dtype)
+    return LINEAR_STATES[config.model_type](config, layer, dtype)

@@ -189,6 +189,8 @@ class Session:
         if not 0 <= position <= self.context_tokens:
             raise ValueError(f"{position} rows are more than the context of {self.context_tokens}")
         self.fixed_state.forget_beyond(min(kept, position - 1))
+        for cache in self._caches:
+            cache.rows_changed_from(kept)
         self.fixed_state.unpack(position)
         self._forget_spans(kept)
         self._offset.reload()
@@ -290,7 +292,7 @@ class Session:
         self, token_ids: npt.NDArray[np.int64], position: int, doing: str, images: ChunkImages = NO_IMAGES
     ) -> torch.Tensor:
         """Hidden states `[1, q, hidden]` of the last stage for `[position, position + q)`; the caller commits."""
-        flow = torch.from_numpy(token_ids).unsqueeze(0)
+        flow = ids = torch.from_numpy(token_ids).unsqueeze(0)
         stop = position + len(token_ids)
         dense = self._uses_kernels and doing == "prefill"  # Which leaves the last layer's output out.
         with torch.inference_mode():
@@ -301,7 +303,7 @@ class Session:
                     if dense:
                         flow = self._dense[stage.index].forward(flow, position)
                     else:
-                        flow = stage.forward(flow, cache, position, images)
+                        flow = stage.forward(flow, cache, position, images, ids)
                 except EngineError:
                     raise
                 except Exception as error:

@@ -20,14 +20,17 @@ from torch import nn
 from engine.attention import ATTENTION_NAME, register_attention
 from engine.cache import StageCache
 from engine.errors import InvalidSplit
+from engine.indexer import replace_indexers
 from engine.multimodal import language_config, language_model
 
 if TYPE_CHECKING:
     from engine.vision import ChunkImages
 
-FINAL_NORMS = ("norm", "embedding_norm")
-"""What families call the norm behind the last layer."""
+FINAL_NORMS = ("norm", "embedding_norm", "hyper_connection_mixer")
+"""What families call the norm behind the last layer, or what makes one hidden state of several residual streams."""
 EMBEDDING_SCALE = "embedding_multiplier"
+STREAMS = "hc_count"
+"""Residual streams that go side by side through all layers, in families that have several."""
 
 
 class PassThrough(nn.Module):
@@ -49,6 +52,7 @@ class Stage:
         inner: nn.Module,
         head: nn.Module | None,
         logit_scale: float = 1.0,
+        streams: int = 1,
     ) -> None:
         self.index = index
         self.first_layer = first_layer
@@ -59,6 +63,10 @@ class Stage:
         """Hidden states to logits; only in the last stage."""
         self.logit_scale = logit_scale
         """Some families divide what the head gives."""
+        self.streams = streams
+        """Residual streams between layers, side by side in what stages hand on."""
+        self.needs_ids = bool(getattr(inner.config, "ple_layer_ids", None))
+        """Layers look up n-grams of token ids, whichever stage they are in."""
 
     @property
     def num_layers(self) -> int:
@@ -71,14 +79,19 @@ class Stage:
         return next(parameter.dtype for parameter in self.inner.parameters())
 
     def forward(
-        self, inputs: torch.Tensor, cache: StageCache, position: int, images: ChunkImages | None = None
+        self,
+        inputs: torch.Tensor,
+        cache: StageCache,
+        position: int,
+        images: ChunkImages | None = None,
+        token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs `q` tokens at `[position, position + q)` and writes their rows through `cache`.
 
         `inputs` are token ids, int64 `[1, q]`, in the first stage, and the stage before's hidden states,
-        `[1, q, hidden]`, in the others; on any device. `images` is what the chunk has besides.
-        Returns hidden states `[1, q, hidden]` on this stage's device,
-        after the final norm in the last stage.
+        `[1, q, hidden]` (of all streams side by side), in the others; on any device. `images` is what the chunk has
+        besides. `token_ids` is needed by stages that `needs_ids`. Returns hidden states `[1, q, hidden]` on this
+        stage's device, after the final norm in the last stage.
         """
         # To the CPU the copy must be waited for: nothing orders what the CPU reads after what a card still sends.
         inputs = inputs.to(self.device, non_blocking=self.device.type == "cuda")
@@ -92,6 +105,9 @@ class Stage:
             arguments["image_spans"] = images.spans
         if self.index == 0 and images is not None and images.rows:
             name, inputs = "inputs_embeds", self._embedded(inputs, images.rows)
+        if self.needs_ids and name == "inputs_embeds":
+            assert token_ids is not None, "layers of this stage look up token ids"
+            arguments["ple_input_ids"] = token_ids.to(self.device, non_blocking=self.device.type == "cuda")
         cache.begin(position)
         output = self.inner(**{name: inputs}, position_ids=position_ids, cache=cache, use_cache=True, **arguments)
         hidden: torch.Tensor = output.last_hidden_state
@@ -203,6 +219,7 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
     decoder = language_model(model)
     language_config(model.config)._attn_implementation = ATTENTION_NAME
     decoder.config._attn_implementation = ATTENTION_NAME
+    replace_indexers(decoder)
     stages = []
     for index, ((first, end), name) in enumerate(zip(ranges, devices, strict=True)):
         device = torch.device(name)
@@ -211,7 +228,8 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
         inner = _cut(decoder, first, end, is_first=index == 0, is_last=is_last)
         head = _moved(model.get_output_embeddings(), device, moved) if is_last else None
         scale = float(getattr(model.config, "logits_scaling", None) or 1.0)
-        stages.append(Stage(index, first, end, device, _moved(inner, device, moved), head, scale))
+        streams = int(getattr(decoder.config, STREAMS, 1))
+        stages.append(Stage(index, first, end, device, _moved(inner, device, moved), head, scale, streams))
     return stages
 
 
@@ -228,6 +246,10 @@ def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: boo
         if hasattr(twin, EMBEDDING_SCALE):
             # Applied to whatever comes in, which here has been through it.
             setattr(twin, EMBEDDING_SCALE, 1.0)
+        if hasattr(twin.config, STREAMS):
+            # What comes in is all streams already, and not one to be repeated. Layers know their number themselves.
+            twin.config = copy.copy(twin.config)
+            setattr(twin.config, STREAMS, 1)
     if not is_last:
         name = next(name for name in FINAL_NORMS if name in twin._modules)
         twin._modules[name] = nn.Identity()

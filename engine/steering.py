@@ -156,7 +156,8 @@ def hook_layers(stage: Any, steering: Steering) -> list[tuple[Any, Callable[...,
     hooks = []
     for layer in range(stage.first_layer, stage.end_layer):
         if layer in steering.sums:
-            direction = steering.sums[layer].to(device=stage.device, dtype=stage.dtype)
+            # Residual streams side by side begin as one and are mixed into one: each is steered alike.
+            direction = steering.sums[layer].repeat(stage.streams).to(device=stage.device, dtype=stage.dtype)
             hooks.append((stage.inner.layers[layer], _adder(direction)))
     return hooks
 

@@ -12,6 +12,7 @@ Here the engine's errors become the daemon's:
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -369,7 +370,7 @@ def _state_layout(stages: Sequence[StageStateLayout], checksum: str) -> StateLay
 def _need(device: str, layout: StageStateLayout, room: WindowRoom, checkpoints: int) -> StageNeed:
     """What a stage asks of its device beside the rows: what is live, and the checkpoints that are kept there."""
     fixed_bytes = layout.fixed_bytes * (1 + checkpoints) + layout.window_bytes(room.tokens)
-    return StageNeed(device, layout.row_bytes, fixed_bytes)
+    return StageNeed(device, layout.row_bytes + math.ceil(layout.index_bytes_a_token), fixed_bytes)
 
 
 def _weights_bytes(stages: Sequence[Stage], tower: VisionTower | None) -> int:

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 from vision_models import picture_logits, processor_of
 
 from engine import EngineConfig, Session, open_session
@@ -81,6 +81,13 @@ class EightBitLayer(DynamicLayer):
         return super().update(eight_bit(key_states), eight_bit(value_states), *args, **kwargs)
 
 
+class EightBitIndexedLayer(EightBitLayer, DynamicIndexedLayer):
+    """The same beside the indexer's keys, which stay as they are computed."""
+
+
+EIGHT_BIT_LAYERS = {DynamicLayer: EightBitLayer, DynamicIndexedLayer: EightBitIndexedLayer}
+
+
 def eight_bit(states: torch.Tensor) -> torch.Tensor:
     """`[1, heads, tokens, dim]`, in plain words: no part of the engine."""
     scale = (states.abs().max(dim=-1, keepdim=True).values / 127).to(torch.float16).to(torch.float32)
@@ -104,7 +111,8 @@ def oracle_logits(
     cache: Any = DynamicCache(config=model.config)
     if kv_dtype == torch.int8:
         # Windows and recurrent states stay as they are computed.
-        cache = Cache(layers=[EightBitLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers])
+        kinds = [EIGHT_BIT_LAYERS.get(type(layer)) for layer in cache.layers]
+        cache = Cache(layers=[kind() if kind else layer for kind, layer in zip(kinds, cache.layers, strict=True)])
     if images:
         return picture_logits(model, ids, images, batch_tokens, decoded, cache)
     logits = []

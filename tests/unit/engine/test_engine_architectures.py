@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from core_models import FAMILIES, tiny_config
-from transformers import GemmaConfig, MistralConfig
+from transformers import GemmaConfig, MistralConfig, Qwen4ExpTextConfig
 
 from engine import UnsupportedModel
 from engine.architectures import check_config
@@ -57,4 +57,10 @@ def test_settings_that_change_results_are_refused_by_name(name: str) -> None:
     config = tiny_config()
     setattr(config, name, 50)
     with pytest.raises(UnsupportedModel, match=name):
+        check_config(config)
+
+
+def test_an_index_needs_its_settings() -> None:
+    config = Qwen4ExpTextConfig(num_hidden_layers=4)
+    with pytest.raises(UnsupportedModel, match=r"indexed_attention without settings of their index"):
         check_config(config)

@@ -161,6 +161,19 @@ def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int, kv_
 
 
 @EVERY_FAMILY
+def test_other_tokens_after_a_cut_leave_nothing_of_the_old_ones(family: str) -> None:
+    model = hybrid_model(family)
+    old, new = token_ids(120), np.concatenate([token_ids(40), token_ids(81, seed=5)])
+    untouched = tiny_session(2, model, batch_tokens=BATCH)
+    untouched.extend(new[:120], checkpoint_at=(40,))
+    session = tiny_session(2, model, batch_tokens=BATCH)
+    session.extend(old, checkpoint_at=(40,))
+    session.truncate(40)
+    session.extend(new[40:120])
+    assert_same([session.step(int(new[120]))], [untouched.step(int(new[120]))])
+
+
+@EVERY_FAMILY
 def test_eight_bit_rows_resume_bit_equal_beside_full_fixed_state(family: str) -> None:
     model = hybrid_model(family)
     full, codes = (tiny_session(2, model, context=256, batch_tokens=BATCH, kv_dtype=kv) for kv in (None, torch.int8))
@@ -190,7 +203,7 @@ def test_the_layout_is_what_the_librarys_cache_keeps(family: str) -> None:
         with torch.inference_mode():
             for start in range(0, 60, 30):
                 model(torch.arange(start, start + 30)[None], cache=cache, use_cache=True)
-        kept = {}
+        kept, indexed = {}, {}
         for index, layer in enumerate(cache.layers):
             if hasattr(layer, "conv_states"):
                 states = (("conv", layer.conv_states), ("recurrent", layer.recurrent_states))
@@ -201,11 +214,16 @@ def test_the_layout_is_what_the_librarys_cache_keeps(family: str) -> None:
                     "window_value": layer.values.transpose(1, 2),
                 }
             else:
+                if hasattr(layer, "indexer_keys"):
+                    indexed[index] = (layer.indexer_keys.dtype, tuple(layer.indexer_keys.shape[2:]))
                 continue
             kept |= {(index, name): (t.dtype, tuple(t.shape[1:])) for name, t in tensors.items()}
         [layout] = build_layout(model.config, [(0, 4)], dtype, dtype)
         fields = {(f.layer, f.name): (f.dtype, f.shape) for f in layout.fixed_fields if f.name != OFFSET_FIELD}
         assert fields == kept
+        [codes] = build_layout(model.config, [(0, 4)], torch.int8, dtype)
+        for rows in (layout.row_fields, codes.row_fields):
+            assert {f.layer: (f.dtype, f.shape) for f in rows if f.name == "index_key"} == indexed
 
 
 @EVERY_FAMILY
@@ -268,7 +286,7 @@ def test_cancelled_reading_is_exact_where_it_stopped() -> None:
     assert_same(read_and_decode(session, ids), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-h", "qwen3-next"])
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-h", "qwen3-next", "qwen4-exp"])
 def test_linear_state_is_exact_at_its_position_and_at_checkpoints(family: str) -> None:
     session = tiny_session(2, hybrid_model(family), batch_tokens=BATCH)
     session.extend(token_ids(50), checkpoint_at=(10, 30))

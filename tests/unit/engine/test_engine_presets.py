@@ -57,3 +57,13 @@ def test_the_27b_shape_keeps_what_that_model_is_known_to_keep() -> None:
     [layout] = build_layout(config, [(0, 64)], torch.bfloat16, torch.bfloat16)
     assert layout.row_bytes == 16 * 2 * 4 * 256 * 2
     assert layout.fixed_bytes == 48 * (48 * 128 * 128 * 4 + 10240 * 4 * 2)
+
+
+def test_the_qwen4_exp_shape_keeps_what_that_model_is_known_to_keep() -> None:
+    config = presets.preset_config("random:qwen4-exp-small")
+    ngrams = 4 * 1024 * 9 * 2 + 2 * 8
+    for kv_dtype, attention in ((torch.bfloat16, 2 * 2 * 256 * 2), (torch.int8, 2 * 2 * 256 + 16)):
+        [layout] = build_layout(config, [(0, 48)], kv_dtype, torch.bfloat16)
+        assert layout.row_bytes == 12 * (attention + 128 * 2) + 16
+        assert layout.fixed_bytes == 36 * (48 * 128 * 128 * 4 + 10240 * 4 * 2) + ngrams
+        assert layout.index_bytes(8 * 1024 + 3) == 12 * 2 * 1024 * 128 * 2

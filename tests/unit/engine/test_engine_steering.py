@@ -21,6 +21,7 @@ from core_models import (
     tiny_session,
     token_ids,
 )
+from hybrid_models import hybrid_model
 from safetensors.torch import save_file
 
 from engine.dense import DenseStage
@@ -218,3 +219,22 @@ def test_damage_is_a_load_error(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(np.random.default_rng(1).bytes(300))
     with pytest.raises(ModelLoadError, match="damaged or cannot be read"):
         load_vector(tmp_path / name, HIDDEN, LAYERS)
+
+
+def test_every_residual_stream_is_steered_alike_in_any_stage(bank: SteeringBank) -> None:
+    """Of three streams side by side, as if a direction had been added to the one hidden state they stand for."""
+    model = hybrid_model("qwen4-exp")
+    plain = read_and_decode(tiny_session(1, model), IDS[:60])
+    steered = bank.select({"calm": 1.0})
+    hooks = [
+        model.model.layers[layer].register_forward_hook(lambda _m, _i, out, d=direction: out + torch.cat([d, d, d]))
+        for layer, direction in steered.sums.items()
+    ]
+    expected = read_and_decode(tiny_session(1, model), IDS[:60])
+    for hook in hooks:
+        hook.remove()
+    assert not torch.equal(plain[0], expected[0])
+    for stages in (1, 3):
+        session = tiny_session(stages, model)
+        session.steer(steered)
+        assert_same(read_and_decode(session, IDS[:60]), expected)

@@ -152,7 +152,7 @@ class Timeline(RuleBasedStateMachine):
         assert 0 <= self.session.rewind_floor <= len(self.tokens)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3.5", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3.5", "qwen4-exp", "lfm2"])
 def test_a_timeline_is_always_what_its_tokens_say(family: str) -> None:
     machine = type(f"Timeline_{family}", (Timeline,), {"family": family})
     run_state_machine_as_test(
