@@ -1,16 +1,16 @@
-"""The most that any policy could save, knowing the whole trace: an upper bound, not a policy.
+"""The most that any policy could save in this store, knowing the whole trace: an upper bound, not a policy.
 
 A block of a prompt that was live at turn j and is next asked for at turn i saves its reading, less its restore, if it
-is held in between, and so is all of the prompt before it, since state with a hole is of no use. With x the held part
-of each such interval, the best is the linear program
+is held in between, and so is all of the prompt before it, since state with a hole is of no use. What leaves the arenas
+is parked before what comes is restored, by a copy: so both are held at once. With x the held part of each interval, the
+best is the linear program
 
-    max  sum x * benefit      such that for every turn t     sum over intervals across t of x * bytes  <=  budget
+    max  sum x * benefit      such that for every turn t     sum over intervals with j <= t < i of x * bytes  <=  budget
                               and along every prompt         x never grows
 
-which forgets that a conversation is parked whole, that the live one takes room as well, and all metadata: each makes
-the bound larger, never smaller. Every vector of prices, one a turn, gives an upper bound by weak duality: at given
-prices the best of a prompt is the best of its heads. Subgradient steps look for low prices. What turn i - 1 left
-in the arenas is free.
+which forgets that a conversation is parked whole, and all metadata: each makes the bound larger, never smaller. Every
+vector of prices, one a turn, gives an upper bound by weak duality: at given prices the best of a prompt is the best of
+its heads. Subgradient steps look for low prices. What turn i - 1 left in the arenas is free.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def clairvoyant_bound_s(
 
 
 class _Program:
-    """Intervals hold `(first, last]` in turns: between the turn that left the block and the one that asks for it. They
-    are ordered by the prompts that ask, and by depth in each; `heads` are the first of each prompt."""
+    """Intervals are `[first, last]` in turns: from the one that left the block to the last before the one that asks for
+    it. They are ordered by the prompts that ask, and by depth in each; `heads` are the first of each prompt."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class _Program:
     def _at(self, prices: Floats) -> tuple[float, Floats]:
         """The dual's value and a subgradient."""
         paid = np.concatenate([[0.0], np.cumsum(prices)])
-        gain = self._benefit - (paid[self._last + 1] - paid[self._first + 1])
+        gain = self._benefit - (paid[self._last + 1] - paid[self._first])
         total = np.cumsum(gain)
         so_far = total - np.append(0.0, total)[self._heads][self._prompt]
         most = np.maximum.reduceat(so_far, self._heads)
@@ -123,6 +123,6 @@ class _Program:
         held = (self._places <= end[self._prompt]) & (most > 0)[self._prompt]
         value = float(np.maximum(most, 0.0).sum()) + self._budget_blocks * float(prices.sum())
         edges = np.zeros(self._turns + 1)
-        np.add.at(edges, self._first[held] + 1, 1.0)
+        np.add.at(edges, self._first[held], 1.0)
         np.add.at(edges, self._last[held] + 1, -1.0)
         return value, self._budget_blocks - np.cumsum(edges)[: self._turns]

@@ -21,6 +21,9 @@ from parkd.types import StateSizes
 KIN_LIMIT = 64
 """Conversations searched for checkpoints to inherit."""
 
+LEAST_PART = 8
+"""A conversation that is refused whole is parked as far as it fits, if that adds at least one part in so many."""
+
 Replaced = tuple[Entry, ...]
 """Conversations that a capture will supersede."""
 
@@ -110,8 +113,25 @@ class Admission:
                 queue = self._queue(plan, position, prefixes, costs, now_s)
         is_selective = self.policy.margin > 0 and not self.admits_all
         if is_selective and not self._is_worth(plan, position, in_flight, prefixes, queue, history, costs):
+            part = self._free_part(plan, longest, places, in_flight, prefixes)
+            if part:
+                return Decision(part, None, prefixes)
             return Refused(RefusalReason.VALUE, "what would have to go for it is expected to save more")
         return Decision(position, queue, prefixes)
+
+    def _free_part(
+        self,
+        plan: CapturePlan,
+        longest: int,
+        places: Sequence[int] | None,
+        in_flight: Sequence[Replaced],
+        prefixes: Sequence[Entry],
+    ) -> int:
+        """How far it fits without anyone going, if that is worth having; 0 if not."""
+        position = longest_position(longest, places, lambda place: self.has_room(plan, place, in_flight, prefixes))
+        known = max((entry.parked.position for entry in prefixes), default=0)
+        gained = position - max(known, plan.start(position))
+        return position if position and gained * LEAST_PART >= longest else 0
 
     def has_room(
         self, plan: CapturePlan, position: int, in_flight: Sequence[Replaced], prefixes: Sequence[Entry]

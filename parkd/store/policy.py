@@ -58,6 +58,10 @@ STEADY_SHARE = 0.05
 """Of the time scale on which a score changes, for which it may stand."""
 
 
+SLACK = 0.5
+"""The median of the next gap over the usual one, beyond 1, at a jitter of 1: who is regular is overdue soon."""
+
+
 class Policy(Protocol):
     """Whom to evict."""
 
@@ -140,7 +144,7 @@ class ValuePolicy:
     def return_probability(self, history: History, idle_s: float) -> float:
         uses = history.turns + history.forks - 1
         prior = min(self.most_return, self.first_return + self.turn_gain * uses)
-        ratio = max(0.0, idle_s) / (1.5 * max(history.gap_s, 1e-3))
+        ratio = max(0.0, idle_s) / ((1.0 + SLACK * history.jitter) * max(history.gap_s, 1e-3))
         # Past the law's tail the exact exponent means nothing; the bound keeps the power finite.
         survives = 1.0 / (1.0 + math.exp(min(60.0, self.shape / history.jitter * math.log(max(ratio, 1e-9)))))
         return prior * survives / (prior * survives + 1.0 - prior)

@@ -167,7 +167,7 @@ def test_the_bound_is_at_least_the_best_of_all_choices():
         best = 0.0
         for chosen in itertools.product((0, 1), repeat=len(gaps)):
             kept = [gap for gap, taken in zip(gaps, chosen, strict=True) if taken]
-            if all(sum(first < at < last for first, last in kept) <= budget for at in range(len(turns))):
+            if all(sum(first <= at < last for first, last in kept) <= budget for at in range(len(turns))):
                 best = max(best, len(kept) * gain)
         bound = clairvoyant_bound_s(HEADER, turns, costs, budget * size_bytes)
         assert best <= bound * (1 + 1e-9)

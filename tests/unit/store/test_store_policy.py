@@ -107,7 +107,8 @@ def test_scores_are_finite_and_a_longer_silence_never_makes_a_return_likelier(tu
         assert math.isfinite(score)
         assert policy.steady_s(history, idle_s) >= 0
     value = ValuePolicy()
-    assert 0 <= value.return_probability(history, idle_s * 2 + 1) <= value.return_probability(history, idle_s) <= 1
+    later, sooner = (value.return_probability(history, idle) for idle in (idle_s * 2 + 1, idle_s))
+    assert 0 <= later <= sooner * (1 + 1e-9) <= 1 + 1e-9
 
 
 def test_policies_have_names():
@@ -190,6 +191,34 @@ def test_a_refusal_for_worth_evicts_nobody_and_says_why():
     assert store.stats().evictions_total == before
     assert all(store.get(chat.id) is not None for chat in chats)
     assert "expected to save more" in store.why_gone(engine.request().key_digest, engine.request().prefix_hashes)
+
+
+def test_what_is_not_worth_an_eviction_is_parked_as_far_as_it_fits():
+    """Agents that go round: what two of three leave free holds the third one's head."""
+    store = make_store(room_for(2, 120) + 60 * 2048, LAYOUT, policy=ValuePolicy())
+    agents = [CopyEngine(LAYOUT).read(make_units(seed, 96)) for seed in (1, 2)]
+    for turn in range(6):
+        for seed, agent in enumerate(agents):
+            store._clock.now += 30.0
+            agent.extend(make_units(seed * 100 + turn, 4))
+            agent.park(store)
+    chats, engine = [agent.park(store) for agent in agents], CopyEngine(LAYOUT)
+    before = store.stats().evictions_total
+    part = engine.read(make_units(9, 120)).park(store)
+    assert isinstance(part, Parked)
+    assert 15 <= part.position < 120
+    assert store.stats().evictions_total == before
+    assert all(store.get(chat.id) is not None for chat in chats)
+    again = engine.read(make_units(8, 1200)).park(store)
+    assert isinstance(again, Refused), "a scrap is worth no copy"
+
+
+def test_a_regular_agent_that_is_overdue_is_given_up_sooner_than_a_person():
+    """One that was compacted away never returns; its place is wanted for what came of it."""
+    policy = ValuePolicy()
+    agent, person = History(8, gap_s=40.0, jitter=0.15), History(8, gap_s=40.0, jitter=1.0)
+    assert policy.return_probability(agent, 20.0) > policy.return_probability(person, 20.0)
+    assert policy.return_probability(agent, 52.0) < policy.return_probability(person, 52.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
