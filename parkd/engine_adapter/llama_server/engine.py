@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import numpy as np
 import xxhash
 
-from parkd.engine_adapter.base import Cancel, ChatTemplate, Tokenizer
+from parkd.engine_adapter.base import Cancel, ChatTemplate, ImageReader, Tokenizer
 from parkd.engine_adapter.llama_server.completion import Completion, open_completion, settle
 from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
 from parkd.engine_adapter.llama_server.start import LlamaServerConfig, Upstream, connect
@@ -35,7 +35,7 @@ from parkd.errors import (
     UpstreamFailed,
     UpstreamTimeout,
 )
-from parkd.types import Checksums, SamplingParams, StateSizes, TokenIds, TokenMask, Transfer
+from parkd.types import Checksums, ImageSpan, SamplingParams, StateSizes, TokenIds, TokenMask, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class LlamaServerEngine:
         self.info = upstream.info
         self.tokenizer: Tokenizer = UpstreamTokenizer(upstream.client, upstream.special_tokens)
         self.template: ChatTemplate = UpstreamTemplate(upstream.client, upstream.first_text)
+        self.images: ImageReader | None = None
         self.template_source: str | None = upstream.template_source
         self.response_reader = None
         """A chat template is all that such a server tells of its model."""
@@ -159,6 +160,7 @@ class LlamaServerEngine:
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),  # noqa: ARG002 - the server takes its own
+        images: Sequence[ImageSpan] = (),  # noqa: ARG002 - it has no reader for them, so there are none
     ) -> int:
         ids = np.concatenate([self._slot.ids, np.asarray(token_ids, dtype=np.int64)])
         if self._completion is None and len(token_ids):  # nobody sent the prompt that these are of
