@@ -16,7 +16,8 @@ from parkd.identity.images import PromptImages, take_out
 from parkd.identity.normalise import Normaliser, NormaliserConfig
 from parkd.identity.output_memory import GENERATION, OutputMemory, Said
 from parkd.identity.render import Renderer
-from parkd.identity.segments import locate, map_prompt
+from parkd.identity.segments import OpenerMarks, locate, map_prompt
+from parkd.identity.splice import Splicer
 from parkd.identity.tokens import SegmentTokenizer
 from parkd.identity.units import units_of
 from parkd.types import ConversationKey, PromptIdentity, TurnRequest
@@ -60,10 +61,10 @@ class IdentityBuilder:
         self._images = images
         self._fingerprint = fingerprint
         self._decode = tokenizer.decode
-        self._answers = answers
+        self._splicer = None if answers is None else Splicer(answers)
         self._renderer = Renderer(template, Normaliser(normaliser or NormaliserConfig()))
         self._chains = ChainMemo(block_tokens, memo_bytes // 4)
-        self._tokenizer = SegmentTokenizer(tokenizer, memo_bytes - memo_bytes // 4)
+        self._tokenizer = SegmentTokenizer(tokenizer, memo_bytes - memo_bytes // 4, OpenerMarks(self._renderer.profile))
 
     @property
     def memo_bytes(self) -> int:
@@ -91,9 +92,9 @@ class IdentityBuilder:
         if not len(tokenised.ids):
             raise InvalidRequest("The prompt is empty. Send some text.", param="messages")
         key = ConversationKey(request.namespace, self._fingerprint, steering)
-        located = locate(prompt, tokenised, self._renderer.profile)
-        if self._answers is not None:
-            tokenised = self._answers.splice(prompt.turns, located.starts, tokenised, key.digest)
+        located = locate(prompt, tokenised)
+        if self._splicer is not None:
+            tokenised = self._splicer.splice(prompt.turns, located.starts, tokenised, key.digest)
         tokenised_s = time.perf_counter()
         spans = images.spans(tokenised)
         units = units_of(tokenised.ids, spans)

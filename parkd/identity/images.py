@@ -94,7 +94,7 @@ class PromptImages:
         at = np.asarray(tokenised.positions)
         positions = (at + before[np.searchsorted(places, at)]).tolist()
         self._starts = (places + before[:-1]).tolist()
-        self._expanded = TokenisedText(tokenised.text, ids, tokenised.cuts, positions)
+        self._expanded = TokenisedText(tokenised.text, ids, tokenised.cuts, positions, tokenised.marks)
         return self._expanded
 
     def spans(self, spliced: TokenisedText) -> tuple[ImageSpan, ...]:

@@ -8,7 +8,8 @@ the hash of what stood before it, its ids, its text and its calls:
     now     |== prefix ==|the answer, rendered again           |end| ...
                          |-- replaced by the tokens of then ---|
 
-Only where the prefix is equal, the text byte-equal and the calls equal as JSON values; everything else is rendered.
+Only where the prefix is equal, the text byte-equal and the calls equal as JSON values (`splice`); everything else is
+rendered.
 Hashes are keyed, so one caller's answers are found under that caller's key only.
 """
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import json
 import threading
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +26,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from parkd.identity.canonical import CanonicalMessage
-from parkd.identity.tokens import TokenisedText
 from parkd.types import HASH_BYTES, PromptIdentity
 
 ANSWERS_A_PREFIX = 4
@@ -90,6 +88,10 @@ class OutputMemory:
         self.spliced = 0
         """Answers that were put in place of a rendered one, over its life."""
 
+    def __len__(self) -> int:
+        """Prompts of which answers are held."""
+        return len(self._answers)
+
     @property
     def memory_bytes(self) -> int:
         """Bytes held now."""
@@ -101,7 +103,7 @@ class OutputMemory:
         last = prompt.segments[-1] if prompt.segments else None
         if last is None or last.label != GENERATION or not len(answer_ids):
             return
-        hasher = blake2b(_int32(prompt.token_ids[: last.start]).data, key=prompt.key.digest, digest_size=HASH_BYTES)
+        hasher = blake2b(int32(prompt.token_ids[: last.start]).data, key=prompt.key.digest, digest_size=HASH_BYTES)
         ids = np.concatenate([prompt.token_ids[last.start :], np.asarray(answer_ids)]).astype(np.int32)
         answer = RememberedAnswer(hasher.digest(), ids, said)
         if self.keep(answer):
@@ -127,103 +129,21 @@ class OutputMemory:
         with self._lock:
             return [answer for answers in self._answers.values() for answer in answers]
 
-    def splice(
-        self,
-        turns: Sequence[CanonicalMessage],
-        starts: Mapping[int, int],
-        tokenised: TokenisedText,
-        key_digest: bytes,
-    ) -> TokenisedText:
-        """The same text with the ids of remembered answers. `starts` gives the character at which turns begin."""
-        if not self._answers:
-            return tokenised
-        text, cuts, positions, ids = tokenised.text, tokenised.cuts, tokenised.positions, _int32(tokenised.ids)
-        hasher = blake2b(key=key_digest, digest_size=HASH_BYTES)
-        replaced: list[tuple[int, int, npt.NDArray[np.int32]]] = []
-        done = 0
-        for index in sorted(starts):
-            turn = turns[index]
-            first = bisect_left(cuts, starts[index])
-            if turn.role != "assistant" or cuts[first] != starts[index] or first < done:
-                continue
-            hasher.update(ids[positions[done] : positions[first]].data)
-            done = first
-            answers = self._found(hasher.digest())
-            if not answers:
-                continue
-            end = next((place for place in range(first + 1, len(cuts) - 1) if self._ends(text, cuts[place])), first)
-            rendered = text[cuts[first] : cuts[end]]
-            answer = next((one for one in reversed(answers) if _is_said(turn.message, rendered, one.said)), None)
-            if end == first or answer is None:
-                continue
-            hasher.update(_int32(answer.ids).data)
-            replaced.append((first, end, answer.ids))
-            done = end
-        if not replaced:
-            return tokenised
-        self.spliced += len(replaced)
-        return _with(tokenised, replaced)
-
-    def _ends(self, text: str, char: int) -> bool:
-        return text.startswith(self._end_texts, char)
-
-    def _found(self, prefix: bytes) -> tuple[RememberedAnswer, ...]:
+    def found(self, prefix: bytes) -> tuple[RememberedAnswer, ...]:
+        """The answers to a prompt, oldest first; the same object as long as nothing was added."""
         with self._lock:
             answers = self._answers.get(prefix, ())
             if answers:
                 self._answers.move_to_end(prefix)
         return answers
 
-
-def _is_said(message: Mapping[str, Any], rendered: str, said: Said) -> bool:
-    """Whether a message is this answer, and the template shows all of it.
-
-    A template that drops earlier thinking must not get it back: then the answer is rendered.
-    """
-    content = message.get("content") or ""
-    if content not in ("".join(said.runs), "\n".join(said.runs)):
-        return False
-    calls = message.get("tool_calls") or ()
-    if len(calls) != len(said.calls) or any(map(_differs, calls, said.calls)):
-        return False
-    thought = message.get("reasoning_content") or ""
-    if thought and thought != said.reasoning:
-        return False
-    shown = (*said.runs, said.reasoning, *(name for name, _ in said.calls))
-    return all(part.strip() in rendered for part in shown)
+    def ends(self, text: str, char: int) -> bool:
+        """Whether an answer's end stands there."""
+        return text.startswith(self._end_texts, char)
 
 
-def _differs(call: Any, said: tuple[str, str]) -> bool:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or function.get("name") != said[0]:
-        return True
-    arguments = function.get("arguments")
-    try:
-        return json_key(json.loads(arguments) if isinstance(arguments, str) else arguments) != said[1]
-    except (ValueError, TypeError, RecursionError):
-        return True
-
-
-def _with(tokenised: TokenisedText, replaced: Sequence[tuple[int, int, npt.NDArray[np.int32]]]) -> TokenisedText:
-    """Pieces `[first, end)` become one piece with other ids, for each of `replaced`."""
-    cuts: list[int] = []
-    positions: list[int] = []
-    parts: list[npt.NDArray[Any]] = []
-    place = shift = 0
-    for first, end, ids in (*replaced, (len(tokenised.cuts) - 1, None, None)):
-        parts.append(tokenised.ids[tokenised.positions[place] : tokenised.positions[first]])
-        cuts += tokenised.cuts[place : first + 1]
-        positions += [position + shift for position in tokenised.positions[place : first + 1]]
-        if end is not None and ids is not None:
-            parts.append(ids)
-            shift += len(ids) - (tokenised.positions[end] - tokenised.positions[first])
-            place = end
-    whole = np.concatenate(parts, dtype=np.int64)
-    whole.flags.writeable = False
-    return TokenisedText(tokenised.text, whole, cuts, positions)
-
-
-def _int32(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+def int32(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """As they are hashed: little-endian, contiguous."""
     return np.ascontiguousarray(ids, dtype="<i4")
 
 

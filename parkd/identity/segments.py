@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from parkd.identity.canonical import CanonicalMessage
 from parkd.identity.profile import TemplateProfile
 from parkd.identity.render import RenderedPrompt
-from parkd.identity.tokens import SegmentTokenizer, TokenisedText
+from parkd.identity.tokens import MARK_CHARS, SegmentTokenizer, TokenisedText
 from parkd.types import SegmentSpan
 
 _LOOK_AHEAD = 8
@@ -44,10 +44,27 @@ class Located:
     """Turn index to the character its turn starts at, for those that are found."""
 
 
-def locate(prompt: RenderedPrompt, tokenised: TokenisedText, profile: TemplateProfile) -> Located:
+class OpenerMarks:
+    """Says which roles' turns open at a cut, so that a `SegmentTokenizer` can tell it along with its cuts."""
+
+    def __init__(self, profile: TemplateProfile) -> None:
+        openers = {role: opener for role, opener in profile.openers.items() if len(opener) <= MARK_CHARS}
+        self._openers = tuple(dict.fromkeys(openers.values()))
+        self._roles = {
+            opener: frozenset(role for role, other in openers.items() if other == opener) for opener in self._openers
+        }
+
+    def __call__(self, text: str, cut: int) -> frozenset[str]:
+        if not text.startswith(self._openers, cut):
+            return frozenset()
+        return frozenset().union(*[self._roles[opener] for opener in self._openers if text.startswith(opener, cut)])
+
+
+def locate(prompt: RenderedPrompt, tokenised: TokenisedText) -> Located:
+    """Of a text whose marks are `OpenerMarks`."""
     if not prompt.turns:
         return Located((), {})
-    openers = _find_openers(tokenised, profile)
+    openers = _find_openers(tokenised)
     return Located(openers, _find_turns(prompt.turns, tokenised.text, openers))
 
 
@@ -62,7 +79,7 @@ def map_prompt(
     length = len(tokenised.ids)
     if not prompt.turns:
         return PromptMap((SegmentSpan(0, length, "prompt"),) if length else ())
-    located = located or locate(prompt, tokenised, profile)
+    located = located or locate(prompt, tokenised)
     openers, starts = located.openers, located.starts
     generation = _find_generation(tokenised.text, openers, starts, profile)
     lead = next((i for i, turn in enumerate(prompt.turns) if turn.role != "system"), len(prompt.turns))
@@ -89,22 +106,9 @@ def map_prompt(
     )
 
 
-def _find_openers(tokenised: TokenisedText, profile: TemplateProfile) -> list[tuple[int, frozenset[str]]]:
+def _find_openers(tokenised: TokenisedText) -> list[tuple[int, frozenset[str]]]:
     """`(char, roles)` of every cut that opens a turn; roles may share the start of their openers."""
-    by_role = profile.openers
-    distinct = tuple(dict.fromkeys(by_role.values()))
-    text = tokenised.text
-    known: dict[tuple[bool, ...], frozenset[str]] = {}
-    found: list[tuple[int, frozenset[str]]] = []
-    for cut in tokenised.cuts[:-1]:
-        if text.startswith(distinct, cut):
-            which = tuple([text.startswith(opener, cut) for opener in distinct])
-            roles = known.get(which)
-            if roles is None:
-                opened = {opener for opener, opens in zip(distinct, which, strict=True) if opens}
-                roles = known[which] = frozenset(role for role, opener in by_role.items() if opener in opened)
-            found.append((cut, roles))
-    return found
+    return [(cut, roles) for cut, roles in zip(tokenised.cuts, tokenised.marks, strict=False) if roles]
 
 
 def _find_turns(
@@ -137,8 +141,7 @@ def _head(content: object) -> str:
     if not isinstance(content, str):
         return ""
     # A template may move a thought out of the content; what follows it stays.
-    thought = content.rfind(_THOUGHT_END)
-    start = 0 if thought < 0 else thought + len(_THOUGHT_END)
+    start = content.rfind(_THOUGHT_END) + len(_THOUGHT_END) if _THOUGHT_END in content else 0
     head = content[start : start + 2 * _HEAD_CHARS].strip()[:_HEAD_CHARS]
     return head if len(head) == _HEAD_CHARS else content[start:].strip()[:_HEAD_CHARS]
 

@@ -16,7 +16,8 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,16 +30,20 @@ from parkd.types import TokenIds
 TEXTS_KEPT = 8
 """Whole prompts remembered, to find the part of the next one that is old."""
 
+MARK_CHARS = 64
+"""Behind a cut, that its mark may depend on."""
+
+_NOTHING: frozenset[str] = frozenset()
 _COMPARE_CHARS = 16384
 _PIECE_OVERHEAD_BYTES = 240
 """Of a memo entry besides text and ids: dictionary seat and array header."""
-_CUT_BYTES = 80
-"""Of one cut in two lists of Python integers."""
+_CUT_BYTES = 88
+"""Of one cut in two lists of Python integers and one of marks, which are shared."""
 
 _PieceIds = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TokenisedText:
     """A text, its ids, and where both were cut: piece i is `text[cuts[i]:cuts[i+1]]` and the ids
     `[positions[i], positions[i+1])`. Both lists start with 0 and end with the length."""
@@ -48,6 +53,8 @@ class TokenisedText:
     """`[n]`, read-only."""
     cuts: list[int]
     positions: list[int]
+    marks: list[frozenset[str]] = field(default_factory=list)
+    """What begins at each cut but the last, as the tokenizer's maker wanted it to be told."""
 
     @property
     def bytes(self) -> int:
@@ -57,11 +64,16 @@ class TokenisedText:
 class SegmentTokenizer:
     """Thread-safe. `memo_bytes` bounds what is remembered: two thirds for pieces, the rest for whole prompts."""
 
-    def __init__(self, tokenizer: Tokenizer, memo_bytes: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, memo_bytes: int, mark: Callable[[str, int], frozenset[str]] | None = None
+    ) -> None:
+        """`mark` says of a text and a cut what begins there. It must look no further than the longest special token and
+        `MARK_CHARS` behind the cut, since it is asked once and answers for all texts that agree there."""
         self._tokenizer = tokenizer
+        self._mark = mark or (lambda _text, _cut: _NOTHING)
         self._cuttable = cuttable_tokens(tokenizer)
         self._pattern = token_pattern(tokenizer.special_tokens) if self._cuttable else None
-        self._reach = max((len(token) for token in tokenizer.special_tokens), default=0)
+        self._reach = max((len(token) for token in tokenizer.special_tokens), default=0) + MARK_CHARS
         self._piece_limit_bytes = memo_bytes * 2 // 3
         self._text_limit_bytes = memo_bytes - self._piece_limit_bytes
         self._pieces: OrderedDict[str, _PieceIds] = OrderedDict()
@@ -86,6 +98,7 @@ class SegmentTokenizer:
             self._keep(base, replaces=base)
             return base
         cuts, positions = (base.cuts[:shared], base.positions[:shared]) if base is not None else ([], [])
+        marks = base.marks[:shared] if base is not None else []
         start, position = (base.cuts[shared], base.positions[shared]) if base is not None else (0, 0)
         arrays: list[npt.NDArray[Any]] = [base.ids[:position]] if base is not None else []
         for stop in self._cuts_of(text, start):
@@ -93,12 +106,13 @@ class SegmentTokenizer:
             arrays.append(ids)
             cuts.append(start)
             positions.append(position)
+            marks.append(self._mark(text, start))
             start, position = stop, position + len(ids)
         cuts.append(len(text))
         positions.append(position)
         whole = np.concatenate(arrays, dtype=np.int64) if arrays else np.empty(0, np.int64)
         whole.flags.writeable = False
-        result = TokenisedText(text, whole, cuts, positions)
+        result = TokenisedText(text, whole, cuts, positions, marks)
         # A text of which all but its tail (a generation prompt) is in the new one will not be needed again.
         grown = base if base is not None and shared >= len(base.cuts) - 3 else None
         self._keep(result, replaces=grown)
@@ -164,7 +178,7 @@ class SegmentTokenizer:
             texts = list(self._texts)
         best, best_chars, best_shared = None, 0, 0
         for known in reversed(texts):
-            same = _common_chars(known.text, text)
+            same = common_chars(known.text, text)
             if same == len(text) == len(known.text):
                 return known, len(known.cuts) - 1
             shared = bisect_right(known.cuts, same - self._reach, hi=len(known.cuts) - 1) - 1
@@ -184,7 +198,7 @@ class SegmentTokenizer:
             self._text_bytes = size_bytes
 
 
-def _common_chars(a: str, b: str) -> int:
+def common_chars(a: str, b: str) -> int:
     """Leading characters that are equal; compares slices, so the cost is that of the equal part."""
     stop = min(len(a), len(b))
     start = 0

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from parkd.identity.matcher import common_prefix
-from parkd.types import CacheReport, Diagnosis, DiagnosisKind, PromptIdentity, Timings, TurnRequest, Units
+from parkd.types import CacheReport, Diagnosis, DiagnosisKind, PromptIdentity, Timings, TurnRequest
 
 EXPLAINED_LIMIT = 512
 EXPLAINED_BYTES = 32 * 1024 * 1024
@@ -103,7 +103,7 @@ def diagnose(now: Explained, earlier: Explained | None, reused_tokens: int) -> D
     """Why the earlier request's prompt was not reused whole."""
     if earlier is None:
         return Diagnosis(DiagnosisKind.NOT_FOUND)
-    known = _settled(earlier.prompt)
+    known = earlier.prompt.units[: lasting_tokens(earlier.prompt)]
     common = common_prefix(now.prompt.units, known)
     if common < len(known):
         return Diagnosis(DiagnosisKind.CHANGED, _changed(now, earlier), common, len(known) - common)
@@ -158,10 +158,10 @@ def document(explained: Explained) -> Mapping[str, Any]:
     }
 
 
-def _settled(prompt: PromptIdentity) -> Units:
-    """A prompt without the generation prompt, whose tail may vanish in the next turn."""
+def lasting_tokens(prompt: PromptIdentity) -> int:
+    """Tokens of a prompt without the generation prompt, whose tail may vanish in the next turn."""
     last = prompt.segments[-1] if prompt.segments else None
-    return prompt.units[: last.start] if last is not None and last.label == "generation prompt" else prompt.units
+    return last.start if last is not None and last.label == "generation prompt" else len(prompt)
 
 
 def _changed(now: Explained, earlier: Explained) -> str:

@@ -25,7 +25,8 @@ from parkd.proxy.config import TurnTrace
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.events import EventChannel
-from parkd.proxy.explain import diagnose
+from parkd.proxy.explain import diagnose, lasting_tokens
+from parkd.proxy.groups import Groups
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.one_turn import Turn, output_limit, prompt_tail
 from parkd.proxy.output.base import OutputFormat, Parser
@@ -77,6 +78,7 @@ class TurnRunner:
         self._trace = trace
         self._remember = remember
         self._retention = None if store is None else Retention(store)
+        self._groups = None if store is None else Groups(store)
         self._store = store
         self._metrics = metrics
         self._costs = costs
@@ -188,6 +190,9 @@ class TurnRunner:
     async def _told(self, turn: Turn, plan: StartPlan, report: CacheReport) -> CacheReport:
         """The report with what its owner may know besides, also for `/parkd/explain`."""
         explained = turn.explained
+        if turn.request.cache.mode is CacheMode.USE:
+            lasting = min(lasting_tokens(turn.prompt), len(turn.prompt) - 1)
+            report = dataclasses.replace(report, written_tokens=max(0, lasting - report.reused_tokens))
         if plan.nearest is not None:
             tokenizer = self._live.engine.tokenizer
             # In a thread: a tokenizer may be another process's.
@@ -300,6 +305,8 @@ class TurnRunner:
             if self._store is not None:
                 self._store.measured(self._costs.for_store)
             if turn.request.cache.mode is CacheMode.USE:
+                if self._groups is not None and turn.request.cache.group is not None:
+                    self._groups.used(turn.request.cache.group, turn.prompt)
                 await self._live.park()
                 self._retain(turn)
             else:

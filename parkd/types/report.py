@@ -66,6 +66,8 @@ class CacheReport:
     """Where the prompt leaves the conversation that it shares most with."""
     diagnosis: Diagnosis | None = None
     """None if the client did not ask."""
+    written_tokens: int = 0
+    """Tokens that this turn adds to what is kept of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from parkd.identity.output_memory import OutputMemory
 from parkd.proxy.config import BuildMask, ProxyConfig, Services
 from parkd.proxy.output.base import OutputFormat
 from parkd.proxy.server import Server
+from parkd.store.policy import policy_named
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 
@@ -164,6 +165,7 @@ def make_services(
     build_mask: BuildMask | None = None,
     answers: OutputMemory | None = None,
     normaliser: NormaliserConfig | None = None,
+    eviction_policy: str = "value",
 ) -> tuple[Services, IdentityBuilder]:
     identity = IdentityBuilder(
         engine.tokenizer,
@@ -181,6 +183,7 @@ def make_services(
         engine.info.layout,
         clock=time.monotonic,
         new_id=lambda: f"conversation-{next(serial)}",
+        policy=policy_named(eviction_policy),
     )
     config = config or ProxyConfig()
     services = Services(
@@ -208,6 +211,7 @@ async def running(
     build_mask: BuildMask | None = None,
     answer_bytes: int = MIB,
     normaliser: NormaliserConfig | None = None,
+    eviction_policy: str = "value",
 ) -> AsyncIterator[Running]:
     """Starts a server, gives it, stops it as SIGTERM would."""
     end_texts = [engine.tokenizer.decode([token_id]) for token_id in engine.info.end_token_ids]
@@ -221,6 +225,7 @@ async def running(
         build_mask=build_mask,
         answers=answers,
         normaliser=normaliser,
+        eviction_policy=eviction_policy,
     )
     server = Server(services)
     # its own socket, so that a test's server never takes over the runner's signals: `_serve` is `serve` without them

@@ -77,7 +77,7 @@ class AnthropicMessages:
         )
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:  # noqa: ARG002
-        return MessagesEncoder(meta)
+        return MessagesEncoder(meta, writes_for_s=request.cache.min_retention_s)
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:
         headers = {"request-id": request_id}

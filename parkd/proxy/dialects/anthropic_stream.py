@@ -30,6 +30,8 @@ from parkd.types import (
     ToolCallDelta,
 )
 
+SHORT_TTL_S = 300.0
+"""The life that `cache_control` asks for unless it says otherwise."""
 SIGNATURE = "parkd"
 """Clients keep and send back the signature of thinking, and drop thinking that has none. Nothing here checks it."""
 
@@ -44,8 +46,10 @@ STOP_REASONS = {
 class MessagesEncoder:
     """Implements `Encoder`. Usage counts cached tokens apart: `input_tokens` are those read in this request."""
 
-    def __init__(self, meta: ResponseMeta) -> None:
+    def __init__(self, meta: ResponseMeta, *, writes_for_s: float | None = None) -> None:
+        """`writes_for_s`: the request asks for its prompt to be kept for so long; None: it does not."""
         self._meta = meta
+        self._writes_for_s = writes_for_s
         self._blocks: list[dict[str, Any]] = []
         self._arguments: dict[int, list[str]] = {}
         self._text: list[str] = []
@@ -72,7 +76,7 @@ class MessagesEncoder:
         match event:
             case Started(report):
                 self._diagnostics = diagnostics(report)
-                yield _event("message_start", message=self._message(usage(report, 0)))
+                yield _event("message_start", message=self._message(usage(report, 0, writes_for_s=self._writes_for_s)))
             case Progress():
                 pass
             case TextDelta(text):
@@ -143,20 +147,28 @@ class MessagesEncoder:
         reason = STOP_REASONS[event.reason]
         if event.reason is FinishReason.STOP and event.stop_string is not None:
             reason = "stop_sequence"
-        counts = usage(event.report, event.timings.output_tokens, event.reasoning_tokens)
+        counts = usage(
+            event.report, event.timings.output_tokens, event.reasoning_tokens, writes_for_s=self._writes_for_s
+        )
         ending = {"stop_reason": reason, "stop_sequence": event.stop_string}
         self._document = {**self._message(counts), "content": self._blocks, **ending}
         yield _event("message_delta", delta=ending, usage=counts)
         yield _event("message_stop")
 
 
-def usage(report: CacheReport, output_tokens: int, reasoning_tokens: int = 0) -> dict[str, Any]:
-    """Anthropic's counts. All that is read is kept, whether the client asked or not, so nothing is counted as written
-    to a cache: clients would take it for an extra charge."""
+def usage(
+    report: CacheReport, output_tokens: int, reasoning_tokens: int = 0, *, writes_for_s: float | None = None
+) -> dict[str, Any]:
+    """Anthropic's counts; the three of the input add up to the prompt. What is read is kept in any case. It counts as
+    written to the cache where the request asks for that (`cache_control`), since clients take it for an extra charge.
+    """
+    written = 0 if writes_for_s is None else report.written_tokens
+    hours = written if writes_for_s is not None and writes_for_s > SHORT_TTL_S else 0
     counts: dict[str, Any] = {
-        "input_tokens": report.prompt_tokens - report.reused_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": report.prompt_tokens - report.reused_tokens - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": report.reused_tokens,
+        "cache_creation": {"ephemeral_5m_input_tokens": written - hours, "ephemeral_1h_input_tokens": hours},
         "output_tokens": output_tokens,
     }
     if reasoning_tokens:

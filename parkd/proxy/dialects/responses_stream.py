@@ -267,7 +267,10 @@ def usage(event: Finished) -> Mapping[str, Any]:
     prompt_tokens, output_tokens = event.report.prompt_tokens, event.timings.output_tokens
     return {
         "input_tokens": prompt_tokens,
-        "input_tokens_details": {"cached_tokens": event.report.reused_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": event.report.reused_tokens,
+            "cache_write_tokens": event.report.written_tokens,
+        },
         "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": event.reasoning_tokens},
         "total_tokens": prompt_tokens + output_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -169,9 +170,25 @@ def test_usage_is_complete_from_the_first_frame() -> None:
         "input_tokens": 10,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 90,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         "output_tokens": 0,
     }
     assert end == start | {"output_tokens": 7, "output_tokens_details": {"thinking_tokens": 2}}
+
+
+@pytest.mark.parametrize(("ttl", "five_minutes", "hour"), [({}, 7, 0), ({"ttl": "5m"}, 7, 0), ({"ttl": "1h"}, 0, 7)])
+def test_tokens_read_count_as_written_where_the_request_asks_for_a_cache(
+    ttl: dict[str, str], five_minutes: int, hour: int
+) -> None:
+    hint = {"type": "ephemeral", **ttl}
+    body = {**HELLO, "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": hint}]}]}
+    dialect = AnthropicMessages()
+    encoder = dialect.encoder(dialect.parse(body, {}), body, META)
+    report = dataclasses.replace(REPORT, written_tokens=7)
+    data = b"".join(encoder.feed(Started(report)))
+    usage = dict(frames(data))["message_start"]["message"]["usage"]
+    assert (usage["input_tokens"], usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]) == (3, 7, 90)
+    assert usage["cache_creation"] == {"ephemeral_5m_input_tokens": five_minutes, "ephemeral_1h_input_tokens": hour}
 
 
 @pytest.mark.parametrize(

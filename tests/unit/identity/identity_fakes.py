@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from parkd.errors import InvalidRequest
 from parkd.identity.builder import IdentityBuilder
+from parkd.identity.output_memory import OutputMemory
 from parkd.types import TurnRequest
 
 BLOCK = 8
@@ -96,6 +97,10 @@ def talk(*messages: dict[str, Any], **more: Any) -> TurnRequest:
 
 
 def make_builder(
-    tokenizer: WordTokenizer | None = None, template: ChatMl | None = None, memo_bytes: int = 1 << 20
+    tokenizer: WordTokenizer | None = None,
+    template: ChatMl | None = None,
+    memo_bytes: int = 1 << 20,
+    answers: OutputMemory | None = None,
 ) -> IdentityBuilder:
-    return IdentityBuilder(tokenizer or WordTokenizer(), template or ChatMl(), FINGERPRINT, BLOCK, memo_bytes)
+    words = tokenizer or WordTokenizer()
+    return IdentityBuilder(words, template or ChatMl(), FINGERPRINT, BLOCK, memo_bytes, answers=answers)

@@ -1,0 +1,226 @@
+"""Puts the tokens of remembered answers into the prompts that repeat them, and remembers how far it got.
+
+A prompt's prefix hash at each answer needs all ids before it. What was found for the last prompt of a conversation is
+kept, a step an answer, and gone on from as far as it still holds:
+
+    then    |.....|step|.....|step|.....|step|
+    now     |.....|step|.....|step|.....|step|.....| new: hashed and looked up
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from parkd.identity.canonical import CanonicalMessage
+from parkd.identity.output_memory import OutputMemory, RememberedAnswer, Said, int32, json_key
+from parkd.identity.tokens import MARK_CHARS, TokenisedText, common_chars
+from parkd.types import HASH_BYTES
+
+TRAILS_KEPT = 8
+"""As many as there are whole texts in the tokenizer's memory; a trail goes with its text."""
+
+Hasher = Any
+"""`hashlib.blake2b`'s object, which has no public name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What was found where one assistant turn begins."""
+
+    turn: int
+    message: Mapping[str, Any]
+    first: int
+    """Of the cuts: where the turn begins."""
+    reach: int
+    """The last cut that was looked at."""
+    prefix: bytes
+    answers: tuple[RememberedAnswer, ...]
+    """Known then; while they are known, and no others, the step holds."""
+    answer: RememberedAnswer | None
+    """Put in place of the cuts `[first, reach)`."""
+    hasher: Hasher
+    """Behind this step."""
+    done: int
+    """The cut up to which ids are hashed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    text: weakref.ref[TokenisedText]
+    key_digest: bytes
+    steps: tuple[Step, ...]
+
+
+class Splicer:
+    """Thread-safe: a trail is never changed, and losing one costs some hashing."""
+
+    def __init__(self, memory: OutputMemory) -> None:
+        self._memory = memory
+        self._trails: deque[Trail] = deque(maxlen=TRAILS_KEPT)
+
+    def splice(
+        self,
+        turns: Sequence[CanonicalMessage],
+        starts: Mapping[int, int],
+        tokenised: TokenisedText,
+        key_digest: bytes,
+    ) -> TokenisedText:
+        """The same text with the ids of remembered answers. `starts` gives the character at which turns begin."""
+        if not len(self._memory):
+            return tokenised
+        places = self._places(turns, starts, tokenised)
+        known, held = self._known(turns, places, tokenised, key_digest)
+        steps, ids = list(held), int32(tokenised.ids)
+        hasher = steps[-1].hasher.copy() if steps else blake2b(key=key_digest, digest_size=HASH_BYTES)
+        done = steps[-1].done if steps else 0
+        for index, first in places[len(steps) :]:
+            step = self._step(turns[index], index, first, done, tokenised, ids, hasher)
+            done = step.done
+            steps.append(step)
+        if known is None or len(steps) > len(held):
+            self._trails.append(Trail(weakref.ref(tokenised), key_digest, tuple(steps)))
+        replaced = [(step.first, step.reach, step.answer.ids) for step in steps if step.answer is not None]
+        if not replaced:
+            return tokenised
+        self._memory.spliced += len(replaced)
+        return _with(tokenised, replaced)
+
+    def _places(
+        self, turns: Sequence[CanonicalMessage], starts: Mapping[int, int], tokenised: TokenisedText
+    ) -> list[tuple[int, int]]:
+        """Turn and cut of each assistant turn that begins at a cut."""
+        cuts = tokenised.cuts
+        found = [
+            (index, bisect_left(cuts, starts[index])) for index in sorted(starts) if turns[index].role == "assistant"
+        ]
+        return [(index, first) for index, first in found if cuts[first] == starts[index]]
+
+    def _step(
+        self,
+        turn: CanonicalMessage,
+        index: int,
+        first: int,
+        done: int,
+        tokenised: TokenisedText,
+        ids: npt.NDArray[np.int32],
+        hasher: Hasher,
+    ) -> Step:
+        """Looks up one turn; `hasher` goes on with it."""
+        text, cuts, positions = tokenised.text, tokenised.cuts, tokenised.positions
+        hasher.update(ids[positions[done] : positions[max(done, first)]].data)
+        prefix, answer, end = hasher.digest(), None, first
+        answers = self._memory.found(prefix) if first >= done else ()
+        done = max(done, first)
+        if answers:
+            ends = (place for place in range(first + 1, len(cuts) - 1) if self._memory.ends(text, cuts[place]))
+            end = next(ends, first)
+            rendered = text[cuts[first] : cuts[end]]
+            if end > first:
+                answer = next((one for one in reversed(answers) if _is_said(turn.message, rendered, one.said)), None)
+        if answer is not None:
+            hasher.update(int32(answer.ids).data)
+            done = end
+        return Step(index, turn.message, first, end, prefix, answers, answer, hasher.copy(), done)
+
+    def _known(
+        self,
+        turns: Sequence[CanonicalMessage],
+        places: Sequence[tuple[int, int]],
+        tokenised: TokenisedText,
+        key_digest: bytes,
+    ) -> tuple[Trail | None, Sequence[Step]]:
+        """The trail that reaches furthest into this prompt, and those of its steps that hold."""
+        best: tuple[Trail | None, Sequence[Step]] = (None, ())
+        for trail in reversed(list(self._trails)):
+            text = trail.text()
+            if text is None or trail.key_digest != key_digest or len(trail.steps) <= len(best[1]):
+                continue
+            count = self._holding(trail.steps, turns, places, text, tokenised)
+            if count > len(best[1]):
+                best = trail, trail.steps[:count]
+        return best
+
+    def _holding(
+        self,
+        steps: Sequence[Step],
+        turns: Sequence[CanonicalMessage],
+        places: Sequence[tuple[int, int]],
+        known: TokenisedText,
+        tokenised: TokenisedText,
+    ) -> int:
+        """How many steps hold: the texts, cuts and messages are equal so far, and the memory knows what it knew."""
+        same_chars = common_chars(known.text, tokenised.text) - MARK_CHARS
+        shared = bisect_left(known.cuts, same_chars)
+        if known.cuts[:shared] != tokenised.cuts[:shared] or known.positions[:shared] != tokenised.positions[:shared]:
+            return 0  # the same text may hold pictures of other sizes
+        for count, step in enumerate(steps):
+            holds = (
+                count < len(places)
+                and places[count] == (step.turn, step.first)
+                and step.reach < shared
+                and (turns[step.turn].message is step.message or turns[step.turn].message == step.message)
+                and self._memory.found(step.prefix) is step.answers
+            )
+            if not holds:
+                return count
+        return len(steps)
+
+
+def _is_said(message: Mapping[str, Any], rendered: str, said: Said) -> bool:
+    """Whether a message is this answer, and the template shows all of it.
+
+    A template that drops earlier thinking must not get it back: then the answer is rendered.
+    """
+    content = message.get("content") or ""
+    if content not in ("".join(said.runs), "\n".join(said.runs)):
+        return False
+    calls = message.get("tool_calls") or ()
+    if len(calls) != len(said.calls) or any(map(_differs, calls, said.calls)):
+        return False
+    thought = message.get("reasoning_content") or ""
+    if thought and thought != said.reasoning:
+        return False
+    shown = (*said.runs, said.reasoning, *(name for name, _ in said.calls))
+    return all(part.strip() in rendered for part in shown)
+
+
+def _differs(call: Any, said: tuple[str, str]) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("name") != said[0]:
+        return True
+    arguments = function.get("arguments")
+    try:
+        return json_key(json.loads(arguments) if isinstance(arguments, str) else arguments) != said[1]
+    except (ValueError, TypeError, RecursionError):
+        return True
+
+
+def _with(tokenised: TokenisedText, replaced: Sequence[tuple[int, int, npt.NDArray[np.int32]]]) -> TokenisedText:
+    """Pieces `[first, end)` become one piece with other ids, for each of `replaced`."""
+    cuts: list[int] = []
+    positions: list[int] = []
+    marks: list[frozenset[str]] = []
+    parts: list[npt.NDArray[Any]] = []
+    place = shift = 0
+    for first, end, ids in (*replaced, (len(tokenised.cuts) - 1, None, None)):
+        parts.append(tokenised.ids[tokenised.positions[place] : tokenised.positions[first]])
+        cuts += tokenised.cuts[place : first + 1]
+        marks += tokenised.marks[place : first + 1]
+        positions += [position + shift for position in tokenised.positions[place : first + 1]]
+        if end is not None and ids is not None:
+            parts.append(ids)
+            shift += len(ids) - (tokenised.positions[end] - tokenised.positions[first])
+            place = end
+    whole = np.concatenate(parts, dtype=np.int64)
+    whole.flags.writeable = False
+    return TokenisedText(tokenised.text, whole, cuts, positions, marks)

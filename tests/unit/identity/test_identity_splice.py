@@ -1,0 +1,99 @@
+"""What is gone on from, of earlier prompts, is what a fresh start would find: ids, segments and boundaries."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from identity_fakes import WordTokenizer, make_builder, say, talk
+
+from parkd.identity import splice as splicing
+from parkd.identity.builder import IdentityBuilder
+from parkd.identity.output_memory import OutputMemory, Said
+from parkd.types import PromptIdentity
+
+WORDS = ("one", "two", "three", "<|start|>", "<|end|>", "user", "assistant", " ", "\n", "</think>")
+
+
+def heard(text: str) -> Said:
+    return Said((text,))
+
+
+def odd_ids(tokenizer: WordTokenizer, text: str) -> list[int]:
+    """The same text in other tokens than the tokenizer's: letter by letter."""
+    return [token_id for letter in text for token_id in tokenizer.encode(letter)]
+
+
+def as_told(identity: PromptIdentity) -> tuple[Any, ...]:
+    return identity.token_ids.tolist(), identity.segments, identity.boundaries, identity.prefix_hashes
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_builder_that_remembers_builds_what_a_new_one_does(seed: int) -> None:
+    dice = random.Random(seed)
+    tokenizer = WordTokenizer()
+    memory = OutputMemory(1 << 20, ["<|end|>"])
+    builder = make_builder(tokenizer, answers=memory)
+    talks: list[list[dict[str, Any]]] = [[say("user", "start")]]
+    spliced = 0
+    for _ in range(40):
+        messages = [*dice.choice(talks)]
+        change = dice.random()
+        if change < 0.15 and len(messages) > 2:  # a branch
+            messages = messages[: dice.randrange(1, len(messages)) | 1]
+        elif change < 0.3 and len(messages) > 2:  # an answer that somebody edited, or whose thinking came along
+            place = dice.randrange(1, len(messages), 2)
+            messages[place] = (
+                {**messages[place], "reasoning_content": "hm"} if change < 0.22 else say("assistant", "no")
+            )
+        identity = builder.build(talk(*messages))
+        before = memory.spliced
+        again = make_builder(tokenizer, answers=memory).build(talk(*messages))
+        spliced += memory.spliced - before
+        assert as_told(identity) == as_told(again)
+        answer = "".join(dice.choices(WORDS[:3], k=3))
+        if dice.random() < 0.7:
+            memory.remember(identity, odd_ids(tokenizer, answer), heard(answer))
+        talks.append([*messages, say("assistant", answer), say("user", "".join(dice.choices(WORDS, k=4)))])
+    assert spliced > 10
+
+
+def counted(builder: IdentityBuilder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    turns: list[int] = []
+    plain = splicing.Splicer._step
+
+    def step(self: splicing.Splicer, turn: Any, index: int, *rest: Any) -> splicing.Step:
+        turns.append(index)
+        return plain(self, turn, index, *rest)
+
+    monkeypatch.setattr(splicing.Splicer, "_step", step)
+    return turns
+
+
+def test_only_what_is_new_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = OutputMemory(1 << 20, ["<|end|>"])
+    tokenizer = WordTokenizer()
+    builder = make_builder(tokenizer, answers=memory)
+    messages = [say("user", "start")]
+    looked_up = counted(builder, monkeypatch)
+    for number in range(8):
+        identity = builder.build(talk(*messages))
+        memory.remember(identity, odd_ids(tokenizer, f"answer {number}"), heard(f"answer {number}"))
+        messages += [say("assistant", f"answer {number}"), say("user", "more " * 30)]
+    builder.build(talk(*messages))
+    assert looked_up == [1, 3, 5, 7, 9, 11, 13, 15]
+
+
+def test_an_answer_learnt_since_is_found() -> None:
+    memory = OutputMemory(1 << 20, ["<|end|>"])
+    tokenizer = WordTokenizer()
+    builder = make_builder(tokenizer, answers=memory)
+    first = builder.build(talk(say("user", "start")))
+    memory.remember(first, odd_ids(tokenizer, "other"), heard("other"))
+    messages = [say("user", "start"), say("assistant", "answer"), say("user", "more")]
+    builder.build(talk(*messages))
+    assert memory.spliced == 0
+    memory.remember(first, odd_ids(tokenizer, "answer"), heard("answer"))
+    builder.build(talk(*messages))
+    assert memory.spliced == 1
