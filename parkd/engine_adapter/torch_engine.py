@@ -138,6 +138,7 @@ class TorchEngine:
             state = build_layout(loaded.config, ranges, kv_dtype, loaded.dtype)
             room = window_room(loaded.config, layout)
             stages = place(loaded.model, ranges, layout.devices)
+            tower = None if loaded.images is None else VisionTower(loaded.model, loaded.images, stages[0].device)
             context = choose_context(
                 [_need(d, s, room, layout.ctx_checkpoints) for d, s in zip(layout.devices, state, strict=True)],
                 int(text.max_position_embeddings),
@@ -146,7 +147,6 @@ class TorchEngine:
                 free=free,
             )
             arenas = [StageArena(s, context, d, window_room=room) for d, s in zip(layout.devices, state, strict=True)]
-            tower = None if loaded.images is None else VisionTower(loaded.model, loaded.images, stages[0].device)
             session = Session(stages, arenas, layout.batch_tokens, text, layout.ctx_checkpoints, tower)
         except EngineError as error:
             raise ModelError(str(error)) from error
