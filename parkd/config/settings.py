@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parkd.config import parsers
-from parkd.model_settings import kv_format, layer_range, scaled_vectors, vectors
+from parkd.model_settings import guesses, kv_format, layer_range, scaled_vectors, vectors
 
 ENV_PREFIX = "PARKD_"
 
@@ -58,6 +58,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("kv-cache-dtype", "model", "TYPE", kv_format, None, "keys and values kept as f32, f16, bf16, int8 (auto)"),
     Setting("cache-type-k", "model", "TYPE", kv_format, None, "as llama.cpp has it, q8_0 for int8; needs its twin:"),
     Setting("cache-type-v", "model", "TYPE", kv_format, None, "of the same type as --cache-type-k"),
+    Setting(
+        "draft-tokens", "model", "N", guesses, None, "tokens that a model's draft head guesses a step, 0: none (auto)"
+    ),
+    Setting("draft-max", "model", "N", guesses, None, "as llama.cpp calls it"),
     Setting("control-vector", "model", "[NAME=]FILE", vectors, (), "control vector, at scale 1; may be repeated", True),
     Setting(
         "control-vector-scaled",
