@@ -4,6 +4,7 @@
 #   make test         all tests                    (PYTEST_ARGS="-k lane" narrows it)
 #   make check        formatting, lint, types and the fast tests
 #   make test-agents  Claude Code, Codex and opencode, installed from npm, against a server; needs Node.js 20
+#   make test-llama-cpp  llama.cpp in process; compiles it first where pip has no wheel of it (11 minutes on two cores)
 #   make bench        the measurements under benchmarks/
 #   make clean        removes the virtual environment and what the tools left
 #
@@ -12,7 +13,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-agents check bench clean format setup
+.PHONY: help demo test test-agents test-llama-cpp has-llama-cpp check bench clean format setup
 
 VENV ?= .venv
 PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -27,7 +28,7 @@ stamp := $(VENV)/.parkd-installed
 bench_stamp := $(VENV)/.parkd-bench-installed
 
 help:
-	@sed -n '3,11p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '3,12p' Makefile | sed 's/^# \{0,1\}//'
 
 setup: $(stamp)
 
@@ -61,6 +62,22 @@ test: $(stamp)
 
 test-agents: $(stamp)
 	$(bin)/python -m tests.clients.real_agents $(AGENT_ARGS)
+
+# The library of the extra has no wheel on the index: pip builds it from source once and keeps the wheel in its cache. What
+# it builds is the library alone, without servers, tools and tests, for this machine's processor.
+llama_stamp := $(VENV)/.parkd-llama-cpp-installed
+LLAMA_CMAKE_ARGS ?= -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_CURL=OFF -DMTMD_BUILD=OFF
+
+$(llama_stamp): $(stamp)
+	CMAKE_ARGS="$(LLAMA_CMAKE_ARGS)" $(pip) -q llama-cpp-python==0.3.36
+	@touch $@
+
+# Succeeds if test-llama-cpp would not have to compile.
+has-llama-cpp: $(stamp)
+	@test -e $(llama_stamp) || $(bin)/python -m pip --disable-pip-version-check cache list 'llama_cpp_python-0.3.36*' | grep -q whl
+
+test-llama-cpp: $(llama_stamp)
+	$(bin)/pytest $(PYTEST_ARGS) tests/integration/test_llama_cpp.py
 
 bench: $(bench_stamp)
 	$(bin)/python -m benchmarks

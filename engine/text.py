@@ -52,6 +52,13 @@ class TokenTable(Protocol):
     def id_to_token(self, token_id: int) -> str | None: ...
 
 
+class BytesOfTokens(Protocol):
+    """What the text of an answer is made of."""
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """Empty for a token that says nothing."""
+
+
 class TokenBytes:
     """The bytes of each token of a vocabulary. Thread-safe: two threads at worst look up the same token."""
 
@@ -92,7 +99,7 @@ class TextAssembler:
     The text continues the prompt's: a leading space of the first token stays.
     """
 
-    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str]) -> None:
+    def __init__(self, token_bytes: BytesOfTokens, stop: Sequence[str]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = [_StopMatcher(text) for text in stop if text]

@@ -16,9 +16,6 @@ from parkd.errors import ConfigError
 KV_ALIASES = {"auto": None, "bf16": "bf16", "f16": "f16", "f32": "f32", "int8": "int8", "q8_0": "int8"}
 """What a user may call a KV format: ours, and llama.cpp's name for eight bits."""
 
-MAX_DRAFT_TOKENS = 16
-"""Guesses a step at most; the engine's own bound."""
-
 
 @dataclass(frozen=True, slots=True)
 class ControlVectorFile:
@@ -69,31 +66,17 @@ def layer_range(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def guesses(text: str) -> int | None:
-    if text.lower() == "auto":
-        return None
-    if not re.fullmatch(r"\d{1,4}", text) or int(text) > MAX_DRAFT_TOKENS:
-        raise ValueError(f"expected auto, or a whole number from 0 to {MAX_DRAFT_TOKENS}")
-    return int(text)
-
-
-def draft_tokens(values: Mapping[str, Any]) -> int | None:
-    """Of the flag and its alias, which must agree."""
-    own: int | None = values["draft-tokens"]
-    alias: int | None = values["draft-max"]
-    if own is not None and alias is not None and own != alias:
-        raise ConfigError(f"--draft-tokens is {own} and --draft-max is {alias}: say it once")
-    return alias if own is None else own
-
-
 def one_kv_format(values: Mapping[str, Any]) -> str | None:
     """Of the flag and its two aliases; all that are given must agree, and an alias is nothing without its twin."""
     names = ("cache-type-k", "cache-type-v")
-    keys, vals = (values[name] for name in names)
+    for name in names:
+        if values[name] not in (None, *KV_ALIASES):
+            raise ConfigError(f"--{name} {values[name]} is known to llama.cpp only: say --engine llama.cpp too")
+    keys, vals = (KV_ALIASES[values[name] or "auto"] for name in names)
     if keys != vals:
         raise ConfigError(
             f"--cache-type-k is {keys or 'auto'} and --cache-type-v is {vals or 'auto'}: both are kept in one type, "
-            f"so give them the same, or use --kv-cache-dtype"
+            f"so give them the same, or use --kv-cache-dtype (--engine llama.cpp keeps them apart)"
         )
     whole: str | None = values["kv-cache-dtype"]
     if whole is not None and keys is not None and whole != keys:

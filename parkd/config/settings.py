@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from parkd.config import parsers
-from parkd.model_settings import guesses, kv_format, layer_range, scaled_vectors, vectors
+from parkd.llama_settings import cache_type, engine_name, flash_attn, loras, scaled_loras, shares, split_mode
+from parkd.model_settings import kv_format, layer_range, scaled_vectors, vectors
 
 ENV_PREFIX = "PARKD_"
 
@@ -39,7 +40,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "model", "model", "PATH|ID", parsers.some_text, None, "Hugging Face directory, hub id or GGUF file (demo model)"
     ),
-    Setting("engine", "model", "NAME", parsers.engine, "auto", "torch or llama-server (auto: by --upstream)"),
+    Setting("engine", "model", "NAME", engine_name, "auto", "torch, llama.cpp, llama-server (auto: by the model)"),
     Setting("alias", "model", "NAME", parsers.some_text, None, "name shown by /v1/models (the model's own)"),
     Setting("chat-template-file", "model", "FILE", parsers.file, None, "chat template in place of the model's own"),
     Setting(
@@ -56,12 +57,16 @@ SETTINGS: tuple[Setting, ...] = (
         "ctx-checkpoints", "model", "N", parsers.count(1, 1024), 8, "rewind points kept by models with fixed state (8)"
     ),
     Setting("kv-cache-dtype", "model", "TYPE", kv_format, None, "keys and values kept as f32, f16, bf16, int8 (auto)"),
-    Setting("cache-type-k", "model", "TYPE", kv_format, None, "as llama.cpp has it, q8_0 for int8; needs its twin:"),
-    Setting("cache-type-v", "model", "TYPE", kv_format, None, "of the same type as --cache-type-k"),
-    Setting(
-        "draft-tokens", "model", "N", guesses, None, "tokens that a model's draft head guesses a step, 0: none (auto)"
-    ),
-    Setting("draft-max", "model", "N", guesses, None, "as llama.cpp calls it"),
+    Setting("cache-type-k", "model", "TYPE", cache_type, None, "llama.cpp's name of it; torch: q8_0 is int8"),
+    Setting("cache-type-v", "model", "TYPE", cache_type, None, "the same of the values; torch: as of the keys"),
+    Setting("gpu-layers", "llama.cpp", "N", parsers.count(0), None, "layers on the cards (all that fit the library)"),
+    Setting("split-mode", "llama.cpp", "MODE", split_mode, "layer", "over several cards: none, layer, row (layer)"),
+    Setting("tensor-split", "llama.cpp", "LIST", shares, (), "share of each card: 3,1 (by their free memory)"),
+    Setting("main-gpu", "llama.cpp", "N", parsers.count(0), 0, "the card for --split-mode none or row (0)"),
+    Setting("threads", "llama.cpp", "N", parsers.count(1), None, "CPU threads (as many as there are cores)"),
+    Setting("flash-attn", "llama.cpp", "HOW", flash_attn, "auto", "on, off or auto (auto)"),
+    Setting("lora", "llama.cpp", "FILE", loras, (), "adapter, at scale 1; may be repeated", True),
+    Setting("lora-scaled", "llama.cpp", "FILE:SCALE", scaled_loras, (), "the same with its scale", True),
     Setting("control-vector", "model", "[NAME=]FILE", vectors, (), "control vector, at scale 1; may be repeated", True),
     Setting(
         "control-vector-scaled",

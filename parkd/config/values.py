@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from parkd.llama_settings import LlamaSettings
 from parkd.model_settings import ControlVectorFile
 
 
@@ -41,13 +42,13 @@ class ModelConfig:
     """Copies of the fixed state kept on the devices, for models that have any."""
     kv_format: str | None = None
     """What keys and values are kept as, of `engine.kv_format`; None: as they are computed."""
-    draft_tokens: int | None = None
-    """Tokens guessed a step by models with a draft head; None: the engine's choice, 0: none."""
     control_vectors: tuple[ControlVectorFile, ...] = ()
     steered_layers: tuple[int, int] | None = None
     """First and last layer that control vectors may steer; None: all but the first."""
     upstream: UpstreamConfig | None = None
     """Set: a llama-server that runs serves the model, and nothing is loaded here."""
+    engine: str = "auto"
+    llama: LlamaSettings = field(default_factory=LlamaSettings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from parkd.types import (
-    Checksums,
-    DraftCounts,
-    ImageSpan,
-    SamplingParams,
-    StateLayout,
-    StateSizes,
-    TokenIds,
-    TokenMask,
-    Transfer,
-)
+from parkd.types import Checksums, ImageSpan, SamplingParams, StateLayout, StateSizes, TokenIds, TokenMask, Transfer
 
 BLOCK_TOKENS = 256
 """Rows in a block, at absolute multiples."""
@@ -237,7 +227,8 @@ class Engine(Protocol):
 
     def truncate(self, position: int) -> None:
         """Keeps `[0, position)`. Raises ValueError if the state at `position` is not exact: below `rewind_floor` and
-        not one of `checkpoints`, nor 0. Checkpoints beyond are forgotten."""
+        not one of `checkpoints`, nor 0. Checkpoints beyond are forgotten. An engine whose library may refuse what it
+        promised raises RestoreFailed then, after a reset."""
 
     def extend(
         self,
@@ -297,15 +288,6 @@ class Engine(Protocol):
         """Makes the transfer's state live and `position` its position. Raises RestoreFailed after a reset."""
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class DraftingEngine(Protocol):
-    """What an engine may offer besides: it guesses tokens ahead, and says how well it did."""
-
-    @property
-    def drafts(self) -> DraftCounts:
-        """Of the answer generated last."""
 
 
 class RowEngine(Engine, Protocol):

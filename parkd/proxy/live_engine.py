@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from parkd.engine_adapter.base import Engine, RemoteEngine
-from parkd.errors import EngineFailure, EngineLost, ParkdError
+from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
 from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.live import LiveConversation
 from parkd.types import ConversationKey, Units
@@ -83,7 +83,11 @@ class LiveEngine:
             self.conversation = self.conversation.truncate(position)
 
     async def truncate(self, position: int) -> None:
-        await self.call(self.engine.truncate, position)
+        try:
+            await self.call(self.engine.truncate, position)
+        except RestoreFailed:  # it is empty now
+            self.conversation = LiveConversation()
+            raise
         self.conversation = self.conversation.truncate(position)
         await self._look()
 

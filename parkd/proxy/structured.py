@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,12 @@ class StructuredOutput:
     """Compiles masks for one tokenizer. Thread-safe. Reading a large vocabulary takes seconds: `prepare` does it ahead,
     else the first mask does."""
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, end_token_ids: frozenset[int]) -> None:
-        """`tokenizer_json` is the text of a `tokenizer.json`; `vocab_size` the model's number of logits."""
-        self._tokenizer_json = tokenizer_json
+    def __init__(
+        self, tokenizer: str | Callable[[], LLTokenizer], vocab_size: int, end_token_ids: frozenset[int]
+    ) -> None:
+        """`tokenizer` is the text of a `tokenizer.json`, or makes what that is compiled to; `vocab_size` the model's
+        number of logits."""
+        self._source = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
         self._building = threading.Lock()
@@ -64,7 +67,12 @@ class StructuredOutput:
     def prepare(self) -> None:
         with self._building:
             if self._built is None:
-                self._built = LLTokenizer(self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._end_token_ids)
+                self._built = self._build()
+
+    def _build(self) -> LLTokenizer:
+        if isinstance(self._source, str):
+            return LLTokenizer(self._source, n_vocab=self._vocab_size, eos_token=self._end_token_ids)
+        return self._source()
 
     @property
     def _tokenizer(self) -> LLTokenizer:

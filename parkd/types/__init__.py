@@ -31,7 +31,6 @@ from parkd.types.report import (
     Diagnosis,
     DiagnosisKind,
     Divergence,
-    DraftCounts,
     Timings,
 )
 from parkd.types.request import (
@@ -72,7 +71,6 @@ __all__ = [
     "Diagnosis",
     "DiagnosisKind",
     "Divergence",
-    "DraftCounts",
     "Event",
     "FinishReason",
     "Finished",

@@ -26,7 +26,7 @@ class FailingFs:
     def __init__(self, path: Path, operation: str) -> None:
         self._files = open_directory(path)
         self._operation = operation
-        self.fails = True
+        self.fails = False
 
     def __getattr__(self, name: str):
         if name == self._operation and self.fails:
@@ -88,6 +88,7 @@ async def test_the_disk_budget_holds_and_what_goes_is_gone_from_memory_too(tmp_p
 async def test_without_a_manifest_there_is_no_conversation(tmp_path: Path, operation: str) -> None:
     files = FailingFs(tmp_path / "park", operation)
     async with running_on(tmp_path / "park", engine_with_files(), files=files) as server:
+        files.fails = True
         a1 = opening("a")
         first = await server.chat(a1)
         await until(lambda: server.store.disk_stats().write_failures_total > 0)

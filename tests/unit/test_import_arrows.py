@@ -28,7 +28,10 @@ RULES = (
     Rule("engine", ("engine",), HTTP),
     Rule("parkd.types", ("parkd.types",), COMPUTE + HTTP),
     Rule("parkd.errors", (), COMPUTE + HTTP),
-    Rule("parkd.config", ("parkd.config", "parkd.errors", "parkd.model_settings"), COMPUTE + HTTP),
+    Rule(
+        "parkd.config", ("parkd.config", "parkd.errors", "parkd.llama_settings", "parkd.model_settings"), COMPUTE + HTTP
+    ),
+    Rule("parkd.llama_settings", ("parkd.errors",), COMPUTE + HTTP),
     Rule("parkd.model_settings", ("parkd.errors",), COMPUTE + HTTP),
     Rule("parkd.identity", ("parkd.identity", "parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
     Rule("parkd.store", ("parkd.store", *SHARED), COMPUTE + HTTP),
@@ -40,6 +43,7 @@ RULES = (
     ),
     Rule("parkd.engine_adapter.base", SHARED, COMPUTE + HTTP),
     Rule("parkd.engine_adapter.torch_engine", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
+    Rule("parkd.engine_adapter.llama_cpp", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
     Rule("parkd.engine_adapter.llama_server", ("parkd.engine_adapter", *SHARED), COMPUTE),
     Rule("parkd.engine_adapter", ("parkd.engine_adapter", *SHARED), COMPUTE + HTTP),
     Rule("parkd.cli", ("parkd", "engine")),  # the composition root

@@ -1,0 +1,50 @@
+"""What a GGUF model is loaded with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.steering import VectorFile
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+"""As llama-server names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFile:
+    """An adapter, applied to all that is read and generated."""
+
+    path: Path
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LlamaCppConfig:
+    """What to load and how to lay it out. Names and meanings are llama-server's."""
+
+    model: Path
+    """A GGUF file, or the first of several."""
+    cache_dir: Path
+    """Digests of weight files are kept here."""
+    name: str | None = None
+    """What the model is called; None: as its file says."""
+    chat_template_file: Path | None = None
+    context_tokens: int | None = None
+    """None: the model's own."""
+    batch_tokens: int = 512
+    ctx_checkpoints: int = 8
+    gpu_layers: int | None = None
+    """None: all that the library can offload."""
+    split_mode: str = "layer"
+    tensor_split: tuple[float, ...] = ()
+    main_gpu: int = 0
+    threads: int | None = None
+    """None: as many as the machine has cores."""
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    flash_attn: str = "auto"
+    loras: tuple[LoraFile, ...] = ()
+    control_vectors: tuple[VectorFile, ...] = ()
+    steered_layers: tuple[int, int] | None = None
+    is_demo_model: bool = False

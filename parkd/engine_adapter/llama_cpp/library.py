@@ -1,0 +1,244 @@
+"""A model and its context in llama.cpp's hands: loaded, described, given back.
+
+    GGUF file -> model (weights on the devices that llama.cpp splits them over) -> context (memory of one sequence)
+
+Errors of the library are return values; what it has to say about them goes to its log, of which the last lines are kept
+for the message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import llama_cpp.llama_cpp as low
+from gguf import GGMLQuantizationType
+
+from engine.model_cache import ModelCache
+from engine.steering import Steering
+from parkd.engine_adapter.llama_cpp.config import LlamaCppConfig
+from parkd.errors import EngineFailure, ModelError
+
+FINGERPRINT_BYTES = 16
+MOST_PHYSICAL_BATCH = 512
+"""Tokens that are computed at once, of a batch."""
+LOG_LINES = 8
+WARN_LEVEL = 3
+_SHARD_MARK = "-00001-of-"
+_SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
+_FLASH = {"auto": -1, "off": 0, "on": 1}
+
+
+class LibraryLog:
+    """Takes the library's log for itself. One a process: the library has one log."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=LOG_LINES)
+        self._callback = low.llama_log_callback(self._take)
+        low.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def _take(self, level: int, text: bytes, _data: Any) -> None:
+        if level >= WARN_LEVEL and text.strip():
+            self._lines.append(text.decode(errors="replace").strip())
+
+    @property
+    def last(self) -> str:
+        return " / ".join(self._lines) or "the library gave no reason"
+
+
+class LlamaModel:
+    """The loaded model and its context. Used from the engine's thread, but for what only reads the vocabulary."""
+
+    def __init__(self, config: LlamaCppConfig, progress: Callable[[str, float], None] | None = None) -> None:
+        """Raises ModelError."""
+        self.config = config
+        self._log = LibraryLog()
+        low.llama_backend_init()
+        self._check()
+        self._progress = progress
+        # Held for as long as the library may call or read them.
+        self._on_progress = low.llama_progress_callback(self._advance)
+        self._tensor_split = (ctypes.c_float * max(1, low.llama_max_devices()))(*config.tensor_split)
+        self.pointer = low.llama_model_load_from_file(os.fsencode(config.model), self._model_params())
+        if not self.pointer:
+            raise ModelError(
+                f"llama.cpp cannot load {config.model}: {self._log.last}. Is it whole, and of an architecture that "
+                f"this build knows? With too little memory, lower --gpu-layers or take a smaller quantisation."
+            )
+        self.vocab = low.llama_model_get_vocab(self.pointer)
+        self.context = low.llama_init_from_model(self.pointer, self._context_params())
+        if not self.context:
+            low.llama_model_free(self.pointer)
+            raise ModelError(
+                f"llama.cpp has no room for a context of {config.context_tokens or 'the full number of'} tokens: "
+                f"{self._log.last}. Start with a smaller --ctx-size, or another --cache-type-k and --cache-type-v."
+            )
+        self.memory = low.llama_get_memory(self.context)
+        self._apply_loras()
+
+    @property
+    def architecture(self) -> str:
+        return self.entry("general.architecture") or "unknown"
+
+    @property
+    def name(self) -> str:
+        return self.config.name or self.entry("general.name") or self.config.model.stem
+
+    @property
+    def vocab_size(self) -> int:
+        return int(low.llama_vocab_n_tokens(self.vocab))
+
+    @property
+    def layers(self) -> int:
+        return int(low.llama_model_n_layer(self.pointer))
+
+    @property
+    def context_tokens(self) -> int:
+        return int(low.llama_n_ctx(self.context))
+
+    @property
+    def weights_bytes(self) -> int:
+        return int(low.llama_model_size(self.pointer))
+
+    @property
+    def window_tokens(self) -> int:
+        """Of sliding layers; 0 without."""
+        return int(low.llama_model_n_swa(self.pointer))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Some of its state is exact at its end only."""
+        return bool(low.llama_model_is_recurrent(self.pointer) or low.llama_model_is_hybrid(self.pointer))
+
+    @property
+    def chat_template(self) -> str | None:
+        if self.config.chat_template_file is not None:
+            return self.config.chat_template_file.read_text()
+        text = low.llama_model_chat_template(self.pointer, None)
+        return text.decode() if text else None
+
+    def entry(self, key: str) -> str | None:
+        """A metadata value of the file, as text."""
+        buffer = ctypes.create_string_buffer(4096)
+        size = low.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
+        return buffer.value.decode(errors="replace") if size >= 0 else None
+
+    def end_tokens(self) -> frozenset[int]:
+        return frozenset(t for t in range(self.vocab_size) if low.llama_vocab_is_eog(self.vocab, t))
+
+    def fingerprint(self) -> bytes:
+        """16 bytes over weights, KV types, adapters with their scales, the library's build, and what shapes the bytes
+        that it writes. Control vectors are in the conversation's key, request by request."""
+        cache, config = ModelCache(self.config.cache_dir), self.config
+        hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-llama.cpp")
+        parts = [cache.file_digest(path, self._progress) for path in shards(config.model)]
+        parts += [cache.file_digest(path, None) for path in _library_files()]
+        parts += [f"{config.cache_type_k} {config.cache_type_v} {config.flash_attn}".encode()]
+        for lora in config.loras:
+            parts += [cache.file_digest(lora.path, None), repr(float(lora.scale)).encode()]
+        for part in parts:
+            hasher.update(len(part).to_bytes(8, "little"))
+            hasher.update(part)
+        return hasher.digest()
+
+    def steer(self, steering: Steering) -> None:
+        """Adds directions to the layers from here on; an empty set takes all off. Raises EngineFailure."""
+        embed, layers = int(low.llama_model_n_embd(self.pointer)), self.layers
+        if not steering.sums:
+            failed = low.llama_set_adapter_cvec(self.context, None, 0, embed, 0, 0)
+        else:
+            data = (ctypes.c_float * (embed * (layers - 1)))()
+            for layer, direction in steering.sums.items():
+                start = (layer - 1) * embed
+                data[start : start + embed] = direction.tolist()
+            failed = low.llama_set_adapter_cvec(self.context, data, len(data), embed, 1, layers - 1)
+        if failed:
+            raise EngineFailure(f"llama.cpp does not take the control vectors: {self._log.last}.")
+
+    def last_words(self) -> str:
+        """Of the library's log, for a message."""
+        return self._log.last
+
+    def close(self) -> None:
+        if self.context:
+            low.llama_free(self.context)
+            low.llama_model_free(self.pointer)
+            self.context = self.pointer = None
+
+    def _check(self) -> None:
+        config = self.config
+        if not config.model.is_file():
+            raise ModelError(f"There is no GGUF file {config.model}.")
+        if len(config.tensor_split) > low.llama_max_devices():
+            raise ModelError(
+                f"--tensor-split names {len(config.tensor_split)} shares, and this build of llama.cpp knows "
+                f"{low.llama_max_devices()} device(s)."
+            )
+
+    def _model_params(self) -> Any:
+        config, params = self.config, low.llama_model_default_params()
+        params.n_gpu_layers = -1 if config.gpu_layers is None else config.gpu_layers
+        params.split_mode = _SPLIT_MODES[config.split_mode]
+        params.main_gpu = config.main_gpu
+        if config.tensor_split:
+            params.tensor_split = self._tensor_split
+        params.progress_callback = self._on_progress
+        return params
+
+    def _context_params(self) -> Any:
+        config, params = self.config, low.llama_context_default_params()
+        threads = config.threads or os.cpu_count() or 1
+        params.n_ctx = config.context_tokens or 0
+        params.n_batch = config.batch_tokens
+        params.n_ubatch = min(config.batch_tokens, MOST_PHYSICAL_BATCH)
+        params.n_seq_max = 1
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k, params.type_v = _type(config.cache_type_k), _type(config.cache_type_v)
+        params.flash_attn_type = _FLASH[config.flash_attn]
+        params.no_perf = True
+        params.swa_full = False
+        return params
+
+    def _advance(self, share: float, _data: Any) -> bool:
+        if self._progress is not None:
+            self._progress("loading weights", float(share))
+        return True
+
+    def _apply_loras(self) -> None:
+        adapters = [low.llama_adapter_lora_init(self.pointer, os.fsencode(x.path)) for x in self.config.loras]
+        for lora, adapter in zip(self.config.loras, adapters, strict=True):
+            if not adapter:
+                raise ModelError(f"llama.cpp cannot use the adapter {lora.path} with this model: {self._log.last}.")
+        if adapters:
+            pointers = (low.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+            scales = (ctypes.c_float * len(adapters))(*(lora.scale for lora in self.config.loras))
+            if low.llama_set_adapters_lora(self.context, pointers, len(adapters), scales):
+                raise ModelError(f"llama.cpp does not take the adapters: {self._log.last}.")
+
+
+def _type(name: str) -> int:
+    return int(GGMLQuantizationType[name.upper()])
+
+
+def shards(first: Path) -> Iterator[Path]:
+    """All files of a model, which may lie in several: `NAME-00001-of-00003.gguf`."""
+    head, mark, tail = first.name.partition(_SHARD_MARK)
+    if not mark:
+        yield first
+        return
+    count = int(tail.partition(".")[0])
+    for number in range(1, count + 1):
+        yield first.with_name(f"{head}-{number:05d}-of-{tail}")
+
+
+def _library_files() -> list[Path]:
+    """The shared objects that compute and write state: another build may do both otherwise."""
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    names = ("libllama", "libggml-base", "libggml-cpu", "llama", "ggml-base", "ggml-cpu")
+    return [path for path in sorted(folder.iterdir()) if path.name.split(".")[0] in names and not path.is_symlink()]

@@ -1,0 +1,117 @@
+"""The one sequence in the context's memory: tokens go in, logits and state come out.
+
+    positions   pos_min ............ pos_max        (-1, -1) when it is empty
+                |-- in memory ------------|-- position: where the next token goes
+
+Nothing is taken for granted: after each call that may move it, the position is what the memory reports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp.llama_cpp as low
+import numpy as np
+import numpy.typing as npt
+
+from parkd.engine_adapter.llama_cpp.library import LlamaModel
+from parkd.errors import EngineFailure
+from parkd.types import Bytes, TokenIds
+
+SEQUENCE = 0
+WHOLE = low.LLAMA_STATE_SEQ_FLAGS_NONE
+PARTIAL = low.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+ABORTED = 2
+
+
+class Sequence:
+    """Memory, batch and logits of the context."""
+
+    def __init__(self, model: LlamaModel, batch_tokens: int) -> None:
+        self._model = model
+        self._context, self._memory = model.context, model.memory
+        self._batch = low.llama_batch_init(batch_tokens, 0, 1)
+        shape = (batch_tokens,)
+        self._tokens = np.ctypeslib.as_array(self._batch.token, shape)
+        self._positions = np.ctypeslib.as_array(self._batch.pos, shape)
+        self._wants_logits = np.ctypeslib.as_array(self._batch.logits, shape)
+        np.ctypeslib.as_array(self._batch.n_seq_id, shape)[:] = 1
+        for place in range(batch_tokens):
+            self._batch.seq_id[place][0] = SEQUENCE
+        self._vocab_size = model.vocab_size
+
+    @property
+    def position(self) -> int:
+        return int(low.llama_memory_seq_pos_max(self._memory, SEQUENCE)) + 1
+
+    @property
+    def first(self) -> int:
+        """The earliest position in memory, of the layers that hold fewest; -1 when it is empty."""
+        return int(low.llama_memory_seq_pos_min(self._memory, SEQUENCE))
+
+    def clear(self) -> None:
+        low.llama_memory_clear(self._memory, False)
+
+    def cut(self, position: int) -> bool:
+        """Takes off what lies from `position` on. False if the library refuses, or did something else."""
+        if not low.llama_memory_seq_rm(self._memory, SEQUENCE, position, -1):
+            return False
+        return self.position == position
+
+    def decode(self, token_ids: TokenIds, start: int, *, is_cancelled: Callable[[], bool] | None = None) -> bool:
+        """Computes tokens `[start, start + n)` in one batch, with logits of the last one if there is one only.
+
+        False if it was cancelled inside; then the memory holds some of it. Raises EngineFailure.
+        """
+        count = len(token_ids)
+        self._tokens[:count] = token_ids
+        self._positions[:count] = np.arange(start, start + count, dtype=np.int32)
+        self._wants_logits[:count] = 0
+        self._wants_logits[count - 1] = count == 1
+        self._batch.n_tokens = count
+        if is_cancelled is None:
+            failed = low.llama_decode(self._context, self._batch)
+        else:
+            callback = low.ggml_abort_callback(lambda _data: is_cancelled())
+            low.llama_set_abort_callback(self._context, callback, ctypes.c_void_p(0))
+            try:
+                failed = low.llama_decode(self._context, self._batch)
+            finally:
+                low.llama_set_abort_callback(self._context, low.ggml_abort_callback(0), ctypes.c_void_p(0))
+        if failed == ABORTED:
+            return False
+        if failed or self.position != start + count:
+            raise EngineFailure(
+                f"llama.cpp could not compute {count} tokens from {start} on (code {failed}): "
+                f"{self._model.last_words()}. Send the request again."
+            )
+        return True
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """`[vocab]` of the last token that was decoded alone; valid until the next one is."""
+        pointer = low.llama_get_logits_ith(self._context, -1)
+        if not pointer:
+            raise EngineFailure("llama.cpp gave no logits. Send the request again.")
+        return np.ctypeslib.as_array(pointer, (self._vocab_size,))
+
+    def state_size(self, flags: int) -> int:
+        return int(low.llama_state_seq_get_size_ext(self._context, SEQUENCE, flags))
+
+    def read_state(self, buffer: Bytes, flags: int) -> bool:
+        """Fills the buffer. False if the state is not exactly as long."""
+        size = low.llama_state_seq_get_data_ext(self._context, _pointer(buffer), buffer.nbytes, SEQUENCE, flags)
+        return int(size) == buffer.nbytes
+
+    def write_state(self, buffer: Bytes, flags: int) -> bool:
+        """False if the library refuses it, or does not take all of it; what is in memory then means nothing."""
+        size = low.llama_state_seq_set_data_ext(self._context, _pointer(buffer), buffer.nbytes, SEQUENCE, flags)
+        return int(size) == buffer.nbytes
+
+    def close(self) -> None:
+        low.llama_batch_free(self._batch)
+
+
+def _pointer(buffer: Bytes) -> Any:
+    return ctypes.cast(buffer.ctypes.data, ctypes.POINTER(ctypes.c_uint8))

@@ -1,0 +1,146 @@
+"""Text and tokens by llama.cpp's own vocabulary, which is what decides the ids of a GGUF model."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llama_cpp.llama_cpp as low
+from llguidance import LLTokenizer
+
+from engine.chat import ChatTemplate as EngineTemplate
+from engine.errors import TemplateRefused
+from engine.text import ANSWER_MARKS, TextAssembler
+from parkd.engine_adapter.base import TextPiece
+from parkd.engine_adapter.llama_cpp.library import LlamaModel
+from parkd.errors import EngineFailure, InvalidRequest
+
+_CUT_OUT = low.LLAMA_TOKEN_ATTR_CONTROL | low.LLAMA_TOKEN_ATTR_USER_DEFINED | low.LLAMA_TOKEN_ATTR_UNKNOWN
+_STRIPS = low.LLAMA_TOKEN_ATTR_LSTRIP | low.LLAMA_TOKEN_ATTR_RSTRIP
+_SILENT = low.LLAMA_TOKEN_ATTR_CONTROL | low.LLAMA_TOKEN_ATTR_UNKNOWN
+_FIRST_PIECE_BYTES = 64
+
+
+class LlamaTokenizer:
+    """A `Tokenizer`. The vocabulary never changes, and the library's look-ups keep no state, so it is thread-safe."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        self._vocab = model.vocab
+        attributes = [low.llama_vocab_get_attr(model.vocab, token) for token in range(model.vocab_size)]
+        cut_out = [token for token, attribute in enumerate(attributes) if attribute & _CUT_OUT]
+        # A token that swallows the spaces beside it ties the texts on both sides together: nothing is cut there.
+        strips = any(attributes[token] & _STRIPS for token in cut_out)
+        texts = [self.piece(token).decode(errors="replace") for token in cut_out]
+        self.special_tokens: tuple[str, ...] = () if strips else tuple(text for text in texts if text)
+
+    def encode(self, text: str) -> list[int]:
+        data = text.encode()
+        room = len(data) + 8
+        while True:
+            tokens = (ctypes.c_int32 * room)()
+            count = low.llama_tokenize(self._vocab, data, len(data), tokens, room, False, True)
+            if count >= 0:
+                return list(tokens[:count])
+            room = -count
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(self.piece(int(token)) for token in token_ids).decode(errors="replace")
+
+    def piece(self, token: int) -> bytes:
+        """The token's bytes, special ones included."""
+        room = _FIRST_PIECE_BYTES
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            size = low.llama_token_to_piece(self._vocab, token, buffer, room, 0, True)
+            if size >= 0:
+                return buffer.raw[:size]
+            room = -size
+
+    def grammar_tokenizer(self, vocab_size: int, end_token_ids: Sequence[int]) -> Any:
+        """An `LLTokenizer` over the same vocabulary. Takes about a second."""
+        # As llguidance.llamacpp does it, without the functions that the library calls deprecated.
+        tokens = [self.piece(token) for token in range(vocab_size)]
+        for token, text in enumerate(tokens):
+            attribute = low.llama_vocab_get_attr(self._vocab, token)
+            is_mark = attribute & low.LLAMA_TOKEN_ATTR_USER_DEFINED and text[:1] == b"<" and text[-1:] == b">"
+            if attribute & low.LLAMA_TOKEN_ATTR_CONTROL or is_mark:
+                tokens[token] = b"\xff" + text  # llguidance's mark of what no text matches
+        tokenize = ctypes.cast(low._lib.llama_tokenize, ctypes.c_void_p).value
+        make: Any = LLTokenizer.from_llamacpp  # type: ignore[attr-defined]
+        return make(tokens=tokens, vocab_ptr=self._vocab, tokenize_fptr=tokenize, eos_token=list(end_token_ids))
+
+
+class AnswerBytes:
+    """The bytes that each token adds to an answer's text: none for those that say nothing. Thread-safe."""
+
+    def __init__(self, tokenizer: LlamaTokenizer, vocab: Any) -> None:
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._known: dict[int, bytes] = {}
+
+    def __getitem__(self, token: int) -> bytes:
+        known = self._known.get(token)
+        if known is None:
+            known = self._tokenizer.piece(token)
+            silent = low.llama_vocab_get_attr(self._vocab, token) & _SILENT
+            if silent and known.decode(errors="replace") not in ANSWER_MARKS:
+                known = b""
+            self._known[token] = known
+        return known
+
+
+class AnswerText:
+    """A `TextStream`."""
+
+    def __init__(self, token_bytes: AnswerBytes, stop: Sequence[str]) -> None:
+        self._assembler = TextAssembler(token_bytes, stop)
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        piece = self._assembler.push(token_ids)
+        return TextPiece(piece.text, piece.stop_string)
+
+    def flush(self) -> TextPiece:
+        piece = self._assembler.flush()
+        return TextPiece(piece.text, piece.stop_string)
+
+
+class _FileTemplate:
+    """What the template's renderer asks of a library tokenizer."""
+
+    def __init__(self, source: str | None, special_tokens_map: Mapping[str, str]) -> None:
+        self.chat_template = source
+        self.special_tokens_map = dict(special_tokens_map)
+
+    def get_chat_template(self, source: str | None, _tools: Any) -> str:
+        chosen = source or self.chat_template
+        if chosen is None:
+            raise EngineFailure("There is no chat template.")
+        return chosen
+
+
+class LlamaTemplate:
+    """A `ChatTemplate`: the file's own, rendered as those of other models are."""
+
+    def __init__(self, model: LlamaModel, tokenizer: LlamaTokenizer) -> None:
+        named = {
+            "bos_token": low.llama_vocab_bos(model.vocab),
+            "eos_token": low.llama_vocab_eos(model.vocab),
+            "pad_token": low.llama_vocab_pad(model.vocab),
+        }
+        texts = {name: tokenizer.decode([token]) for name, token in named.items() if token >= 0}
+        self.source = model.chat_template
+        self._template = EngineTemplate(_FileTemplate(self.source, texts), None)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        try:
+            return self._template.render(messages, tools, kwargs, add_generation_prompt=add_generation_prompt)
+        except TemplateRefused as error:
+            raise InvalidRequest(str(error), param="messages") from error

@@ -1,0 +1,109 @@
+"""What the settings of llama.cpp mean, under llama-server's names: text to values.
+
+Functions of a text raise ValueError saying what is expected.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENGINES = ("auto", "torch", "llama.cpp", "llama-server")
+CACHE_TYPES = ("auto", "f32", "f16", "bf16", "int8", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+"""llama-server's, and the torch engine's name for q8_0."""
+FLAGS = ("gpu-layers", "split-mode", "tensor-split", "main-gpu", "threads", "flash-attn", "lora", "lora-scaled")
+"""What only this engine knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    path: Path
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSettings:
+    """How llama.cpp is to load a model."""
+
+    gpu_layers: int | None = None
+    split_mode: str = "layer"
+    tensor_split: tuple[float, ...] = ()
+    main_gpu: int = 0
+    threads: int | None = None
+    flash_attn: str = "auto"
+    loras: tuple[LoraAdapter, ...] = ()
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+    given: tuple[str, ...] = ()
+    """The flags that were given and mean nothing to another engine."""
+
+
+def engine_name(text: str) -> str:
+    return _one_of(ENGINES, text)
+
+
+def cache_type(text: str) -> str | None:
+    name = _one_of(CACHE_TYPES, text)
+    return None if name == "auto" else name
+
+
+def split_mode(text: str) -> str:
+    return _one_of(("none", "layer", "row"), text)
+
+
+def flash_attn(text: str) -> str:
+    return _one_of(("on", "off", "auto"), text)
+
+
+def shares(text: str) -> tuple[float, ...]:
+    items = text.split(",")
+    if not all(re.fullmatch(r"\d+\.?\d*", item.strip()) for item in items):
+        raise ValueError("expected a share for each card, e.g. 3,1")
+    return tuple(float(item) for item in items)
+
+
+def loras(text: str) -> tuple[LoraAdapter, ...]:
+    return tuple(_lora(item.strip(), 1.0) for item in text.split(","))
+
+
+def scaled_loras(text: str) -> tuple[LoraAdapter, ...]:
+    found = []
+    for item in text.split(","):
+        file, _, scale = item.strip().rpartition(":")
+        if not file or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", scale):
+            raise ValueError("expected FILE:SCALE, e.g. style.gguf:0.5, or several with a comma between them")
+        found.append(_lora(file, float(scale)))
+    return tuple(found)
+
+
+def llama_settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> LlamaSettings:
+    """Of the values of all settings, and what they are when nothing is said."""
+    given = [name for name in FLAGS if values[name] != defaults[name]]
+    return LlamaSettings(
+        gpu_layers=values["gpu-layers"],
+        split_mode=values["split-mode"],
+        tensor_split=values["tensor-split"],
+        main_gpu=values["main-gpu"],
+        threads=values["threads"],
+        flash_attn=values["flash-attn"],
+        loras=(*values["lora"], *values["lora-scaled"]),
+        cache_type_k=values["cache-type-k"],
+        cache_type_v=values["cache-type-v"],
+        given=tuple(given),
+    )
+
+
+def _lora(text: str, scale: float) -> LoraAdapter:
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ValueError(f"expected a file; there is none at {text!r}")
+    return LoraAdapter(path, scale)
+
+
+def _one_of(known: tuple[str, ...], text: str) -> str:
+    if text.lower() not in known:
+        raise ValueError(f"expected one of {', '.join(known)}")
+    return text.lower()

@@ -1,0 +1,269 @@
+"""llama.cpp in process: what is reused, and that answers are those of a conversation that never left.
+
+The reference is always the same engine without the interruption. Each case runs on a hybrid, on full attention and,
+where the file is named, on sliding windows.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import anyio
+import disk_harness
+import numpy as np
+import pytest
+from api_harness import MIB, Running, body_of, running
+from llama_cpp_kit import left_by, loaded, opening, turn_after
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install parkd[llama-cpp])")
+pytestmark = pytest.mark.anyio
+
+MODELS = ["tiny", pytest.param("smollm2", marks=pytest.mark.model), pytest.param("gemma", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama-cpp")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def loaded_engine(request: pytest.FixtureRequest, folder: Path):
+    with loaded(request.param, folder) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(loaded_engine):
+    loaded_engine.reset()
+    return loaded_engine
+
+
+async def uninterrupted(engine, *turns) -> list[str]:
+    """The texts of turns that follow each other, with nothing between and no store."""
+    engine.reset()
+    async with running(engine, budget_bytes=0) as server:
+        texts = [(await server.chat(turn, max_tokens=6)).text for turn in turns]
+    engine.reset()
+    return texts
+
+
+async def test_a_b_a_resumes_at_the_end_of_the_answer(engine) -> None:
+    """Reports 1, 5 and 16: the entry stays, the state comes back whole, nothing of it is read again."""
+    a1 = opening("a")
+    async with running(engine) as server:
+        first = await server.chat(a1, max_tokens=6)
+        await server.chat(opening("b"), max_tokens=6)
+        a2 = turn_after(a1, first.text)
+        second = await server.chat(a2, max_tokens=6)
+        assert (second.cache, second.reused) == ("restored-ram", left_by(server, a1, 6))
+        await server.chat(opening("b"), max_tokens=6)
+        other = await server.chat(turn_after(a1, first.text, "Something else."), max_tokens=6)
+        assert other.cache == "restored-ram"
+        assert other.reused >= left_by(server, a1, 6), "both branches stay"
+    assert await uninterrupted(engine, a1, a2) == [first.text, second.text]
+    assert (await uninterrupted(engine, a1, turn_after(a1, first.text, "Something else.")))[1] == other.text
+
+
+async def test_asking_again_costs_one_token_live_and_restored(engine) -> None:
+    """Report 17, on every kind of memory."""
+    a1 = opening("a")
+    async with running(engine) as server:
+        first = await server.chat(a1, max_tokens=6)
+        prompt = len(server.prompt_tokens(a1))
+        for before, cache in ((None, "live"), (opening("b"), "restored-ram")):
+            if before is not None:
+                await server.chat(before, max_tokens=6)
+            again = await server.chat(a1, max_tokens=6)
+            assert (again.cache, again.reused, again.text) == (cache, prompt - 1, first.text)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+async def test_editing_the_last_message_reads_that_message(engine, is_elsewhere: bool) -> None:
+    """Report 20. Where the memory cannot be cut, a checkpoint before the last user message is resumed."""
+    a1 = opening("a")
+    async with running(engine) as server:
+        first = await server.chat(a1, max_tokens=6)
+        await server.chat(turn_after(a1, first.text, "What about the sea?"), max_tokens=6)
+        if is_elsewhere:
+            await server.chat(opening("b"), max_tokens=6)
+        edited = turn_after(a1, first.text, "Where are the mountains?")
+        answer = await server.chat(edited, max_tokens=6)
+        assert answer.cache == ("restored-ram" if is_elsewhere else "live")
+        kept = len(engine.tokenizer.encode(engine.template.render(edited[:-1], (), {}, add_generation_prompt=False)))
+        common = shared(
+            server.prompt_tokens(edited), server.prompt_tokens(turn_after(a1, first.text, "What about the sea?"))
+        )
+        assert answer.reused == (common if not engine.info.layout.fixed_bytes else kept)
+    texts = await uninterrupted(engine, a1, turn_after(a1, first.text, "What about the sea?"), edited)
+    assert texts[-1] == answer.text
+
+
+def shared(one: list[int], other: list[int]) -> int:
+    return next(place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+
+
+async def test_two_prompts_under_a_block_reuse_their_own_tail(engine) -> None:
+    """Report 2: whatever they share, each switch reads one token."""
+    one, two = opening("x", 12), opening("x", 12)
+    one[1]["content"] += " first ending"
+    two[1]["content"] += " second, another"
+    async with running(engine) as server:
+        texts = [(await server.chat(prompt, max_tokens=6)).text for prompt in (one, two)]
+        for prompt, text in ((one, texts[0]), (two, texts[1]), (one, texts[0])):
+            answer = await server.chat(prompt, max_tokens=6)
+            assert (answer.reused, answer.text) == (len(server.prompt_tokens(prompt)) - 1, text)
+
+
+async def test_six_conversations_under_a_budget_for_three(engine) -> None:
+    """Reports 3 and 4: any number of them takes turns, the budget holds, and every answer is right."""
+    openings = {name: opening(name) for name in "abcdef"}
+    async with running(engine) as server:
+        await server.chat(openings["a"], max_tokens=6)
+        await server.settled()
+        one = server.store.stats().bytes_in_use
+    engine.reset()
+    budget = 3 * one + one // 2
+    async with running(engine, budget_bytes=budget) as server:
+        firsts = {name: (await server.chat(messages, max_tokens=6)).text for name, messages in openings.items()}
+        answers = {}
+        for name, messages in openings.items():
+            answers[name] = await server.chat(turn_after(messages, firsts[name]), max_tokens=6)
+            stats = server.store.stats()
+            assert stats.peak_bytes_allocated <= budget
+        assert stats.conversations >= 2
+    for name, messages in openings.items():
+        turn = turn_after(messages, firsts[name])
+        if answers[name].reused:
+            assert await uninterrupted(engine, messages, turn) == [firsts[name], answers[name].text]
+
+
+async def test_a_restart_finds_it_on_disk(engine, tmp_path: Path) -> None:
+    a1 = opening("a")
+    async with disk_harness.running_on(tmp_path / "park", engine, disk_bytes=256 * MIB, ram_bytes=128 * MIB) as server:
+        first = await server.chat(a1, max_tokens=6)
+    engine.reset()
+    async with disk_harness.running_on(tmp_path / "park", engine, disk_bytes=256 * MIB, ram_bytes=128 * MIB) as server:
+        a2 = turn_after(a1, first.text)
+        second = await server.chat(a2, max_tokens=6)
+        assert (second.cache, second.reused) == ("restored-disk", left_by(server, a1, 6))
+    assert await uninterrupted(engine, a1, a2) == [first.text, second.text]
+
+
+@pytest.mark.parametrize("where", ["head", "middle", "end"])
+async def test_a_damaged_state_is_a_miss_and_later_answers_are_right(engine, where: str) -> None:
+    """Reports 11 and 15: it is compared before the library sees it, and a miss leaves nothing behind."""
+    a1 = opening("a")
+    async with running(engine) as server:
+        first = await server.chat(a1, max_tokens=6)
+        await server.chat(opening("b"), max_tokens=6)
+        damage(server, first_of(server, a1), where)
+        a2 = turn_after(a1, first.text)
+        second = await server.chat(a2, max_tokens=6)
+        assert (second.cache, second.reused) == ("cold", 0)
+        assert "restore failed" in second.headers["x-parkd-why"]
+        b2 = turn_after(opening("b"), "x")
+        third = await server.chat(b2, max_tokens=6)
+        assert third.cache == "restored-ram"
+    assert (await uninterrupted(engine, a2))[0] == second.text
+    assert (await uninterrupted(engine, opening("b"), b2))[1] == third.text
+
+
+def first_of(server: Running, messages) -> object:
+    entries = server.store._shelf.entries.values()
+    ids = server.prompt_tokens(messages)
+    return next(e.parked for e in entries if e.parked.units[: len(ids)].tolist() == ids)
+
+
+def damage(server: Running, parked, where: str) -> None:
+    [run] = server.store._shelf.blocks.runs(parked.blocks, parked.position, writeable=True)[0]
+    run.buffer[{"head": 5, "middle": run.buffer.size // 2, "end": run.buffer.size - 1}[where]] ^= 1
+
+
+async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    a1 = opening("a")
+    async with running(engine) as server:
+        first = await server.chat(a1, max_tokens=6)
+        await server.chat(opening("b"), max_tokens=6)
+        monkeypatch.setattr(engine._sequence, "write_state", lambda *_: False)
+        second = await server.chat(turn_after(a1, first.text), max_tokens=6)
+        assert (second.cache, second.reused) == ("cold", 0)
+        assert "refused" in second.headers["x-parkd-why"]
+
+
+async def test_a_client_that_leaves_stops_the_batch_and_what_was_read_stays(engine) -> None:
+    """Report 27: cancelled inside a batch too; the whole batches before it are not read again."""
+    long = opening("long", 150 if engine.info.vocab_size < 1000 else 260)
+    async with running(engine) as server:
+        total = len(server.prompt_tokens(long))
+        assert total > 1000
+        with anyio.move_on_after(30):
+            async with anyio.create_task_group() as tasks:
+
+                async def leave() -> None:
+                    while engine.position < 256:  # noqa: ASYNC110
+                        await anyio.sleep(0.002)
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(leave)
+                await server.client.post("/v1/chat/completions", json=body_of(long))
+        await server.settled()
+        again = await server.chat(long, max_tokens=6)
+        assert 256 <= again.reused < total
+    assert (await uninterrupted(engine, long))[0] == again.text
+
+
+async def test_a_batch_is_aborted_inside_and_the_position_is_exact(engine) -> None:
+    ids = np.arange(3, 131, dtype=np.int64) % 200 + 3
+    engine.extend(ids[:100], cancel=threading.Event(), checkpoint_at=(64,))
+
+    class SoonSet:
+        """Set when asked for the second time: not before the batch, but inside it."""
+
+        asked = 0
+
+        def is_set(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    position = engine.extend(ids[100:], cancel=SoonSet())
+    assert position == engine.position == 100
+    engine.extend(ids[position:], cancel=threading.Event())
+    after_abort = engine._sequence.position
+    engine.reset()
+    engine.extend(ids, cancel=threading.Event())
+    assert after_abort == engine.position == len(ids)
+
+
+async def test_special_tokens_are_cut_out_and_the_rest_is_tokenised_alone(engine) -> None:
+    """What the memo of segments counts on."""
+    for text in ("<|im_start|>user\nHello  there <|im_end|>\n<|im_start|>assistant\n", " lead", "日本語 é\n\n x"):
+        ids = engine.tokenizer.encode(text)
+        assert engine.tokenizer.decode(ids) == text or "<|im_start|>" not in engine.tokenizer.special_tokens
+    if "<|im_end|>" in engine.tokenizer.special_tokens:
+        parts = ("<|im_start|>", "user\nHello  there ", "<|im_end|>", "\n", "<|im_start|>", "assistant\n")
+        whole = engine.tokenizer.encode("".join(parts))
+        assert whole == [token for part in parts for token in engine.tokenizer.encode(part)]
+
+
+async def test_answers_obey_a_schema_and_stop_strings(engine) -> None:
+    from parkd.proxy.output.base import OutputFormat
+    from parkd.proxy.structured import StructuredOutput
+
+    structured = StructuredOutput(engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids)
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2, 3]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    build_mask = lambda request, tail: structured.mask(request, OutputFormat(), tail)  # noqa: E731
+    async with running(engine, build_mask=build_mask) as server:
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+        answer = await server.chat(opening("a", 8), max_tokens=40, response_format=form)
+        assert answer.text.replace(" ", "").replace("\n", "") in ('{"n":1}', '{"n":2}', '{"n":3}')
+        free = await server.chat(opening("b", 8), max_tokens=12)
+        if len(free.text) > 4:
+            cut = free.text[2:4]
+            stopped = await server.chat(opening("b", 8), max_tokens=12, stop=[cut])
+            assert stopped.text == free.text[: free.text.index(cut)]

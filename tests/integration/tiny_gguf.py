@@ -1,0 +1,109 @@
+"""A tiny model of random weights as a GGUF file: Qwen3.5's kind (gated delta net and full attention in turns).
+
+Names and shapes of the tensors as llama.cpp's `qwen35` reads them. The vocabulary is the 256 bytes, one merge, and the
+three tokens of ChatML, so that every text is tokenised and every token is text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+EMBED, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 4, 2, 32, 128
+STATE, GROUPS, RANK, CONV = 16, 2, 4, 4
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def byte_characters() -> list[str]:
+    """GPT-2's printable stand-ins, byte by byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    stand_ins = {byte: chr(byte) for byte in printable}
+    others = [byte for byte in range(256) if byte not in stand_ins]
+    return [stand_ins.get(byte, chr(256 + others.index(byte) if byte in others else 0)) for byte in range(256)]
+
+
+def write_tiny_hybrid(path: Path, seed: int = 0) -> None:
+    """Three layers of linear attention and one of full attention, a few hundred kilobytes."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "qwen35")
+    writer.add_name("tiny-hybrid")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(32768)
+    writer.add_embedding_length(EMBED)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(16)
+    writer.add_rope_dimension_sections([4, 2, 2, 0])
+    writer.add_rope_freq_base(10000.0)
+    writer.add_ssm_conv_kernel(CONV)
+    writer.add_ssm_inner_size(STATE * RANK)
+    writer.add_ssm_state_size(STATE)
+    writer.add_ssm_time_step_rank(RANK)
+    writer.add_ssm_group_count(GROUPS)
+    writer.add_uint32("qwen35.full_attention_interval", 4)
+    _add_vocabulary(writer)
+    vocab = 256 + 1 + len(SPECIAL)
+
+    def add(name: str, *shape: int, scale: float = 0.15, base: float = 0.0) -> None:
+        """`shape` outermost first, as numpy has it: llama.cpp prints it the other way round."""
+        writer.add_tensor(name, (base + rng.standard_normal(shape) * scale).astype(np.float32))
+
+    add("token_embd.weight", vocab, EMBED, scale=0.5)
+    spoken = np.zeros((vocab, 1), dtype=np.float32)
+    spoken[32:127] = spoken[ord("\n")] = 1.0  # so that an answer is a text that is tokenised to itself again
+    writer.add_tensor("output.weight", (spoken * rng.standard_normal((vocab, EMBED)) * 0.5).astype(np.float32))
+    add("output_norm.weight", EMBED, base=1.0)
+    key, value = STATE * GROUPS, STATE * RANK
+    for layer in range(LAYERS):
+        block = f"blk.{layer}"
+        add(f"{block}.attn_norm.weight", EMBED, base=1.0)
+        add(f"{block}.post_attention_norm.weight", EMBED, base=1.0)
+        if (layer + 1) % 4 == 0:
+            add(f"{block}.attn_q.weight", HEADS * HEAD_DIM * 2, EMBED)
+            add(f"{block}.attn_k.weight", KV_HEADS * HEAD_DIM, EMBED)
+            add(f"{block}.attn_v.weight", KV_HEADS * HEAD_DIM, EMBED)
+            add(f"{block}.attn_output.weight", EMBED, HEADS * HEAD_DIM)
+            add(f"{block}.attn_q_norm.weight", HEAD_DIM, base=1.0)
+            add(f"{block}.attn_k_norm.weight", HEAD_DIM, base=1.0)
+        else:
+            add(f"{block}.attn_qkv.weight", 2 * key + value, EMBED)
+            add(f"{block}.attn_gate.weight", value, EMBED)
+            add(f"{block}.ssm_conv1d.weight", 2 * key + value, CONV, scale=0.4)
+            add(f"{block}.ssm_dt.bias", RANK)
+            add(f"{block}.ssm_a", RANK, scale=0.05, base=-0.3)
+            add(f"{block}.ssm_beta.weight", RANK, EMBED)
+            add(f"{block}.ssm_alpha.weight", RANK, EMBED)
+            add(f"{block}.ssm_norm.weight", STATE, base=1.0)
+            add(f"{block}.ssm_out.weight", EMBED, value)
+        add(f"{block}.ffn_gate.weight", FFN, EMBED)
+        add(f"{block}.ffn_down.weight", EMBED, FFN)
+        add(f"{block}.ffn_up.weight", FFN, EMBED)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+    characters = byte_characters()
+    tokens = [*characters, characters[ord(" ")] + "t", *SPECIAL]
+    kinds = [gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * len(SPECIAL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([f"{characters[ord(' ')]} t"])
+    writer.add_eos_token_id(259)
+    writer.add_pad_token_id(257)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHATML)
