@@ -1,6 +1,6 @@
 """llama.cpp's own HTTP server, from the prebuilt `xllamacpp` wheel, as a process of its own.
 
-python -m benchmarks.peer_server MODEL.gguf PORT CONTEXT_TOKENS CACHE_RAM_MIB
+python -m benchmarks.peer_server MODEL.gguf PORT CONTEXT_TOKENS CACHE_RAM_MIB [SLOT_DIR SLOTS]
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import threading
 def main() -> None:
     import xllamacpp
 
-    model, port, context_tokens, cache_ram_mib = sys.argv[1:]
+    model, port, context_tokens, cache_ram_mib, *slots = sys.argv[1:]
     threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     parameters = xllamacpp.CommonParams()
     parameters.model.path = model
     parameters.hostnames = ["127.0.0.1"]
     parameters.port = int(port)
     parameters.n_ctx = int(context_tokens)
-    parameters.n_parallel = 1
+    parameters.n_parallel = int(slots[1]) if slots else 1
+    if slots:
+        parameters.slot_save_path = slots[0].rstrip("/") + "/"
+        parameters.endpoint_slots = True
     parameters.cpuparams.n_threads = threads
     parameters.cpuparams_batch.n_threads = threads
     parameters.cache_ram_mib = int(cache_ram_mib)

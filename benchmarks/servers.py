@@ -78,16 +78,41 @@ def parkd_server(
         *("--conversation-cache-mib", str(cache_mib), "--host", "127.0.0.1"),
     ]
     command = [sys.executable, "-m", "parkd", *arguments]
-    port = _free_port()
+    port = free_port()
     with _running(name, [*command, "--port", str(port)], port, threads) as server:
         yield server
 
 
 @contextlib.contextmanager
 def peer_server(*, cache_ram_mib: int, context_tokens: int, threads: int | None = None) -> Iterator[Server]:
-    port = _free_port()
+    port = free_port()
     arguments = [str(demo_model()), str(port), str(context_tokens), str(cache_ram_mib)]
     with _running("llama.cpp", [sys.executable, "-m", "benchmarks.peer_server", *arguments], port, threads) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def upstream_server(
+    slot_dir: Path, *, context_tokens: int, slots: int = 1, port: int | None = None, threads: int | None = None
+) -> Iterator[Server]:
+    """The same server as parkd wants it before itself. `context_tokens` is a slot's."""
+    port = port or free_port()
+    arguments = [str(demo_model()), str(port), str(context_tokens * slots), "0", str(slot_dir), str(slots)]
+    with _running(
+        "llama-server", [sys.executable, "-m", "benchmarks.peer_server", *arguments], port, threads
+    ) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def sidecar_server(
+    upstream_url: str, slot_dir: Path, *, disk_mib: int = 2048, port: int | None = None
+) -> Iterator[Server]:
+    """parkd before a llama-server that runs."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "parkd", "--upstream", upstream_url, "--slot-save-path", str(slot_dir)]
+    command += ["--conversation-cache-disk-mib", str(disk_mib), "--port", str(port)]
+    with _running("parkd", command, port) as server:
         yield server
 
 
@@ -129,7 +154,7 @@ def _wait_until_ready(server: Server) -> None:
     raise SystemExit(f"{server.name} did not start:\n" + "\n".join(server.log.read_text().splitlines()[-20:]))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -43,6 +43,8 @@ class EngineInfo:
     is_demo_model: bool = False
     ctx_checkpoints: int = 0
     """Checkpoints that the engine keeps at most; 0 without fixed state."""
+    live_conversations: int = 1
+    """That can stay live at once; one of them is current."""
     parked_state_lacks: str = ""
     """What is not in a parked state, said to whoever asks why tokens had to be read again."""
 

@@ -140,7 +140,7 @@ class LiveState(LiveEngine):
             self._metrics.restore_failures.inc()
             self._store.drop(plan.parked.id, why)
         outcome = report.outcome if position else CacheOutcome.COLD
-        return replace(report, outcome=outcome, reused_tokens=position, why=why)
+        return replace(report, outcome=outcome, reused_tokens=position, why="; ".join(filter(None, (report.why, why))))
 
     async def park(self) -> None:
         """Copies what is live and not yet in the store. A refusal or a failed copy leaves everything as it was.

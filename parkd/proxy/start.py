@@ -68,11 +68,13 @@ def decide_start(
     live_checkpoints: Sequence[int],
     cost: CostModel,
     rewind_floor: int | None = None,
+    has_spare: bool = False,
 ) -> StartPlan:
     """The cheapest exact start.
 
     The live state can be cut to `live_checkpoints` and to every position from `rewind_floor` on; None stands for 0
-    without fixed state, and for the end of what is live with it.
+    without fixed state, and for the end of what is live with it. `has_spare`: another conversation could be live beside
+    it; then what is parked already is not cut to less than half for a few tokens, since it would have to be restored.
     """
     rewindable = layout.fixed_bytes == 0
     length = len(prompt)
@@ -84,7 +86,8 @@ def decide_start(
         floor = rewind_floor if rewind_floor is not None else 0 if rewindable else live.position
         is_free = outside_images(min(common, length - 1), prompt.images) >= floor
         position = resumable_position(common, length, is_free, live_checkpoints, prompt.images)
-        if position > 0:
+        is_worth_more = has_spare and live.parked_id is not None and live.position - position > position
+        if position > 0 and not is_worth_more:
             plans.append(StartPlan(StartOption(CacheOutcome.LIVE, position, length), position, None))
         deepest_common, deepest_known, deepest_position = common, live.position, position
         nearest = live.units

@@ -84,6 +84,7 @@ class TurnStarter:
             live_checkpoints=self._live.checkpoints,
             rewind_floor=self._live.rewind_floor,
             cost=self._costs.model,
+            has_spare=self._live.engine.info.live_conversations > 1,
         )
         beyond = hashes[plan.common // BLOCK_TOKENS :]
         gone = store.why_gone(key_digest, beyond) if store is not None else ""

@@ -270,8 +270,8 @@ class LlamaServerEngine:
         checksum, position = int(transfer.checksums[0, 0]), transfer.position
         self._look()
         slot = self._table.holding(checksum, self._client.slots)
-        if slot is not None:  # it never left
-            self._table.select(slot)
+        if slot is not None and (self._table.is_single or 2 * position >= slot.position):
+            self._table.select(slot)  # it never left
         else:
             slot = self._table.take()
             slot.holds(self._files.restore(slot, run.file.path, checksum, transfer.stop))

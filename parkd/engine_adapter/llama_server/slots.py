@@ -57,6 +57,10 @@ class SlotTable:
             self._slots[current.id] = current
         self.current = current or self._slots[0]
 
+    @property
+    def is_single(self) -> bool:
+        return len(self._slots) == 1
+
     def select(self, slot: Slot) -> Slot:
         self._uses += 1
         slot.used = self._uses
@@ -83,7 +87,9 @@ class SlotTable:
         if slot is None:
             return None
         state = next((state for state in states() if state.id == slot.id), None)
-        if state is None or state.is_processing or state.task != slot.task or state.tokens != slot.position:
+        # Of a slot that was restored and not used since, the server does not say how much it holds.
+        same = state is not None and not state.is_processing and state.task == slot.task
+        if state is None or not same or state.tokens not in (None, slot.position):
             slot.forget()
             return None
         return slot

@@ -162,6 +162,7 @@ def _looked_at(
         devices=("upstream",),
         weights_bytes=int((model.get("meta") or {}).get("size", 0)),
         arena_bytes=0,
+        live_conversations=incarnation.slots,
         parked_state_lacks=SLOT_FILES_LACK,
     )
     named_tokens = [str(properties.get(name, "")) for name in ("bos_token", "eos_token")]

@@ -61,6 +61,8 @@ class FakeLlama:
         self.slots = [FakeSlot() for _ in range(slots)]
         self.context_tokens = context_tokens
         self.batch = batch
+        self.rewinds = True
+        """False: a model with recurrent state, of which a slot can only go on at its end."""
         self.marker = "run-1"
         self.model_path = "/models/fake.gguf"
         self.adapters: list[dict[str, Any]] = []
@@ -178,6 +180,8 @@ class FakeLlama:
         if body["cache_prompt"]:
             while cached < min(len(slot.ids), len(prompt) - 1) and slot.ids[cached] == prompt[cached]:
                 cached += 1
+        if not self.rewinds and cached < len(slot.ids):
+            cached = 0
         slot.ids = prompt[:cached]
         while True:
             yield sse(reading(len(prompt), cached, len(slot.ids)))

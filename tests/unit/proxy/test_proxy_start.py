@@ -51,11 +51,14 @@ def decide(
     lineage: tuple[int, ...] = (),
     layout: StateLayout = LAYOUT,
     cost: CostModel = COST,
+    has_spare: bool = False,
 ) -> StartPlan:
     conversation = LiveConversation()
     if live is not None:
-        conversation = LiveConversation(KEY, live, lineage, len(lineage) * 256)
-    return decide_start(prompt(asked), conversation, candidates, layout=layout, live_checkpoints=(), cost=cost)
+        conversation = LiveConversation(KEY, live, lineage, len(lineage) * 256, "live" if has_spare else None)
+    return decide_start(
+        prompt(asked), conversation, candidates, layout=layout, live_checkpoints=(), cost=cost, has_spare=has_spare
+    )
 
 
 def test_nothing_known_reads_cold() -> None:
@@ -67,6 +70,13 @@ def test_nothing_known_reads_cold() -> None:
 def test_the_live_conversation_goes_on_without_a_copy() -> None:
     plan = decide(units((0, 900)), units((0, 600)), (parked(units((0, 600)), (1, 2, 3)),))
     assert (plan.option.outcome, plan.option.position, plan.keep_rows) == (CacheOutcome.LIVE, 600, 600)
+
+
+def test_a_live_conversation_is_not_cut_for_little_where_another_can_be_live_beside_it() -> None:
+    little, most = units((0, 200), (5000, 5400)), units((0, 400), (5000, 5400))
+    assert decide(little, units((0, 600)), has_spare=True).option.outcome is CacheOutcome.COLD
+    assert decide(little, units((0, 600))).option.position == 200
+    assert decide(most, units((0, 600)), has_spare=True).option.position == 400
 
 
 def test_the_prompts_last_token_always_runs() -> None:

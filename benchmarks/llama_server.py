@@ -1,0 +1,224 @@
+"""parkd before a llama-server, against that server alone: what comes back, after what, and what standing between costs.
+
+python -m benchmarks.llama_server [--tokens N] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chat import Answer, ask
+from benchmarks.common import Goal, Result, Table, finish, machine, percentile, progress
+from benchmarks.servers import Server, free_port, peer_server, sidecar_server, upstream_server
+
+CONTEXT_TOKENS = 2048
+OUTPUT_TOKENS = 8
+OVERHEAD_GOAL_MS = 3.0
+OVERHEAD_REQUESTS = 30
+WORDS_A_TOKEN = 0.55
+KINDS = ("parkd", "llama-server", "both")
+
+Messages = list[dict[str, str]]
+
+
+def document(name: str, tokens: int) -> str:
+    return " ".join(f"{name} {number}" for number in range(max(1, int(tokens * WORDS_A_TOKEN / 2))))
+
+
+def opening(name: str, tokens: int) -> Messages:
+    return [{"role": "user", "content": f"Read this.\n{document(name, tokens)}\nWhat is it about?"}]
+
+
+def after(messages: Messages, answer: str, question: str) -> Messages:
+    return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+
+
+@dataclass
+class Rows:
+    """Answers of one way of serving, by what was asked."""
+
+    name: str
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+    def ask(self, server: Server, what: str, messages: Messages) -> Answer:
+        answer = ask(server.base_url, messages, output_tokens=OUTPUT_TOKENS)
+        progress(f"{self.name}: {what}: {answer.reused_tokens} of {answer.prompt_tokens}, {answer.first_token_s:.2f} s")
+        self.answers[what] = answer
+        time.sleep(0.5)  # what is parked behind the reply is not measured here
+        return answer
+
+
+def conversation(rows: Rows, server: Server, tokens: int) -> tuple[Messages, str]:
+    """Everything but the restart; the opening and its answer."""
+    a, b = opening("alpha", tokens), opening("beta", tokens // 2)
+    said = rows.ask(server, "A cold", a).text
+    rows.ask(server, "B cold", b)
+    rows.ask(server, "A2 after B", after(a, said, "And then?"))
+    rows.ask(server, "branch of A", after(a, said, "Say it in other words."))
+    edited = [{"role": "user", "content": a[0]["content"].replace("What is it about?", "How long is it?")}]
+    rows.ask(server, "A, last message edited", edited)
+    rows.ask(server, "B again", b)
+    return a, said
+
+
+def compare(tokens: int) -> list[Rows]:
+    cold, plain, sidecar = Rows("never left"), Rows("llama-server, --cache-ram"), Rows("parkd before llama-server")
+    with peer_server(cache_ram_mib=2048, context_tokens=CONTEXT_TOKENS) as server:
+        a, said = conversation(plain, server, tokens)
+    with peer_server(cache_ram_mib=2048, context_tokens=CONTEXT_TOKENS) as server:
+        plain.ask(server, "A2 after a restart", after(a, said, "And last?"))
+    with peer_server(cache_ram_mib=0, context_tokens=CONTEXT_TOKENS) as server:
+        assert cold.ask(server, "A cold", a).text == said, "the same prompt was answered otherwise"
+        for what, question in (("A2 after B", "And then?"), ("A2 after a restart", "And last?")):
+            cold.ask(server, what, after(a, said, question))
+    with tempfile.TemporaryDirectory() as folder:
+        slots, port = Path(folder), free_port()
+        with ExitStack() as parkd:
+            with upstream_server(slots, context_tokens=CONTEXT_TOKENS, port=port) as upstream:
+                server = parkd.enter_context(sidecar_server(upstream.base_url, slots))
+                a, said = conversation(sidecar, server, tokens)
+            with upstream_server(slots, context_tokens=CONTEXT_TOKENS, port=port):
+                sidecar.ask(server, "A2 after a restart", after(a, said, "And last?"))
+    return [cold, plain, sidecar]
+
+
+def overhead(tokens: int) -> dict[str, list[float]]:
+    """Milliseconds to the first token of one warm conversation, with and without parkd between, turn about."""
+    times: dict[str, list[float]] = {"llama-server": [], "parkd": []}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        slots = Path(folder)
+        upstream = stack.enter_context(upstream_server(slots, context_tokens=CONTEXT_TOKENS, slots=2))
+        server = stack.enter_context(sidecar_server(upstream.base_url, slots))
+        messages = opening("gamma", tokens)
+        ask(server.base_url, messages, output_tokens=1)
+        direct = {"id_slot": 1, "cache_prompt": True}
+        ask(upstream.base_url, messages, output_tokens=1, extra=direct)
+        for _ in range(OVERHEAD_REQUESTS):
+            times["parkd"].append(ask(server.base_url, messages, output_tokens=1).first_token_s * 1e3)
+            answer = ask(upstream.base_url, messages, output_tokens=1, extra=direct)
+            times["llama-server"].append(answer.first_token_s * 1e3)
+    return times
+
+
+def kills(rounds: int, tokens: int) -> list[dict[str, Any]]:
+    """Kills one or both, at once after an answer, and compares the next turn with a server that was never killed."""
+    questions = [f"Question {number}?" for number in range(rounds * len(KINDS))]
+    with peer_server(cache_ram_mib=0, context_tokens=CONTEXT_TOKENS) as server:
+        expected, history = [], opening("delta", tokens)
+        for question in questions:
+            said = ask(server.base_url, history, output_tokens=OUTPUT_TOKENS).text
+            expected.append(said)
+            history = [history[0], *after([], said, question)]
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        slots, ports = Path(folder), (free_port(), free_port())
+        upstream = stack.enter_context(upstream_server(slots, context_tokens=CONTEXT_TOKENS, port=ports[0]))
+        server = stack.enter_context(sidecar_server(upstream.base_url, slots, port=ports[1]))
+        history = opening("delta", tokens)
+        for number, question in enumerate(questions):
+            kind = KINDS[number % len(KINDS)]
+            answer = ask(server.base_url, history, output_tokens=OUTPUT_TOKENS)
+            outcomes.append(
+                {
+                    "killed before": KINDS[(number - 1) % len(KINDS)] if number else "nothing",
+                    "cache": answer.cache,
+                    "reused": answer.reused_tokens,
+                    "prompt": answer.prompt_tokens,
+                    "equal": answer.text == expected[number],
+                }
+            )
+            progress(f"kill loop: {outcomes[-1]}")
+            history = [history[0], *after([], answer.text, question)]
+            time.sleep(1.0)  # a kill before the manifest is synced loses the turn, and no more
+            if kind in ("parkd", "both"):
+                server.process.send_signal(signal.SIGKILL)
+                server.process.wait()
+            if kind in ("llama-server", "both"):
+                upstream.process.send_signal(signal.SIGKILL)
+                upstream.process.wait()
+                upstream = stack.enter_context(upstream_server(slots, context_tokens=CONTEXT_TOKENS, port=ports[0]))
+            if kind in ("parkd", "both"):
+                server = stack.enter_context(sidecar_server(upstream.base_url, slots, port=ports[1]))
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=1200, help="length of conversation A's opening, about")
+    parser.add_argument("--rounds", type=int, default=3, help="of the kill loop: each kills parkd, the server, both")
+    options = parser.parse_args()
+    started = machine()
+    outcomes = kills(options.rounds, min(200, options.tokens))
+    times = overhead(min(200, options.tokens))
+    rows = compare(options.tokens)
+    result = Result(
+        name="llama_server",
+        title="parkd before a llama-server",
+        how=(
+            f"SmolLM2-135M-Instruct Q4_1, one slot of {CONTEXT_TOKENS} tokens, greedy, {OUTPUT_TOKENS} tokens an "
+            f"answer, on the CPU; the server is that of the xllamacpp wheel. Equal: to the same turn of a server that "
+            f"the conversation never left."
+        ),
+        tables=[turns_table(rows), overhead_table(times), kills_table(outcomes)],
+        goals=goals(times, outcomes),
+        raw={
+            "times_ms": times,
+            "kills": outcomes,
+            "turns": {row.name: {what: vars(answer) for what, answer in row.answers.items()} for row in rows},
+        },
+    )
+    finish(result, started)
+
+
+def turns_table(rows: list[Rows]) -> Table:
+    cold, *served = rows
+    lines = []
+    for row in served:
+        for what, answer in row.answers.items():
+            reference = cold.answers.get(what)
+            same = "" if reference is None else "yes" if reference.text == answer.text else "no"
+            reused = f"{answer.reused_tokens:,} of {answer.prompt_tokens:,}"
+            lines.append((row.name, what, f"{answer.first_token_s:.2f}", reused, same))
+    return Table("Turns", ("server", "turn", "s to first token", "reused", "equal"), tuple(lines))
+
+
+def overhead_table(times: dict[str, list[float]]) -> Table:
+    lines = (
+        (name, f"{statistics.median(values):.1f}", f"{percentile(values, 0.9):.1f}") for name, values in times.items()
+    )
+    return Table("Warm single conversation, ms to the first token", ("server", "median", "p90"), tuple(lines))
+
+
+def kills_table(outcomes: list[dict[str, Any]]) -> Table:
+    lines = []
+    for kind in KINDS:
+        turns = [outcome for outcome in outcomes if outcome["killed before"] == kind]
+        reused, prompt = (sum(turn[what] for turn in turns) for what in ("reused", "prompt"))
+        equal = sum(turn["equal"] for turn in turns)
+        lines.append((kind, str(len(turns)), str(equal), f"{reused:,} of {prompt:,}"))
+    return Table("kill -9, then the next turn", ("killed", "turns", "equal", "tokens reused"), tuple(lines))
+
+
+def goals(times: dict[str, list[float]], outcomes: list[dict[str, Any]]) -> list[Goal]:
+    added = statistics.median(times["parkd"]) - statistics.median(times["llama-server"])
+    equal = sum(outcome["equal"] for outcome in outcomes)
+    later = outcomes[1:]
+    restored = sum(outcome["reused"] > 0 for outcome in later)
+    bound = f"<= {OVERHEAD_GOAL_MS} ms"
+    return [
+        Goal("what parkd adds to a warm turn", bound, f"{added:.1f} ms", added <= OVERHEAD_GOAL_MS),
+        Goal("answers after a kill are right", "all", f"{equal} of {len(outcomes)}", equal == len(outcomes)),
+        Goal("turns after a kill are restored", "all", f"{restored} of {len(later)}", restored == len(later)),
+    ]
+
+
+if __name__ == "__main__":
+    main()
