@@ -37,7 +37,9 @@ def disk_services(
     config: ProxyConfig | None = None,
     directory: Path | None = None,
 ) -> tuple[Services, IdentityBuilder]:
-    identity = IdentityBuilder(engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, 1 << 20)
+    identity = IdentityBuilder(
+        engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, 1 << 20, images=engine.images
+    )
     numbers = iter(range(1, 1 << 30))
     store = open_tiered(
         files,

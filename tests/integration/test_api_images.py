@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from api_harness import Running, body_of, running
+from disk_harness import running_on
 from PIL import Image
 
 from engine.config import EngineConfig
@@ -215,21 +216,17 @@ async def test_a_picture_of_the_same_length_is_never_a_hit(fixed_bytes: int) -> 
         assert len(engine.images_read) == 2
 
 
-async def test_nothing_goes_on_from_inside_a_picture() -> None:
-    """The rows of a picture that sees itself are of the whole picture, so a shorter park stops before it."""
-    engine = FakeEngine(reads_images=True, context_tokens=2048)
-    file = b"PIC" + b"x" * 397
-    head = "a" * 300
-    chat = DIALECTS["chat"]
-    async with running(engine, budget_bytes=2 * 64 * 1024) as server:
-        await chat.ask(server, [head, file, "b"])
-        for text in ("c", "d"):
-            await chat.ask(server, [text * 900])
-        reads = len(engine.images_read)
-        _, reused, _ = await chat.ask(server, [head, file, "b"])
-        start = len("<|im_start|>user\n") - len("<|im_start|>") + 1 + 300
-        assert not start < reused < start + len(file)
-        assert len(engine.images_read) == reads + (reused <= start)
+async def test_pictures_survive_a_restart(tmp_path: Path) -> None:
+    """The units on disk tell pictures apart: what comes back is not read again, and another picture is."""
+    chat, files = DIALECTS["chat"], [b"PIC" + b"same" * 100 + end for end in (b"1", b"2")]
+    async with running_on(tmp_path / "park", FakeEngine(reads_images=True)) as server:
+        first, _, prompt = await chat.ask(server, [LONG, files[0], LONG])
+    async with running_on(tmp_path / "park", FakeEngine(reads_images=True)) as server:
+        again, reused, _ = await chat.ask(server, [LONG, files[0], LONG])
+        assert (again, reused, server.engine.images_read) == (first, prompt - 1, [])
+        _, reused, _ = await chat.ask(server, [LONG, files[1], LONG])
+        assert reused <= len("<|im_start|>user\n" + LONG)
+        assert len(server.engine.images_read) == 1
 
 
 async def test_pictures_in_a_tools_result() -> None:
