@@ -73,6 +73,7 @@ def write_job(
             size = buffers[0].nbytes if layout.is_opaque else 0
             place = DiskCheckpoint(checkpoint.position, extent_id, _blank(stages), sums, file_sums, size)
             fresh.append((buffers, place))
+        assert place.position == checkpoint.position, "a checkpoint was taken for another"
         checkpoints.append(place)
     parts: tuple[Part, ...] = ()
     new = adopted

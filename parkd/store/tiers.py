@@ -178,8 +178,11 @@ class TieredStore(ConversationStore):
             parked = self.commit(promotion.capture, promotion.sums)
             if not promotion.is_whole:
                 self._sources_of[parked.id] = promotion.source
-            for checkpoint, place in zip(parked.checkpoints, entry.manifest.checkpoints, strict=False):
-                self.disk.know_checkpoint(checkpoint.id, place)
+            # By position: in memory it may have inherited some that it does not have on disk.
+            places = {place.position: place for place in entry.manifest.checkpoints}
+            for checkpoint in parked.checkpoints:
+                if checkpoint.position in places:
+                    self.disk.know_checkpoint(checkpoint.id, places[checkpoint.position])
             return parked
         self.abort(promotion.capture)
         if error is not None:

@@ -97,3 +97,10 @@ def test_a_short_soak(seed: int) -> None:
     counts = live(seed, 150)
     assert counts["job done"] > 5
     assert counts["parked"] > 5
+
+
+@pytest.mark.parametrize("seed", [516, 6525])
+def test_lives_that_once_broke(seed: int) -> None:
+    """516: a name whose sync had failed was taken for one that stays. 6525: checkpoints that a promoted conversation
+    had inherited in memory were taken for those that it has on disk."""
+    assert live(seed, 400)["job done"] > 5
