@@ -167,7 +167,8 @@ def _blocked(
         if ahead:
             bias = torch.nn.functional.pad(bias, (0, stop - past - end), value=-torch.inf)
             for head, tail in ahead:
-                bias[max(head, start) - start : tail - start, past + head - first : past + tail - first] = 0
+                seen_from = max(past + head - first, 0)  # a window may begin inside the picture
+                bias[max(head, start) - start : tail - start, seen_from : past + tail - first] = 0
         if isinstance(hidden, int):
             gone = torch.ones_like(bias, dtype=torch.bool).tril_(past + start - first - hidden)
             bias.masked_fill_(gone, -torch.inf)

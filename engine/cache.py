@@ -14,6 +14,7 @@ from engine.indexed_layers import IndexPositions, LayerIndex, OtherStagesLayer, 
 from engine.indexer import MakeBlocks
 from engine.kv_format import KeptStates, QuantisedStates, quantise
 from engine.layout import INDEX_KEY, INDEX_POSITION, WINDOW_FIELDS
+from engine.step_history import StepHistory
 
 
 class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc]
@@ -92,7 +93,8 @@ class StageCache(Cache):  # type: ignore[misc]
     about may belong to another stage, and layers of this one have already written when later ones ask.
     """
 
-    def __init__(self, arena: StageArena, num_layers: int) -> None:
+    def __init__(self, arena: StageArena, num_layers: int, step_tokens: int = 0) -> None:
+        """Of a step of up to `1 + step_tokens` tokens all but the first can be taken back."""
         layers: list[Any] = [OtherStagesLayer() for _ in range(num_layers)]
         fields = {(field.layer, field.name): arena.field_view(field) for field in arena.layout.row_fields}
         fields |= {(field.layer, field.name): arena.fixed_view(field) for field in arena.layout.fixed_fields}
@@ -107,11 +109,14 @@ class StageCache(Cache):  # type: ignore[misc]
         self._add_indexes(arena, fields)
         self.has_linear_state = any(isinstance(layer, ArenaLinearLayer) for layer in self._mine)
         """Some state here is true at one position only."""
+        self.history = StepHistory(arena, step_tokens)
         self.position = 0
 
     def begin(self, position: int) -> None:
         """The chunk that comes starts at `position`: rows `[0, position)` are its past."""
         self.position = position
+        if not self.history.is_recording:
+            self.history.forget()
         for layer in self._mine:
             layer.begin(position)
         self.rows_changed_from(position)
@@ -125,9 +130,8 @@ class StageCache(Cache):  # type: ignore[misc]
 
     def floor(self, position: int) -> int:
         """The lowest position the timeline can be cut to while this stage's state stays exact."""
-        if self.has_linear_state:
-            return position
-        return max((layer.floor for layer in self._sliding), default=0)
+        exact_from = 0 if self.history.is_empty else self.history.floor(position)
+        return max([exact_from, *(layer.floor for layer in self._sliding)])
 
     def pack(self, position: int) -> None:
         """Makes the arena's `fixed` the whole fixed state at `position`, where the timeline is."""
@@ -170,7 +174,7 @@ class StageCache(Cache):  # type: ignore[misc]
             self._indexes[layer] = LayerIndex(keys, blocks, self._positions, size)
 
 
-def _attention_layer(layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> ArenaAttentionLayer:
+def attention_layer(layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> ArenaAttentionLayer:
     """The layer over its fields' views, which are named by layer and field."""
     keys, values = fields[layer, "key"], fields[layer, "value"]
     scales = fields.get((layer, "scale"))
@@ -180,7 +184,7 @@ def _attention_layer(layer: int, fields: Mapping[tuple[int, str], torch.Tensor])
 def _layer(arena: StageArena, layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> Any:
     """The cache layer for what the arena's layout has of `layer`, by the names of its fields."""
     if (layer, "key") in fields:
-        return _attention_layer(layer, fields)
+        return attention_layer(layer, fields)
     if (layer, WINDOW_FIELDS[0]) in fields:
         packed = (fields[layer, WINDOW_FIELDS[0]], fields[layer, WINDOW_FIELDS[1]])
         return ArenaSlidingLayer(arena.windows[layer], packed, arena.window_room.slack_tokens)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+AUTO_DRAFT_TOKENS = 2
+"""Guesses a step where nothing is said: heads of one layer are asked again for each, and err more every time."""
+MAX_DRAFT_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -26,8 +30,15 @@ class EngineConfig:
 
     ctx_checkpoints: int = 8
     """Copies of the fixed state that stay on the devices, a position each; for models that have any."""
+    draft_tokens: int | None = None
+    """Tokens that a draft head guesses a step; None is `AUTO_DRAFT_TOKENS`, 0 decodes without one."""
     window_slack_tokens: int = 256
     """A sliding window can be cut back by so many tokens without a checkpoint."""
+
+    @property
+    def guesses(self) -> int:
+        """`draft_tokens`, once chosen."""
+        return AUTO_DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -37,6 +48,8 @@ class EngineConfig:
                 f"layer_split names {len(self.layer_split)} first layers for {len(self.devices)} devices; "
                 f"name {len(self.devices) - 1}, one for each stage after the first"
             )
+        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens is {self.draft_tokens}; it must be from 0 to {MAX_DRAFT_TOKENS}")
         for name in ("context_tokens", "batch_tokens", "ctx_checkpoints"):
             value = getattr(self, name)
             if value is not None and value < 1:

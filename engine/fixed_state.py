@@ -10,7 +10,8 @@ before the position; without either everywhere, and then there is nothing to kee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -81,8 +82,31 @@ class FixedState:
         for cache in self._caches:
             cache.unpack(position)
 
+    @contextmanager
+    def recorded(self, position: int, count: int) -> Iterator[None]:
+        """Inside, a step of `count` tokens runs at `position`; afterwards all but its first can be taken back."""
+        try:
+            for cache in self._caches:
+                cache.history.record(position, count)
+            yield
+        finally:
+            for cache in self._caches:
+                cache.history.finish()
+
+    def cut(self, position: int, at: int) -> None:
+        """From `at`, where the timeline is, to `position`, not below the floor: the live state becomes true there."""
+        for cache in self._caches:
+            if position < at and not cache.history.is_empty:
+                cache.history.go_back(position)
+        self._forget_checkpoints(position)
+
     def forget_beyond(self, position: int) -> None:
-        """Their rows are about to be overwritten."""
+        """Their rows are about to be overwritten, and so is the live state."""
+        for cache in self._caches:
+            cache.history.forget()
+        self._forget_checkpoints(position)
+
+    def _forget_checkpoints(self, position: int) -> None:
         for place in [place for place in self._kept if place > position]:
             del self._kept[place]
 

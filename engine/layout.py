@@ -9,6 +9,8 @@ layers that see no further.
 
     fixed   | conv 0 | recurrent 0 | ... | window keys 2 | window values 2 | ...
 
+A draft head (`engine.draft`) adds a layer behind the model's last, in the last stage.
+
 Which fields a layer has follows from its kind alone (`LAYER_KINDS`): supporting another kind of layer is adding an
 entry there.
 """
@@ -55,7 +57,7 @@ class Field:
     name: str
     """`key`, `value`, `index_key`; in the fixed state `conv_0`, `recurrent_0`, `window_key`, `window_value`, ..."""
     layer: int
-    """Index in the whole model."""
+    """Index in the whole model; a draft head's layer comes after the last."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     """Of one token: `(heads, head_dim)` for keys and values. Of windows: `(window - 1, heads, head_dim)`."""
@@ -163,6 +165,20 @@ def linear_state(config: Any, layer: int, types: StateTypes) -> LayerState:
     return LayerState(fixed=tuple(FieldSpec(*state) for state in linear_states(config, layer, types.compute)))
 
 
+def draft_state(config: Any, layer: int, types: StateTypes) -> LayerState:
+    """A draft head: keys and values like full attention's, and the hidden state behind the token, which the next row
+    of the head is made from.
+
+    That hidden state is a field of every row where the timeline can be cut to any token, so that the head goes on from
+    there too; where fixed state forbids that, it is part of it, and costs no row anything.
+    """
+    rows = attention_state(config, layer, types).row
+    hidden = FieldSpec("hidden", types.compute, (int(config.hidden_size),))
+    if {"linear_attention", "conv"} & set(layer_kinds(config)):
+        return LayerState(row=rows, fixed=(hidden,))
+    return LayerState(row=(*rows, hidden))
+
+
 LAYER_KINDS: Mapping[str, LayerKind] = MappingProxyType(
     {
         "full_attention": attention_state,
@@ -188,6 +204,11 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     return tuple(kinds)
 
 
+def draft_layers(config: Any) -> int:
+    """Layers of the draft head that runs beside the model: 1, or 0 without one."""
+    return int(getattr(config, "num_mtp_layers", None) or 0)
+
+
 def build_layout(
     config: Any,
     stage_ranges: Sequence[tuple[int, int]],
@@ -209,6 +230,9 @@ def build_layout(
         states = [(layer, LAYER_KINDS[kinds[layer]](config, layer, types)) for layer in range(first, end)]
         for layer, state in states:
             _check_format(kinds[layer], state)
+        layers = int(config.num_hidden_layers)
+        if draft_layers(config) and end == layers:
+            states.append((layers, draft_state(config, layers, types)))
         once = [(layer, spec) for layer, state in states for spec in state.row_once]
         first_of = {spec.name: (layer, spec) for layer, spec in reversed(once)}
         specs = [(layer, spec) for layer, state in states for spec in state.row]

@@ -28,8 +28,11 @@ from transformers import (
 from engine import gguf_convert, presets
 from engine.architectures import check_config
 from engine.chat import ChatTemplate, ChatTokenizer
+from engine.draft_loading import drop_head, find_head, load_head
+from engine.draft_presets import layer_gain, random_head
 from engine.errors import ModelLoadError
 from engine.images import ImageProcessor, image_tokens, processor_class
+from engine.layout import draft_layers
 from engine.library_bars import no_library_bars
 from engine.model_cache import DIGEST_BYTES, ModelCache, Progress
 from engine.multimodal import family_of, language_config
@@ -51,6 +54,8 @@ class LoadConfig:
     """Replaces the model's own template."""
     dtype: torch.dtype | None = None
     """What the weights are computed in; None is float32 on CPU and the checkpoint's own elsewhere."""
+    draft: bool = True
+    """Whether to load the model's draft head, if it has one."""
     device: str = "cpu"
     """Of the first stage. Weights come to main memory, random ones of a real shape to this device."""
 
@@ -64,6 +69,8 @@ class LoadedModel:
     """The library's configuration."""
     model: Any
     """The library's causal language model, in evaluation mode."""
+    draft_model: Any
+    """Its draft head, the library's `MtpModel`, if it has one that was asked for; then `config` names it. Else None."""
     tokenizer: ChatTokenizer
     template: ChatTemplate
     dtype: torch.dtype
@@ -106,6 +113,7 @@ def _load_folder(
     name: str, folder: Path, config: LoadConfig, template: str | None, digest: bytes, progress: Progress | None
 ) -> LoadedModel:
     settings = checked_config(folder)
+    has_head = config.draft and find_head(folder, settings)
     tokenizer = _tokenizer(folder)
     if progress is not None:
         progress(f"Loading {name}", 0.0)
@@ -124,12 +132,14 @@ def _load_folder(
             ).eval()
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelLoadError(f"The weights in {folder} cannot be loaded: {error}") from error
+    draft_model = load_head(model, folder) if has_head else None
     if progress is not None:
         progress(f"Loading {name}", 1.0)
     return LoadedModel(
         name=name,
         config=settings,
         model=model,
+        draft_model=draft_model,
         tokenizer=ChatTokenizer(tokenizer, declares=template is None),
         template=ChatTemplate(tokenizer, template),
         dtype=dtype,
@@ -141,16 +151,20 @@ def _load_folder(
 
 def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
     settings = presets.preset_config(config.model)
+    if not config.draft:
+        drop_head(settings)
     check_config(settings)
     device = torch.device(config.device)
     dtype = config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     tokenizer = presets.preset_tokenizer(settings)
     processor = presets.preset_processor(config.model, settings)
     images = None if processor is None else ImageProcessor(processor, settings, image_tokens(settings, tokenizer))
+    model = presets.random_model(settings, dtype, device, layer_gain(config.model))
     return LoadedModel(
         name=config.model,
         config=settings,
-        model=presets.random_model(settings, dtype, device),
+        model=model,
+        draft_model=random_head(model, config.model) if draft_layers(settings) else None,
         tokenizer=ChatTokenizer(tokenizer, declares=template is None),
         template=ChatTemplate(tokenizer, template),
         dtype=dtype,

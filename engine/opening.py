@@ -15,7 +15,9 @@ from engine.stages import place, split_layers
 from engine.vision import VisionTower
 
 
-def open_session(model: Any, config: EngineConfig, images: ImageProcessor | None = None) -> Session:
+def open_session(
+    model: Any, config: EngineConfig, images: ImageProcessor | None = None, *, draft_model: Any = None
+) -> Session:
     """Splits a loaded causal language model as `config` says, allocates the arenas and starts an empty timeline.
 
     The context is `config.context_tokens`, or the model's own limit. With `images`, a model of a known
@@ -33,7 +35,16 @@ def open_session(model: Any, config: EngineConfig, images: ImageProcessor | None
         for layout, stage in zip(layouts, stages, strict=True)
     ]
     tower = None if images is None else VisionTower(model, images, stages[0].device)
-    return Session(stages, arenas, config.batch_tokens, text, config.ctx_checkpoints, tower)
+    return Session(
+        stages,
+        arenas,
+        config.batch_tokens,
+        text,
+        config.ctx_checkpoints,
+        tower,
+        draft_model=draft_model,
+        draft_tokens=config.guesses,
+    )
 
 
 def window_room(settings: Any, config: EngineConfig) -> WindowRoom:

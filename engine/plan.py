@@ -13,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Repo
 from engine import presets
 from engine.architectures import architecture_of, check_config
 from engine.config import EngineConfig
+from engine.draft_loading import INDEX_FILE, drop_head, find_head
 from engine.errors import ModelLoadError
 from engine.gguf_convert import config_of
 from engine.gguf_metadata import read_metadata
@@ -36,6 +37,8 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
     Raises UnsupportedModel, InvalidSplit or ModelLoadError, as loading would.
     """
     settings = _settings(model)
+    if config.draft_tokens == 0:
+        drop_head(settings)
     check_config(settings)
     own = getattr(settings, "dtype", None)
     # As the loader decides: float32 on CPUs, else what the checkpoint says.
@@ -54,8 +57,14 @@ def _settings(model: str) -> Any:
     if path.is_file():
         return config_of(read_metadata(path))
     if path.is_dir():
-        return checked_config(path)
+        return _settings_in(path)
     try:
-        return checked_config(Path(snapshot_download(model, allow_patterns=["config.json"])))
+        return _settings_in(Path(snapshot_download(model, allow_patterns=["config.json", INDEX_FILE])))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelLoadError(f"{model} is no local path and cannot be had from the hub: {error}") from error
+
+
+def _settings_in(folder: Path) -> Any:
+    settings = checked_config(folder)
+    find_head(folder, settings)
+    return settings

@@ -16,21 +16,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
+from engine.draft_presets import DRAFT_PRESETS
 from engine.errors import ModelLoadError
 from engine.hybrid_presets import HYBRID_PRESETS
 from engine.images import processor_class
 from engine.multimodal import family_of
+from engine.random_weights import SEED, draw_weights
 from engine.vision_presets import PROCESSORS, VISION_PRESETS, VISION_TOKENS, vision_template
 
 PREFIX = "random:"
-SEED = 20
-WEIGHT_GAIN = 1.5
-"""A weight's standard deviation is this over the root of its inputs: scores then depend on the whole prompt, and differ
-enough that wrong state gives other tokens."""
-FORGETTING = "A_log"
-"""Name of the logarithm of how fast a head of a recurrent layer forgets."""
-SLOW_AND_FAST = (-6.0, 0.0)
-"""Over the heads: some remember hundreds of tokens, some only the last few."""
 RECIPE_VERSION = 2
 """Part of the weights' digest: raise it when the same preset would get other numbers."""
 
@@ -71,7 +65,7 @@ _TINY = {
 }
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {name: Preset(*shape) for name, shape in {**HYBRID_PRESETS, **VISION_PRESETS}.items()}
+    {name: Preset(*shape) for name, shape in {**HYBRID_PRESETS, **VISION_PRESETS, **DRAFT_PRESETS}.items()}
     | {
         "tiny-llama": Preset("llama", _TINY),
         "tiny-qwen2": Preset("qwen2", {name: value for name, value in _TINY.items() if name != "head_dim"}),
@@ -116,21 +110,13 @@ def preset_digest(model: str, dtype: torch.dtype, device: torch.device) -> bytes
     return blake2b(text.encode(), digest_size=16, person=b"parkd-random").digest()
 
 
-def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def random_model(config: Any, dtype: torch.dtype, device: torch.device, layer_gain: float = 1.0) -> Any:
     """A model whose weights are drawn on `device` itself, so that no copy of them passes through main memory."""
     with torch.device(device), no_init_weights():
         kind = AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
         model = kind.from_config(config, dtype=dtype)
     model.tie_weights()
-    generator = torch.Generator(device).manual_seed(SEED)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(FORGETTING):
-                parameter.copy_(torch.linspace(*SLOW_AND_FAST, parameter.numel(), device=device))
-            elif parameter.dim() > 1:
-                parameter.normal_(0.0, WEIGHT_GAIN / parameter.shape[-1] ** 0.5, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    draw_weights(model, torch.Generator(device).manual_seed(SEED), layer_gain)
     return model.eval()
 
 

@@ -10,7 +10,8 @@ works on the probabilities that the one before it left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -45,6 +46,32 @@ class SamplingSettings(Protocol):
     def seed(self) -> int | None: ...
     @property
     def logit_bias(self) -> Mapping[int, float]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """What the next token may be, everything that shapes it applied."""
+
+    weights: torch.Tensor
+    """float64 `[n]`, on the CPU, in proportion to probabilities."""
+    ids: torch.Tensor | None
+    """int64 `[n]`; None: the whole vocabulary, in its order."""
+
+    def probability(self, token: int) -> float:
+        if self.ids is None:
+            return float(self.weights[token] / self.weights.sum())
+        return float(self.weights[self.ids == token].sum() / self.weights.sum())
+
+    def minus(self, other: Distribution, vocab_size: int) -> Distribution:
+        """Where this is likelier than `other`, by how much; this itself if that is nowhere."""
+        rest = (self._whole(vocab_size) - other._whole(vocab_size)).clamp_(min=0)
+        return Distribution(rest, None) if float(rest.sum()) > 0 else self
+
+    def _whole(self, vocab_size: int) -> torch.Tensor:
+        """Probabilities `[vocab]`."""
+        whole = torch.zeros(vocab_size, dtype=torch.float64)
+        whole[slice(len(self.weights)) if self.ids is None else self.ids] = self.weights / self.weights.sum()
+        return whole
 
 
 class Sampler:
@@ -82,42 +109,81 @@ class Sampler:
 
         Raises BadLogits when no allowed token has a score.
         """
+        return self.remember(self.draw(self.distribution(logits, mask)))
+
+    def distribution(
+        self, logits: torch.Tensor, mask: npt.NDArray[np.bool_] | None = None, ahead: Sequence[int] = ()
+    ) -> Distribution:
+        """What `pick` draws from; `ahead` are tokens supposed to have been said behind those that were.
+
+        Raises BadLogits.
+        """
         if mask is None and self._is_plain_greedy:
-            return self._remember(_best(logits))  # On the device: only the id comes back.
-        scores = self._penalised(logits.to("cpu", torch.float32, copy=True))
+            return _certain(_best(logits))  # On the device: only the id comes back.
+        scores = self._penalised(logits.to("cpu", torch.float32, copy=True), ahead)
         if mask is not None:
             allowed = torch.from_numpy(np.ascontiguousarray(mask[: len(scores)]))
             scores[: len(allowed)].masked_fill_(~allowed, -torch.inf)
             scores[len(allowed) :] = -torch.inf
         best = _best(scores)
         if self._settings.temperature == 0:
-            return self._remember(best)
-        return self._remember(self._draw(scores, float(scores[best])))
+            return _certain(best)
+        return self._filtered(scores, float(scores[best]))
 
-    def _remember(self, token: int) -> int:
+    def draw(self, distribution: Distribution) -> int:
+        """A token, not remembered yet."""
+        weights, ids = distribution.weights, distribution.ids
+        if self._settings.temperature == 0 and ids is not None:
+            return int(ids[0])
+        sums = weights.cumsum(0)
+        point = torch.rand(1, generator=self._generator, dtype=torch.float64) * sums[-1]
+        place = int(torch.searchsorted(sums, point, right=True))
+        if place == len(sums):  # The product was rounded up to the total: the last token of any weight.
+            place = int(torch.searchsorted(sums, sums[-1]))
+        return place if ids is None else int(ids[place])
+
+    def judge(self, guess: int, guessed_from: Distribution, wanted: Distribution) -> int:
+        """A token distributed as `wanted` that is `guess`, drawn from `guessed_from`, as often as can be.
+
+        Speculative sampling: Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1.
+        """
+        if self._settings.temperature == 0:
+            return self.draw(wanted)
+        likely, guessed = wanted.probability(guess), guessed_from.probability(guess)
+        point = float(torch.rand(1, generator=self._generator, dtype=torch.float64))
+        if point * guessed < likely:
+            return guess
+        return self.draw(wanted.minus(guessed_from, self._vocab_size))
+
+    def remember(self, token: int) -> int:
+        """The token was said: penalties count it."""
         if self._repeats:
             self._seen[token] = None
         if self._counts:
             self._said[token] = self._said.get(token, 0) + 1
         return token
 
-    def _penalised(self, scores: torch.Tensor) -> torch.Tensor:
+    def _penalised(self, scores: torch.Tensor, ahead: Sequence[int]) -> torch.Tensor:
         settings = self._settings
-        if self._seen:
-            ids = torch.tensor(list(self._seen), dtype=torch.int64)
+        seen = self._seen | dict.fromkeys(ahead) if self._repeats else self._seen
+        said = self._said
+        if self._counts and ahead:
+            said = {token: said.get(token, 0) + ahead.count(token) for token in said.keys() | set(ahead)}
+        if seen:
+            ids = torch.tensor(list(seen), dtype=torch.int64)
             values = scores[ids]
             penalty = settings.repetition_penalty
             scores[ids] = torch.where(values > 0, values / penalty, values * penalty)
-        if self._said:
-            ids = torch.tensor(list(self._said), dtype=torch.int64)
-            counts = torch.tensor(list(self._said.values()), dtype=torch.float32)
+        if said:
+            ids = torch.tensor(list(said), dtype=torch.int64)
+            counts = torch.tensor(list(said.values()), dtype=torch.float32)
             scores[ids] -= settings.presence_penalty + settings.frequency_penalty * counts
         if len(self._bias_ids):
             scores[self._bias_ids] += self._bias
         return scores
 
-    def _draw(self, scores: torch.Tensor, best: float) -> int:
-        """Filters and draws. Weights are relative to the best token's, so the best has weight 1."""
+    def _filtered(self, scores: torch.Tensor, best: float) -> Distribution:
+        """Weights are relative to the best token's, so the best has weight 1."""
         settings = self._settings
         weights = ((scores - best).double() / settings.temperature).exp_()
         ids: torch.Tensor | None = None  # None: all, in the vocabulary's order.
@@ -129,12 +195,11 @@ class Sampler:
             kept = weights >= settings.min_p
             weights = weights[kept]
             ids = kept.nonzero().squeeze(1) if ids is None else ids[kept]
-        sums = weights.cumsum(0)
-        point = torch.rand(1, generator=self._generator, dtype=torch.float64) * sums[-1]
-        place = int(torch.searchsorted(sums, point, right=True))
-        if place == len(sums):  # The product was rounded up to the total: the last token of any weight.
-            place = int(torch.searchsorted(sums, sums[-1]))
-        return place if ids is None else int(ids[place])
+        return Distribution(weights, ids)
+
+
+def _certain(token: int) -> Distribution:
+    return Distribution(torch.ones(1, dtype=torch.float64), torch.tensor([token]))
 
 
 def _nucleus(weights: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:

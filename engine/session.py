@@ -21,11 +21,13 @@ from engine.checksum import Checksum, checksum_for
 from engine.copies import CaptureInFlight
 from engine.decode_graph import DecodeGraph, record_decoding
 from engine.dense import DenseStage, refusal
+from engine.draft import Choose, DraftHead
 from engine.errors import ContextFull, EngineError, StageFailed
 from engine.fixed_state import FixedState
 from engine.layout import state_digest
 from engine.stages import Stage
 from engine.steering import Steering, hook_layers
+from engine.step_history import step_by_step
 from engine.vision import NO_IMAGES, ChunkImages, ImageReading, PositionOffset, PromptImage, VisionTower
 
 log = logging.getLogger("parkd.engine")
@@ -52,9 +54,13 @@ class Session:
         config: Any = None,
         ctx_checkpoints: int = 8,
         vision: VisionTower | None = None,
+        *,
+        draft_model: Any = None,
+        draft_tokens: int = 0,
     ) -> None:
         """`config` is the library's, of the model's text; without it decoding is never recorded. `vision` reads the
-        pictures of prompts that have some."""
+        pictures of prompts that have some. `draft_model` is the model's draft head, the library's `MtpModel`, for
+        which the layouts have room; `draft_tokens` are the most it may guess."""
         if len(stages) != len(arenas):
             raise ValueError(f"{len(stages)} stages need as many arenas, not {len(arenas)}")
         self.stages = tuple(stages)
@@ -65,10 +71,19 @@ class Session:
         self.checksum: Checksum = checksum_for(arena.device for arena in arenas)
         self.layout_digest = state_digest([arena.layout for arena in arenas], self.checksum.name)
         """16 bytes; a snapshot belongs here only if it carries the same."""
-        self._caches = [StageCache(arena, stage.num_layers) for stage, arena in zip(stages, arenas, strict=True)]
+        self._caches = [
+            StageCache(arena, stage.num_layers, draft_tokens) for stage, arena in zip(stages, arenas, strict=True)
+        ]
         self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints)
         self.vision = vision
         self._offset = PositionOffset(self.arenas[0])
+        self.draft: DraftHead | None = None
+        if draft_model is not None:
+            self.draft = DraftHead(draft_model, self.stages, self.arenas[-1], self._caches[-1].history)
+            for stage, cache in zip(self.stages, self._caches, strict=True):
+                step_by_step(stage, cache.history)
+        self.draft_tokens = draft_tokens if draft_model is not None else 0
+        """The most tokens that are guessed at once; 0 without a draft head."""
         self._position = 0
         self._spans: list[tuple[int, int]] = []
         """Pictures that see themselves, of those that were read here and are live."""
@@ -90,7 +105,8 @@ class Session:
     @property
     def rewind_floor(self) -> int:
         """The timeline can be cut to every position from here on: 0 without fixed state."""
-        return self.fixed_state.floor(self._position)
+        # Windows hear of a fresh start only when it reads.
+        return min(self._position, self.fixed_state.floor(self._position))
 
     def checkpoint(self) -> None:
         """Keeps the fixed state at the present position, if the model has any and the timeline is not empty."""
@@ -131,7 +147,10 @@ class Session:
         True if it is. Forgets the timeline. To be called once, before the first token.
         """
         self.reset()
-        if (reason := refusal(self.config, self.stages, self.arenas)) is not None:
+        reason = refusal(self.config, self.stages, self.arenas)
+        if self.draft is not None:
+            reason = "the draft head reads hidden states, which recorded decoding leaves out"
+        if reason is not None:
             log.info("the library's own forward is used: %s", reason)
             return False
         self._decode_graph = record_decoding(self.config, self.stages, self._caches, progress)
@@ -175,7 +194,7 @@ class Session:
         if position == 0:
             self.reset()
         elif position >= self.rewind_floor:
-            self.fixed_state.forget_beyond(position)
+            self.fixed_state.cut(position, self._position)
         elif position in self.checkpoints:
             self._go_back(position)
         else:
@@ -256,15 +275,47 @@ class Session:
         self._check_room(1)
         if self._decode_graph is not None and self._uses_kernels:
             return self._step_recorded(self._decode_graph, token_id)
-        chunk = self._offset.plain(self._position, self._position + 1)
-        hidden = self._run(np.array([token_id], dtype=np.int64), self._position, "decode", chunk)
+        return self._decoded(np.array([token_id], dtype=np.int64))[0]
+
+    def guess(self, token_id: int, count: int, choose: Choose) -> list[int]:
+        """Tokens that the draft head guesses to follow `token_id`, which comes at the position: `count`, or fewer where
+        the context ends. The timeline stays as it is. Raises StageFailed."""
+        start = self._position
+        count = min(count, self.draft_tokens, self.context_tokens - start - 1)
+        if self.draft is None or count < 1:
+            return []
+        last = self.stages[-1]
+        if last.device.type == "cuda":
+            self.before_write(last.index, torch.cuda.current_stream(last.device), start, start + count)
         try:
             with torch.inference_mode():
-                logits = self.stages[-1].logits(hidden)
+                return self.draft.guess(token_id, start, count, choose)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise StageFailed(len(self.stages) - 1, "draft", error) from error
+
+    def verify(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Runs a token and guesses of what follows it, at most `draft_tokens`, all at once.
+
+        Returns the logits behind each, float32 `[q, vocab]`. Until more is read the timeline can be cut to every
+        position from behind the first token on, as if the guesses beyond had never been made. Raises ContextFull,
+        StageFailed.
+        """
+        self._check_room(len(token_ids))
+        with self.fixed_state.recorded(self._position, len(token_ids)):
+            return self._decoded(np.array(token_ids, dtype=np.int64))
+
+    def _decoded(self, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
+        chunk = self._offset.plain(self._position, self._position + len(token_ids))
+        hidden = self._run(token_ids, self._position, "decode", chunk)
+        try:
+            with torch.inference_mode():
+                logits = self.stages[-1].every_logits(hidden)
         except Exception as error:
             self._recover()
             raise StageFailed(len(self.stages) - 1, "decode", error) from error
-        self._position += 1
+        self._position += len(token_ids)
         return logits
 
     def _step_recorded(self, graph: DecodeGraph, token_id: int) -> torch.Tensor:
@@ -308,6 +359,11 @@ class Session:
                     raise
                 except Exception as error:
                     raise StageFailed(stage.index, doing, error) from error
+            if self.draft is not None:
+                try:
+                    self.draft.read(token_ids, position, flow, images)
+                except Exception as error:
+                    raise StageFailed(len(self.stages) - 1, "draft", error) from error
         return flow
 
     def _run(

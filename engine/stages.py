@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -113,6 +115,10 @@ class Stage:
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
+    def embed(self, token_ids: npt.NDArray[np.int64], rows: Sequence[tuple[int, torch.Tensor]] = ()) -> torch.Tensor:
+        """Embeddings `[1, q, hidden]` of ids `[q]`, with `rows` in their places; first stage only."""
+        return self._embedded(torch.from_numpy(token_ids).to(self.device)[None], rows)
+
     def _embedded(self, ids: torch.Tensor, rows: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """Embeddings `[1, q, hidden]` of the ids, with `rows` in their places."""
         ids = ids.clone()
@@ -125,11 +131,15 @@ class Stage:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[vocab]` for the last token of `hidden`; last stage only."""
+        return self.every_logits(hidden[:, -1:])[-1]
+
+    def every_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 `[q, vocab]` for all tokens of `hidden`, `[1, q, hidden]`; last stage only."""
         assert self.head is not None, "only the last stage has the head"
-        logits: torch.Tensor = self.head(hidden[:, -1:])
+        logits: torch.Tensor = self.head(hidden)
         if self.logit_scale != 1.0:
             logits = logits / self.logit_scale
-        return logits[0, -1].float()
+        return logits[0].float()
 
 
 def split_layers(config: Any, stages: int, layer_split: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:

@@ -16,6 +16,9 @@ from parkd.errors import ConfigError
 KV_ALIASES = {"auto": None, "bf16": "bf16", "f16": "f16", "f32": "f32", "int8": "int8", "q8_0": "int8"}
 """What a user may call a KV format: ours, and llama.cpp's name for eight bits."""
 
+MAX_DRAFT_TOKENS = 16
+"""Guesses a step at most; the engine's own bound."""
+
 
 @dataclass(frozen=True, slots=True)
 class ControlVectorFile:
@@ -64,6 +67,23 @@ def layer_range(text: str) -> tuple[int, int]:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError("expected the first and the last layer to steer, from 1 up, e.g. 10 20")
     return int(match[1]), int(match[2])
+
+
+def guesses(text: str) -> int | None:
+    if text.lower() == "auto":
+        return None
+    if not re.fullmatch(r"\d{1,4}", text) or int(text) > MAX_DRAFT_TOKENS:
+        raise ValueError(f"expected auto, or a whole number from 0 to {MAX_DRAFT_TOKENS}")
+    return int(text)
+
+
+def draft_tokens(values: Mapping[str, Any]) -> int | None:
+    """Of the flag and its alias, which must agree."""
+    own: int | None = values["draft-tokens"]
+    alias: int | None = values["draft-max"]
+    if own is not None and alias is not None and own != alias:
+        raise ConfigError(f"--draft-tokens is {own} and --draft-max is {alias}: say it once")
+    return alias if own is None else own
 
 
 def one_kv_format(values: Mapping[str, Any]) -> str | None:

@@ -138,7 +138,13 @@ def plan(config: Config) -> int:
     kv_dtype = None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format]
     try:
         known = plan_model(
-            model, EngineConfig(config.model.devices or ("cpu",), config.model.layer_split or None, kv_dtype=kv_dtype)
+            model,
+            EngineConfig(
+                config.model.devices or ("cpu",),
+                config.model.layer_split or None,
+                kv_dtype=kv_dtype,
+                draft_tokens=config.model.draft_tokens,
+            ),
         )
     except EngineError as error:
         raise ModelError(str(error)) from error

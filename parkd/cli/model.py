@@ -159,6 +159,7 @@ def load_engine(
             context_tokens=config.model.context_tokens,
             batch_tokens=config.model.batch_tokens,
             ctx_checkpoints=config.model.ctx_checkpoints,
+            draft_tokens=config.model.draft_tokens,
             kv_dtype=None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format],
         ),
         is_demo_model=is_demo,

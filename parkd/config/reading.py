@@ -15,7 +15,7 @@ from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting
 from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ServerConfig, UpstreamConfig
 from parkd.errors import ConfigError
 from parkd.llama_settings import llama_settings
-from parkd.model_settings import control_vectors, one_kv_format
+from parkd.model_settings import control_vectors, draft_tokens, one_kv_format
 
 UPSTREAM_PARK_DIR = "parkd"
 """In the slot directory of a llama-server: where conversations are parked if no other place is named."""
@@ -169,6 +169,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             batch_tokens=values["batch-size"],
             ctx_checkpoints=values["ctx-checkpoints"],
             kv_format=None if values["engine"] == "llama.cpp" or llama.given else one_kv_format(values),
+            draft_tokens=draft_tokens(values),
             control_vectors=control_vectors(values),
             steered_layers=values["control-vector-layer-range"],
             upstream=_upstream(values),

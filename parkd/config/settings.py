@@ -8,7 +8,7 @@ from typing import Any
 
 from parkd.config import parsers
 from parkd.llama_settings import cache_type, engine_name, flash_attn, loras, scaled_loras, shares, split_mode
-from parkd.model_settings import kv_format, layer_range, scaled_vectors, vectors
+from parkd.model_settings import guesses, kv_format, layer_range, scaled_vectors, vectors
 
 ENV_PREFIX = "PARKD_"
 
@@ -67,6 +67,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("flash-attn", "llama.cpp", "HOW", flash_attn, "auto", "on, off or auto (auto)"),
     Setting("lora", "llama.cpp", "FILE", loras, (), "adapter, at scale 1; may be repeated", True),
     Setting("lora-scaled", "llama.cpp", "FILE:SCALE", scaled_loras, (), "the same with its scale", True),
+    Setting(
+        "draft-tokens", "model", "N", guesses, None, "tokens that a model's draft head guesses a step, 0: none (auto)"
+    ),
+    Setting("draft-max", "model", "N", guesses, None, "as llama.cpp calls it"),
     Setting("control-vector", "model", "[NAME=]FILE", vectors, (), "control vector, at scale 1; may be repeated", True),
     Setting(
         "control-vector-scaled",

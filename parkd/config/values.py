@@ -42,6 +42,8 @@ class ModelConfig:
     """Copies of the fixed state kept on the devices, for models that have any."""
     kv_format: str | None = None
     """What keys and values are kept as, of `engine.kv_format`; None: as they are computed."""
+    draft_tokens: int | None = None
+    """Tokens guessed a step by models with a draft head; None: the engine's choice, 0: none."""
     control_vectors: tuple[ControlVectorFile, ...] = ()
     steered_layers: tuple[int, int] | None = None
     """First and last layer that control vectors may steer; None: all but the first."""

@@ -16,7 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from parkd.types import Checksums, ImageSpan, SamplingParams, StateLayout, StateSizes, TokenIds, TokenMask, Transfer
+from parkd.types import (
+    Checksums,
+    DraftCounts,
+    ImageSpan,
+    SamplingParams,
+    StateLayout,
+    StateSizes,
+    TokenIds,
+    TokenMask,
+    Transfer,
+)
 
 BLOCK_TOKENS = 256
 """Rows in a block, at absolute multiples."""
@@ -290,6 +300,15 @@ class Engine(Protocol):
         """Makes the transfer's state live and `position` its position. Raises RestoreFailed after a reset."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class DraftingEngine(Protocol):
+    """What an engine may offer besides: it guesses tokens ahead, and says how well it did."""
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """Of the answer generated last."""
 
 
 class RowEngine(Engine, Protocol):

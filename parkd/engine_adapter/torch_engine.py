@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from engine.arena import StageArena, WindowRoom
 from engine.chat import ChatTemplate as EngineTemplate
 from engine.config import EngineConfig
 from engine.copies import CaptureInFlight
+from engine.decoding import Decoder
+from engine.decoding import DraftCounts as DecoderCounts
+from engine.draft import DraftHead
 from engine.errors import EngineError, SnapshotError, TemplateRefused, UnknownVector, UnreadableImage
 from engine.fingerprint import fingerprint
 from engine.images import ImageProcessor
@@ -54,7 +57,17 @@ from parkd.engine_adapter.base import (
     Tokenizer,
 )
 from parkd.errors import EngineFailure, EngineLost, InvalidRequest, ModelError, RestoreFailed
-from parkd.types import Checksums, ImageSpan, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
+from parkd.types import (
+    Checksums,
+    DraftCounts,
+    ImageSpan,
+    SamplingParams,
+    StageLayout,
+    StateLayout,
+    TokenIds,
+    TokenMask,
+    Transfer,
+)
 
 Progress = Callable[[str, float], None]
 """Told what is being done and the share of it that is done, 0 to 1."""
@@ -106,6 +119,7 @@ class TorchEngine:
         self._open: Session | None = session
         self._fresh_seed = fresh_seed
         self._vectors = vectors or SteeringBank()
+        self._drafts = DecoderCounts()
 
     @classmethod
     def load(
@@ -123,7 +137,14 @@ class TorchEngine:
         layout = config.layout
         try:
             loaded = load_model(
-                LoadConfig(config.model, config.cache_dir, config.chat_template_file, layout.dtype, layout.devices[0]),
+                LoadConfig(
+                    config.model,
+                    config.cache_dir,
+                    config.chat_template_file,
+                    layout.dtype,
+                    draft=layout.guesses > 0,
+                    device=layout.devices[0],
+                ),
                 progress,
             )
             text = loaded.text_config
@@ -138,16 +159,26 @@ class TorchEngine:
             state = build_layout(loaded.config, ranges, kv_dtype, loaded.dtype)
             room = window_room(loaded.config, layout)
             stages = place(loaded.model, ranges, layout.devices)
+            tower = None if loaded.images is None else VisionTower(loaded.model, loaded.images, stages[0].device)
+            copies = layout.ctx_checkpoints + (layout.guesses if loaded.draft_model is not None else 0)
             context = choose_context(
-                [_need(d, s, room, layout.ctx_checkpoints) for d, s in zip(layout.devices, state, strict=True)],
+                [_need(d, s, room, copies) for d, s in zip(layout.devices, state, strict=True)],
                 int(text.max_position_embeddings),
                 layout.context_tokens,
                 reserved_bytes=config.reserved_bytes,
                 free=free,
             )
             arenas = [StageArena(s, context, d, window_room=room) for d, s in zip(layout.devices, state, strict=True)]
-            tower = None if loaded.images is None else VisionTower(loaded.model, loaded.images, stages[0].device)
-            session = Session(stages, arenas, layout.batch_tokens, text, layout.ctx_checkpoints, tower)
+            session = Session(
+                stages,
+                arenas,
+                layout.batch_tokens,
+                text,
+                layout.ctx_checkpoints,
+                tower,
+                draft_model=loaded.draft_model,
+                draft_tokens=layout.guesses,
+            )
         except EngineError as error:
             raise ModelError(str(error)) from error
         except torch.OutOfMemoryError as error:
@@ -165,7 +196,7 @@ class TorchEngine:
             end_token_ids=loaded.end_token_ids,
             layout=_state_layout(state, session.checksum.name),
             devices=layout.devices,
-            weights_bytes=_weights_bytes(stages, tower),
+            weights_bytes=_weights_bytes(stages, tower, session.draft),
             arena_bytes=sum(arena.nbytes for arena in arenas),
             is_demo_model=config.is_demo_model,
             ctx_checkpoints=layout.ctx_checkpoints if session.fixed_state.exists else 0,
@@ -245,14 +276,19 @@ class TorchEngine:
         mask: TokenMask | None = None,
     ) -> Iterator[Sequence[int]]:
         sampler = Sampler(sampling, self.info.vocab_size, history, fresh_seed=self._fresh_seed())
-        token = last_token_id
-        while self._session.position < self.info.context_tokens:
-            with _translated():
-                logits = self._session.step(token)
-                token = sampler.pick(logits, None if mask is None else mask.allowed())
-            if mask is not None:
-                mask.accept(token)
-            yield (token,)
+        decoder = Decoder(self._session, sampler, mask=mask, end_token_ids=self.info.end_token_ids)
+        self._drafts = decoder.counts
+        with closing(decoder.tokens(last_token_id)) as tokens:
+            while True:
+                with _translated():
+                    token = next(tokens, None)
+                if token is None:
+                    return
+                yield (token,)
+
+    @property
+    def drafts(self) -> DraftCounts:
+        return DraftCounts(self._drafts.drafted, self._drafts.accepted)
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
         with _known_vectors():
@@ -367,16 +403,18 @@ def _state_layout(stages: Sequence[StageStateLayout], checksum: str) -> StateLay
     )
 
 
-def _need(device: str, layout: StageStateLayout, room: WindowRoom, checkpoints: int) -> StageNeed:
-    """What a stage asks of its device beside the rows: what is live, and the checkpoints that are kept there."""
-    fixed_bytes = layout.fixed_bytes * (1 + checkpoints) + layout.window_bytes(room.tokens)
+def _need(device: str, layout: StageStateLayout, room: WindowRoom, copies: int) -> StageNeed:
+    """What a stage asks of its device beside the rows: what is live, and the copies of it that are kept there:
+    checkpoints, and the states that guesses are taken back to."""
+    fixed_bytes = layout.fixed_bytes * (1 + copies) + layout.window_bytes(room.tokens)
     return StageNeed(device, layout.row_bytes + math.ceil(layout.index_bytes_a_token), fixed_bytes)
 
 
-def _weights_bytes(stages: Sequence[Stage], tower: VisionTower | None) -> int:
+def _weights_bytes(stages: Sequence[Stage], tower: VisionTower | None, draft: DraftHead | None) -> int:
     """Bytes of all weights; what stages on one device share counts once."""
     modules = [module for stage in stages for module in (stage.inner, stage.head) if module is not None]
     modules += [] if tower is None else [tower.module]
+    modules += [] if draft is None else [draft.model]
     tensors = [parameter for module in modules for parameter in module.parameters()]
     return sum({(str(t.device), t.data_ptr()): t.numel() * t.element_size() for t in tensors}.values())
 

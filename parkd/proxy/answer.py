@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from parkd.engine_adapter.base import Cancel, Engine, TextPiece
+from parkd.engine_adapter.base import Cancel, DraftingEngine, Engine, TextPiece
 from parkd.proxy.output.base import Parser
-from parkd.types import Event, FinishReason, PromptIdentity, TokenMask, TurnRequest
+from parkd.types import DraftCounts, Event, FinishReason, PromptIdentity, TokenMask, TurnRequest
 
 Emit = Callable[[Event], None]
 
@@ -27,6 +27,7 @@ class Answer:
     reason: FinishReason = FinishReason.LENGTH
     stop_string: str | None = None
     first_token_at_s: float | None = None
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 @dataclass
@@ -91,6 +92,8 @@ class AnswerLoop:
             close = getattr(steps, "close", None)
             if close is not None:
                 close()
+            if isinstance(engine, DraftingEngine):
+                answer.drafts = engine.drafts
         return stream.flush()
 
     def _emit_all(self, events: Iterable[Event]) -> None:

@@ -37,7 +37,8 @@ class CostMeter:
     def for_store(self) -> Costs:
         """What the store's policy judges by."""
         read_s, growth_s = self._line()
-        return Costs(read_s, growth_s, self._bytes_per_s[CacheOutcome.RESTORED_RAM])
+        speeds = self._bytes_per_s
+        return Costs(read_s, growth_s, speeds[CacheOutcome.RESTORED_RAM], speeds[CacheOutcome.RESTORED_DISK])
 
     def has_read(self, tokens: int, seconds: float, start: int = 0) -> None:
         """The tokens `[start, start + tokens)` took so long."""

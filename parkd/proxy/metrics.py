@@ -32,6 +32,10 @@ class Metrics:
             "parkd_prompt_tokens_reused", "Prompt tokens not computed.", registry=self.registry
         )
         self.output_tokens = Counter("parkd_output_tokens", "Tokens generated.", registry=self.registry)
+        self.drafted_tokens = Counter("parkd_draft_tokens", "Tokens guessed by a draft head.", registry=self.registry)
+        self.accepted_tokens = Counter(
+            "parkd_draft_tokens_accepted", "Guesses that the model said too.", registry=self.registry
+        )
         self.moved_bytes = Counter(
             "parkd_moved_bytes", "State bytes copied between arenas and host.", ["direction"], registry=self.registry
         )
@@ -66,6 +70,8 @@ class Metrics:
     def finished(self, timings: Timings) -> None:
         self.read_tokens.inc(timings.prefill_tokens)
         self.output_tokens.inc(timings.output_tokens)
+        self.drafted_tokens.inc(timings.drafts.drafted)
+        self.accepted_tokens.inc(timings.drafts.accepted)
         if timings.output_tokens:
             self.first_token.observe(timings.first_token_s)
 

@@ -279,6 +279,7 @@ class TurnRunner:
                     prefill_tokens=turn.timings.prefill_tokens + 1,
                     decode_s=self._monotonic() - first_s,
                     output_tokens=answer.output_tokens,
+                    drafts=answer.drafts,
                 )
         self._recognise(turn, answer, transcript)
         return answer

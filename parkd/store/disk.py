@@ -50,6 +50,8 @@ class DiskTier:
         """By the ids that checkpoints have in memory."""
         self.index_bytes = 0
         self.evictions = 0
+        self.on_moved: Callable[[ConversationId], None] = lambda _: None
+        """Told of each conversation that comes or goes."""
         self._extents: dict[int, _Extent] = {}
         self._file_bytes = 0
         """Extents and manifests, also those being written or not removed yet."""
@@ -80,6 +82,7 @@ class DiskTier:
                 if self.blocks.setdefault(block.id, block) is block:
                     self._extents[block.extent].blocks.append(block.id)
         self.index_bytes += index_bytes_of(manifest)
+        self.on_moved(manifest.id)
         return entry
 
     def know_checkpoint(self, checkpoint_id: CheckpointId, place: DiskCheckpoint) -> None:
@@ -91,6 +94,7 @@ class DiskTier:
     def forget(self, entry: DiskEntry) -> None:
         """Takes a conversation off at once; its files go with the next removal, those in use when they are free."""
         del self.entries[entry.manifest.id]
+        self.on_moved(entry.manifest.id)
         if not entry.is_foreign:
             self.index.remove(entry.parked.id, entry.parked.key_digest, entry.parked.prefix_hashes)
         self.index_bytes -= index_bytes_of(entry.manifest)

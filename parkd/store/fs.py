@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -226,6 +227,11 @@ class UnlinkedFs:
     """Names that exist in this process only, over files that have none. Nothing has to be synced: nothing stays."""
 
     def __init__(self, folder: Path | None = None, *, direct: bool = True) -> None:
+        """Asks for as many open files as the process may have, since each file here is one."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._folder = folder
         self._direct = direct
         self._files: dict[str, int] = {}

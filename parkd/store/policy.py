@@ -32,6 +32,8 @@ class Evictable(NamedTuple):
     history: History = History()
     floor: float = 0.0
     """The score of the last one evicted when this one was last used (GDSF's clock)."""
+    is_on_disk: bool = False
+    """All of it: evicting it costs a promotion at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Costs:
     read_growth_s: float = 0.0
     bytes_per_s: float = 8e9
     """Of a restore."""
+    disk_bytes_per_s: float = 1e9
+    """Of a promotion, which comes before."""
 
     def reading_s(self, start: int, stop: int) -> float:
         """Seconds to read the tokens `[start, stop)`."""
@@ -49,9 +53,12 @@ class Costs:
         return count * (self.read_s + self.read_growth_s * (start + stop - 1) / 2)
 
     def saved_s(self, candidate: Evictable) -> float:
-        """Seconds a return would save by finding what only this conversation holds; never negative."""
+        """Seconds a return would save by finding in memory what only this conversation holds; never negative."""
         start = candidate.position - candidate.freed_tokens
-        return max(0.0, self.reading_s(start, candidate.position) - candidate.freed_bytes / self.bytes_per_s)
+        saved_s = self.reading_s(start, candidate.position) - candidate.freed_bytes / self.bytes_per_s
+        if candidate.is_on_disk:
+            saved_s = min(saved_s, candidate.freed_bytes / self.disk_bytes_per_s)
+        return max(0.0, saved_s)
 
 
 STEADY_SHARE = 0.05

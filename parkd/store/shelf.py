@@ -98,6 +98,8 @@ class Shelf:
         self.ghosts = Ghosts()
         self.floor = 0.0
         """The highest score of one that was evicted."""
+        self.is_on_disk: Callable[[ConversationId], bool] = lambda _: False
+        """Whether a conversation lies on disk too, all of it."""
 
     @property
     def bytes_in_use(self) -> int:
@@ -166,7 +168,15 @@ class Shelf:
             tokens = len(parked.units)
         position, used_s = len(parked.units), parked.last_used_s
         candidate = Evictable(
-            parked.id, position, freed_bytes, parked.parked_at_s, used_s, tokens, entry.history, entry.floor
+            parked.id,
+            position,
+            freed_bytes,
+            parked.parked_at_s,
+            used_s,
+            tokens,
+            entry.history,
+            entry.floor,
+            self.is_on_disk(parked.id),
         )
         score = policy.score(candidate, costs, now_s)
         place = rank(candidate, score, is_superseded=False, is_partner=False)
@@ -175,6 +185,12 @@ class Shelf:
         until_s = now_s + policy.steady_s(entry.history, now_s - used_s)
         entry.rating = Rating(score, candidate, place, slots, side_bytes, until_s)
         return entry.rating
+
+    def moved(self, conversation_id: ConversationId) -> None:
+        """It came to lie on disk, or does so no more: that changes what it is worth in memory."""
+        entry = self.entries.get(conversation_id)
+        if entry is not None:
+            entry.rating = None
 
     def fits(self, need: Need, room: Room) -> bool:
         return self.geometry.fits(need, room)

@@ -70,6 +70,8 @@ class TieredStore(ConversationStore):
         self._promotions: dict[int, Loading] = {}
         self._sources_of: dict[ConversationId, ConversationId] = {}
         """Conversations in RAM that are heads of longer ones on disk."""
+        self._shelf.is_on_disk = lambda known: self._sources_of.get(known, known) in disk.entries
+        disk.on_moved = self._shelf.moved
         self._reads: Counter[str] = Counter()
         self._expire_at_s = float("-inf")
 

@@ -31,6 +31,7 @@ from parkd.types.report import (
     Diagnosis,
     DiagnosisKind,
     Divergence,
+    DraftCounts,
     Timings,
 )
 from parkd.types.request import (
@@ -71,6 +72,7 @@ __all__ = [
     "Diagnosis",
     "DiagnosisKind",
     "Divergence",
+    "DraftCounts",
     "Event",
     "FinishReason",
     "Finished",

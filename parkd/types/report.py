@@ -71,6 +71,14 @@ class CacheReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Tokens of one answer that a draft head guessed, and how many of them the model said too."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Seconds and counts of one turn, measured by the turn itself."""
 
@@ -83,3 +91,4 @@ class Timings:
     decode_s: float = 0.0
     prefill_tokens: int = 0
     output_tokens: int = 0
+    drafts: DraftCounts = DraftCounts()

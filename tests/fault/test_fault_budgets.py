@@ -12,6 +12,7 @@ from store_kit import (
 )
 from tier_kit import Machine, away, evict, parked, promote, pump, rows_of
 
+from parkd.store.policy import Costs, GdsfPolicy, ValuePolicy
 from parkd.store.records import ConversationGone, Parked, Refused, Tier
 
 
@@ -177,3 +178,29 @@ def test_pinned_stays_on_disk() -> None:
         parked(machine, store, seed)
         pump(store, machine.fs)
     assert there.id in store.disk.entries
+
+
+COSTS = Costs(read_s=1e-3, bytes_per_s=8e9, disk_bytes_per_s=1e9)
+
+
+@pytest.mark.parametrize("policy", [ValuePolicy(), GdsfPolicy()], ids=lambda policy: policy.name)
+def test_what_is_on_disk_leaves_memory_first(policy) -> None:
+    """Of equals the one goes whose return costs a promotion only."""
+    machine = Machine(policy=policy)
+    store = machine.start()
+    there, _ = parked(machine, store, 1, 40)
+    assert pump(store, machine.fs) == []
+    waiting, _ = parked(machine, store, 2, 40)
+    store.queue.cancel(waiting.id)
+    assert [store._shelf.is_on_disk(each.id) for each in (there, waiting)] == [True, False]
+    scores = {}
+    for each in (there, waiting):
+        rating = store._shelf.rated(store._shelf.entry(each.id), policy, COSTS, 1100.0)
+        assert rating.candidate.is_on_disk == (each is there)
+        scores[each.id] = rating.score
+    assert scores[there.id] < scores[waiting.id]
+    store.disk.forget(store.disk.entries[there.id])
+    assert store._shelf.entry(there.id).rating is None, "what it is worth in memory has changed"
+    rating = store._shelf.rated(store._shelf.entry(there.id), policy, COSTS, 1100.0)
+    assert not rating.candidate.is_on_disk
+    assert rating.score > scores[there.id]

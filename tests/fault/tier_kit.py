@@ -13,6 +13,7 @@ from parkd.store.budget import BLOCK_BYTES
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, remove, write
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskConfig
+from parkd.store.policy import Policy
 from parkd.store.records import Parked, Refused, StoreConfig, Tier
 from parkd.store.recovery import open_tier
 from parkd.store.tiers import TieredStore
@@ -52,6 +53,7 @@ class Machine:
     write_bytes_per_day: int = DAY_BYTES
     index_bytes: int = INDEX_BYTES
     slots: int | None = None
+    policy: Policy | None = None
     times: Times = field(default_factory=Times)
     starts: int = 0
     numbers: count = field(default_factory=lambda: count(1))
@@ -71,6 +73,7 @@ class Machine:
             sources=DiskSources(self.times.wall, lambda: next(self.numbers), self.starts << 32),
             allowance=WriteAllowance.full(self.write_bytes_per_day, self.times.now),
             new_id=lambda: f"conversation-{next(self.numbers)}",
+            policy=self.policy,
         )
         assert store.disk.bytes_in_use <= self.disk_bytes
         return store

@@ -22,7 +22,7 @@ A1: Messages = [
     {"role": "user", "content": "A server holds one conversation in memory. " * 18},
 ]
 B1: Messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 16}]
-FAMILIES = [name for name in HYBRID_PRESETS if name.startswith("tiny")]
+FAMILIES = [*(name for name in HYBRID_PRESETS if name.startswith("tiny")), "tiny-qwen3.5-mtp"]
 
 
 def tiny(folder: Path, family: str, **layout: Any) -> TorchEngine:

@@ -89,6 +89,7 @@ def test_missing_file_is_refused() -> None:
         ("model", " ", "some text"),
         ("insecure", "maybe", "true or false"),
         ("kv-cache-dtype", "q4_0", "auto, bf16, f16, f32, int8, q8_0"),
+        ("draft-tokens", "17", "from 0 to 16"),
         ("control-vector", "/nowhere.gguf", "no file '/nowhere.gguf'"),
         ("control-vector-scaled", "/nowhere.gguf", "FILE:SCALE"),
         ("control-vector-scaled", "/nowhere.gguf:much", "FILE:SCALE"),
@@ -118,6 +119,24 @@ def test_bad_value_names_its_place_and_what_is_expected(name: str, text: str, hi
 )
 def test_keys_and_values_are_kept_as_one_type(flags: dict[str, str], kept_as: str | None) -> None:
     assert load(flags, {}).model.kv_format == kept_as
+
+
+@pytest.mark.parametrize(
+    ("flags", "guesses"),
+    [
+        ({}, None),
+        ({"draft-tokens": "auto"}, None),
+        ({"draft-tokens": "0"}, 0),
+        ({"draft-max": "4"}, 4),
+        ({"draft-tokens": "3", "draft-max": "3"}, 3),
+    ],
+)
+def test_guesses_a_step_go_by_either_name(flags: dict[str, str], guesses: int | None) -> None:
+    assert load(flags, {}).model.draft_tokens == guesses
+
+
+def test_two_numbers_of_guesses_are_refused() -> None:
+    assert "--draft-max is 4" in refusal({"draft-tokens": "3", "draft-max": "4"})
 
 
 @pytest.mark.parametrize(

@@ -199,12 +199,15 @@ def usage_of(finished: Finished) -> Mapping[str, Any]:
 def timings_of(finished: Finished) -> Mapping[str, Any]:
     """llama.cpp's names first, then parkd's own; milliseconds."""
     timings, report = finished.timings, finished.report
+    drafts = timings.drafts
+    guessed = {"draft_n": drafts.drafted, "draft_n_accepted": drafts.accepted} if drafts.drafted else {}
     return {
         "cache_n": report.reused_tokens,
         "prompt_n": report.prompt_tokens - report.reused_tokens,
         "prompt_ms": _ms(timings.prefill_s),
         "predicted_n": timings.output_tokens,
         "predicted_ms": _ms(timings.decode_s),
+        **guessed,
         "cache": report.outcome.value,
         "why": report.why,
         "wait_ms": _ms(timings.wait_s),

@@ -20,15 +20,19 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
+from transformers.modeling_layers import MtpModel
 from vision_models import picture_logits, processor_of
 
 from engine import EngineConfig, Session, open_session
+from engine.layout import draft_layers
 from engine.multimodal import language_config
 from engine.vision import PromptImage
 
 VOCAB = 97
 LAYERS = 4
 CONTEXT = 1536
+HEAD = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
+"""What a configuration says of a model with a draft head."""
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -67,7 +71,32 @@ def tiny_session(
         devices=("cpu",) * stages, context_tokens=context, batch_tokens=batch_tokens, kv_dtype=kv_dtype
     )
     model = tiny_model() if model is None else model
-    return open_session(model, config, processor_of(model))
+    return open_session(model, config, processor_of(model), draft_model=head_of(model))
+
+
+def head_of(model: Any) -> Any:
+    """A draft head whose guesses depend on the whole prompt, if the model's configuration names one."""
+    if not draft_layers(language_config(model.config)):
+        return None
+    torch.manual_seed(5)
+    head = MtpModel(model, 1).eval()
+    with torch.no_grad():
+        for parameter in head.layers.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 1.2 / parameter.shape[-1] ** 0.5)
+    return head
+
+
+def step_with_guesses(session: Session, token_id: int) -> list[torch.Tensor]:
+    """The scores of a draft head's guesses, if there is one, and those behind the token."""
+    scores: list[torch.Tensor] = []
+
+    def choose(logits: torch.Tensor) -> int:
+        scores.append(logits)
+        return int(logits.argmax())
+
+    session.guess(token_id, 2, choose)
+    return [*scores, session.step(token_id)]
 
 
 def token_ids(count: int, seed: int = 1) -> npt.NDArray[np.int64]:

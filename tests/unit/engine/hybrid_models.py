@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from core_models import CONTEXT, VOCAB
+from core_models import CONTEXT, HEAD, VOCAB
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_models import GEMMA_VISION, MROPE, QWEN_VISION
 
@@ -48,6 +48,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3.5": ("qwen3_5_text", _DELTA_NET),
+    "qwen3.5-mtp": ("qwen3_5_text", {**_DELTA_NET, **HEAD}),
     "qwen4-exp": (
         "qwen4_exp_text",
         {

@@ -13,9 +13,11 @@ import pytest
 import torch
 from core_models import (
     FAMILIES,
+    HEAD,
     assert_same,
     oracle_logits,
     read_and_decode,
+    step_with_guesses,
     threads_for,
     tiny_model,
     tiny_session,
@@ -43,7 +45,9 @@ EVERY_FAMILY = pytest.mark.parametrize("family", list(HYBRIDS))
 
 
 def model_of(family: str) -> Any:
-    return hybrid_model(family) if family in HYBRIDS else tiny_model(family)
+    if family in HYBRIDS:
+        return hybrid_model(family)
+    return tiny_model("qwen3", **HEAD) if family == "qwen3-mtp" else tiny_model(family)
 
 
 def parked(session: Session, positions: Sequence[int], stop: int) -> SnapshotPlan:
@@ -129,7 +133,7 @@ def test_chunking_does_not_matter(family: str) -> None:
 
 @EVERY_FORMAT
 @EVERY_STAGES
-@pytest.mark.parametrize("family", [*HYBRIDS, *FAMILIES])
+@pytest.mark.parametrize("family", [*HYBRIDS, *FAMILIES, "qwen3-mtp"])
 def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
     """Live and restored, after another conversation was there, at checkpoints on and off the edges of blocks."""
     model = model_of(family)
@@ -137,7 +141,7 @@ def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int, kv_
     (ids, images), places = put_pictures(model, token_ids(121)), (16, 40, 64, 75, 120)
     others, pictures = put_pictures(model, token_ids(100, seed=9), seed=9)
     session.extend(ids[:120], checkpoint_at=places, images=images)
-    expected = [session.step(int(ids[120]))]
+    expected = step_with_guesses(session, int(ids[120]))
     plan = None
     if family in HYBRIDS:
         assert session.checkpoints == places
@@ -147,7 +151,7 @@ def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int, kv_
     for place in reversed(places):
         session.truncate(place)
         session.extend(ids[place:120], checkpoint_at=places, images=images)
-        assert_same([session.step(int(ids[120]))], expected)
+        assert_same(step_with_guesses(session, int(ids[120])), expected)
     if plan is not None:
         for place in places:
             session.reset()
@@ -157,7 +161,7 @@ def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int, kv_
             assert session.position == place
             assert session.checkpoints == (place,)
             session.extend(ids[place:120], checkpoint_at=places, images=images)
-            assert_same([session.step(int(ids[120]))], expected)
+            assert_same(step_with_guesses(session, int(ids[120])), expected)
 
 
 @EVERY_FAMILY
@@ -219,8 +223,8 @@ def test_the_layout_is_what_the_librarys_cache_keeps(family: str) -> None:
                 continue
             kept |= {(index, name): (t.dtype, tuple(t.shape[1:])) for name, t in tensors.items()}
         [layout] = build_layout(model.config, [(0, 4)], dtype, dtype)
-        fields = {(f.layer, f.name): (f.dtype, f.shape) for f in layout.fixed_fields if f.name != OFFSET_FIELD}
-        assert fields == kept
+        fixed_fields = [f for f in layout.fixed_fields if f.name != OFFSET_FIELD and f.layer < 4]
+        assert {(f.layer, f.name): (f.dtype, f.shape) for f in fixed_fields} == kept
         [codes] = build_layout(model.config, [(0, 4)], torch.int8, dtype)
         for rows in (layout.row_fields, codes.row_fields):
             assert {f.layer: (f.dtype, f.shape) for f in rows if f.name == "index_key"} == indexed

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engine import presets
 from engine.architectures import check_config
+from engine.draft_presets import DRAFT_PRESETS
 from engine.hybrid_presets import HYBRID_PRESETS
 from engine.layout import build_layout
 from engine.multimodal import family_of
@@ -49,7 +50,7 @@ def test_real_shapes_are_known_and_split(name: str) -> None:
         ranges = split_layers(config, stages)
         layouts = build_layout(config, ranges, torch.bfloat16, torch.bfloat16)
         assert sum(layout.row_bytes for layout in layouts) > 10_000
-        assert any(layout.fixed_bytes for layout in layouts) == (name in HYBRID_PRESETS)
+        assert any(layout.fixed_bytes for layout in layouts) == (name in {**HYBRID_PRESETS, **DRAFT_PRESETS})
 
 
 def test_the_27b_shape_keeps_what_that_model_is_known_to_keep() -> None:

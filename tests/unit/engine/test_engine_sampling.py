@@ -143,3 +143,70 @@ def test_no_usable_score_is_an_error(temperature: float) -> None:
         sampler(vocab=3, temperature=temperature).pick(torch.full((3,), math.nan))
     with pytest.raises(BadLogits):
         sampler(vocab=3, temperature=temperature).pick(torch.zeros(3), np.zeros(3, dtype=np.bool_))
+
+
+GUESSED = (0.05, 0.1, 0.25, 0.3, 0.3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.7, "top_k": 3},
+        {"top_p": 0.71},
+        {"min_p": 0.26},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.5},
+        {"top_k": 2, "logit_bias": {4: 3.0}},
+    ],
+)
+@pytest.mark.parametrize("guesses_of", [GUESSED, FIVE, (0.0, 0.0, 0.0, 0.0, 1.0)])
+def test_judged_guesses_have_the_distribution_of_draws(
+    settings: dict[str, float], guesses_of: tuple[float, ...]
+) -> None:
+    """Whatever the guesses were drawn from. Chi-square over 3000 tokens."""
+    picker = sampler([1, 3], vocab=5, seed=3, **settings)
+    wanted, guessed = picker.distribution(logits(*FIVE)), picker.distribution(logits(*guesses_of))
+    counts: Counter[int] = Counter()
+    right = 0
+    for _ in range(3000):
+        guess = picker.draw(guessed)
+        token = picker.judge(guess, guessed, wanted)
+        counts[token] += 1
+        right += token == guess
+    expected = {token: p for token in range(5) if (p := wanted.probability(token)) > 0}
+    assert set(counts) <= set(expected)
+    assert chi_square(counts, expected) < 18.5
+    # As often as can be: by what the two have in common.
+    common = sum(min(wanted.probability(token), guessed.probability(token)) for token in range(5))
+    assert abs(right / 3000 - common) < 0.035
+
+
+def test_a_mask_holds_for_what_takes_the_place_of_a_guess() -> None:
+    picker = sampler(vocab=5, seed=3)
+    mask = np.array([False, True, True, False, False])
+    wanted, guessed = picker.distribution(logits(*FIVE), mask), picker.distribution(logits(*GUESSED))
+    counts = Counter(picker.judge(picker.draw(guessed), guessed, wanted) for _ in range(2000))
+    assert set(counts) == {1, 2}
+    assert chi_square(counts, {1: 2 / 3, 2: 1 / 3}) < 10.8
+
+
+@pytest.mark.parametrize(
+    "settings", [{"repetition_penalty": 1.5}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.7}]
+)
+def test_tokens_ahead_are_penalised_as_if_they_had_been_said(settings: dict[str, float]) -> None:
+    supposing, saying = sampler([2], vocab=5, **settings), sampler([2], vocab=5, **settings)
+    for picker in (supposing, saying):
+        picker.remember(1)
+    ahead = supposing.distribution(logits(*FIVE), ahead=[1, 3])
+    for token in (1, 3):
+        saying.remember(token)
+    assert torch.equal(ahead.weights, saying.distribution(logits(*FIVE)).weights)
+    assert not torch.equal(ahead.weights, supposing.distribution(logits(*FIVE)).weights)
+
+
+def test_a_greedy_judge_takes_the_best() -> None:
+    picker = sampler(vocab=5, temperature=0.0)
+    wanted = picker.distribution(logits(*FIVE))
+    assert picker.judge(0, picker.distribution(logits(*FIVE)), wanted) == 0
+    assert picker.judge(3, picker.distribution(logits(*GUESSED)), wanted) == 0

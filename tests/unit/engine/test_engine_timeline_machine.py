@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_models import VOCAB, tiny_model, tiny_session
+from core_models import HEAD, VOCAB, step_with_guesses, tiny_model, tiny_session
+from draft_models import oracle_guess
 from hybrid_models import hybrid_model
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -31,6 +32,8 @@ TOLERANCE = 1e-4
 
 @cache
 def model_of(family: str) -> Any:
+    if family == "qwen3-mtp":
+        return tiny_model("qwen3", **HEAD)
     return tiny_model("qwen3") if family == "qwen3" else hybrid_model(family)
 
 
@@ -103,11 +106,27 @@ class Timeline(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(count=st.integers(1, 4))
     def decode(self, count: int) -> None:
-        """The logits of every step are those of reading everything anew."""
+        """The logits of every step are those of reading everything anew, and so are those of a draft head."""
         for token in self.fresh(count):
-            logits = self.session.step(token)
+            *guesses, logits = step_with_guesses(self.session, token)
             self.tokens.append(token)
+            if guesses:
+                expected = oracle_guess(self.model, self.session.draft.model, np.array(self.tokens))
+                torch.testing.assert_close(guesses[0], expected, atol=TOLERANCE, rtol=0)
             torch.testing.assert_close(logits, self.oracle(self.tokens), atol=TOLERANCE, rtol=0)
+
+    @precondition(lambda self: self.tokens and (self.session.draft or not self.session.fixed_state.is_exact_once))
+    @rule(count=st.integers(2, 3), kept=st.integers(1, 3))
+    def verify(self, count: int, kept: int) -> None:
+        """Several tokens at once, of which only the first few turn out to be said."""
+        more, start = self.fresh(count), len(self.tokens)
+        if not more:
+            return
+        for index, logits in enumerate(self.session.verify(more)):
+            expected = self.oracle(self.tokens + more[: index + 1])
+            torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+        self.tokens += more[:kept]
+        self.session.truncate(min(start + kept, start + len(more)))
 
     @rule()
     def checkpoint(self) -> None:
@@ -152,7 +171,7 @@ class Timeline(RuleBasedStateMachine):
         assert 0 <= self.session.rewind_floor <= len(self.tokens)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3.5", "qwen4-exp", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-mtp", "gemma3", "qwen3.5", "qwen3.5-mtp", "qwen4-exp", "lfm2"])
 def test_a_timeline_is_always_what_its_tokens_say(family: str) -> None:
     machine = type(f"Timeline_{family}", (Timeline,), {"family": family})
     run_state_machine_as_test(

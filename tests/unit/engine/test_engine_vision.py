@@ -151,9 +151,11 @@ def test_windows_shorter_and_longer_than_a_picture(window: int) -> None:
             torch.testing.assert_close(mine, other, atol=1e-4, rtol=0)
 
 
-def test_more_queries_than_a_block_beside_a_picture() -> None:
-    """Attention goes in blocks of 256 queries: a picture lies in one, over two, and behind one."""
-    model = hybrid_model("gemma3-vl")
+@pytest.mark.parametrize("window", [3, 24])
+def test_more_queries_than_a_block_beside_a_picture(window: int) -> None:
+    """Attention goes in blocks of 256 queries: a picture lies in one, over two, where a window may begin inside it, and
+    behind one."""
+    model = hybrid_model("gemma3-vl", sliding_window=window)
     for start in (100, 248, 300):
         ids = np.where(token_ids(340) == IMAGE_ID, 0, token_ids(340))
         ids[start : start + 16] = IMAGE_ID

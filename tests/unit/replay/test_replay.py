@@ -184,6 +184,20 @@ def test_value_saves_at_least_what_lru_saves_where_agents_go_round():
     assert value.written_bytes < lru.written_bytes / 4  # report 31: no churn
 
 
+def test_agents_in_a_budget_that_collapsed_do_not_churn():
+    """Report 31: where a sixth of what goes round fits, a part of it stays instead of all of it passing through."""
+    made = generate("round-robin?agents=6&turns=20&tokens=4000&step=100&shared=600")
+    made = Trace(made.name, HEADER, made.turns)
+    whole = replay(made.header, made.turns, ReplayConfig(1 << 32, LruPolicy())).peak_bytes
+    lru, value = (
+        replay(made.header, made.turns, ReplayConfig(whole // 6, policy)) for policy in (LruPolicy(), ValuePolicy())
+    )
+    assert lru.evictions > 40, "the case is one of churn"
+    assert value.evictions < 12
+    assert value.written_bytes < lru.written_bytes / 10
+    assert value.parked_saved_s > 2 * lru.parked_saved_s
+
+
 def test_workers_over_one_prefix_hold_it_once():
     made = generate("fan-out?workers=16&shared=20000&tail=2500&turns=1&waves=1")
     replayer = Replayer(made.header, ReplayConfig(1 << 38, ValuePolicy()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import struct
 from pathlib import Path
 
@@ -168,3 +169,17 @@ def test_a_write_that_does_nothing_is_an_error(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="nothing was written"):
         file.write(0, [random_bytes(10)])
     file.close()
+
+
+def test_more_unlinked_files_than_a_process_has_at_first(tmp_path: Path) -> None:
+    """Each is an open one, so that the usual limit of 1,024 would end parking at some hundred conversations."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        fs = UnlinkedFs(tmp_path)
+        for number in range(400):
+            fs.create(str(number)).close()
+        assert len(fs.sizes()) == 400
+        fs.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -91,6 +91,17 @@ def test_value_counts_only_the_tail_that_no_one_else_holds_and_the_restore():
     assert slow.saved_s(shallow) == 0.0  # report 54: reading is cheaper than restoring, so it is worth nothing
 
 
+def test_what_lies_on_disk_goes_before_what_would_be_read_again():
+    on_disk = evictable("on disk", position=50_000)._replace(is_on_disk=True)
+    costs = Costs(read_s=1e-3, bytes_per_s=1e9, disk_bytes_per_s=5e6)
+    assert costs.saved_s(on_disk) == pytest.approx(1000 * 1000 / 5e6)  # the promotion, not the reading
+    slow = Costs(read_s=1e-3, bytes_per_s=1e9, disk_bytes_per_s=1e3)
+    assert slow.saved_s(on_disk) == slow.saved_s(on_disk._replace(is_on_disk=False))  # it would be read again instead
+    for policy in (ValuePolicy(), GdsfPolicy()):
+        kept, gone = on_disk._replace(id="kept", is_on_disk=False), on_disk
+        assert policy.score(gone, costs, 100.0) < policy.score(kept, costs, 100.0)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     turns=st.integers(1, 1000),

@@ -1,0 +1,144 @@
+"""A model's own draft head: guesses the tokens behind the next one, from the hidden state behind the last.
+
+    row t of the head   is made of   hidden state behind token t-1, token t      and says what token t+1 may be
+
+    tokens      0 ... t-1 | t             the model reads token t at position t;
+    head        1 ... t-1 | t, t+1 ...    its rows behind t are guesses upon guesses, and are written anew once known
+
+A row lies beside the model's own of the same token and depends on no later one, so it can be cut, shared and parked as
+those can. Row 0 has nothing before it: it is zero and never read. (Multi-token prediction: DeepSeek-V3 technical
+report, section 2.2. The library's `MtpModel` counts rows from 0 at token 1; the numbers are the same.)
+
+The head runs on the last stage's device, beside the layers whose hidden state it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from engine.arena import StageArena
+from engine.attention import ATTENTION_NAME
+from engine.cache import attention_layer
+from engine.stages import Stage, moved_twin
+from engine.step_history import StepHistory
+from engine.vision import NO_IMAGES, ChunkImages
+
+Choose = Callable[[torch.Tensor], int]
+"""Takes the head's logits, float32 `[vocab]`, and returns the token to guess."""
+
+
+class DraftCache(Cache):  # type: ignore[misc]
+    """The library's view of the head's rows from token 1 on."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layers=[layer])
+        self._layer = layer
+
+    def begin(self, row: int) -> None:
+        """What comes is written from `row` on, 1 being the first."""
+        self._layer.begin(row - 1)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return int(self._layer.position)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return int(self._layer.position)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
+        return int(self._layer.position) + query_length, 0
+
+
+class DraftHead:
+    """The head over the last stage's arena, whose layout names its fields."""
+
+    def __init__(self, head: Any, stages: Sequence[Stage], arena: StageArena, history: StepHistory) -> None:
+        """`head` is the library's `MtpModel` of one layer; what it shares with the model comes from the stages."""
+        last = stages[-1]
+        self._first, self._stage = stages[0], last
+        self._history = history
+        head.config._attn_implementation = ATTENTION_NAME
+        self.model: Any = _bare(head, last.device)
+        layer = last.num_layers
+        rows = {field.name: arena.field_view(field) for field in arena.layout.row_fields if field.layer == layer}
+        self._hidden_rows = rows.pop("hidden", None)
+        self._parts = tuple(rows.values())
+        views: dict[tuple[int, str], torch.Tensor] = {(layer, name): view[1:] for name, view in rows.items()}
+        self._cache = DraftCache(attention_layer(layer, views))
+        self._hidden = next((arena.fixed_view(f) for f in arena.layout.fixed_fields if f.name == "hidden"), None)
+        self._layer = layer
+
+    def read(
+        self,
+        token_ids: npt.NDArray[np.int64],
+        position: int,
+        hidden: torch.Tensor,
+        images: ChunkImages = NO_IMAGES,
+    ) -> None:
+        """Writes the head's rows of tokens `[position, position + q)`, whose hidden states `[1, q, hidden]` the model
+        has just made, and keeps what the next row is made from. `images` are those of the chunk."""
+        known, embedded = hidden[:, :-1], self._first.embed(token_ids, images.rows).to(self._stage.device)
+        if position > 0:
+            known = torch.cat([self._behind(position), known], dim=1)
+        else:
+            for part in self._parts:
+                part[0].zero_()
+            embedded = embedded[:, 1:]
+        if embedded.shape[1]:
+            self._forward(embedded, max(position, 1), known)
+        self._keep(position, hidden[0])
+
+    def guess(self, token_id: int, position: int, count: int, choose: Choose) -> list[int]:
+        """`count` tokens that may follow `token_id`, which comes at `position`. Writes rows at and behind it.
+
+        At position 0 there is nothing to guess from, and none are.
+        """
+        guesses: list[int] = []
+        if position == 0:
+            return guesses
+        hidden, token = self._behind(position), token_id
+        for row in range(position, position + count):
+            embedded = self._first.embed(np.array([token], dtype=np.int64)).to(self._stage.device)
+            hidden = self._forward(embedded, row, hidden)
+            token = choose(self._stage.logits(hidden))
+            guesses.append(token)
+        return guesses
+
+    def _forward(self, embedded: torch.Tensor, row: int, hidden: torch.Tensor) -> torch.Tensor:
+        self._cache.begin(row)
+        # The head counts tokens, also where the positions of the model follow the rows of a picture.
+        places = torch.arange(row, row + embedded.shape[1], device=self._stage.device)[None]
+        output: torch.Tensor = self.model.forward_layer(0, hidden, places, self._cache, inputs_embeds=embedded)
+        return output
+
+    def _behind(self, position: int) -> torch.Tensor:
+        """The hidden state behind the token before `position`, `[1, 1, hidden]`."""
+        kept = self._hidden if self._hidden_rows is None else self._hidden_rows[position - 1]
+        assert kept is not None, "the layout has one or the other"
+        return kept.view(1, 1, -1)
+
+    def _keep(self, position: int, hidden: torch.Tensor) -> None:
+        if self._hidden_rows is not None:
+            self._hidden_rows[position : position + len(hidden)] = hidden
+            return
+        assert self._hidden is not None, "the layout has one or the other"
+        for index in range(len(hidden)) if self._history.is_recording else (len(hidden) - 1,):
+            self._hidden.copy_(hidden[index])
+            if self._history.is_recording:
+                self._history.note(self._layer, index)
+
+
+def _bare(head: Any, device: torch.device) -> nn.Module:
+    """The head on `device`, without what it shares with the model: that is on other devices, and stays there."""
+    shared = {name: head._modules[name] for name in ("embed_tokens", "shared_head")}
+    head._modules.update(dict.fromkeys(shared))
+    try:
+        return moved_twin(head, device)
+    finally:
+        head._modules.update(shared)

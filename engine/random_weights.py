@@ -1,0 +1,31 @@
+"""Draws the weights of models that have none: seeded, so that state can depend on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SEED = 20
+WEIGHT_GAIN = 1.5
+"""A weight's standard deviation is this over the root of its inputs: scores then depend on the whole prompt, and differ
+enough that wrong state gives other tokens."""
+FORGETTING = "A_log"
+"""Name of the logarithm of how fast a head of a recurrent layer forgets."""
+SLOW_AND_FAST = (-6.0, 0.0)
+"""Over the heads: some remember hundreds of tokens, some only the last few."""
+LAYER_ENDINGS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
+"""Projections whose output a layer adds to what it read."""
+
+
+def draw_weights(model: Any, generator: torch.Generator, layer_gain: float = 1.0) -> None:
+    """Fills every parameter, in the order the model names them. `layer_gain`: how much layers add to what they read."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(FORGETTING):
+                parameter.copy_(torch.linspace(*SLOW_AND_FAST, parameter.numel(), device=parameter.device))
+            elif parameter.dim() > 1:
+                gain = WEIGHT_GAIN * (layer_gain if name.endswith(LAYER_ENDINGS) else 1.0)
+                parameter.normal_(0.0, gain / parameter.shape[-1] ** 0.5, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)

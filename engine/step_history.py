@@ -1,0 +1,104 @@
+"""The fixed state of one stage after each token of the last step, so that guesses can be taken back.
+
+    step     start ---- t ---- g1 ---- g2            three tokens at once: one that is sure, two guesses
+    kept            after t  after g1   (live)       the timeline can be cut to start + 1, start + 2
+
+A layer whose state moves on with every token (a recurrence, a convolution) is given the tokens of such a step one at a
+time, through the path that decoding takes; all else in the model sees them at once. So the state kept after a token
+has not seen the guesses behind it, in the same bits whatever they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.arena import StageArena
+from engine.layout import OFFSET_FIELD, WINDOW_FIELDS
+
+if TYPE_CHECKING:
+    from engine.stages import Stage
+
+MIXERS: Mapping[str, str] = MappingProxyType({"qwen3_next": "linear_attn", "qwen3_5_text": "linear_attn"})
+"""`model_type` -> what its layers call the module that keeps such state. Families with draft heads of their own."""
+
+
+class StepHistory:
+    """Room for the states behind `tokens` tokens; without it nothing is kept."""
+
+    def __init__(self, arena: StageArena, tokens: int = 0) -> None:
+        self._fixed = arena.fixed
+        self._spans: dict[int, slice] = {}
+        """Layer -> its bytes of the fixed state; without windows, which reach back behind the step by themselves, and
+        without the offset of positions, which only pictures change."""
+        for field in arena.layout.fixed_fields:
+            if field.name not in (*WINDOW_FIELDS, OFFSET_FIELD):
+                first = self._spans[field.layer].start if field.layer in self._spans else field.offset
+                self._spans[field.layer] = slice(first, field.offset + field.nbytes)
+        self._kept = torch.empty(
+            (tokens if self._spans else 0, len(self._fixed)), dtype=torch.uint8, device=arena.device
+        )
+        self._start = 0
+        self._stop = 0
+        """The step covers `[start, stop)`; empty: there is nothing to go back to."""
+        self.is_recording = False
+
+    @property
+    def is_empty(self) -> bool:
+        """No layer here keeps such state."""
+        return not self._spans
+
+    def record(self, start: int, count: int) -> None:
+        """The step that comes is of `count` tokens from `start` on. Raises ValueError for one that is too long."""
+        if self._spans and count - 1 > len(self._kept):
+            raise ValueError(f"a step of {count} tokens where states behind {len(self._kept)} can be kept")
+        self._start, self._stop, self.is_recording = start, start + count, True
+
+    def finish(self) -> None:
+        """The step is over, and the timeline at its end."""
+        self.is_recording = False
+
+    def forget(self) -> None:
+        self._start = self._stop = 0
+        self.is_recording = False
+
+    def note(self, layer: int, index: int) -> None:
+        """The live state of `layer` is that after token `index` of the step."""
+        if index < self._stop - self._start - 1:
+            span = self._spans[layer]
+            self._kept[index, span].copy_(self._fixed[span])
+
+    def floor(self, position: int) -> int:
+        """The lowest position that the timeline, now at `position`, can be cut to."""
+        return self._start + 1 if self._start < position <= self._stop else position
+
+    def go_back(self, position: int) -> None:
+        """Makes the state at `position` live, which `floor` allows and which is before where the timeline is."""
+        for span in self._spans.values():
+            self._fixed[span].copy_(self._kept[position - self._start - 1, span])
+
+
+def step_by_step(stage: Stage, history: StepHistory) -> None:
+    """From now on what keeps such state in a stage reads a recorded step token by token, and the state after each is
+    noted. The stage's modules are its own, whoever else has their weights."""
+    inner: Any = stage.inner
+    for index in range(stage.first_layer, stage.end_layer):
+        module = getattr(inner.layers[index], MIXERS.get(inner.config.model_type, ""), None)
+        if module is not None:
+            module.forward = _stepped(module.forward, history, index)
+
+
+def _stepped(forward: Callable[..., torch.Tensor], history: StepHistory, layer: int) -> Callable[..., torch.Tensor]:
+    def step(hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        if not history.is_recording:
+            return forward(hidden_states, *arguments, **named)
+        outputs = []
+        for index in range(hidden_states.shape[1]):
+            outputs.append(forward(hidden_states[:, index : index + 1], *arguments, **named))
+            history.note(layer, index)
+        return torch.cat(outputs, dim=1)
+
+    return step

@@ -1,0 +1,156 @@
+"""Draft heads in checkpoints: found by their weights' names, loaded as the family keeps them, left out when asked."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import EngineConfig, LoadConfig, LoadedModel, ModelLoadError, load_model, open_session, presets
+from engine.draft_loading import INDEX_FILE
+from engine.draft_presets import random_head
+from engine.fingerprint import fingerprint
+from engine.plan import plan_model
+
+OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+"""The library's names of a head's own parts -> those in Qwen's checkpoints."""
+
+
+def head_weights(head: Any) -> dict[str, torch.Tensor]:
+    """As Qwen's checkpoints name them: the decoder layer under `mtp.layers.0`, the rest beside it."""
+    named = {}
+    for name, weight in head.layers[0].state_dict().items():
+        part, _, rest = name.partition(".")
+        if part == "mtp_block" and "experts.gate_up_proj" in rest:
+            for index, both in enumerate(weight):
+                gate, up = both.chunk(2)
+                named[f"mtp.layers.0.mlp.experts.{index}.gate_proj.weight"] = gate.contiguous()
+                named[f"mtp.layers.0.mlp.experts.{index}.up_proj.weight"] = up.contiguous()
+        elif part == "mtp_block" and "experts.down_proj" in rest:
+            for index, down in enumerate(weight):
+                named[f"mtp.layers.0.mlp.experts.{index}.down_proj.weight"] = down.contiguous()
+        elif part == "mtp_block":
+            named[f"mtp.layers.0.{rest}"] = weight
+        else:
+            named[f"mtp.{OUTER[part]}.{rest}"] = weight
+    return named
+
+
+def save_checkpoint(name: str, path: Path, *, sharded: bool = False) -> Any:
+    """A folder like a published one, whose configuration says nothing of the head. Returns the head."""
+    config = presets.preset_config(f"random:{name}")
+    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    head = random_head(model, name)
+    for entry in ("num_mtp_layers", "mtp_layer_types"):
+        delattr(model.config, entry)
+    model.save_pretrained(path)
+    presets.tiny_tokenizer().save_pretrained(path)
+    weights, extra = load_file(path / "model.safetensors"), head_weights(head)
+    if sharded:
+        shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        (path / "model.safetensors").rename(path / shards[0])
+        save_file(extra, path / shards[1], {"format": "pt"})
+        places = dict.fromkeys(weights, shards[0]) | dict.fromkeys(extra, shards[1])
+        (path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    else:
+        save_file(weights | extra, path / "model.safetensors", {"format": "pt"})
+    return head
+
+
+def load(path: Path | str, **settings: Any) -> LoadedModel:
+    return load_model(LoadConfig(str(path), Path(str(path)).parent / "cache", **settings))
+
+
+@pytest.mark.parametrize(("name", "sharded"), [("tiny-qwen3.5-mtp", False), ("tiny-qwen3-next-mtp", True)])
+def test_a_head_is_loaded_with_its_model(name: str, sharded: bool, tmp_path: Path) -> None:
+    head = save_checkpoint(name, tmp_path / "model", sharded=sharded)
+    loaded = load(tmp_path / "model")
+    expected = dict(head.layers.named_parameters())
+    found = dict(loaded.draft_model.layers.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    guesses = []
+    for draft in (head, loaded.draft_model):
+        session = open_session(loaded.model, EngineConfig(devices=("cpu", "cpu"), context_tokens=64), draft_model=draft)
+        session.extend(np.arange(20, 50))
+        guesses.append(session.guess(7, 2, lambda logits: int(logits.argmax())))
+    assert guesses[0] == guesses[1]
+    assert len(guesses[0]) == 2
+
+
+def test_a_head_is_left_out_when_asked_and_part_of_what_state_depends_on(tmp_path: Path) -> None:
+    save_checkpoint("tiny-qwen3.5-mtp", tmp_path / "model")
+    with_head, without = load(tmp_path / "model"), load(tmp_path / "model", draft=False)
+    assert without.draft_model is None
+    prints = [
+        fingerprint(each.weights_digest, each.config.to_dict(), each.dtype, torch.float32)
+        for each in (with_head, without)
+    ]
+    assert prints[0] != prints[1]
+    sessions = [
+        open_session(each.model, EngineConfig(devices=("cpu", "cpu"), context_tokens=64), draft_model=each.draft_model)
+        for each in (with_head, without)
+    ]
+    assert sessions[0].layout_digest != sessions[1].layout_digest
+    for draft_tokens, session in ((None, sessions[0]), (0, sessions[1])):
+        planned = plan_model(str(tmp_path / "model"), EngineConfig(devices=("cpu", "cpu"), draft_tokens=draft_tokens))
+        assert planned.stages == tuple(arena.layout for arena in session.arenas)
+
+
+def test_checkpoints_without_a_head_have_none(tmp_path: Path) -> None:
+    config = presets.preset_config("random:tiny-qwen3.5")
+    presets.random_model(config, torch.float32, torch.device("cpu")).save_pretrained(tmp_path / "model")
+    presets.tiny_tokenizer().save_pretrained(tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    assert loaded.draft_model is None
+    assert not hasattr(loaded.config, "num_mtp_layers")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mtp.layers.1.input_layernorm.weight": torch.ones(64)}, "2 layers"),
+        ({"mtp.embed_tokens.weight": torch.ones(512, 64)}, "embedding of its own"),
+    ],
+)
+def test_a_head_of_another_make_is_not_used(
+    change: dict[str, torch.Tensor], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_checkpoint("tiny-qwen3.5-mtp", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(file) | change, file, {"format": "pt"})
+    with caplog.at_level(logging.WARNING, "parkd.engine"):
+        assert load(tmp_path / "model").draft_model is None
+    assert reason in caplog.text
+
+
+def test_a_head_with_weights_missing_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    save_checkpoint("tiny-qwen3.5-mtp", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["mtp.fc.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match="--draft-tokens 0"):
+        load(tmp_path / "model")
+    assert load(tmp_path / "model", draft=False).draft_model is None
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3.5-mtp", "tiny-qwen3.5-mtp-echo", "tiny-qwen3-next-mtp"])
+def test_random_models_have_seeded_heads(name: str, tmp_path: Path) -> None:
+    first, second = (load_model(LoadConfig(f"random:{name}", tmp_path)) for _ in range(2))
+    for left, right in zip(first.draft_model.parameters(), second.draft_model.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert load_model(LoadConfig(f"random:{name}", tmp_path, draft=False)).draft_model is None
+
+
+def test_the_real_shape_counts_its_head() -> None:
+    """One full-attention layer's keys and values more a token, and one hidden state in all."""
+    head, plain = (plan_model(f"random:qwen3.5-27b{ending}", EngineConfig()).stages[0] for ending in ("-mtp", ""))
+    assert head.row_bytes - plain.row_bytes == 2 * 4 * 256 * 4
+    assert head.fixed_bytes - plain.fixed_bytes == 5120 * 4
