@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from engine.attention import ATTENTION_NAME, register_attention
 from engine.cache import StageCache
 from engine.errors import InvalidSplit
 from engine.indexer import replace_indexers
+from engine.layer_weights import layer_weights
 from engine.multimodal import language_config, language_model
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Stage:
         """Some families divide what the head gives."""
         self.streams = streams
         """Residual streams between layers, side by side in what stages hand on."""
-        self.needs_ids = bool(getattr(inner.config, "ple_layer_ids", None))
+        self.needs_ids = bool(getattr(getattr(inner, "config", None), "ple_layer_ids", None))
         """Layers look up n-grams of token ids, whichever stage they are in."""
 
     @property
@@ -145,8 +146,8 @@ class Stage:
 def split_layers(config: Any, stages: int, layer_split: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
     """Layer ranges `[first, end)` of every stage.
 
-    `layer_split` names the first layer of each later stage; None balances the parameters, the embedding counted in
-    the first stage and the head in the last. Raises InvalidSplit.
+    `layer_split` names the first layer of each later stage; None balances the parameters, each layer counted by its
+    own, the embedding in the first stage and the head in the last. Raises InvalidSplit.
     """
     config = language_config(config)
     layers = int(config.num_hidden_layers)
@@ -190,15 +191,13 @@ def shared_layers(config: Any) -> tuple[int, int]:
 def _balanced_starts(config: Any, stages: int, forbidden: range) -> tuple[int, ...]:
     """First layers of the stages that make the heaviest stage as light as possible."""
     layers = int(config.num_hidden_layers)
-    hidden, heads, kv_heads = int(config.hidden_size), int(config.num_attention_heads), int(config.num_key_value_heads)
-    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
-    attention = 2 * hidden * head_dim * (heads + kv_heads)
-    inner: Any = getattr(config, "shared_intermediate_size", None) or getattr(config, "intermediate_size", 4 * hidden)
-    layer_weight = attention + 3 * hidden * int(inner)
-    ends_weight = hidden * int(config.vocab_size)
+    if stages == 1:
+        return (0,)
+    weights = layer_weights(config)
+    before = [0, *accumulate(weights.layers)]
 
     def weight(first: int, end: int) -> int:
-        return (end - first) * layer_weight + ends_weight * ((first == 0) + (end == layers))
+        return before[end] - before[first] + weights.first * (first == 0) + weights.last * (end == layers)
 
     # best[end]: (weight of the heaviest stage, starts of all stages) for the layers [0, end) in the stages so far.
     best: dict[int, tuple[int, tuple[int, ...]]] = {end: (weight(0, end), (0,)) for end in range(1, layers + 1)}

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from core_models import tiny_config, tiny_model
+from hybrid_models import hybrid_config, hybrid_model
 
 from engine import EngineConfig, InvalidSplit
+from engine import stages as stages_module
+from engine.layer_weights import LayerWeights, layer_weights
 from engine.stages import PassThrough, place, split_layers
 
 
@@ -33,6 +36,19 @@ def test_a_split_that_leaves_a_stage_empty_is_refused(stages: int, split: Any) -
         split_layers(tiny_config(), stages, split)
 
 
+def test_what_a_layer_weighs_is_counted() -> None:
+    """One dense layer among such of many experts, and a recurrent one among such of attention, as they are."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [0, 1, 2]}
+    config = hybrid_config("qwen3-next", **experts)
+    assert split_layers(config, 2) == ((0, 3), (3, 4))
+    model = hybrid_model("qwen3-next", **experts)
+    weights = layer_weights(config)
+    assert weights.layers == tuple(sum(p.numel() for p in layer.parameters()) for layer in model.model.layers)
+    whole = sum(p.numel() for p in model.parameters())
+    assert sum(weights.layers) + weights.first + weights.last == whole
+    assert len(set(layer_weights(hybrid_config("granite-h")).layers)) == 2
+
+
 def sharing_config() -> Any:
     """Layers 2 (sliding) and 3 (full) are what layers 4 and 5 read."""
     shape = {name: getattr(tiny_config(), name) for name in ("hidden_size", "num_attention_heads", "head_dim")}
@@ -48,7 +64,8 @@ def sharing_config() -> Any:
 
 
 @pytest.mark.parametrize("start", [3, 4, 5])
-def test_layers_that_share_keys_stay_together(start: int) -> None:
+def test_layers_that_share_keys_stay_together(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages_module, "layer_weights", lambda config: LayerWeights((100,) * 6, 10, 10))
     with pytest.raises(InvalidSplit, match="share keys and values"):
         split_layers(sharing_config(), 2, (start,))
     assert split_layers(sharing_config(), 2) == ((0, 2), (2, 6))
