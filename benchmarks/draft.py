@@ -1,0 +1,141 @@
+"""What guessing ahead costs and gains, for a head that is never right and for one made to agree.
+
+    python -m benchmarks.draft [--layers 4] [--hidden 256] [--tokens 16]
+
+No checkpoint with a draft head is to be had here, so weights are random, of Qwen3.5's kind. A random head says what
+guessing costs where it gains nothing. The other pair is made to agree, to a degree that is chosen and reported: layers
+add little to what they read (`engine.draft_presets`), while all their arithmetic is done. Answers are greedy, and those
+of every setting are compared with those of single steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from benchmarks.common import Result, Table, finish, machine, progress
+from engine import EngineConfig, open_session
+from engine.decoding import Decoder
+from engine.draft_loading import declare_head
+from engine.draft_presets import ECHO, random_head
+from engine.hybrid_presets import HYBRID_PRESETS
+from engine.presets import random_model
+from engine.sampling import Sampler
+from parkd.types import SamplingParams
+
+GUESSES = (0, 1, 2)
+GAINS = {"random head": 1.0, "agreeing, layers at 0.003": 0.003, "agreeing, layers at 0.0003": 0.0003}
+"""What the pair is called -> how much layers add to what they read."""
+PROMPT_TOKENS = 128
+VOCABULARY = 8_000
+
+
+def shape(layers: int, hidden: int) -> Any:
+    """Qwen3.5's kind of layers, three of four linear, narrow enough for a processor; with a draft head."""
+    kind, settings = HYBRID_PRESETS["qwen3.5-27b"]
+    changes = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    }
+    config = AutoConfig.for_model(kind, **{**settings, **changes})
+    declare_head(config)
+    return config
+
+
+def measure(config: Any, gain: float, tokens: int) -> list[dict[str, Any]]:
+    """One pair of model and head, at every number of guesses."""
+    model = random_model(config, torch.float32, torch.device("cpu"), gain)
+    head = random_head(model, ECHO if gain < 1 else "")
+    prompt = np.random.default_rng(0).integers(3, VOCABULARY, PROMPT_TOKENS)
+    found: list[dict[str, Any]] = []
+    expected: list[int] = []
+    for guesses in GUESSES:
+        config_of_session = EngineConfig(context_tokens=512, batch_tokens=PROMPT_TOKENS, draft_tokens=guesses)
+        session = open_session(model, config_of_session, draft_model=head)
+        session.extend(prompt[:-1])
+        session.checkpoint()
+        seconds: list[float] = []
+        for _ in range(3):  # The first warms up.
+            session.truncate(PROMPT_TOKENS - 1)
+            decoder = Decoder(session, Sampler(SamplingParams(temperature=0.0), VOCABULARY, prompt))
+            steps = decoder.tokens(int(prompt[-1]))
+            began = time.perf_counter()
+            said = [next(steps) for _ in range(tokens)]
+            seconds.append(time.perf_counter() - began)
+            steps.close()
+        expected = expected or said
+        counts = decoder.counts
+        found.append(
+            {
+                "guesses": guesses,
+                "drafted": counts.drafted,
+                "accepted": counts.accepted,
+                "seconds": seconds[1:],
+                "tokens_per_second": tokens / min(seconds[1:]),
+                "same_answer": said == expected,
+                "different_tokens": len(set(said)),
+            }
+        )
+        progress(f"{guesses} guesses: {found[-1]}")
+    return found
+
+
+def table(name: str, rows: list[dict[str, Any]]) -> Table:
+    base = rows[0]["tokens_per_second"]
+    lines = [
+        (
+            str(row["guesses"]),
+            f"{row['accepted'] / row['drafted']:.0%}" if row["drafted"] else "-",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['tokens_per_second'] / base:.2f}",
+            "yes" if row["same_answer"] else "no",
+        )
+        for row in rows
+    ]
+    return Table(name, ("guesses a step", "right", "tokens/s", "against none", "same answer"), tuple(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=16)
+    options = parser.parse_args()
+    started = machine()
+    config = shape(options.layers, options.hidden)
+    raw = {name: measure(config, gain, options.tokens) for name, gain in GAINS.items()}
+    result = Result(
+        name="draft",
+        title="Guessing ahead with a draft head",
+        how=(
+            f"Random weights of Qwen3.5's kind: {options.layers} layers, hidden size {options.hidden}, vocabulary "
+            f"{VOCABULARY:,}, float32. {options.tokens} greedy tokens behind a prompt of {PROMPT_TOKENS}; the faster "
+            f"of two runs after one to warm up. A random head gains nothing and shows what guessing costs. The others "
+            f"are constructed to agree: layers add the given share to what they read, so that model and head mostly "
+            f"follow from the last token alone; all arithmetic is done. How often a trained head is right is not known "
+            f"here."
+        ),
+        tables=[table(name, rows) for name, rows in raw.items()],
+        raw=raw,
+    )
+    finish(result, started)
+
+
+if __name__ == "__main__":
+    main()
