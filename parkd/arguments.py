@@ -22,6 +22,28 @@ Every flag is also a variable (--ctx-size is PARKD_CTX_SIZE) and a key of the TO
 COMMANDS = ("serve", "demo", "plan")
 """Those that take the settings; `forget` and `replay` have flags of their own."""
 
+_NAME_THE_MODEL = "one model is served, named with --model (a hub id is downloaded): parkd --model owner/name"
+FOREIGN_COMMANDS = {
+    "run": _NAME_THE_MODEL,
+    "pull": _NAME_THE_MODEL,
+    "list": "GET /v1/models of a running server tells its model",
+    "ps": "GET /slots of a running server tells what it does",
+    "stop": "end the server with Ctrl-C or SIGTERM",
+}
+"""Ollama's, and what does the same here."""
+_ONE_LANE = "one conversation runs at a time, and the others are parked: see --conversation-cache-mib"
+_NOT_NEEDED = "it is always so; leave it out"
+FOREIGN_FLAGS = {
+    "--n-gpu-layers": "it is --gpu-layers",
+    **dict.fromkeys(("-np", "--parallel", "-cb", "--cont-batching"), _ONE_LANE),
+    **dict.fromkeys(("--cache-ram", "-cram"), "memory for parked conversations is --conversation-cache-mib"),
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "a hub id goes to --model"),
+    **dict.fromkeys(("--jinja", "--metrics", "--slots", "--props", "--cache-prompt"), _NOT_NEEDED),
+    **dict.fromkeys(("-n", "--n-predict", "--predict"), "the longest answer is --max-output-tokens"),
+    "-ub": "tokens read in one chunk are --batch-size",
+}
+"""llama-server's, and what says the same here."""
+
 
 @dataclass(frozen=True)
 class Invocation:
@@ -42,11 +64,18 @@ def parse(arguments: Sequence[str]) -> Invocation:
     """Raises ConfigError; exits by itself for `--help` and `--version`."""
     words = list(arguments)
     command = words.pop(0) if words and not words[0].startswith("-") else "serve"
+    if command in FOREIGN_COMMANDS:
+        raise ConfigError(f"there is no command {command!r}: {FOREIGN_COMMANDS[command]}")
     if command not in COMMANDS:
         others = [*COMMANDS, "forget", "replay"]
         raise ConfigError(f"unknown command {command!r}{nearest(command, others)} (there are {', '.join(others)})")
     parsed, rest = _parser().parse_known_args(words)
     if rest:
+        first = rest[0].partition("=")[0]
+        if first in FOREIGN_FLAGS:
+            raise ConfigError(f"there is no flag {first} here: {FOREIGN_FLAGS[first]}")
+        if not first.startswith("-"):
+            raise ConfigError(f"{first!r} belongs to no flag; a model is named with --model")
         known = [f"--{setting.name}" for setting in SETTINGS] + ["--config", "--help", "--version"]
         raise ConfigError(f"unknown flag {rest[0]}{nearest(rest[0].partition('=')[0], known)}")
     given = {
@@ -75,10 +104,14 @@ def _parser() -> argparse.ArgumentParser:
             group = groups[setting.group] = parser.add_argument_group(setting.group)
         if setting.words > 1:
             names = tuple(setting.metavar.split())
-            group.add_argument(f"--{setting.name}", metavar=names, nargs=setting.words, help=setting.help)
+            group.add_argument(
+                *setting.short, f"--{setting.name}", metavar=names, nargs=setting.words, help=setting.help
+            )
         elif setting.metavar:
             action = "append" if setting.many else "store"
-            group.add_argument(f"--{setting.name}", metavar=setting.metavar, action=action, help=setting.help)
+            group.add_argument(
+                *setting.short, f"--{setting.name}", metavar=setting.metavar, action=action, help=setting.help
+            )
         else:
             group.add_argument(f"--{setting.name}", action="store_const", const="true", help=setting.help)
     return parser

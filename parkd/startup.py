@@ -92,7 +92,7 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool) -> 
     header = " -H 'authorization: Bearer YOUR_KEY'" if needs_key else ""
     body = '{"messages":[{"role":"user","content":"Hello"}],"stream":true}'
     lines += [
-        f"serving   {url}/v1 (OpenAI chat completions; any model name is accepted)",
+        f"serving   {url}/v1 (OpenAI; any model name is accepted), Anthropic at {url}",
         f"try       curl -N {url}/v1/chat/completions{header} -H 'content-type: application/json' -d '{body}'",
     ]
     return lines

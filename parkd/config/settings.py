@@ -30,6 +30,8 @@ class Setting:
     """The flag may be given several times."""
     words: int = 1
     """That the flag takes on the command line; elsewhere they are one text."""
+    short: tuple[str, ...] = ()
+    """Other names on the command line, as llama.cpp has them."""
 
     @property
     def variable(self) -> str:
@@ -38,10 +40,18 @@ class Setting:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
-        "model", "model", "PATH|ID", parsers.some_text, None, "Hugging Face directory, hub id or GGUF file (demo model)"
+        "model",
+        "model",
+        "PATH|ID",
+        parsers.some_text,
+        None,
+        "Hugging Face directory, hub id or GGUF file (demo model)",
+        short=("-m",),
     ),
     Setting("engine", "model", "NAME", engine_name, "auto", "torch, llama.cpp, llama-server (auto: by the model)"),
-    Setting("alias", "model", "NAME", parsers.some_text, None, "name shown by /v1/models (the model's own)"),
+    Setting(
+        "alias", "model", "NAME", parsers.some_text, None, "name shown by /v1/models (the model's own)", short=("-a",)
+    ),
     Setting("chat-template-file", "model", "FILE", parsers.file, None, "chat template in place of the model's own"),
     Setting(
         "devices", "model", "LIST", parsers.devices, (), "a device a stage: cpu,cpu or cuda:0,cuda:1 (cuda:0, else cpu)"
@@ -50,21 +60,79 @@ SETTINGS: tuple[Setting, ...] = (
         "layer-split", "model", "LIST", parsers.layer_split, (), "first layer of each later stage: 24 or 24,36 (auto)"
     ),
     Setting(
-        "ctx-size", "model", "TOKENS", parsers.count(16), None, "context (the largest that fits, up to the model's)"
+        "ctx-size",
+        "model",
+        "TOKENS",
+        parsers.count(16),
+        None,
+        "context (the largest that fits, up to the model's)",
+        short=("-c",),
     ),
-    Setting("batch-size", "model", "TOKENS", parsers.count(1, 65536), 512, "tokens read in one prefill chunk (512)"),
+    Setting(
+        "batch-size",
+        "model",
+        "TOKENS",
+        parsers.count(1, 65536),
+        512,
+        "tokens read in one prefill chunk (512)",
+        short=("-b",),
+    ),
     Setting(
         "ctx-checkpoints", "model", "N", parsers.count(1, 1024), 8, "rewind points kept by models with fixed state (8)"
     ),
     Setting("kv-cache-dtype", "model", "TYPE", kv_format, None, "keys and values kept as f32, f16, bf16, int8 (auto)"),
-    Setting("cache-type-k", "model", "TYPE", cache_type, None, "llama.cpp's name of it; torch: q8_0 is int8"),
-    Setting("cache-type-v", "model", "TYPE", cache_type, None, "the same of the values; torch: as of the keys"),
-    Setting("gpu-layers", "llama.cpp", "N", parsers.count(0), None, "layers on the cards (all that fit the library)"),
-    Setting("split-mode", "llama.cpp", "MODE", split_mode, "layer", "over several cards: none, layer, row (layer)"),
-    Setting("tensor-split", "llama.cpp", "LIST", shares, (), "share of each card: 3,1 (by their free memory)"),
-    Setting("main-gpu", "llama.cpp", "N", parsers.count(0), 0, "the card for --split-mode none or row (0)"),
-    Setting("threads", "llama.cpp", "N", parsers.count(1), None, "CPU threads (as many as there are cores)"),
-    Setting("flash-attn", "llama.cpp", "HOW", flash_attn, "auto", "on, off or auto (auto)"),
+    Setting(
+        "cache-type-k",
+        "model",
+        "TYPE",
+        cache_type,
+        None,
+        "llama.cpp's name of it; torch: q8_0 is int8",
+        short=("-ctk",),
+    ),
+    Setting(
+        "cache-type-v",
+        "model",
+        "TYPE",
+        cache_type,
+        None,
+        "the same of the values; torch: as of the keys",
+        short=("-ctv",),
+    ),
+    Setting(
+        "gpu-layers",
+        "llama.cpp",
+        "N",
+        parsers.count(0),
+        None,
+        "layers on the cards (all that fit the library)",
+        short=("-ngl",),
+    ),
+    Setting(
+        "split-mode",
+        "llama.cpp",
+        "MODE",
+        split_mode,
+        "layer",
+        "over several cards: none, layer, row (layer)",
+        short=("-sm",),
+    ),
+    Setting(
+        "tensor-split",
+        "llama.cpp",
+        "LIST",
+        shares,
+        (),
+        "share of each card: 3,1 (by their free memory)",
+        short=("-ts",),
+    ),
+    Setting(
+        "main-gpu", "llama.cpp", "N", parsers.count(0), 0, "the card for --split-mode none or row (0)", short=("-mg",)
+    ),
+    Setting(
+        "threads", "llama.cpp", "N", parsers.count(1), None, "CPU threads (as many as there are cores)", short=("-t",)
+    ),
+    Setting("flash-attn", "llama.cpp", "HOW", flash_attn, "auto", "on, off or auto (auto)", short=("-fa",)),
     Setting("lora", "llama.cpp", "FILE", loras, (), "adapter, at scale 1; may be repeated", True),
     Setting("lora-scaled", "llama.cpp", "FILE:SCALE", scaled_loras, (), "the same with its scale", True),
     Setting(

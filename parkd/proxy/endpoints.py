@@ -26,6 +26,8 @@ from parkd.types import ConversationKey
 if TYPE_CHECKING:
     from parkd.proxy.app import Proxy
 
+APIS = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/messages", "/v1/models")
+"""Shown at `/`, to whoever wonders what answers there."""
 PIECE_LIMIT = 200_000
 """Most tokens that `/tokenize` spells out one by one."""
 
@@ -87,7 +89,7 @@ class Endpoints:
         return Response(self._proxy.metrics.page(), headers={"content-type": metrics.CONTENT_TYPE})
 
     async def root(self, _request: Request, _request_id: str) -> ASGIApp:
-        return JSONResponse({"name": "parkd"})
+        return JSONResponse({"name": "parkd", "apis": list(APIS), "health": "/health"})
 
     async def props(self, request: Request, request_id: str) -> ASGIApp:
         self._caller(request)

@@ -13,9 +13,13 @@ from parkd.errors import InvalidRequest, NotFound, ParkdError
 from parkd.proxy.access import check_origin
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.base import Dialect
+from parkd.proxy.elsewhere import advice
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.requests import request_id_of
 from parkd.proxy.sse import unforeseen
+
+PATH_SHOWN = 200
+"""Characters of a path that are said back."""
 
 Handler = Callable[[Request, str], Awaitable[ASGIApp]]
 
@@ -55,7 +59,7 @@ def http_error(dialect: Dialect, metrics: Metrics) -> Callable[[Request, Excepti
             return Response(status_code=204, headers=error.headers)
         refused: ParkdError
         if error.status_code == 404:
-            refused = NotFound(f"There is nothing at {request.url.path}. The chat API is POST /v1/chat/completions.")
+            refused = NotFound(f"There is nothing at {request.url.path[:PATH_SHOWN]}. {advice(request.url.path)}")
         else:
             refused = InvalidRequest(f"{request.method} is not possible at {request.url.path}.")
         metrics.requests.labels(refused.code).inc()

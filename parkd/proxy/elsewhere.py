@@ -1,0 +1,45 @@
+"""What clients of other servers ask for, and what does the same here: words for the 404 of an unknown path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CHAT = "POST /v1/chat/completions"
+MODELS = "GET /v1/models"
+_OLLAMA = "Ollama's own API is not spoken here; its clients also take an OpenAI server: base URL .../v1."
+_NONE = "This server generates text only; run another one beside it for that."
+
+ADVICE: Mapping[str, str] = {
+    "/api/chat": f"{_OLLAMA} The chat is {CHAT}.",
+    "/api/generate": f"{_OLLAMA} The chat is {CHAT}, raw text POST /v1/completions.",
+    "/api/tags": f"{_OLLAMA} The model is told by {MODELS}.",
+    "/api/ps": f"{_OLLAMA} What runs is told by GET /slots.",
+    "/api/show": f"{_OLLAMA} The model is told by {MODELS} and GET /props.",
+    "/api/version": _OLLAMA,
+    "/api/pull": "The model is named when the server starts (--model), a hub id is downloaded then.",
+    "/api/embed": _NONE,
+    "/api/embeddings": _NONE,
+    "/v1/embeddings": _NONE,
+    "/embeddings": _NONE,
+    "/embedding": _NONE,
+    "/v1/rerank": _NONE,
+    "/rerank": _NONE,
+    "/infill": "Infilling is not possible here; raw text is POST /v1/completions.",
+    "/completion": f"Raw text is POST /v1/completions, the chat {CHAT}.",
+    "/completions": f"Raw text is POST /v1/completions, the chat {CHAT}.",
+    "/detokenize": "Ids with their texts are told by POST /tokenize with `with_pieces`.",
+    "/lora-adapters": "Adapters are not loaded at run time; control vectors steer by `steering` in a request.",
+    "/messages": "Anthropic's API is at POST /v1/messages: its base URL has no /v1 at the end.",
+    "/responses": "The Responses API is POST /v1/responses: its base URL ends in /v1.",
+    "/v1": f"This is the base URL for OpenAI clients. The chat is {CHAT}.",
+}
+"""By path, without a slash at the end."""
+
+_FAMILIES = (("/v1/audio/", _NONE), ("/v1/images/", _NONE), ("/v1/v1/", "The base URL has one /v1 too many."))
+
+
+def advice(path: str) -> str:
+    """What to do in place of a request to `path`, for whoever sent it."""
+    family = next((words for head, words in _FAMILIES if path.startswith(head)), None)
+    default = f"The chat is {CHAT} (OpenAI) or POST /v1/messages (Anthropic)."
+    return ADVICE.get(path.rstrip("/")) or family or default
