@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from PIL import Image
 
 from engine.config import EngineConfig
 from engine.vision_presets import VISION_PRESETS
+from parkd.engine_adapter.base import ImageFacts
 from parkd.engine_adapter.fake import FakeEngine
+from parkd.engine_adapter.fake_images import FakeImages
 from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
 from parkd.identity import images as identity_images
 
@@ -306,6 +309,22 @@ async def test_pictures_that_have_no_place_are_refused(
         assert response.status_code == 400
         assert says in response.json()["error"]["message"]
         await server.chat([{"role": "user", "content": "<|image|> is a word where there are no images"}])
+
+
+async def test_pictures_are_not_unpacked_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's loop is this thread."""
+    engine = FakeEngine(reads_images=True)
+    threads: list[int] = []
+
+    def facts(reader: FakeImages, data: bytes) -> ImageFacts:
+        threads.append(threading.get_ident())
+        return ImageFacts(b"d" * 32, len(data))
+
+    monkeypatch.setattr(FakeImages, "facts", facts)
+    async with running(engine) as server:
+        await DIALECTS["chat"].ask(server, ["x", b"PIC", "y"])
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
 
 
 async def test_files_are_not_kept_behind_their_turn() -> None:
