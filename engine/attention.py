@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from engine.errors import UnsupportedModel
 from engine.indexer import INDEXED, CausalOrder, KeySelection
 from engine.kv_format import KeptStates, QuantisedStates, tokens_of
+from engine.placed import PlacedStates
 
 ATTENTION_NAME = "parkd"
 QUERY_BLOCK = 256
@@ -66,8 +67,8 @@ def no_mask(*, config: Any, attention_mask: torch.Tensor | None = None, **_: Any
 def arena_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: KeptStates,
-    value: KeptStates,
+    key: KeptStates | PlacedStates,
+    value: KeptStates | PlacedStates,
     attention_mask: torch.Tensor | KeySelection | None,
     *,
     scaling: float | None = None,
@@ -93,6 +94,9 @@ def arena_attention(
         raise UnsupportedModel(f"{type(module).__name__} calls attention with a mask of its own: not supported")
     if dropout or is_causal is False:
         raise UnsupportedModel(f"{type(module).__name__} calls attention with dropout or without causality")
+    if isinstance(key, PlacedStates):
+        assert isinstance(value, PlacedStates), "keys and values are kept in one format"
+        return key.attend(query, value, scaling).transpose(1, 2), None
     # A window that no key falls out of hides nothing.
     window = sliding_window if sliding_window is not None and key.shape[2] > sliding_window else None
     hidden = window if selection is None or selection.chosen is None else selection

@@ -14,6 +14,7 @@ from engine.indexed_layers import IndexPositions, LayerIndex, OtherStagesLayer, 
 from engine.indexer import MakeBlocks
 from engine.kv_format import KeptStates, QuantisedStates, quantise
 from engine.layout import INDEX_KEY, INDEX_POSITION, WINDOW_FIELDS
+from engine.placed import PlacedStates, TokenPlace
 from engine.step_history import StepHistory
 
 
@@ -32,6 +33,8 @@ class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc
         self.key_rows = keys
         self.value_rows = values
         self.position = 0
+        self.place: TokenPlace | None = None
+        """Set while a token's forward is recorded."""
         self.is_initialized = True
 
     def begin(self, position: int) -> None:
@@ -42,11 +45,17 @@ class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[KeptStates, KeptStates]:
+    ) -> tuple[KeptStates, KeptStates] | tuple[PlacedStates, PlacedStates]:
         """Writes `[1, heads, q, head_dim]` at the position; returns `[1, heads, position + q, head_dim]` of both.
 
         What is returned are views, unless keys and values are kept in another dtype than the model computes in.
         """
+        if self.place is not None:
+            slot = self.place.position
+            return (
+                PlacedStates.written(self.place, self.key_rows, key_states, slot),
+                PlacedStates.written(self.place, self.value_rows, value_states, slot),
+            )
         start, stop = self.position, self.position + key_states.shape[-2]
         self.key_rows[start:stop] = key_states[0].transpose(0, 1)
         self.value_rows[start:stop] = value_states[0].transpose(0, 1)
@@ -75,8 +84,13 @@ class QuantisedAttentionLayer(ArenaAttentionLayer):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[KeptStates, KeptStates]:
+    ) -> tuple[KeptStates, KeptStates] | tuple[PlacedStates, PlacedStates]:
         """Writes as above; returns what the rows now hold, also of what was just written."""
+        if self.place is not None:
+            return (
+                PlacedStates.coded(self.place, self.key_rows, self.scale_rows, 0, key_states),
+                PlacedStates.coded(self.place, self.value_rows, self.scale_rows, 1, value_states),
+            )
         start, stop = self.position, self.position + key_states.shape[-2]
         for part, (rows, states) in enumerate(((self.key_rows, key_states), (self.value_rows, value_states))):
             rows[start:stop], self.scale_rows[start:stop, part] = quantise(states[0].transpose(0, 1))
@@ -127,6 +141,20 @@ class StageCache(Cache):  # type: ignore[misc]
         """Rows from `position` on are no longer those that went through here."""
         for index in self._indexes.values():
             index.forget_from(position)
+
+    def record(self, place: TokenPlace | None) -> None:
+        """From now on a forward writes one token where `place` says; None: where `begin` said, as ever."""
+        for layer in self._mine:
+            if hasattr(layer, "place"):
+                layer.place = place
+
+    def ready_for_token(self, position: int, turn: int, place: TokenPlace) -> None:
+        """Before a recorded forward is replayed for the token at `position`, turned by `turn`. Only queues work."""
+        self.begin(position)
+        place.position.fill_(position)
+        place.turn.fill_(turn)
+        for layer in self._sliding:
+            layer.ready_for_token(place)
 
     def floor(self, position: int) -> int:
         """The lowest position the timeline can be cut to while this stage's state stays exact."""

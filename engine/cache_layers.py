@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
+from engine.placed import PlacedStates, TokenPlace
+
 
 class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer that sees `window` tokens, in a buffer of its own in order of time.
@@ -30,6 +32,8 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.window = packed[0].shape[0] + 1
         self.slack = slack
         self.position = 0
+        self.place: TokenPlace | None = None
+        """Set while a token's forward is recorded."""
         self.is_initialized = True
         self._live = live
         self._packed = packed
@@ -45,13 +49,26 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
         if position == 0:
             self._base = 0
 
+    def ready_for_token(self, place: TokenPlace) -> None:
+        """Makes room for the token at the position, and tells the device where in the buffer it goes."""
+        if self.position - self._base >= len(self._live[0]):
+            self._make_room(1)
+        place.set_slot(self.window, self.position - self._base)
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the buffer was allocated before the first forward."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[PlacedStates, PlacedStates]:
         """Writes `[1, heads, q, head_dim]` at the position; returns `[1, heads, min(position, window-1) + q, dim]`."""
+        if self.place is not None:
+            keys, values = self._live
+            slot = self.place.slot(self.window)
+            return (
+                PlacedStates.written(self.place, keys, key_states, slot, self.window),
+                PlacedStates.written(self.place, values, value_states, slot, self.window),
+            )
         count = key_states.shape[-2]
         if self.position - self._base + count > len(self._live[0]):
             self._make_room(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,14 @@ import torch
 AUTO_DRAFT_TOKENS = 2
 """Guesses a step where nothing is said: heads of one layer are asked again for each, and err more every time."""
 MAX_DRAFT_TOKENS = 16
+CPU_BATCH, CARD_BATCH = 512, 2048
+"""Tokens of a chunk. On CPUs a longer one is no faster and answers a client that leaves later; a card is not busy with
+less (86k tokens of an 8B model on two H200: 4.9 s with 2048, 5.1 s with 4096)."""
+
+
+def batch_for(devices: Sequence[str]) -> int:
+    """Tokens a prefill chunk where nobody said: what suits cards if all stages are on some."""
+    return CARD_BATCH if all(torch.device(device).type == "cuda" for device in devices) else CPU_BATCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,9 @@ class EngineConfig:
     """Tokens that a draft head guesses a step; None is `AUTO_DRAFT_TOKENS`, 0 decodes without one."""
     window_slack_tokens: int = 256
     """A sliding window can be cut back by so many tokens without a checkpoint."""
+
+    peer_access: bool = True
+    """Cards may copy straight to each other where they can; else hidden states go through main memory."""
 
     @property
     def guesses(self) -> int:

@@ -6,7 +6,7 @@
     sum stream                                 | sums | sums | sums |
 
 A copy out waits for the computing that wrote its rows, and whoever overwrites a row waits until it was copied and
-summed.
+summed. Fixed state goes last, from checkpoints: copies on the card that the computing does not touch.
 Copies go in runs as long as host memory allows; beside other work they are cut, so that nobody waits long behind one.
 """
 
@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,9 +35,8 @@ if TYPE_CHECKING:
 SEGMENT_BYTES = 16 << 20
 """Of a capture beside other work: long enough for the speed of a link (4 MiB reach 0.96 of it), short enough that
 neither a writer nor the hidden states that go from card to card wait long behind one."""
-SEGMENTS_QUEUED = 1
-"""A card's copy engine that always has a next segment starves what others ask of it: with two queued, the hidden states
-that go from card to card came through only when the whole capture was done."""
+"""One is queued at a time: a card's copy engine that always has a next segment starves what others ask of it. With two
+queued, the hidden states that go from card to card came through only when the whole capture was done."""
 SUM_BYTES = 512 << 20
 """What arrived is summed so much at a time, beside the copying of the next."""
 
@@ -78,6 +78,12 @@ def host_tensor(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
     if buffer.flags.writeable or buffer.nbytes == 0:
         return torch.from_numpy(buffer)
     return torch.frombuffer((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data), dtype=torch.uint8)
+
+
+def _pieces(buffer: npt.NDArray[np.uint8], source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(host, device) pieces of one fixed part, of at most `SEGMENT_BYTES`."""
+    for start in range(0, buffer.nbytes, SEGMENT_BYTES):
+        yield host_tensor(buffer[start : start + SEGMENT_BYTES]), source[start : start + SEGMENT_BYTES]
 
 
 class StageCopy:
@@ -163,10 +169,22 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class StageCapture(StageCopy):
     """One stage's rows on their way out while the stage computes; queued a few segments at a time by a thread."""
 
-    def __init__(self, arena: StageArena, plan: Plan, move: StageMove, checksum: WeightedSum, step: CopyStep) -> None:
-        """Queues the sums. The streams follow the computing."""
+    def __init__(
+        self,
+        arena: StageArena,
+        plan: Plan,
+        move: StageMove,
+        checksum: WeightedSum,
+        step: CopyStep,
+        fixed: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Queues the sums. The streams follow the computing. `fixed` are the checkpoints of the plan's fixed parts,
+        whose memory nobody writes to before this is done."""
         super().__init__(arena, arena.streams)
         self._step = step
+        parts = zip(move.fixed, fixed, strict=True)
+        self._fixed = chain.from_iterable(_pieces(part.buffer, copy) for part, copy in parts)
+        self._sources = tuple(fixed)  # Held until all is copied: their memory must not be given to others before.
         self._start, self._stop = plan.start, plan.stop
         self._segments = deque(segments(move.rows, arena.layout.row_bytes, plan.block_tokens))
         self._copied: list[tuple[int, torch.cuda.Event]] = []
@@ -174,22 +192,33 @@ class StageCapture(StageCopy):
         arena.streams.follow_computing()
         with torch.cuda.stream(arena.streams.sums):
             self._total = [self._block_sums(plan, checksum, plan.start, plan.stop)] if plan.stop > plan.start else []
+            self._total += [checksum.block_sums(copy, copy.nbytes) for copy in fixed]
             self._summed = _event(arena.streams.sums)
+        self._last: torch.cuda.Event | None = None
 
     def queue_next(self) -> bool:
         """Queues one segment more, as soon as few enough are queued. False if there is none."""
-        if not self._segments:
+        if self._last is not None:
+            self._last.synchronize()
+        if self._segments:
+            self._queue_rows()
+        elif (piece := next(self._fixed, None)) is not None:
+            with torch.cuda.stream(self._streams.out):
+                self._step(*piece)
+                self._last = _event(self._streams.out)
+        else:
             return False
-        if len(self._copied) >= SEGMENTS_QUEUED:
-            self._copied[-SEGMENTS_QUEUED][1].synchronize()
+        return True
+
+    def _queue_rows(self) -> None:
         segment = self._segments.popleft()
         out = self._streams.out
         with torch.cuda.stream(out):
             self._step(host_tensor(segment.buffer), self.arena.rows[segment.start : segment.stop].view(-1))
             if not self._copied:
                 out.wait_event(self._summed)
-            self._copied.append((segment.stop, _event(out)))
-        return True
+            self._last = _event(out)
+            self._copied.append((segment.stop, self._last))
 
     def finish(self) -> None:
         self._streams.sums.wait_stream(self._streams.out)

@@ -28,17 +28,28 @@ from engine.stages import Stage
 ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Whose layers are: norm, attention over plain rotary positions, norm, silu-gated product; each with its residual."""
 DTYPES = frozenset({torch.bfloat16, torch.float16})
+RECORDED_KINDS = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv"})
+"""Layers whose forward of one token asks the device nothing midway."""
 STEADY_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
 """Kinds of rotary positions whose frequencies do not change with the length."""
 
 
-def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) -> str | None:
-    """Why these stages must run through the library, None if they need not."""
-    if any(stage.device.type != "cuda" for stage in stages):
+def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
+    """Why decoding cannot be recorded at all, None if it may be."""
+    if config is None or any(stage.device.type != "cuda" for stage in stages):
         return "a stage is not on a CUDA device"
     if not has_triton():
         return "Triton is not installed"
-    if config is None or config.model_type not in ARCHITECTURES:
+    if other := set(layer_kinds(config)) - RECORDED_KINDS:
+        return f"its layers of kind {', '.join(sorted(other))} choose what they see on the host"
+    if not {stage.dtype for stage in stages} <= DTYPES:
+        return f"it computes in other types than {', '.join(sorted(map(str, DTYPES)))}"
+    return None
+
+
+def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) -> str | None:
+    """Why these stages, whose decoding may be recorded, must run through the library; None if they need not."""
+    if config.model_type not in ARCHITECTURES:
         return "the model's layers are not known to the kernels"
     if set(layer_kinds(config)) != {"full_attention"} or getattr(config, "sliding_window", None):
         return "not all layers attend to everything"
@@ -107,13 +118,6 @@ class DenseStage:
         self.stage = stage
         self.layers = dense_layers(stage, cache)
         self._eps = float(config.rms_norm_eps)
-        inner: Any = stage.inner
-        self._modules = [inner.layers[index] for index in range(stage.first_layer, stage.end_layer)]
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether something was hung on a layer that only the library's forward knows of."""
-        return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
 
     def forward(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
         """Runs `q` tokens at `[position, position + q)` and writes their rows; waits for nothing.

@@ -31,6 +31,12 @@ def copy_fixed_out(session: Session, plan: Plan, steps: CopySteps) -> npt.NDArra
     return sums
 
 
+def checkpoint_of(session: Session, position: int) -> list[torch.Tensor]:
+    """Copies on the devices of all stages' fixed state at `position`, which is a checkpoint's or the present one."""
+    kept = session.fixed_state.at(position)
+    return kept if kept is not None else [live.clone() for live in session.fixed_state.live(position)]
+
+
 def _copy(buffer: npt.NDArray[np.uint8], source: torch.Tensor, steps: CopySteps) -> None:
     if source.device.type == "cpu":
         steps.host(buffer, source.numpy())

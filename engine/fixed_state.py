@@ -10,7 +10,7 @@ before the position; without either everywhere, and then there is nothing to kee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,15 @@ Copies = list[torch.Tensor]
 class FixedState:
     """At most `limit` checkpoints: the earliest stays, of the others the least recently used goes."""
 
-    def __init__(self, arenas: Sequence[StageArena], caches: Sequence[StageCache], limit: int) -> None:
+    def __init__(
+        self,
+        arenas: Sequence[StageArena],
+        caches: Sequence[StageCache],
+        limit: int,
+        is_read: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_read` says whether a capture under way may still read checkpoints: then their memory is not reused."""
+        self._is_read = is_read
         self._arenas = tuple(arenas)
         self._caches = tuple(caches)
         self._limit = limit
@@ -62,6 +70,8 @@ class FixedState:
             self._kept[position] = self._kept.pop(position)
             return
         memory = self._kept.pop(self._oldest()) if len(self._kept) >= self._limit else None
+        if self._is_read():
+            memory = None  # It is freed by the capture, once that is done.
         live = self.live(position)
         copies = [torch.empty_like(fixed) for fixed in live] if memory is None else memory
         for copy, fixed in zip(copies, live, strict=True):

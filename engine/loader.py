@@ -7,7 +7,7 @@ comes with a model is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -32,6 +32,7 @@ from engine.draft_loading import drop_head, find_head, load_head
 from engine.draft_presets import layer_gain, random_head
 from engine.errors import ModelLoadError
 from engine.images import ImageProcessor, image_tokens, processor_class
+from engine.kernels import has_triton, keep_tuning
 from engine.layout import draft_layers
 from engine.library_bars import no_library_bars
 from engine.model_cache import DIGEST_BYTES, ModelCache, Progress
@@ -40,6 +41,7 @@ from engine.multimodal import family_of, language_config
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 WEIGHT_FILES = ("*.safetensors",)
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+Ranges = tuple[tuple[int, int], ...]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -57,7 +59,12 @@ class LoadConfig:
     draft: bool = True
     """Whether to load the model's draft head, if it has one."""
     device: str = "cpu"
-    """Of the first stage. Weights come to main memory, random ones of a real shape to this device."""
+    """Of the first stage. Weights come to main memory, random ones of a real shape to the cards themselves."""
+    devices: tuple[str, ...] = ()
+    """Of all stages, if there are several."""
+    split: Callable[[Any, torch.dtype], Ranges] | None = None
+    """(the library's configuration, compute dtype) -> the stages' layers, asked before weights are read; None: one
+    stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +84,8 @@ class LoadedModel:
     weights_digest: bytes
     """16 bytes over the content of the weight files, or over the recipe of random weights."""
     end_token_ids: frozenset[int]
+    ranges: Ranges
+    """Layers `[first, end)` of each stage."""
     images: ImageProcessor | None = None
     """None: the model reads text only."""
 
@@ -88,6 +97,8 @@ class LoadedModel:
 
 def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedModel:
     """Loads `config.model`. Raises UnsupportedModel (before weights are read) or ModelLoadError."""
+    if has_triton():
+        keep_tuning()  # Before the library loads kernels with the model's code.
     template = _template_source(config.chat_template_file)
     if config.model.startswith(presets.PREFIX):
         return _load_preset(config, template)
@@ -120,6 +131,7 @@ def _load_folder(
     dtype = _compute_dtype(config, settings)
     images = _image_processor(folder, settings, tokenizer)
     kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
+    ranges = _ranges(config, settings, dtype)
     try:
         with no_library_bars():
             model = kind.from_pretrained(
@@ -146,6 +158,7 @@ def _load_folder(
         weights_digest=digest,
         end_token_ids=_end_token_ids(folder, language_config(settings), tokenizer),
         images=images,
+        ranges=ranges,
     )
 
 
@@ -159,7 +172,9 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
     tokenizer = presets.preset_tokenizer(settings)
     processor = presets.preset_processor(config.model, settings)
     images = None if processor is None else ImageProcessor(processor, settings, image_tokens(settings, tokenizer))
-    model = presets.random_model(settings, dtype, device, layer_gain(config.model))
+    ranges = _ranges(config, settings, dtype)
+    place = presets.layer_placement(ranges, config.devices) if len(ranges) > 1 and device.type != "cpu" else None
+    model = presets.random_model(settings, dtype, device, layer_gain(config.model), place)
     return LoadedModel(
         name=config.model,
         config=settings,
@@ -171,7 +186,14 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
         weights_digest=presets.preset_digest(config.model, dtype, device),
         end_token_ids=frozenset({language_config(settings).eos_token_id}),
         images=images,
+        ranges=ranges,
     )
+
+
+def _ranges(config: LoadConfig, settings: Any, dtype: torch.dtype) -> Ranges:
+    if config.split is None:
+        return ((0, int(language_config(settings).num_hidden_layers)),)
+    return config.split(settings, dtype)
 
 
 def _converted(path: Path, config: LoadConfig, cache: ModelCache, progress: Progress | None) -> tuple[Path, bytes]:

@@ -35,6 +35,11 @@ def free_bytes(device: str) -> int:
     return int(psutil.virtual_memory().available)
 
 
+def usable_bytes(free: int) -> int:
+    """What of `free` bytes is given out."""
+    return free - max(MARGIN_MIN_BYTES, int(free * MARGIN_SHARE))
+
+
 def choose_context(
     stages: Sequence[StageNeed],
     model_tokens: int,
@@ -79,7 +84,7 @@ def _by_device(stages: Sequence[StageNeed]) -> Mapping[str, list[StageNeed]]:
 
 
 def _fitting(needs: Sequence[StageNeed], free: int, reserved: int) -> int:
-    room = free - max(MARGIN_MIN_BYTES, int(free * MARGIN_SHARE)) - reserved - sum(need.fixed_bytes for need in needs)
+    room = usable_bytes(free) - reserved - sum(need.fixed_bytes for need in needs)
     row_bytes = sum(need.row_bytes for need in needs)
     return room // row_bytes
 

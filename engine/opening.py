@@ -44,6 +44,7 @@ def open_session(
         tower,
         draft_model=draft_model,
         draft_tokens=config.guesses,
+        peer_access=config.peer_access,
     )
 
 

@@ -5,7 +5,8 @@ The tiny ones make readable nonsense through a tokenizer trained in code; the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import MappingProxyType
@@ -27,6 +28,9 @@ from engine.vision_presets import PROCESSORS, VISION_PRESETS, VISION_TOKENS, vis
 PREFIX = "random:"
 RECIPE_VERSION = 2
 """Part of the weights' digest: raise it when the same preset would get other numbers."""
+Placement = Callable[[str], torch.device]
+"""A parameter's name -> the device it belongs on."""
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 TINY_VOCABULARY = 512
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -110,14 +114,35 @@ def preset_digest(model: str, dtype: torch.dtype, device: torch.device) -> bytes
     return blake2b(text.encode(), digest_size=16, person=b"parkd-random").digest()
 
 
-def random_model(config: Any, dtype: torch.dtype, device: torch.device, layer_gain: float = 1.0) -> Any:
-    """A model whose weights are drawn on `device` itself, so that no copy of them passes through main memory."""
-    with torch.device(device), no_init_weights():
+def random_model(
+    config: Any, dtype: torch.dtype, device: torch.device, layer_gain: float = 1.0, place: Placement | None = None
+) -> Any:
+    """A model whose weights are drawn on `device` itself, so that no copy of them passes through main memory.
+
+    With `place` each goes at once where it says, one at a time: the numbers are the same, wherever they end up.
+    """
+    # Not yet drawn weights in main memory are only promised, and replaced one by one.
+    with torch.device(device if place is None else "cpu"), no_init_weights():
         kind = AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
         model = kind.from_config(config, dtype=dtype)
     model.tie_weights()
-    draw_weights(model, torch.Generator(device).manual_seed(SEED), layer_gain)
+    draw_weights(model, torch.Generator(device).manual_seed(SEED), layer_gain, place)
     return model.eval()
+
+
+def layer_placement(ranges: Sequence[tuple[int, int]], devices: Sequence[str]) -> Placement:
+    """Every layer's weights on the device of its stage, the head's on the last one's, all others' on the first's."""
+
+    def place(name: str) -> torch.device:
+        found = None if "vision" in name or "visual" in name else _LAYER.search(name)
+        if found is None:
+            is_last = name.startswith("lm_head")
+            return torch.device(devices[-1 if is_last else 0])
+        layer = int(found[1])
+        index = next(index for index, (first, end) in enumerate(ranges) if first <= layer < end)
+        return torch.device(devices[index])
+
+    return place
 
 
 def preset_tokenizer(config: Any) -> PreTrainedTokenizerFast:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +19,25 @@ LAYER_ENDINGS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "expert
 """Projections whose output a layer adds to what it read."""
 
 
-def draw_weights(model: Any, generator: torch.Generator, layer_gain: float = 1.0) -> None:
-    """Fills every parameter, in the order the model names them. `layer_gain`: how much layers add to what they read."""
+def draw_weights(
+    model: Any,
+    generator: torch.Generator,
+    layer_gain: float = 1.0,
+    place: Callable[[str], torch.device] | None = None,
+) -> None:
+    """Fills every parameter, in the order the model names them. `layer_gain`: how much layers add to what they read.
+
+    With `place` each is drawn on the generator's device and goes at once where that says.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            drawn = parameter if place is None else torch.empty_like(parameter, device=generator.device)
             if name.endswith(FORGETTING):
-                parameter.copy_(torch.linspace(*SLOW_AND_FAST, parameter.numel(), device=parameter.device))
+                drawn.copy_(torch.linspace(*SLOW_AND_FAST, parameter.numel(), device=drawn.device))
             elif parameter.dim() > 1:
                 gain = WEIGHT_GAIN * (layer_gain if name.endswith(LAYER_ENDINGS) else 1.0)
-                parameter.normal_(0.0, gain / parameter.shape[-1] ** 0.5, generator=generator)
+                drawn.normal_(0.0, gain / parameter.shape[-1] ** 0.5, generator=generator)
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                drawn.fill_(0.0 if name.endswith("bias") else 1.0)
+            if place is not None:
+                parameter.data = drawn.to(place(name))

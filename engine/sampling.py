@@ -120,9 +120,10 @@ class Sampler:
         """
         if mask is None and self._is_plain_greedy:
             return _certain(_best(logits))  # On the device: only the id comes back.
-        scores = self._penalised(logits.to("cpu", torch.float32, copy=True), ahead)
+        # All of it where the logits are: on a card a whole vocabulary is sorted sooner than it is copied from there.
+        scores = self._penalised(logits.to(torch.float32, copy=True), ahead)
         if mask is not None:
-            allowed = torch.from_numpy(np.ascontiguousarray(mask[: len(scores)]))
+            allowed = torch.from_numpy(np.ascontiguousarray(mask[: len(scores)])).to(scores.device)
             scores[: len(allowed)].masked_fill_(~allowed, -torch.inf)
             scores[len(allowed) :] = -torch.inf
         best = _best(scores)
@@ -170,16 +171,16 @@ class Sampler:
         if self._counts and ahead:
             said = {token: said.get(token, 0) + ahead.count(token) for token in said.keys() | set(ahead)}
         if seen:
-            ids = torch.tensor(list(seen), dtype=torch.int64)
+            ids = torch.tensor(list(seen), dtype=torch.int64, device=scores.device)
             values = scores[ids]
             penalty = settings.repetition_penalty
             scores[ids] = torch.where(values > 0, values / penalty, values * penalty)
         if said:
-            ids = torch.tensor(list(said), dtype=torch.int64)
-            counts = torch.tensor(list(said.values()), dtype=torch.float32)
+            ids = torch.tensor(list(said), dtype=torch.int64, device=scores.device)
+            counts = torch.tensor(list(said.values()), dtype=torch.float32, device=scores.device)
             scores[ids] -= settings.presence_penalty + settings.frequency_penalty * counts
         if len(self._bias_ids):
-            scores[self._bias_ids] += self._bias
+            scores[self._bias_ids.to(scores.device)] += self._bias.to(scores.device)
         return scores
 
     def _filtered(self, scores: torch.Tensor, best: float) -> Distribution:
@@ -195,7 +196,7 @@ class Sampler:
             kept = weights >= settings.min_p
             weights = weights[kept]
             ids = kept.nonzero().squeeze(1) if ids is None else ids[kept]
-        return Distribution(weights, ids)
+        return Distribution(weights.cpu(), None if ids is None else ids.cpu())
 
 
 def _certain(token: int) -> Distribution:

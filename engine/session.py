@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,10 +21,11 @@ from engine.cache import StageCache
 from engine.checksum import Checksum, checksum_for
 from engine.copies import CaptureInFlight
 from engine.decode_graph import DecodeGraph, record_decoding
-from engine.dense import DenseStage, refusal
+from engine.dense import DenseStage, no_recording, refusal
 from engine.draft import Choose, DraftHead
 from engine.errors import ContextFull, EngineError, StageFailed
 from engine.fixed_state import FixedState
+from engine.handoff import HandOff
 from engine.layout import state_digest
 from engine.stages import Stage
 from engine.steering import Steering, hook_layers
@@ -31,6 +33,9 @@ from engine.step_history import step_by_step
 from engine.vision import NO_IMAGES, ChunkImages, ImageReading, PositionOffset, PromptImage, VisionTower
 
 log = logging.getLogger("parkd.engine")
+
+TAIL_TOKENS = 16
+"""About what a turn adds to a prompt that is already there: other kernels are chosen for so few than for a chunk."""
 
 
 class Cancel(Protocol):
@@ -57,10 +62,12 @@ class Session:
         *,
         draft_model: Any = None,
         draft_tokens: int = 0,
+        peer_access: bool = True,
     ) -> None:
         """`config` is the library's, of the model's text; without it decoding is never recorded. `vision` reads the
         pictures of prompts that have some. `draft_model` is the model's draft head, the library's `MtpModel`, for
-        which the layouts have room; `draft_tokens` are the most it may guess."""
+        which the layouts have room; `draft_tokens` are the most it may guess. Without `peer_access` cards hand hidden
+        states on through main memory."""
         if len(stages) != len(arenas):
             raise ValueError(f"{len(stages)} stages need as many arenas, not {len(arenas)}")
         self.stages = tuple(stages)
@@ -71,10 +78,13 @@ class Session:
         self.checksum: Checksum = checksum_for(arena.device for arena in arenas)
         self.layout_digest = state_digest([arena.layout for arena in arenas], self.checksum.name)
         """16 bytes; a snapshot belongs here only if it carries the same."""
+        self._handoffs = [
+            HandOff(one.device, other.device, peer_access=peer_access) for one, other in pairwise(self.stages)
+        ]
         self._caches = [
             StageCache(arena, stage.num_layers, draft_tokens) for stage, arena in zip(stages, arenas, strict=True)
         ]
-        self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints)
+        self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints, self._is_captured)
         self.vision = vision
         self._offset = PositionOffset(self.arenas[0])
         self.draft: DraftHead | None = None
@@ -142,28 +152,48 @@ class Session:
         self._steering = steering
 
     def use_kernels(self, progress: Callable[[str, float], None] | None = None) -> bool:
-        """Runs this model through few kernels (`engine.dense`) and recorded decoding where that is possible.
+        """Records decoding as CUDA graphs, and runs the model through few kernels (`engine.dense`), where that is
+        possible. Reads a chunk of nothing, so that what compiles or tunes does so now.
 
-        True if it is. Forgets the timeline. To be called once, before the first token.
+        True if decoding is recorded. Forgets the timeline. To be called once, before the first token.
         """
         self.reset()
-        reason = refusal(self.config, self.stages, self.arenas)
+        reason = no_recording(self.config, self.stages)
         if self.draft is not None:
             reason = "the draft head reads hidden states, which recorded decoding leaves out"
         if reason is not None:
+            log.info("decoding is not recorded: %s", reason)
+            return False
+        if (reason := refusal(self.config, self.stages, self.arenas)) is not None:
             log.info("the library's own forward is used: %s", reason)
+        is_dense = reason is None
+        self._decode_graph = record_decoding(
+            self.config, self.stages, self._caches, self._handoffs, progress, dense=is_dense
+        )
+        if is_dense and self._decode_graph is not None:
+            self._dense = [DenseStage(*pair, self.config) for pair in zip(self.stages, self._caches, strict=True)]
+        if progress is not None:
+            progress("Tuning the prompt kernels", 0.0)
+        chunk = np.zeros(min(self.batch_tokens, self.context_tokens), dtype=np.int64)
+        for tokens in (len(chunk), len(chunk) // 2, TAIL_TOKENS):
+            self.extend(chunk[:tokens])
+            self.extend(chunk[: min(TAIL_TOKENS, self.context_tokens - self._position)])  # Behind rows that are there.
+            self.reset()
+        if progress is not None:
+            progress("Tuning the prompt kernels", 1.0)
+        return self._decode_graph is not None
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether what was recorded stands for the layers as they are now, at the present position."""
+        if self._decode_graph is None or any(stage.has_hooks for stage in self.stages):
             return False
-        self._decode_graph = record_decoding(self.config, self.stages, self._caches, progress)
-        if self._decode_graph is None:
-            return False
-        self._dense = [DenseStage(*pair, self.config) for pair in zip(self.stages, self._caches, strict=True)]
-        self.extend(np.zeros(min(self.batch_tokens, self.context_tokens), dtype=np.int64))  # Compiles and tunes.
-        self.reset()
-        return True
+        # At 0 a layer of linear attention has no state to go on from, which is another computation.
+        return self._position > 0 or not self.fixed_state.is_exact_once
 
     @property
     def _uses_kernels(self) -> bool:
-        return bool(self._dense) and not any(stage.has_hooks for stage in self._dense)
+        return bool(self._dense) and not any(stage.has_hooks for stage in self.stages)
 
     def captures_in_background(self, capture: CaptureInFlight) -> None:
         """From now on no row of `capture` is overwritten before it is copied."""
@@ -176,6 +206,11 @@ class Session:
             self._captures = [each for each in self._captures if not each.is_done]
         for capture in self._captures:
             capture.free_rows(stage, stream, start, stop)
+
+    def _is_captured(self) -> bool:
+        """Whether a capture is under way."""
+        self._captures = [each for each in self._captures if not each.is_done]
+        return bool(self._captures)
 
     def reset(self) -> None:
         """Forgets the timeline. Rows are not cleared: what is beyond the position is never read."""
@@ -273,7 +308,7 @@ class Session:
         Returns the logits of what follows it, float32 `[vocab]`, on the last device. Raises ContextFull, StageFailed.
         """
         self._check_room(1)
-        if self._decode_graph is not None and self._uses_kernels:
+        if self._decode_graph is not None and self._is_recorded:
             return self._step_recorded(self._decode_graph, token_id)
         return self._decoded(np.array([token_id], dtype=np.int64))[0]
 
@@ -324,8 +359,9 @@ class Session:
             for stage in self.stages:
                 self.before_write(stage.index, torch.cuda.current_stream(stage.device), start, start + 1)
             with torch.inference_mode():
-                logits = graph.step(token_id, start)
+                logits = graph.step(token_id, start, self._offset.value)
         except Exception as error:
+            self._recover()
             raise StageFailed(len(self.stages) - 1, "decode", error) from error
         self._position += 1
         return logits
@@ -349,6 +385,8 @@ class Session:
         with torch.inference_mode():
             for stage, cache in zip(self.stages, self._caches, strict=True):
                 try:
+                    if stage.index:
+                        flow = self._handoffs[stage.index - 1](flow)
                     if stage.device.type == "cuda":
                         self.before_write(stage.index, torch.cuda.current_stream(stage.device), position, stop)
                     if dense:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from engine.checksum import WeightedSum
 from engine.copies import CaptureInFlight, StageCapture
 from engine.errors import SnapshotDamaged, SnapshotMismatch, StageFailed
-from engine.fixed_copies import copy_fixed_out
+from engine.fixed_copies import checkpoint_of, copy_fixed_out
 from engine.session import Session
 from engine.transfer import CopySteps, Direction, move_stages
 
@@ -168,17 +168,20 @@ def capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
 def start_capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> CaptureInFlight | None:
     """The same, beside what the engine does next: what overwrites these rows waits on the cards until they are copied.
 
-    None if it cannot be done so: a stage in main memory, or fixed state, which the next token would change. The
-    buffers belong to the capture until its `wait` has returned. Raises as `capture` does.
+    None if it cannot be done so: a stage in main memory. Fixed state is taken from checkpoints, which stay as they are
+    while the next token changes what is live. The buffers belong to the capture until its `wait` has returned. Raises
+    as `capture` does.
     """
-    if any(arena.device.type != "cuda" or arena.layout.fixed_bytes for arena in session.arenas):
+    if any(arena.device.type != "cuda" for arena in session.arenas):
         return None
     _check_capture(session, plan)
     assert isinstance(session.checksum, WeightedSum), "the kind that cards compute"
     stages = []
     try:
-        for arena, move in zip(session.arenas, plan.stages, strict=True):
-            stages.append(StageCapture(arena, plan, move, session.checksum, steps.device))
+        parts = [checkpoint_of(session, part.position) for part in plan.stages[0].fixed]
+        for index, (arena, move) in enumerate(zip(session.arenas, plan.stages, strict=True)):
+            fixed = [part[index] for part in parts]
+            stages.append(StageCapture(arena, plan, move, session.checksum, steps.device, fixed))
     except Exception as error:
         raise StageFailed(len(stages), "capture", error) from error
     capture_in_flight = CaptureInFlight(stages, -(-(plan.stop - plan.start) // plan.block_tokens))

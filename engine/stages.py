@@ -77,6 +77,13 @@ class Stage:
         return len(self.inner.layers)  # type: ignore[arg-type]
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether something was hung on a layer that only the library's forward knows of."""
+        inner: Any = self.inner
+        layers = [inner.layers[index] for index in range(self.first_layer, self.end_layer)]
+        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+
+    @property
     def dtype(self) -> torch.dtype:
         """What it computes in."""
         return next(parameter.dtype for parameter in self.inner.parameters())

@@ -17,6 +17,7 @@ from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
 from parkd.errors import RestoreFailed
 from parkd.identity.chain import prefix_hashes
+from parkd.proxy.checkpoints import checkpoints_to_take
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.metrics import Metrics
@@ -63,6 +64,7 @@ class GpuLane:
         if self.hooks is not None:
             self.store.grow_ahead()
         self.costs = CostMeter()
+        self.sampling = GREEDY
         self.thread = EngineThread()
         self.thread.start()
         metrics = Metrics(waiting=lambda: 0, store_stats=self.store.stats)
@@ -82,7 +84,8 @@ class GpuLane:
             self.live.conversation,
             parked,
             layout=self.engine.info.layout,
-            live_checkpoints=(),
+            live_checkpoints=self.live.checkpoints,
+            rewind_floor=self.live.rewind_floor,
             cost=dataclasses.replace(self.costs.model, read_s=1.0),  # reuse whatever there is
         )
         try:
@@ -91,7 +94,8 @@ class GpuLane:
             plan = plan_cold(prompt)
             await self.live.begin(plan, prompt.key)
         start = self.live.conversation.position
-        await self.live.call(self.engine.extend, prompt.token_ids[start:-1], cancel=NEVER)
+        places = checkpoints_to_take(prompt, start, plan.common, self.engine.info.ctx_checkpoints)
+        await self.live.call(self.engine.extend, prompt.token_ids[start:-1], cancel=NEVER, checkpoint_at=places)
         await self.live.advance(prompt.key, prompt.units)
         tokens, times = await self.live.call(self._decode, prompt.token_ids, count)
         units = np.concatenate([prompt.units, np.array(tokens, dtype=np.uint64)])
@@ -111,7 +115,7 @@ class GpuLane:
     def _decode(self, ids: Ids, count: int) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         times = []
-        for step in self.engine.generate(int(ids[-1]), GREEDY, history=ids):
+        for step in self.engine.generate(int(ids[-1]), self.sampling, history=ids):
             tokens += step
             times.append(time.perf_counter())
             if len(tokens) >= count:

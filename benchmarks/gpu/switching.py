@@ -1,6 +1,6 @@
 """A1 -> B1 -> A2 at the sizes of the report that began this project, on one card and on more, beside the links' speed.
 
-    python -m benchmarks.gpu.switching [--model random:qwen3-8b] [--cards 1,2] [--out FILE]
+    python -m benchmarks.gpu.switching [--model random:qwen3-8b] [--cards 1,2] [--kv bf16,int8] [--out FILE]
 
 Prints a table and writes JSON. Every figure of a run is measured in that run, the links and the memory too.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -19,15 +20,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.lane import GpuLane, following, load, random_ids
 from parkd.store.records import CaptureRequest
+from parkd.types import SamplingParams
 
 A1_TOKENS, B1_TOKENS, A2_TOKENS = 86_343, 14_533, 86_376
 ANSWER_TOKENS = 17
 """A2's prompt holds A1's, its answer and a new message."""
 GIB = 1 << 30
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
 KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 MAX_CARDS = 8
 
@@ -67,6 +71,10 @@ def raw_copies(lane: GpuLane, transfer: Any, *, into: bool) -> Callable[[], None
         (arena, arena.rows[run.start : run.stop].view(-1), host_tensor(run.buffer))
         for arena, stage in zip(arenas, transfer.stages, strict=True)
         for run in stage.rows
+    ] + [
+        (arena, arena.fixed, host_tensor(part.buffer))
+        for arena, stage in zip(arenas, transfer.stages, strict=True)
+        for part in stage.fixed
     ]
 
     def copy() -> None:
@@ -90,8 +98,8 @@ def capture_request(lane: GpuLane) -> CaptureRequest:
         prefix_hashes=prompt.prefix_hashes,
         lineage=(),
         layout_digest=lane.engine.info.layout.digest,
-        checkpoints=(),
-        rewindable=True,
+        checkpoints=(live.position,) if lane.engine.info.layout.fixed_bytes else (),
+        rewindable=lane.engine.info.layout.fixed_bytes == 0,
     )
 
 
@@ -125,18 +133,34 @@ def copy_figures(lane: GpuLane, devices: tuple[str, ...]) -> dict[str, float]:
 
 
 def decode_seconds(lane: GpuLane, devices: tuple[str, ...], steps: int) -> float:
-    """A token's seconds at the present position; the position stays."""
+    """A token's seconds behind the present position, which stays."""
     session = lane.engine._session
     position = session.position
-    session.truncate(position - 1)
+    session.checkpoint()
     int(session.step(5).argmax())
     synchronize(devices)
     seconds = []
     for _ in range(steps):
-        session.truncate(position - 1)
         began = time.perf_counter()
         int(session.step(5).argmax())
         seconds.append(time.perf_counter() - began)
+    session.truncate(position)
+    return statistics.median(seconds)
+
+
+def generate_seconds(lane: GpuLane, sampling: SamplingParams, steps: int) -> float:
+    """A token's seconds with sampling, behind the present position, which stays."""
+    engine = lane.engine
+    position = engine.position
+    engine.checkpoint()
+    answer = engine.generate(5, sampling, history=np.zeros(0, dtype=np.int64))
+    next(answer)
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        next(answer)
+        seconds.append(time.perf_counter() - began)
+    engine.truncate(position)
     return statistics.median(seconds)
 
 
@@ -149,19 +173,32 @@ def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -
     weights = lane.engine.info.weights_bytes - (0 if tied else embedding)
     position = session.position
     rows = position * lane.engine.info.layout.row_bytes
-    limit = (weights + rows) / read_speed
-    recorded = decode_seconds(lane, devices, 30)
+    fixed = 2 * lane.engine.info.layout.fixed_bytes  # Read and written.
+    limit = (weights + rows + fixed) / read_speed
+    runs = [decode_seconds(lane, devices, 80) for _ in range(3)]
+    recorded = statistics.median(runs)
     graph, session._decode_graph = session._decode_graph, None
-    library = decode_seconds(lane, devices, 6)
+    library = decode_seconds(lane, devices, 4)
     session._decode_graph = graph
     return {
         "position": position,
         "recorded": graph is not None,
         "ms": recorded * 1e3,
+        "ms_runs": [seconds * 1e3 for seconds in runs],
+        "sampled_ms": generate_seconds(lane, SAMPLED, 40) * 1e3,
         "library_forward_ms": library * 1e3,
         "limit_ms": limit * 1e3,
         "over_limit": recorded / limit,
     }
+
+
+def state_of(lane: GpuLane) -> list[torch.Tensor]:
+    """Rows of every stage, and its fixed state if the model has any."""
+    session = lane.engine._session
+    state = [arena.rows[: session.position].clone() for arena in session.arenas]
+    if session.fixed_state.exists:
+        state += [fixed.clone() for fixed in session.fixed_state.live(session.position)]
+    return state
 
 
 async def measure(
@@ -181,6 +218,12 @@ async def measure(
     figures["pool_locked_bytes"] = lane.hooks.locked_bytes
     vocab = engine.info.vocab_size
     figures["row_bytes"] = engine.info.layout.row_bytes
+    figures["fixed_bytes"] = engine.info.layout.fixed_bytes
+    figures["kernels"] = {
+        "few": bool(engine._session._dense),
+        "flash_linear_attention": importlib.util.find_spec("fla") is not None,
+    }
+    figures["weights_gib"] = [torch.cuda.memory_allocated(device) / GIB for device in devices]
     figures["split"] = [[stage.first_layer, stage.end_layer] for stage in engine.info.layout.stages]
     figures["memory_read_gb_s"] = memory_read_bytes_per_s(devices[0]) / 1e9
     torch.cuda.empty_cache()
@@ -195,7 +238,7 @@ async def measure(
     await lane.live.settle()
     same = await lane.turn(lane.prompt("whole", a2), ANSWER_TOKENS)
     await lane.live.settle()
-    kept = [arena.rows[: engine.position].clone() for arena in engine._session.arenas]
+    kept = state_of(lane)
     whole_decode = decode_figures(lane, devices, read_speed)
     lane.store.drop(lane.live.conversation.parked_id or "", "measured")
     await lane.live.reset()
@@ -207,10 +250,7 @@ async def measure(
     back = await lane.turn(lane.prompt("parted", a2), ANSWER_TOKENS)
     await lane.live.settle()
     figures["tokens_equal"] = back.tokens == same.tokens and cold.tokens == first.tokens
-    figures["rows_equal"] = [
-        torch.equal(arena.rows[: engine.position], rows)
-        for arena, rows in zip(engine._session.arenas, kept, strict=True)
-    ]
+    figures["state_equal"] = [torch.equal(*pair) for pair in zip(state_of(lane), kept, strict=True)]
     del kept
     restored_decode = decode_figures(lane, devices, read_speed)
     figures["decode_restored_over_never_parked"] = restored_decode["ms"] / whole_decode["ms"]
@@ -228,8 +268,9 @@ async def measure(
         "reused": back.reused,
     }
     figures["copies"] = copy_figures(lane, devices)
+    moved = back.reused * engine.info.layout.row_bytes + engine.info.layout.fixed_bytes
     link = figures["copies"]["plain_in_gb_s"] * 1e9
-    figures["a2_after_b"]["goal_s"] = same.first_token_s + 1.1 * back.reused * engine.info.layout.row_bytes / link
+    figures["a2_after_b"]["goal_s"] = same.first_token_s + 1.1 * moved / link
     figures["a1_cold_over_a2_after_b"] = {
         "first_token": cold.first_token_s / back.first_token_s,
         f"with {ANSWER_TOKENS} tokens": cold.wall_s / back.wall_s,
@@ -278,7 +319,7 @@ def main() -> int:
     parser.add_argument("--cards", default="1,2")
     parser.add_argument("--kv", default="bf16")
     parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--budget-gib", type=float, default=28)
+    parser.add_argument("--budget-gib", type=float, default=20)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     results: dict[str, Any] = {**machine(), "model": asked.model, "runs": []}

@@ -11,3 +11,11 @@ import importlib.util
 
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def keep_tuning() -> None:
+    """What kernels found out by trying (those of `flash-linear-attention` try for a minute) is kept in Triton's cache,
+    so that only the first start takes that long."""
+    from triton import knobs
+
+    knobs.autotuning.cache = True

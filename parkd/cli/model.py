@@ -140,7 +140,7 @@ def load_engine(
     import torch
     from transformers.utils import logging as library_logging
 
-    from engine.config import EngineConfig
+    from engine.config import EngineConfig, batch_for
     from engine.kv_format import KV_FORMATS
     from engine.memory import free_bytes
     from engine.steering import VectorFile
@@ -157,7 +157,7 @@ def load_engine(
             devices=devices,
             layer_split=config.model.layer_split or None,
             context_tokens=config.model.context_tokens,
-            batch_tokens=config.model.batch_tokens,
+            batch_tokens=config.model.batch_tokens or batch_for(devices),
             ctx_checkpoints=config.model.ctx_checkpoints,
             draft_tokens=config.model.draft_tokens,
             kv_dtype=None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format],

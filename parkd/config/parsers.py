@@ -100,6 +100,16 @@ def mib_or_auto(text: str) -> int | Literal["auto"]:
         raise ValueError("expected a whole number of MiB, 0 for no parking, or auto") from None
 
 
+def batch(text: str) -> int | None:
+    """Tokens of a chunk; None: as the device has it."""
+    if text == "auto":
+        return None
+    try:
+        return count(1, 65536)(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
+
+
 def replay(text: str) -> str:
     if text not in ("remember", "strict"):
         raise ValueError("expected remember or strict")

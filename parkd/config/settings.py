@@ -71,10 +71,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "batch-size",
         "model",
-        "TOKENS",
-        parsers.count(1, 65536),
-        512,
-        "tokens read in one prefill chunk (512)",
+        "TOKENS|auto",
+        parsers.batch,
+        None,
+        "tokens a chunk (auto: 512 on CPUs, else 2048)",
         short=("-b",),
     ),
     Setting(

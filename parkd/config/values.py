@@ -36,8 +36,8 @@ class ModelConfig:
     """First layer of each stage but the first; empty: split by what the layers weigh."""
     context_tokens: int | None
     """None: the largest that fits, up to the model's own."""
-    batch_tokens: int
-    """Tokens a prefill chunk."""
+    batch_tokens: int | None
+    """Tokens a prefill chunk; None: what suits the devices."""
     ctx_checkpoints: int = 8
     """Copies of the fixed state kept on the devices, for models that have any."""
     kv_format: str | None = None

@@ -25,6 +25,7 @@ import torch
 from engine import snapshot
 from engine.architectures import architecture_of
 from engine.arena import StageArena, WindowRoom
+from engine.balance import choose_split
 from engine.chat import ChatTemplate as EngineTemplate
 from engine.config import EngineConfig
 from engine.copies import CaptureInFlight
@@ -41,7 +42,7 @@ from engine.opening import window_room
 from engine.pinned import PinnedMemory
 from engine.sampling import Sampler
 from engine.session import Session
-from engine.stages import Stage, place, split_layers
+from engine.stages import Stage, place
 from engine.steering import SteeringBank, VectorFile, load_vectors
 from engine.text import Piece, TextAssembler
 from engine.vision import PromptImage, VisionTower
@@ -144,6 +145,8 @@ class TorchEngine:
                     layout.dtype,
                     draft=layout.guesses > 0,
                     device=layout.devices[0],
+                    devices=layout.devices,
+                    split=lambda settings, dtype: choose_split(settings, dtype, layout, free),
                 ),
                 progress,
             )
@@ -154,7 +157,7 @@ class TorchEngine:
                 int(text.num_hidden_layers),
                 config.steered_layers,
             )
-            ranges = split_layers(loaded.config, len(layout.devices), layout.layer_split)
+            ranges = loaded.ranges
             kv_dtype = layout.kv_dtype or loaded.dtype
             state = build_layout(loaded.config, ranges, kv_dtype, loaded.dtype)
             room = window_room(loaded.config, layout)
@@ -178,7 +181,9 @@ class TorchEngine:
                 tower,
                 draft_model=loaded.draft_model,
                 draft_tokens=layout.guesses,
+                peer_access=layout.peer_access,
             )
+            session.use_kernels(progress)
         except EngineError as error:
             raise ModelError(str(error)) from error
         except torch.OutOfMemoryError as error:
@@ -186,7 +191,6 @@ class TorchEngine:
                 f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
                 f"Name more devices with --devices, or use a smaller model."
             ) from error
-        session.use_kernels(progress)
         info = EngineInfo(
             model_name=config.name or loaded.name,
             architecture=architecture_of(loaded.config),

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from parkd.store.budget import Budget, Kind
 from parkd.store.records import CheckpointId
-from parkd.store.slabs import PAGE_BYTES, anonymous, round_up
+from parkd.store.slabs import PAGE_BYTES, SlabHooks, anonymous, round_up
 from parkd.types import Bytes, FixedPart, StateLayout
 
 PART_ALIGNMENT_BYTES = 64
@@ -41,8 +41,9 @@ def checkpoint_charge(part_bytes: Sequence[int]) -> int:
 class CheckpointPool:
     """Reference-counted checkpoint buffers, each charged to the budget."""
 
-    def __init__(self, layout: StateLayout, budget: Budget) -> None:
+    def __init__(self, layout: StateLayout, budget: Budget, hooks: SlabHooks | None = None) -> None:
         self._layout = layout
+        self._hooks = hooks
         self._budget = budget
         self._checkpoints: dict[CheckpointId, _Checkpoint] = {}
         self._ids = count(1)
@@ -67,6 +68,8 @@ class CheckpointPool:
                 except BaseException:
                     self._budget.credit(Kind.CHECKPOINTS, size)
                     raise
+                if self._hooks is not None:
+                    self._hooks.added(memory)
                 ids.append(next(self._ids))
                 self._checkpoints[ids[-1]] = _Checkpoint(position, memory, part_bytes)
         except BaseException:
@@ -89,6 +92,8 @@ class CheckpointPool:
             checkpoint.owners -= 1
             if checkpoint.owners == 0:
                 size = checkpoint.memory.nbytes
+                if self._hooks is not None:
+                    self._hooks.removed(checkpoint.memory)
                 del self._checkpoints[checkpoint_id], checkpoint
                 self._budget.credit(Kind.CHECKPOINTS, size)
 

@@ -87,7 +87,7 @@ class Shelf:
         self.slabs = SlabPool(self.geometry, self.budget, hooks)
         pool = SegmentPool if layout.is_opaque else BlockPool
         self.blocks: BlockPool = pool(layout, config.block_tokens, self.slabs, self.budget)
-        self.checkpoints = CheckpointPool(layout, self.budget)
+        self.checkpoints = CheckpointPool(layout, self.budget, hooks)
         self.index = PrefixIndex()
         self.entries: dict[ConversationId, Entry] = {}
         """Published only; the one used last is last."""

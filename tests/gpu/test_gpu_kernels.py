@@ -105,6 +105,49 @@ def test_attention_over_strided_rows(dtype: torch.dtype, length: int, q_heads: i
     close(out, expected.flatten(), dtype)
 
 
+@pytest.mark.parametrize("length", [1, 65, 2049, 9000])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(32, 8, 128), (24, 4, 256), (6, 2, 16), (5, 1, 80)])
+def test_attention_over_codes(length: int, q_heads: int, kv_heads: int, dim: int) -> None:
+    """Heads of very different scales, and values that are all zero in some rows."""
+    from engine.kernels.attend import DecodeAttention
+    from engine.kv_format import quantise
+
+    sizes = torch.logspace(-4, 2, kv_heads, device=LAST)[:, None]
+    states = [torch.randn((9001, kv_heads, dim), device=LAST) * sizes for _ in range(2)]
+    states[1][1::3] = 0.0
+    (keys, key_scales), (values, value_scales) = (quantise(each) for each in states)
+    scales = torch.stack([key_scales, value_scales], dim=1)
+    scales[length:] = float("nan")
+    query = (torch.randn((kv_heads, q_heads // kv_heads, dim), device=LAST) / sizes[:, None]).flatten().bfloat16()
+    out = torch.empty_like(query)
+    with torch.cuda.device(LAST):
+        attend = DecodeAttention(q_heads, kv_heads, dim, torch.device(LAST), codes=True)
+        attend(query, keys, values, torch.tensor([length - 1], device=LAST), out, dim**-0.5, scales)
+    numbers = [codes[:length] * scales[:length, part, :, None].float() for part, codes in enumerate((keys, values))]
+    expected = scaled_dot_product_attention(
+        query.view(1, q_heads, 1, dim).float(), *(each.transpose(0, 1)[None] for each in numbers), enable_gqa=True
+    )
+    for head in range(q_heads):
+        close(out.view(q_heads, dim)[head], expected[0, head, 0], torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [1, 64, 1000])
+def test_attention_sees_a_window_only(window: int) -> None:
+    from engine.kernels.attend import DecodeAttention
+
+    rows = torch.randn((3000, 2, 2, 64), device=LAST).bfloat16()
+    query = torch.randn(4 * 64, device=LAST).bfloat16()
+    out = torch.empty_like(query)
+    rows[: 2500 - window] = float("nan")
+    with torch.cuda.device(LAST):
+        attend = DecodeAttention(4, 2, 64, torch.device(LAST))
+        attend(query, rows[:, 0], rows[:, 1], torch.tensor([2499], device=LAST), out, 0.125, window=window)
+    seen = rows[2500 - window : 2500].float()
+    keys, values = (seen[:, part].transpose(0, 1)[None] for part in (0, 1))
+    expected = scaled_dot_product_attention(query.view(1, 4, 1, 64).float(), keys, values, enable_gqa=True)
+    close(out, expected.flatten(), torch.bfloat16)
+
+
 @pytest.mark.parametrize("words", [7, 40_000, 100_001])
 def test_sums_of_blocks_are_those_of_the_definition(words: int) -> None:
     from engine.kernels.sums import block_sums

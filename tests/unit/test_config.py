@@ -28,6 +28,8 @@ def test_defaults_serve_on_loopback_without_a_key_and_park_in_a_share_of_free_me
     assert config.cache.slots is None
     assert config.model.model is None
     assert config.model.context_tokens is None
+    assert config.model.batch_tokens is None
+    assert load({"batch-size": "auto"}, {"PARKD_BATCH_SIZE": "64"}).model.batch_tokens is None
 
 
 def test_flag_wins_over_variable_over_file_over_default(tmp_path: Path) -> None:

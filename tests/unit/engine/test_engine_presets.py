@@ -68,3 +68,27 @@ def test_the_qwen4_exp_shape_keeps_what_that_model_is_known_to_keep() -> None:
         assert layout.row_bytes == 12 * (attention + 128 * 2) + 16
         assert layout.fixed_bytes == 36 * (48 * 128 * 128 * 4 + 10240 * 4 * 2) + ngrams
         assert layout.index_bytes(8 * 1024 + 3) == 12 * 2 * 1024 * 128 * 2
+
+
+def test_weights_drawn_where_they_run_are_the_same_numbers() -> None:
+    config = presets.preset_config("random:tiny-qwen3.5")
+    asked: list[str] = []
+    placed = presets.layer_placement([(0, 2), (2, 4)], ["cpu", "cpu:0"])
+
+    def place(name: str) -> torch.device:
+        asked.append(name)
+        return placed(name)
+
+    whole = presets.random_model(config, torch.float32, CPU)
+    parted = presets.random_model(config, torch.float32, CPU, place=place)
+    for (name, one), (_, other) in zip(whole.named_parameters(), parted.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert len(asked) == len(list(whole.parameters()))
+
+
+def test_every_weight_belongs_to_its_layers_device() -> None:
+    place = presets.layer_placement([(0, 2), (2, 11)], ["cuda:0", "cuda:1"])
+    assert str(place("model.embed_tokens.weight")) == "cuda:0"
+    assert str(place("model.layers.1.mlp.up_proj.weight")) == "cuda:0"
+    assert str(place("model.layers.10.mlp.up_proj.weight")) == "cuda:1"
+    assert str(place("lm_head.weight")) == "cuda:1"

@@ -1,0 +1,144 @@
+"""Where `auto` cuts the layers: by what each stage's weights and state take of its device's free memory.
+
+    device 0  |-- weights --|-- context x rows, fixed state --|---- free ----|
+    device 1  |-- weights --------|-- context x rows --|-------- free -------|
+
+First the longest context that fits everywhere (up to the one asked for), then, of the cuts that hold it, the one whose
+fullest device is least full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from engine.config import EngineConfig
+from engine.errors import InvalidSplit
+from engine.layout import build_layout
+from engine.memory import usable_bytes
+from engine.multimodal import family_of, language_config
+from engine.opening import window_room
+from engine.stages import shared_layers, split_layers
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNeed:
+    """What one layer asks of its device, whatever the context and for each token of it."""
+
+    constant_bytes: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeed:
+    layers: tuple[LayerNeed, ...]
+    first_bytes: int
+    """Of the embedding and what else only the first stage has."""
+    last_bytes: int
+    """Of the head."""
+
+
+def model_need(config: Any, dtype: torch.dtype, layout: EngineConfig) -> ModelNeed:
+    """Counted on a model without memory, so it is right for every architecture."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(language_config(config), dtype=dtype)
+    weights = [sum(p.nbytes for p in layer.parameters()) for layer in model.base_model.layers]
+    room = window_room(config, layout)
+    layers = []
+    for index, weight in enumerate(weights):
+        (state,) = build_layout(config, [(index, index + 1)], layout.kv_dtype or dtype, dtype)
+        fixed = state.fixed_bytes * (1 + layout.ctx_checkpoints) + state.window_bytes(room.tokens)
+        layers.append(LayerNeed(weight + fixed, state.row_bytes if state.row_fields else 0))
+    first = model.get_input_embeddings().weight.nbytes
+    if family_of(config) is not None:
+        with torch.device("meta"):
+            whole = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+        first += max(0, _nbytes(whole) - _nbytes(model))  # The tower that reads pictures.
+    return ModelNeed(tuple(layers), first, model.get_output_embeddings().weight.nbytes)
+
+
+def _nbytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def balanced_split(
+    need: ModelNeed, free: Sequence[int], context_tokens: int, forbidden: range = range(0)
+) -> tuple[int, ...]:
+    """The first layer of each later stage, for devices with `free` bytes each. No stage begins at a layer of
+    `forbidden`. Raises InvalidSplit if there are too few layers to cut."""
+    layers = len(need.layers)
+    constants, rows = _sums(need)
+
+    def stage(first: int, end: int) -> tuple[int, int]:
+        """Bytes it takes whatever the context, and for each token."""
+        ends = need.first_bytes * (first == 0) + need.last_bytes * (end == layers)
+        return constants[end] - constants[first] + ends, rows[end] - rows[first]
+
+    def shortfall(index: int, first: int, end: int) -> float:
+        constant, row = stage(first, end)
+        room = free[index] - constant
+        fitting = room / row if row and room > 0 else context_tokens if room >= 0 else room / free[index]
+        return -min(fitting, context_tokens)
+
+    missing, _ = _least_worst(len(free), layers, forbidden, shortfall)
+    tokens = max(0, int(-missing))
+
+    def fullness(index: int, first: int, end: int) -> float:
+        constant, row = stage(first, end)
+        return (constant + tokens * row) / max(1, free[index])
+
+    return _least_worst(len(free), layers, forbidden, fullness)[1]
+
+
+def _least_worst(
+    stages: int, layers: int, forbidden: range, cost: Callable[[int, int, int], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The cut whose costliest stage costs least: that cost, and the first layers. `cost` is told stage, first, end."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0, 0, end), ()) for end in range(1, layers + 1)}
+    for index in range(1, stages):
+        grown: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in range(1, layers + 1):
+            options = [
+                (max(best[cut][0], cost(index, cut, end)), (*best[cut][1], cut))
+                for cut in range(1, end)
+                if cut in best and cut not in forbidden
+            ]
+            if options:
+                grown[end] = min(options)
+        best = grown
+    if layers not in best:
+        raise InvalidSplit(f"{layers} layers, some of which must stay together, cannot make {stages} stages")
+    return best[layers]
+
+
+def _sums(need: ModelNeed) -> tuple[list[int], list[int]]:
+    """Of the layers before each."""
+    constants, rows = [0], [0]
+    for layer in need.layers:
+        constants.append(constants[-1] + layer.constant_bytes)
+        rows.append(rows[-1] + layer.row_bytes)
+    return constants, rows
+
+
+def choose_split(
+    config: Any, dtype: torch.dtype, layout: EngineConfig, free: Callable[[str], int]
+) -> tuple[tuple[int, int], ...]:
+    """Layer ranges `[first, end)` of every stage: as `layout` says, or balanced.
+
+    By free memory if a stage is on a card, by the weights alone if none is: main memory is one. Raises InvalidSplit.
+    """
+    devices, text = layout.devices, language_config(config)
+    if layout.layer_split is not None or len(devices) == 1 or all(torch.device(d).type == "cpu" for d in devices):
+        return split_layers(config, len(devices), layout.layer_split)
+    if len(devices) > int(text.num_hidden_layers):
+        return split_layers(config, len(devices))  # Which says what is wrong.
+    glued = shared_layers(text)
+    context = layout.context_tokens or int(text.max_position_embeddings)
+    room = [usable_bytes(free(device)) // devices.count(device) for device in devices]
+    starts = balanced_split(model_need(config, dtype, layout), room, context, range(glued[0] + 1, glued[1]))
+    return split_layers(config, len(devices), starts)

@@ -1,0 +1,95 @@
+"""The forward of one token as it is recorded for cards, run without a graph on the CPU: the device's numbers must put
+every row where the host's would, and the logits be those of the forward that is not recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine import EngineConfig, Session, open_session, presets
+from engine.decode_graph import LibraryDecoder
+from engine.placed import TokenPlace
+
+PRESETS = ["tiny-qwen2", "tiny-gemma3", "tiny-qwen3.5", "tiny-lfm2", "tiny-granite-h", "tiny-qwen3-next"]
+CONTEXT, READ, STEPS = 512, 100, 60
+
+
+def reference_attention(
+    query: torch.Tensor,
+    key_rows: torch.Tensor,
+    value_rows: torch.Tensor,
+    position: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    scale_rows: torch.Tensor | None = None,
+    *,
+    window: int | None = None,
+) -> None:
+    """What `engine.kernels.attend.DecodeAttention` does."""
+    last = int(position) + 1
+    first = max(0, last - window) if window else 0
+    keys, values = key_rows[first:last].float(), value_rows[first:last].float()
+    if scale_rows is not None:
+        keys, values = (r * scale_rows[:last, part, :, None].float() for part, r in enumerate((keys, values)))
+    heads = query.view(1, -1, 1, key_rows.shape[2])
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    out.copy_(scaled_dot_product_attention(heads, keys, values, scale=scale, enable_gqa=True).flatten())
+
+
+@pytest.fixture(autouse=True)
+def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenPlace, "attention", lambda *_, codes: reference_attention)
+
+
+def opened(model: Any, kv_dtype: torch.dtype | None) -> Session:
+    """Windows with little room, so that their buffers are moved several times on the way."""
+    layout = EngineConfig(
+        devices=("cpu", "cpu"), context_tokens=CONTEXT, batch_tokens=64, window_slack_tokens=5, kv_dtype=kv_dtype
+    )
+    return open_session(model, layout)
+
+
+@pytest.mark.filterwarnings("ignore:.*falling back to its reference")
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_recorded_forward_is_the_librarys(preset: str, kv_dtype: torch.dtype | None) -> None:
+    config = presets.preset_config(f"random:{preset}")
+    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    plain, placed = opened(model, kv_dtype), opened(model, kv_dtype)
+    decoders = [
+        LibraryDecoder(stage, cache, config) for stage, cache in zip(placed.stages, placed._caches, strict=True)
+    ]
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, READ + STEPS)
+    for session in (plain, placed):
+        session.extend(ids[:READ])
+    for position in range(READ, READ + STEPS):
+        expected = plain.step(int(ids[position]))
+        logits = run(decoders, int(ids[position]), position)
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+        placed._position += 1
+    for mine, theirs in zip(placed.arenas, plain.arenas, strict=True):
+        for field in mine.layout.row_fields:
+            kept, expected = (arena.field_view(field)[: READ + STEPS].float() for arena in (mine, theirs))
+            torch.testing.assert_close(kept, expected, atol=1.0 if field.dtype == torch.int8 else 2e-4, rtol=0)
+    for mine, theirs in zip(
+        placed.fixed_state.live(placed.position), plain.fixed_state.live(plain.position), strict=True
+    ):
+        torch.testing.assert_close(mine.view(torch.float32), theirs.view(torch.float32), atol=2e-4, rtol=1e-4)
+
+
+def run(decoders: list[LibraryDecoder], token: int, position: int) -> torch.Tensor:
+    decoders[0].token.fill_(token)
+    with torch.inference_mode():
+        for index, decoder in enumerate(decoders):
+            decoder._cache.record(decoder._place)
+            decoder.ready(position, position)
+            if index:
+                decoder.hidden.copy_(decoders[index - 1].hidden)
+            decoder.run()
+            decoder._cache.record(None)
+    assert decoders[-1].logits is not None
+    return decoders[-1].logits
