@@ -97,6 +97,7 @@ def arena_attention(
     if isinstance(key, PlacedStates):
         assert isinstance(value, PlacedStates), "keys and values are kept in one format"
         return key.attend(query, value, scaling).transpose(1, 2), None
+    assert not isinstance(value, PlacedStates), "keys and values are kept in one format"
     # A window that no key falls out of hides nothing.
     window = sliding_window if sliding_window is not None and key.shape[2] > sliding_window else None
     hidden = window if selection is None or selection.chosen is None else selection
