@@ -193,15 +193,15 @@ async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest
 
 async def test_a_client_that_leaves_stops_the_batch_and_what_was_read_stays(engine) -> None:
     """Report 27: cancelled inside a batch too; the whole batches before it are not read again."""
-    long = opening("long", 150 if engine.info.vocab_size < 1000 else 260)
+    long = opening("long", 70 if engine.info.vocab_size < 1000 else 110)
     async with running(engine) as server:
         total = len(server.prompt_tokens(long))
-        assert total > 1000
+        assert total > 300
         with anyio.move_on_after(30):
             async with anyio.create_task_group() as tasks:
 
                 async def leave() -> None:
-                    while engine.position < 256:  # noqa: ASYNC110
+                    while engine.position < 128:  # noqa: ASYNC110
                         await anyio.sleep(0.002)
                     tasks.cancel_scope.cancel()
 
@@ -209,7 +209,7 @@ async def test_a_client_that_leaves_stops_the_batch_and_what_was_read_stays(engi
                 await server.client.post("/v1/chat/completions", json=body_of(long))
         await server.settled()
         again = await server.chat(long, max_tokens=6)
-        assert 256 <= again.reused < total
+        assert 128 <= again.reused < total
     assert (await uninterrupted(engine, long))[0] == again.text
 
 
