@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,10 @@ class Splicer:
         steps, ids = list(held), int32(tokenised.ids)
         hasher = steps[-1].hasher.copy() if steps else blake2b(key=key_digest, digest_size=HASH_BYTES)
         done = steps[-1].done if steps else 0
+        bounds = {index: starts[following] for index, following in pairwise(sorted(starts))}
         for index, first in places[len(steps) :]:
-            step = self._step(turns[index], index, first, done, tokenised, ids, hasher)
+            bound = bounds.get(index, len(tokenised.text))
+            step = self._step(turns[index], index, first, bound, done, tokenised, ids, hasher)
             done = step.done
             steps.append(step)
         if known is None or len(steps) > len(held):
@@ -110,20 +113,20 @@ class Splicer:
         turn: CanonicalMessage,
         index: int,
         first: int,
+        bound: int,
         done: int,
         tokenised: TokenisedText,
         ids: npt.NDArray[np.int32],
         hasher: Hasher,
     ) -> Step:
-        """Looks up one turn; `hasher` goes on with it."""
+        """Looks up one turn, behind which the next begins at the character `bound`; `hasher` goes on with it."""
         text, cuts, positions = tokenised.text, tokenised.cuts, tokenised.positions
         hasher.update(ids[positions[done] : positions[max(done, first)]].data)
         prefix, answer, end = hasher.digest(), None, first
         answers = self._memory.found(prefix) if first >= done else ()
         done = max(done, first)
         if answers:
-            ends = (place for place in range(first + 1, len(cuts) - 1) if self._memory.ends(text, cuts[place]))
-            end = next(ends, first)
+            end = self._end(tokenised, first, bound)
             rendered = text[cuts[first] : cuts[end]]
             if end > first:
                 answer = next((one for one in reversed(answers) if _is_said(turn.message, rendered, one.said)), None)
@@ -131,6 +134,20 @@ class Splicer:
             hasher.update(int32(answer.ids).data)
             done = end
         return Step(index, turn.message, first, end, prefix, answers, answer, hasher.copy(), done)
+
+    def _end(self, tokenised: TokenisedText, first: int, bound: int) -> int:
+        """The cut at which the turn that begins at `first` ends as an answer does; `first` if it ends in another way.
+
+        A template may end a turn without an end token. Then the next one found is another turn's, and whatever lies
+        between must stay in the prompt.
+        """
+        for place in range(first + 1, len(tokenised.cuts) - 1):
+            char, roles = tokenised.cuts[place], tokenised.marks[place]
+            if char <= bound and self._memory.ends(tokenised.text, char):
+                return place
+            if char >= bound or (roles and "assistant" not in roles):
+                break
+        return first
 
     def _known(
         self,

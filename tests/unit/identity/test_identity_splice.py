@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from identity_fakes import WordTokenizer, make_builder, say, talk
 
+from parkd.engine_adapter.fake import FakeTemplate, FakeTokenizer
 from parkd.identity import splice as splicing
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
@@ -97,3 +98,29 @@ def test_an_answer_learnt_since_is_found() -> None:
     memory.remember(first, odd_ids(tokenizer, "answer"), heard("answer"))
     builder.build(talk(*messages))
     assert memory.spliced == 1
+
+
+class CallsEndOtherwise(FakeTemplate):
+    """Only turns that call end in the model's end token, as in templates with several marks for the end of a turn."""
+
+    def render(self, messages: Any, tools: Any, kwargs: Any, *, add_generation_prompt: bool = True) -> str:
+        ends = ["<|im_end|>" if message.get("tool_calls") else "." for message in messages]
+        turns = [
+            f"<|im_start|>{message['role']}\n{message['content']}{end}\n"
+            for message, end in zip(messages, ends, strict=True)
+        ]
+        return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+
+@pytest.mark.parametrize("question", ["And why?", "<|im_start|>"])
+def test_an_answer_ends_before_the_next_turn(question: str) -> None:
+    """What lies between it and the end token of a later turn stays in the prompt."""
+    tokenizer, memory = FakeTokenizer(), OutputMemory(1 << 20, ["<|im_end|>"])
+    builder = IdentityBuilder(tokenizer, CallsEndOtherwise(), b"f" * 16, 256, 1 << 20, answers=memory)
+    memory.remember(builder.build(talk(say("user", "start"))), tokenizer.encode("Yes"), heard("Yes"))
+    calls = [{"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    messages = [say("user", "start"), say("assistant", "Yes"), say("user", question)]
+    messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+    identity = builder.build(talk(*messages, {"role": "tool", "content": "seen", "tool_call_id": "c"}))
+    assert f"<|im_start|>user\n{question}." in tokenizer.decode(identity.token_ids.tolist())
+    assert memory.spliced == 0
