@@ -115,7 +115,7 @@ def load_llama_cpp(
         name="SmolLM2-135M-Instruct" if is_demo else None,
         chat_template_file=asked.chat_template_file,
         context_tokens=asked.context_tokens,
-        batch_tokens=asked.batch_tokens,
+        batch_tokens=asked.batch_tokens or LlamaCppConfig.batch_tokens,
         ctx_checkpoints=asked.ctx_checkpoints,
         gpu_layers=llama.gpu_layers,
         split_mode=llama.split_mode,
