@@ -28,7 +28,7 @@ from engine.attention import ATTENTION_NAME
 from engine.cache import attention_layer
 from engine.stages import Stage, moved_twin
 from engine.step_history import StepHistory
-from engine.vision import NO_IMAGES, ChunkImages
+from engine.vision import NO_IMAGES, ChunkImages, PositionOffset
 
 Choose = Callable[[torch.Tensor], int]
 """Takes the head's logits, float32 `[vocab]`, and returns the token to guess."""
@@ -58,11 +58,15 @@ class DraftCache(Cache):  # type: ignore[misc]
 class DraftHead:
     """The head over the last stage's arena, whose layout names its fields."""
 
-    def __init__(self, head: Any, stages: Sequence[Stage], arena: StageArena, history: StepHistory) -> None:
-        """`head` is the library's `MtpModel` of one layer; what it shares with the model comes from the stages."""
+    def __init__(
+        self, head: Any, stages: Sequence[Stage], arena: StageArena, history: StepHistory, offset: PositionOffset
+    ) -> None:
+        """`head` is the library's `MtpModel` of one layer; what it shares with the model comes from the stages.
+        `offset` is the timeline's: the positions of guesses follow the pictures before them."""
         last = stages[-1]
         self._first, self._stage = stages[0], last
         self._history = history
+        self._offset = offset
         head.config._attn_implementation = ATTENTION_NAME
         self.model: Any = _bare(head, last.device)
         layer = last.num_layers
@@ -91,7 +95,7 @@ class DraftHead:
                 part[0].zero_()
             embedded = embedded[:, 1:]
         if embedded.shape[1]:
-            self._forward(embedded, max(position, 1), known)
+            self._forward(embedded, max(position, 1), known, images)
         self._keep(position, hidden[0])
 
     def guess(self, token_id: int, position: int, count: int, choose: Choose) -> list[int]:
@@ -105,15 +109,18 @@ class DraftHead:
         hidden, token = self._behind(position), token_id
         for row in range(position, position + count):
             embedded = self._first.embed(np.array([token], dtype=np.int64)).to(self._stage.device)
-            hidden = self._forward(embedded, row, hidden)
+            hidden = self._forward(embedded, row, hidden, self._offset.plain(row, row + 1))
             token = choose(self._stage.logits(hidden))
             guesses.append(token)
         return guesses
 
-    def _forward(self, embedded: torch.Tensor, row: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward(self, embedded: torch.Tensor, row: int, hidden: torch.Tensor, images: ChunkImages) -> torch.Tensor:
         self._cache.begin(row)
-        # The head counts tokens, also where the positions of the model follow the rows of a picture.
-        places = torch.arange(row, row + embedded.shape[1], device=self._stage.device)[None]
+        # A row has the position that the model gives its token, so pictures lie by row and column here too.
+        if images.position_ids is None:
+            places = torch.arange(row, row + embedded.shape[1], device=self._stage.device)[None]
+        else:
+            places = images.position_ids[..., -embedded.shape[1] :].to(self._stage.device)
         output: torch.Tensor = self.model.forward_layer(0, hidden, places, self._cache, inputs_embeds=embedded)
         return output
 

@@ -19,6 +19,7 @@ from transformers.modeling_layers import MtpModel
 
 from engine.errors import ModelLoadError
 from engine.library_bars import no_library_bars
+from engine.multimodal import language_config
 from engine.step_history import MIXERS
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,13 +44,15 @@ def find_head(folder: Path, config: Any) -> bool:
 
 
 def declare_head(config: Any) -> None:
-    """`config` is that of a model with a draft head of one layer."""
+    """`config` is that of a model with a draft head of one layer. Its part about text says so."""
+    config = language_config(config)
     config.num_mtp_layers = 1
     config.mtp_layer_types = ["full_attention"]
 
 
 def drop_head(config: Any) -> None:
     """The model runs without its head."""
+    config = language_config(config)
     for name in ("num_mtp_layers", "mtp_layer_types"):
         if hasattr(config, name):
             delattr(config, name)
@@ -71,8 +74,9 @@ def load_head(model: Any, folder: Path) -> Any:
 
 
 def _refusal(names: Iterable[str], config: Any) -> str | None:
-    if config.model_type not in MIXERS:
-        return f"heads of {config.model_type} models are not supported"
+    kind = language_config(config).model_type
+    if kind not in MIXERS:
+        return f"heads of {kind} models are not supported"
     layers = {int(match[1]) for name in names if (match := _LAYER.match(name)) is not None}
     if layers != {0}:
         return f"it has {len(layers)} layers, and heads of one are supported"

@@ -18,19 +18,34 @@ from transformers.modeling_layers import MtpModel
 
 from engine.hybrid_presets import HYBRID_PRESETS
 from engine.random_weights import SEED, draw_weights
+from engine.vision_presets import VISION_PRESETS
 
+WITH_HEAD = "-mtp"
 ECHO = "-echo"
 ECHO_GAIN = 0.003
 """How much layers add: guesses are then right more often than not, but not always."""
 _HEAD: Mapping[str, Any] = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
 
+
+def _with_head(name: str) -> tuple[str, Mapping[str, Any]]:
+    kind, settings = {**HYBRID_PRESETS, **VISION_PRESETS}[name]
+    if "text_config" in settings:
+        return kind, {**settings, "text_config": {**settings["text_config"], **_HEAD}}
+    return kind, {**settings, **_HEAD}
+
+
 DRAFT_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        f"{name}-mtp{ending}": (HYBRID_PRESETS[name][0], {**HYBRID_PRESETS[name][1], **_HEAD})
-        for name in ("tiny-qwen3.5", "tiny-qwen3-next", "qwen3.5-27b")
+        f"{name}{WITH_HEAD}{ending}": _with_head(name)
+        for name in ("tiny-qwen3.5", "tiny-qwen3.5-vl", "tiny-qwen3-next", "qwen3.5-27b")
         for ending in ("", ECHO)
     }
 )
+
+
+def headless(name: str) -> str:
+    """The preset that is the same without a head."""
+    return name.removesuffix(ECHO).removesuffix(WITH_HEAD)
 
 
 def layer_gain(name: str) -> float:

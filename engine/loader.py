@@ -179,7 +179,7 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
         name=config.model,
         config=settings,
         model=model,
-        draft_model=random_head(model, config.model) if draft_layers(settings) else None,
+        draft_model=random_head(model, config.model) if draft_layers(language_config(settings)) else None,
         tokenizer=ChatTokenizer(tokenizer, declares=template is None),
         template=ChatTemplate(tokenizer, template),
         dtype=dtype,

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
-from engine.draft_presets import DRAFT_PRESETS
+from engine.draft_presets import DRAFT_PRESETS, headless
 from engine.errors import ModelLoadError
 from engine.hybrid_presets import HYBRID_PRESETS
 from engine.images import processor_class
@@ -156,7 +156,7 @@ def preset_tokenizer(config: Any) -> PreTrainedTokenizerFast:
 
 def preset_processor(model: str, config: Any) -> Any:
     """The library's processor of pictures for `random:NAME`, whose configuration is `config`; None if it has none."""
-    settings = PROCESSORS.get(model.removeprefix(PREFIX))
+    settings = PROCESSORS.get(headless(model.removeprefix(PREFIX)))
     return None if settings is None else processor_class(config)(**settings)
 
 

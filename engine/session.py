@@ -89,7 +89,8 @@ class Session:
         self._offset = PositionOffset(self.arenas[0])
         self.draft: DraftHead | None = None
         if draft_model is not None:
-            self.draft = DraftHead(draft_model, self.stages, self.arenas[-1], self._caches[-1].history)
+            history = self._caches[-1].history
+            self.draft = DraftHead(draft_model, self.stages, self.arenas[-1], history, self._offset)
             for stage, cache in zip(self.stages, self._caches, strict=True):
                 step_by_step(stage, cache.history)
         self.draft_tokens = draft_tokens if draft_model is not None else 0

@@ -11,6 +11,7 @@ import torch
 from core_models import VOCAB, tiny_model, token_ids
 from hybrid_models import hybrid_model
 from transformers.modeling_layers import MtpModel
+from vision_models import processor_of
 
 from engine import EngineConfig, Session, open_session
 from engine.decoding import Decoder
@@ -76,7 +77,7 @@ def drafting_session(
         kv_dtype=kv_dtype,
         draft_tokens=draft_tokens,
     )
-    return open_session(model, config, draft_model=head)
+    return open_session(model, config, processor_of(model), draft_model=head)
 
 
 def decoder(session: Session, prompt: npt.NDArray[np.int64], **settings: Any) -> Decoder:

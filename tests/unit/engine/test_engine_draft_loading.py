@@ -16,6 +16,7 @@ from engine import EngineConfig, LoadConfig, LoadedModel, ModelLoadError, load_m
 from engine.draft_loading import INDEX_FILE
 from engine.draft_presets import random_head
 from engine.fingerprint import fingerprint
+from engine.multimodal import language_config
 from engine.plan import plan_model
 
 OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
@@ -48,9 +49,11 @@ def save_checkpoint(name: str, path: Path, *, sharded: bool = False) -> Any:
     model = presets.random_model(config, torch.float32, torch.device("cpu"))
     head = random_head(model, name)
     for entry in ("num_mtp_layers", "mtp_layer_types"):
-        delattr(model.config, entry)
+        delattr(language_config(model.config), entry)
     model.save_pretrained(path)
-    presets.tiny_tokenizer().save_pretrained(path)
+    presets.preset_tokenizer(config).save_pretrained(path)
+    if (processor := presets.preset_processor(f"random:{name}", config)) is not None:
+        processor.save_pretrained(path)
     weights, extra = load_file(path / "model.safetensors"), head_weights(head)
     if sharded:
         shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -67,10 +70,13 @@ def load(path: Path | str, **settings: Any) -> LoadedModel:
     return load_model(LoadConfig(str(path), Path(str(path)).parent / "cache", **settings))
 
 
-@pytest.mark.parametrize(("name", "sharded"), [("tiny-qwen3.5-mtp", False), ("tiny-qwen3-next-mtp", True)])
+@pytest.mark.parametrize(
+    ("name", "sharded"), [("tiny-qwen3.5-mtp", False), ("tiny-qwen3-next-mtp", True), ("tiny-qwen3.5-vl-mtp", False)]
+)
 def test_a_head_is_loaded_with_its_model(name: str, sharded: bool, tmp_path: Path) -> None:
     head = save_checkpoint(name, tmp_path / "model", sharded=sharded)
     loaded = load(tmp_path / "model")
+    assert (loaded.images is not None) == ("-vl" in name)
     expected = dict(head.layers.named_parameters())
     found = dict(loaded.draft_model.layers.named_parameters())
     assert found.keys() == expected.keys()
@@ -84,8 +90,9 @@ def test_a_head_is_loaded_with_its_model(name: str, sharded: bool, tmp_path: Pat
     assert len(guesses[0]) == 2
 
 
-def test_a_head_is_left_out_when_asked_and_part_of_what_state_depends_on(tmp_path: Path) -> None:
-    save_checkpoint("tiny-qwen3.5-mtp", tmp_path / "model")
+@pytest.mark.parametrize("name", ["tiny-qwen3.5-mtp", "tiny-qwen3.5-vl-mtp"])
+def test_a_head_is_left_out_when_asked_and_part_of_what_state_depends_on(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path / "model")
     with_head, without = load(tmp_path / "model"), load(tmp_path / "model", draft=False)
     assert without.draft_model is None
     prints = [
@@ -141,7 +148,9 @@ def test_a_head_with_weights_missing_is_refused_with_what_to_do(tmp_path: Path) 
     assert load(tmp_path / "model", draft=False).draft_model is None
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3.5-mtp", "tiny-qwen3.5-mtp-echo", "tiny-qwen3-next-mtp"])
+@pytest.mark.parametrize(
+    "name", ["tiny-qwen3.5-mtp", "tiny-qwen3.5-mtp-echo", "tiny-qwen3-next-mtp", "tiny-qwen3.5-vl-mtp"]
+)
 def test_random_models_have_seeded_heads(name: str, tmp_path: Path) -> None:
     first, second = (load_model(LoadConfig(f"random:{name}", tmp_path)) for _ in range(2))
     for left, right in zip(first.draft_model.parameters(), second.draft_model.parameters(), strict=True):
