@@ -36,6 +36,10 @@ class ToolFormat(StrEnum):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`"""
     GEMMA = "gemma"
     """`<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>`"""
+    DEEPSEEK = "deepseek"
+    """A name, a separating token and the arguments as JSON, between tokens of their own."""
+    DEEPSEEK_FENCED = "deepseek-fenced"
+    """The same with `function` before the separating token, and the arguments in a fence behind the name."""
 
 
 @dataclass(frozen=True, slots=True)

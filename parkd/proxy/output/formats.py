@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parkd.proxy.output.base import CallIds, OutputFormat, ReasoningMarks, ToolFormat
+from parkd.proxy.output.deepseek_calls import CALLS_BEGIN, FENCE
 
 THINK = ReasoningMarks("<think>", "</think>")
 GEMMA_THOUGHT = ReasoningMarks("<|channel>thought\n", "<channel|>")
@@ -23,6 +24,8 @@ def pick_format(template_source: str | None) -> ToolFormat:
     Order matters: Qwen's XML template also holds `<tool_call>`, and Llama's has no marker but its wording.
     """
     source = template_source or ""
+    if CALLS_BEGIN in source:
+        return ToolFormat.DEEPSEEK_FENCED if FENCE in source else ToolFormat.DEEPSEEK
     if "<|tool_call>" in source or "<start_function_call>" in source:
         return ToolFormat.GEMMA
     if "<function=" in source:

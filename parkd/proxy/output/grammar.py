@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parkd.proxy.output.base import OutputFormat, ReasoningMarks, ToolFormat
+from parkd.proxy.output.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, FENCE, SEPARATOR
 from parkd.proxy.output.formats import opens_reasoning
 from parkd.proxy.output.xml_calls import takes_text
 
@@ -101,6 +102,9 @@ class _CallGrammar:
         match self._format:
             case ToolFormat.MISTRAL if not self._mistral_named:
                 return self._terms("[TOOL_CALLS]") + ' "["', '", "', '"]"'
+            case ToolFormat.DEEPSEEK | ToolFormat.DEEPSEEK_FENCED:
+                between = r'"\n"' if self._format is ToolFormat.DEEPSEEK_FENCED else '""'
+                return self._terms(CALLS_BEGIN), between, self._terms(CALLS_END)
             case ToolFormat.LLAMA:
                 return "", '"; "', ""
             case ToolFormat.HERMES | ToolFormat.QWEN_XML:
@@ -123,6 +127,13 @@ class _CallGrammar:
             case ToolFormat.HERMES:
                 head = f"{self._terms('<tool_call>')} {literal(self._json_head(name, 'arguments'))}"
                 tail = r'"}\n" ' + self._terms("</tool_call>")
+            case ToolFormat.DEEPSEEK:
+                head = f"{self._terms(CALL_BEGIN)} {literal(name)} {self._terms(SEPARATOR)}"
+                tail = self._terms(CALL_END)
+            case ToolFormat.DEEPSEEK_FENCED:
+                begin, fence = self._terms(CALL_BEGIN), literal(f"{name}\n{FENCE}\n")
+                head = f'{begin} "function" {self._terms(SEPARATOR)} {fence}'
+                tail = rf'"\n```" {self._terms(CALL_END)}'
             case ToolFormat.LLAMA:
                 head, tail = literal(self._json_head(name, "parameters").lstrip()), '"}"'
             case _:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from parkd.proxy.output.base import CallIds, OutputEvent, OutputFormat, Parser, ToolFormat
 from parkd.proxy.output.calls import CallParser, Section
 from parkd.proxy.output.declared import DeclaredParser
+from parkd.proxy.output.deepseek_calls import CALLS_BEGIN, DeepSeekCalls
 from parkd.proxy.output.formats import opens_reasoning
 from parkd.proxy.output.gemma_calls import gemma_section
 from parkd.proxy.output.json_calls import JsonCalls, LlamaBare, mistral_section
@@ -101,6 +102,8 @@ def _sections(tools: ToolFormat, request: TurnRequest) -> tuple[Mapping[str, Sec
             return {"<|python_tag|>": lambda: JsonCalls(";", None, strict=False)}, lambda: LlamaBare(names)
         case ToolFormat.MISTRAL:
             return {"[TOOL_CALLS]": mistral_section}, None
+        case ToolFormat.DEEPSEEK | ToolFormat.DEEPSEEK_FENCED:
+            return {CALLS_BEGIN: DeepSeekCalls}, None
         case ToolFormat.GEMMA:
             return {
                 "<|tool_call>": lambda: gemma_section('<|"|>', "<tool_call|>"),

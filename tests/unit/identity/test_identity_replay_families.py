@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from test_identity_families import RealTemplate, RealTokenizer, _load
 
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said, json_key
-from parkd.types import TurnRequest
+from parkd.proxy.output.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from parkd.proxy.output.formats import output_format
+from parkd.proxy.output.parser import make_parser
+from parkd.proxy.output.transcript import Transcript
+from parkd.types import FinishReason, TurnRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ENDS = {
@@ -20,8 +26,9 @@ ASK = {"role": "user", "content": "Hi there"}
 TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}
 
 
-def kit(family: str) -> tuple[RealTokenizer, IdentityBuilder, OutputMemory]:
+def kit(family: str, template: str | None = None) -> tuple[RealTokenizer, IdentityBuilder, OutputMemory]:
     loaded = _load(family)
+    loaded.chat_template = template or loaded.chat_template
     words, memory = RealTokenizer(loaded), OutputMemory(1 << 20, [ENDS[family]])
     return words, IdentityBuilder(words, RealTemplate(loaded), bytes(16), 256, 1 << 20, answers=memory), memory
 
@@ -42,13 +49,44 @@ def test_odd_tokens_of_an_answer_stay(family: str) -> None:
         assert second.segments[-1].stop == len(second)
 
 
-def test_resorted_arguments_are_spliced_into_qwens_calls() -> None:
-    words, builder, memory = kit("qwen3")
-    first = builder.build(TurnRequest(messages=[ASK], tools=[TOOL]))
-    ids = words.encode('<tool_call>\n{"name": "look",  "arguments": {"b": 1.0, "a": "x"}}\n</tool_call>')
-    memory.remember(first, ids, Said((), "", (("look", json_key({"a": "x", "b": 1})),)))
+def deepseek(arguments: str) -> str:
+    call = f"{CALL_BEGIN}function{SEPARATOR}look\n```json\n{arguments}\n```{CALL_END}"
+    return f"{CALLS_BEGIN}{call}\n{call}{CALLS_END}"  # behind a single call this template forgets the end
+
+
+LLAMA = """{{- bos_token }}{%- for message in messages %}
+{{- '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\\n\\n' }}
+{%- if message.tool_calls %}{%- set call = message.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
+{%- else %}{%- if tools and loop.first %}{{- tools | tojson + '\\n\\n' }}{%- endif %}{{- message.content }}{%- endif %}
+{{- '<|eot_id|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+"""Of Llama's form; the tokenizer's package has one without tools."""
+CALLS: dict[str, Callable[[str], str]] = {
+    "qwen3": lambda arguments: f'<tool_call>\n{{"name": "look",  "arguments": {arguments}}}\n</tool_call>',
+    "llama3_1": lambda arguments: f'{{"name": "look",  "parameters": {arguments}}}',
+    "deepseek_v3": deepseek,
+}
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_generated_calls_are_parsed_and_spliced_when_they_come_back_resorted(family: str) -> None:
+    template = LLAMA if family == "llama3_1" else str(_load(family).chat_template)
+    words, builder, memory = kit(family, template)
+    output = output_format(template)
+    request = TurnRequest(messages=[ASK], tools=[TOOL])
+    first = builder.build(request)
+    written = CALLS[family]('{"b": 1.0, "a": "x"}')
+    ids = words.encode(written)
+    parser, transcript = make_parser(output, request, words.decode(first.token_ids[-64:].tolist()), str), Transcript()
+    for event in [*parser.push(words.decode(ids)), *parser.finish(FinishReason.STOP)[0]]:
+        transcript.feed(event)
+    said = transcript.said()
+    calls = written.count('"b": 1.0')
+    assert said == Said((), "", (("look", json_key({"a": "x", "b": 1})),) * calls)
+    memory.remember(first, ids, said)
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a":"x","b":1}'}}
-    talk = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    talk = [ASK, {"role": "assistant", "content": None, "tool_calls": [call] * calls}]
     talk.append({"role": "tool", "tool_call_id": "c", "content": "found"})
     second = builder.build(TurnRequest(messages=talk, tools=[TOOL]))
     known = [*first.token_ids.tolist(), *ids]

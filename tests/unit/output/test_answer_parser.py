@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parkd.proxy.output.base import OutputFormat, ReasoningMarks, ToolFormat
+from parkd.proxy.output.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.proxy.output.formats import THINK
 from parkd.proxy.output.parser import make_parser
 from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, ToolChoice, ToolChoiceMode, TurnRequest
@@ -101,6 +102,14 @@ GEMMA_TWO = (
     'I look.<|tool_call>call:write{path:<|"|>a "b" \\ {x}\n<|é<|"|>,count:-12,deep:{'
     'list:[1,2.5e3,null,true,<|"|>s<|"|>],no:{}}}<tool_call|><|tool_call>call:look{}<tool_call|>'
 )
+DEEPSEEK_FENCED = (
+    f"I look.{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}write\n```json\n{TRICKY_JSON}\n```{CALL_END}\n"
+    f"{CALL_BEGIN}function{SEPARATOR}look\n```json\n{{}}\n```{CALL_END}{CALLS_END}"
+)
+DEEPSEEK = (
+    f"I look.{CALLS_BEGIN}{CALL_BEGIN}write{SEPARATOR}{TRICKY_JSON}{CALL_END}"
+    f"{CALL_BEGIN}look{SEPARATOR}{{}}{CALL_END}{CALLS_END}"
+)
 GEMMA_CALLS = [
     ("write", {"path": 'a "b" \\ {x}\n<|é', "count": -12, "deep": {"list": [1, 2500.0, None, True, "s"], "no": {}}}),
     ("look", {}),
@@ -121,6 +130,9 @@ GOOD = {
         "I look.",
         XML_CALLS,
     ),
+    "deepseek": (ToolFormat.DEEPSEEK, DEEPSEEK, "I look.", CALLS),
+    "deepseek fenced": (ToolFormat.DEEPSEEK_FENCED, DEEPSEEK_FENCED, "I look.", CALLS),
+    "deepseek, no end": (ToolFormat.DEEPSEEK, DEEPSEEK.removesuffix(CALLS_END), "I look.", CALLS),
     "gemma": (ToolFormat.GEMMA, GEMMA_TWO, "I look.", GEMMA_CALLS),
     "function gemma": (
         ToolFormat.GEMMA,
@@ -144,6 +156,8 @@ BAD = {
     "llama other json": (ToolFormat.LLAMA, '{"total": 3, "name": "write"}'),
     "llama code": (ToolFormat.LLAMA, "<|python_tag|>print(1)"),
     "xml no function": (ToolFormat.QWEN_XML, "<tool_call>\n<parameter=x>\n</tool_call>"),
+    "deepseek prose": (ToolFormat.DEEPSEEK, f"{CALLS_BEGIN} I would rather not {{}}."),
+    "deepseek bad name": (ToolFormat.DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}two words{SEPARATOR}{{}}{CALL_END}"),
     "gemma prose": (ToolFormat.GEMMA, "<|tool_call>write it<tool_call|>"),
     "python constants": (ToolFormat.HERMES, '<tool_call>{"name": True}</tool_call>'),
 }

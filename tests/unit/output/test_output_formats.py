@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parkd.proxy.output.base import ReasoningMarks, ToolFormat
+from parkd.proxy.output.deepseek_calls import CALL_BEGIN, CALLS_BEGIN, FENCE
 from parkd.proxy.output.formats import GEMMA_THOUGHT, THINK, call_ids, opens_reasoning, output_format, pick_format
 
 MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
@@ -20,6 +21,8 @@ MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
         ("'[TOOL_CALLS]' + name + '[ARGS]' '[THINK]' '[/THINK]'", ToolFormat.MISTRAL, MISTRAL_THINK),
         ("'<|start_header_id|>' '{\"name\": ' + '\"parameters\": '", ToolFormat.LLAMA, None),
         ("'<|python_tag|>' + call", ToolFormat.LLAMA, None),
+        (f"'{CALLS_BEGIN}' + '{CALL_BEGIN}function'\n{FENCE}", ToolFormat.DEEPSEEK_FENCED, None),
+        (f"'{CALLS_BEGIN}' + '{CALL_BEGIN}' + name + '</think>'", ToolFormat.DEEPSEEK, THINK),
         ("'<|tool_call>call:' + name '<|channel>thought\\n'", ToolFormat.GEMMA, GEMMA_THOUGHT),
     ],
 )  # fmt: skip

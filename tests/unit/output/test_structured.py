@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from parkd.errors import EngineFailure, InvalidRequest
 from parkd.proxy.output.base import OutputFormat, ToolFormat
+from parkd.proxy.output.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.proxy.output.formats import THINK
 from parkd.proxy.output.parser import make_parser
 from parkd.proxy.structured import StructuredOutput
@@ -30,7 +31,7 @@ VOCAB_SIZE = 420
 END = 0
 MARKERS = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]",
-    "[ARGS]",
+    "[ARGS]", CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR,
 )  # fmt: skip
 SCHEMA = {
     "type": "object",
