@@ -153,6 +153,7 @@ def compose(
             store.grow_ahead()
     server = config.server
     output = replace(output_format(engine.template_source), reader=engine.response_reader)
+    build_mask, prepare = masks_of(engine, output)
     return Services(
         engine=engine,
         build_identity=identity.build,
@@ -162,7 +163,8 @@ def compose(
         render=identity.render,
         remember=None if answers is None else partial(_remember, answers, identity, behind),
         chat_template=engine.template_source,
-        build_mask=masks_of(engine, output),
+        build_mask=build_mask,
+        prepare=prepare,
         config=ProxyConfig(
             host=server.host,
             port=server.port,
@@ -190,9 +192,9 @@ def _remember(
     behind.submit(partial(identity.expect, prompt, ids, said))
 
 
-def masks_of(engine: AnyEngine, output: OutputFormat) -> BuildMask:
-    """What holds answers to a schema, and thinking to its budget: an engine that is a server of its own does the first
-    itself, and knows no budget."""
+def masks_of(engine: AnyEngine, output: OutputFormat) -> tuple[BuildMask, Callable[[], None] | None]:
+    """What holds answers to a schema, and thinking to its budget, and what gets it ready. An engine that is a server of
+    its own does the first itself, and knows no budget."""
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.llama_server.sampling import constraint
     from parkd.proxy.structured import StructuredOutput
@@ -200,11 +202,12 @@ def masks_of(engine: AnyEngine, output: OutputFormat) -> BuildMask:
 
     marks, info = output.reasoning, engine.info
     if isinstance(engine, LlamaServerEngine):
-        return lambda request, tail: constraint(
+        build: BuildMask = lambda request, tail: constraint(  # noqa: E731
             request, thinks=marks is not None and not tail.rstrip().endswith(marks.close)
         )
+        return build, None
     structured = StructuredOutput(engine.tokenizer_json(), info.vocab_size, info.end_token_ids)
     limits = ThinkingLimits(
         marks, engine.template_source, info.vocab_size, engine.tokenizer.encode, lambda: engine.text_stream(())
     )
-    return lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail))
+    return lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail)), structured.prepare

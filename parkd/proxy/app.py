@@ -42,7 +42,7 @@ from parkd.proxy.lane import Lane
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.one_turn import Turn, prompt_tail
 from parkd.proxy.parking import LiveState
-from parkd.proxy.requests import parse_object, read_body
+from parkd.proxy.requests import id_headers, parse_object, read_body
 from parkd.proxy.resend import Resends
 from parkd.proxy.sse import STREAM_HEADERS, TurnResponse
 from parkd.proxy.turn import TurnRunner
@@ -109,6 +109,7 @@ class Proxy:
                 self._tasks = tasks
                 self.resends.serve_in(tasks)
                 tasks.start_soon(self._serve_lane)
+                await self._prepare()
                 if self.disk is not None:
                     tasks.start_soon(self.disk.serve)
                 yield
@@ -165,9 +166,7 @@ class Proxy:
             self._check_fits(len(prompt), turn_request)
         except ContextOverflow as overflow:
             if turn_request.stream and overflow.code in dialect.streamed_errors:
-                return StreamingResponse(
-                    encoder.failure(overflow), headers=STREAM_HEADERS | {"x-request-id": request_id}
-                )
+                return StreamingResponse(encoder.failure(overflow), headers=STREAM_HEADERS | id_headers(request_id))
             raise
         turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)
         self._remember(turn, caller.owner)
@@ -220,6 +219,14 @@ class Proxy:
         if prompt_tokens + (0 if asked == 0 else 1) > context_tokens:
             raise ContextOverflow(prompt_tokens, 1 if asked is None else asked, context_tokens)
 
+    async def _prepare(self) -> None:
+        """Before anything is answered: some of it holds the interpreter, which every stream would feel."""
+        try:
+            if self.services.prepare is not None:
+                await anyio.to_thread.run_sync(self.services.prepare)
+        except Exception:
+            log.exception("getting ready ahead of the first request failed; the request that needs it tries again")
+
     async def _serve_lane(self) -> None:
         try:
             await self.lane.serve()
@@ -249,7 +256,6 @@ def default_dialects(services: Services) -> Mapping[str, Dialect]:
 def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None) -> Starlette:
     """The application over `services`. The engine is not closed by it."""
     proxy = Proxy(services)
-    fallback: Dialect = OpenAIChat()
     routes = [
         Route(path, guarded(proxy.config, proxy.metrics, dialect, _turn(proxy, dialect)), methods=["POST"])
         for path, dialect in (default_dialects(services) if dialects is None else dialects).items()
@@ -260,7 +266,7 @@ def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None
     endpoints = Endpoints(proxy)
     for method, handlers in (("GET", endpoints.reading()), ("POST", endpoints.asking())):
         for path, handler in handlers.items():
-            routes.append(Route(path, guarded(proxy.config, proxy.metrics, fallback, handler), methods=[method]))
+            routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
     middleware = []
     if services.config.cors_origins:
         origins = list(services.config.cors_origins)
@@ -269,7 +275,7 @@ def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None
         routes=routes,
         middleware=middleware,
         lifespan=proxy.life,
-        exception_handlers={HTTPException: http_error(fallback, proxy.metrics), Exception: server_error(fallback)},
+        exception_handlers={HTTPException: http_error(proxy.metrics), Exception: server_error},
     )
     app.router.redirect_slashes = False
     app.state.parkd = proxy
@@ -286,6 +292,6 @@ def _turn(proxy: Proxy, dialect: Dialect) -> Handler:
 def _count(proxy: Proxy, dialect: AnthropicMessages) -> Handler:
     async def handler(request: Request, request_id: str) -> ASGIApp:
         count = await proxy.count_tokens(request, dialect)
-        return JSONResponse({"input_tokens": count}, headers={"request-id": request_id, "x-request-id": request_id})
+        return JSONResponse({"input_tokens": count}, headers=id_headers(request_id))
 
     return handler

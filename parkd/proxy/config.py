@@ -86,6 +86,8 @@ class Services:
     """How the model writes its thinking and its tool calls."""
     build_mask: BuildMask | None = None
     """None: a request for structured output is refused."""
+    prepare: Callable[[], None] | None = None
+    """What would take the first request that needs it seconds; run once, in a worker thread, before any is answered."""
     render: Callable[[TurnRequest], str] | None = None
     """A request to the text that the model reads; runs in a worker thread. Raises InvalidRequest."""
     remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None

@@ -20,7 +20,7 @@ from parkd.proxy.access import Caller, authenticate
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.guard import Handler
-from parkd.proxy.requests import parse_object, read_body
+from parkd.proxy.requests import id_headers, parse_object, read_body
 from parkd.types import ConversationKey
 
 if TYPE_CHECKING:
@@ -173,4 +173,4 @@ class Endpoints:
 
 
 def _json(document: object, request_id: str) -> JSONResponse:
-    return JSONResponse(document, headers={"x-request-id": request_id})
+    return JSONResponse(document, headers=id_headers(request_id))

@@ -12,12 +12,15 @@ from starlette.types import ASGIApp
 from parkd.errors import InvalidRequest, NotFound, ParkdError
 from parkd.proxy.access import check_origin
 from parkd.proxy.config import ProxyConfig
+from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect
+from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.elsewhere import advice
 from parkd.proxy.metrics import Metrics
-from parkd.proxy.requests import request_id_of
+from parkd.proxy.requests import id_headers, request_id_of
 from parkd.proxy.sse import unforeseen
 
+ANTHROPIC_PATH = "/v1/messages"
 PATH_SHOWN = 200
 """Characters of a path that are said back."""
 
@@ -25,9 +28,9 @@ Handler = Callable[[Request, str], Awaitable[ASGIApp]]
 
 
 def guarded(
-    config: ProxyConfig, metrics: Metrics, dialect: Dialect, handler: Handler
+    config: ProxyConfig, metrics: Metrics, dialect: Dialect | None, handler: Handler
 ) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """A handler behind the origin check, with its errors in the dialect's shape."""
+    """A handler behind the origin check, with its errors in the dialect's shape; None: in that of the client."""
 
     async def endpoint(request: Request) -> ASGIApp:
         request_id = request_id_of(request.headers)
@@ -38,19 +41,25 @@ def guarded(
             return Response(status_code=499)
         except ParkdError as error:
             metrics.requests.labels(error.code).inc()
-            return _error_response(dialect, error, request_id)
+            return _error_response(dialect or spoken_by(request), error, request_id)
 
     return endpoint
+
+
+def spoken_by(request: Request) -> Dialect:
+    """The dialect of a client at an address that is of both APIs, or of none."""
+    is_anthropic = "anthropic-version" in request.headers or request.url.path.startswith(ANTHROPIC_PATH)
+    return AnthropicMessages() if is_anthropic else OpenAIChat()
 
 
 def _error_response(dialect: Dialect, error: ParkdError, request_id: str) -> Response:
     answer = dialect.error(error, request_id)
     return JSONResponse(
-        dict(answer.body), status_code=answer.status, headers={"x-request-id": request_id, **answer.headers}
+        dict(answer.body), status_code=answer.status, headers={**id_headers(request_id), **answer.headers}
     )
 
 
-def http_error(dialect: Dialect, metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Response]]:
+def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Response]]:
     """What the router refuses: unknown paths and methods. OPTIONS is answered, and permits no web page anything."""
 
     async def handler(request: Request, error: Exception) -> Response:
@@ -63,7 +72,7 @@ def http_error(dialect: Dialect, metrics: Metrics) -> Callable[[Request, Excepti
         else:
             refused = InvalidRequest(f"{request.method} is not possible at {request.url.path}.")
         metrics.requests.labels(refused.code).inc()
-        response = _error_response(dialect, refused, request_id_of(request.headers))
+        response = _error_response(spoken_by(request), refused, request_id_of(request.headers))
         response.status_code = error.status_code
         response.headers.update(error.headers or {})
         return response
@@ -71,8 +80,5 @@ def http_error(dialect: Dialect, metrics: Metrics) -> Callable[[Request, Excepti
     return handler
 
 
-def server_error(dialect: Dialect) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def handler(request: Request, _error: Exception) -> Response:
-        return _error_response(dialect, unforeseen(), request_id_of(request.headers))
-
-    return handler
+async def server_error(request: Request, _error: Exception) -> Response:
+    return _error_response(spoken_by(request), unforeseen(), request_id_of(request.headers))

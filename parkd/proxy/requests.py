@@ -26,6 +26,11 @@ def request_id_of(headers: Mapping[str, str]) -> str:
     return sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(12)}"
 
 
+def id_headers(request_id: str) -> dict[str, str]:
+    """The request's id under the names that OpenAI's and Anthropic's clients look for."""
+    return {"x-request-id": request_id, "request-id": request_id}
+
+
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """Raises BodyTooLarge as soon as it is known, at the latest `limit_bytes` in; ClientDisconnect if it leaves."""
     declared = request.headers.get("content-length", "")

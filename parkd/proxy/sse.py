@@ -18,6 +18,7 @@ from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.base import Dialect, Encoder
 from parkd.proxy.lane import Lane
 from parkd.proxy.one_turn import Turn
+from parkd.proxy.requests import id_headers
 from parkd.proxy.resend import Resends
 from parkd.proxy.turn import TurnRunner
 from parkd.types import CacheReport, Finished, Started
@@ -124,7 +125,7 @@ class TurnResponse:
             self._record_unstarted(error)
             await self._send_error(send, error)
             return
-        await send_document(send, 200, document, {"x-request-id": self._turn.request_id, **cache_headers(report)})
+        await send_document(send, 200, document, {**id_headers(self._turn.request_id), **cache_headers(report)})
 
     async def _stream(self, send: Send) -> None:
         channel = self._turn.channel
@@ -135,7 +136,7 @@ class TurnResponse:
             await self._send_error(send, error)
             return
         report = event.report if isinstance(event, Started) else None
-        headers = {**STREAM_HEADERS, "x-request-id": self._turn.request_id, **cache_headers(report)}
+        headers = {**STREAM_HEADERS, **id_headers(self._turn.request_id), **cache_headers(report)}
         await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
         sent_s = self._monotonic()
         try:
@@ -166,7 +167,7 @@ class TurnResponse:
 
     async def _send_error(self, send: Send, error: ParkdError) -> None:
         answer = self._dialect.error(error, self._turn.request_id)
-        headers = {"x-request-id": self._turn.request_id, **answer.headers}
+        headers = {**id_headers(self._turn.request_id), **answer.headers}
         await send_document(send, answer.status, answer.body, headers)
 
 

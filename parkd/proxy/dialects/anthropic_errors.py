@@ -22,9 +22,10 @@ def error_status(error: ParkdError) -> int:
     return 529 if error.status == 503 else error.status
 
 
-def error_document(error: ParkdError) -> Mapping[str, Any]:
+def error_document(error: ParkdError, request_id: str) -> Mapping[str, Any]:
     kind = ERROR_TYPES.get(error_status(error), "api_error")
-    return {"type": "error", "error": {"type": kind, "message": _error_message(error)}}
+    message = {"type": kind, "message": _error_message(error)}
+    return {"type": "error", "error": message, "request_id": request_id}
 
 
 def _error_message(error: ParkdError) -> str:
@@ -33,5 +34,6 @@ def _error_message(error: ParkdError) -> str:
         return error.message
     prompt, output, limit = error.prompt_tokens, error.output_tokens, error.context_tokens
     if prompt >= limit:
-        return f"prompt is too long: {prompt} tokens > {limit} maximum"
+        longest = min(limit, prompt - 1)  # a prompt that fills the context leaves no token for an answer
+        return f"prompt is too long: {prompt} tokens > {longest} maximum"
     return f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}"

@@ -22,6 +22,7 @@ from parkd.proxy.dialects.nested import (
     name_at,
     object_at,
     objects,
+    refuse_grammar,
     response_schema,
     text_at,
     wrong,
@@ -55,6 +56,7 @@ class AnthropicMessages:
         messages = [*_system(body), *_messages(body)]
         if not body.get("messages"):
             raise InvalidRequest("`messages` is missing or empty. Send at least one message.", param="messages")
+        refuse_grammar(body)
         config = fields.obj(body, "output_config")
         fields.obj(body, "thinking")
         reasoning = reasoning_of(body, text_at(config, "effort", "output_config") or None)
@@ -80,10 +82,8 @@ class AnthropicMessages:
         return MessagesEncoder(meta, writes_for_s=request.cache.min_retention_s)
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:
-        headers = {"request-id": request_id}
-        if isinstance(error, QueueFull):
-            headers["retry-after"] = str(error.retry_after_s)
-        return ErrorAnswer(error_status(error), {**error_document(error), "request_id": request_id}, headers)
+        headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, QueueFull) else {}
+        return ErrorAnswer(error_status(error), error_document(error, request_id), headers)
 
 
 def _system(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

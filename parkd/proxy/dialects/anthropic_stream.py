@@ -66,7 +66,7 @@ class MessagesEncoder:
         return _event("ping")
 
     def failure(self, error: ParkdError) -> Iterable[bytes]:
-        return [json_frame(error_document(error), "error")]
+        return [json_frame(error_document(error, self._meta.request_id), "error")]
 
     def document(self) -> Mapping[str, Any]:
         assert self._document is not None, "the turn has not finished"

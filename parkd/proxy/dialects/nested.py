@@ -97,6 +97,13 @@ def check_named(name: str, tools: Sequence[Mapping[str, Any]], path: str) -> Non
         raise InvalidRequest(f"`{path}` names the tool {name!r}, which is not in `tools`.", param=path)
 
 
+def refuse_grammar(body: Mapping[str, Any]) -> None:
+    """Passed over, a grammar would leave a client with an answer of another form than it counts on."""
+    if body.get("grammar"):
+        advice = "Ask for JSON under a schema, or describe the form in the messages."
+        raise InvalidRequest(f"`grammar` is not supported. {advice}", param="grammar")
+
+
 def response_schema(wanted: Mapping[str, Any], schema: Any, path: str) -> Mapping[str, Any] | None:
     """The JSON schema that a response format asks for; None for text. `schema` is where the dialect keeps it."""
     kind = wanted.get("type", "text")

@@ -22,6 +22,7 @@ from parkd.proxy.dialects.nested import (
     name_at,
     object_at,
     objects,
+    refuse_grammar,
     response_schema,
     text_at,
     wrong,
@@ -227,8 +228,7 @@ def _finish_reason(finished: Finished) -> str:
 def _refuse_unsupported(body: Mapping[str, Any]) -> None:
     if fields.whole(body, "n", 1, fields.MAX_TOKENS) not in (None, 1):
         raise InvalidRequest("This server gives one answer a request. Leave out `n` or send more requests.", param="n")
-    if body.get("grammar"):
-        raise InvalidRequest("`grammar` is not supported. Describe the form in the messages instead.", param="grammar")
+    refuse_grammar(body)
 
 
 def _response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -281,6 +281,10 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
     choice = body.get("tool_choice")
     if choice is None:
         return ToolChoice()
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        # It narrows by name, which a hint to the model cannot; its mode is what is left.
+        allowed = object_at(choice, "allowed_tools", "tool_choice")
+        choice = text_at(allowed, "mode", "tool_choice.allowed_tools") or "auto"
     if isinstance(choice, str) and choice in {"auto", "none", "required"}:
         return ToolChoice(ToolChoiceMode(choice))
     if not isinstance(choice, dict):

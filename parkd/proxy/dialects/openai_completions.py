@@ -9,7 +9,7 @@ from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
-from parkd.proxy.dialects.nested import cache_hints
+from parkd.proxy.dialects.nested import cache_hints, refuse_grammar
 from parkd.proxy.dialects.openai_chat import timings_of, usage_of
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
 from parkd.types import Event, Finished, FinishReason, ReasoningDelta, TextDelta, TurnRequest
@@ -21,7 +21,6 @@ REFUSED = {
     "echo": "the answer holds generated text only. Put the prompt before it yourself.",
     "suffix": "write the model's own fill-in-the-middle tokens into `prompt`.",
     "logprobs": "this server gives no log probabilities. Leave it out.",
-    "grammar": "ask for JSON in the chat or Responses API.",
 }
 
 
@@ -34,6 +33,7 @@ class OpenAICompletions:
         for name, advice in REFUSED.items():
             if body.get(name) not in (None, False, "", 0):
                 raise InvalidRequest(f"`{name}` is not supported: {advice}", param=name)
+        refuse_grammar(body)
         for name in ("n", "best_of"):
             if (fields.whole(body, name, 1, fields.MAX_TOKENS) or 1) != 1:
                 raise InvalidRequest(f"`{name}` must be 1: this server gives one answer a request.", param=name)
@@ -80,9 +80,10 @@ class CompletionsEncoder:
                 return [self._chunk(text, None)]
             case Finished():
                 self._finished = event
-                frames = [self._chunk("", event)]
+                timings = {"timings": timings_of(event)}
+                frames = [self._chunk("", event, timings)]
                 if self._include_usage:
-                    frames.append(json_frame({**self._head, "choices": [], "usage": usage_of(event)}))
+                    frames.append(json_frame({**self._head, "choices": [], "usage": usage_of(event), **timings}))
                 return [*frames, DONE]
         return []
 
@@ -102,8 +103,8 @@ class CompletionsEncoder:
             "timings": timings_of(finished),
         }
 
-    def _chunk(self, text: str, finished: Finished | None) -> bytes:
-        return json_frame({**self._head, "choices": [_choice(text, finished)]})
+    def _chunk(self, text: str, finished: Finished | None, extra: Mapping[str, Any] | None = None) -> bytes:
+        return json_frame({**self._head, "choices": [_choice(text, finished)], **(extra or {})})
 
 
 def _choice(text: str, finished: Finished | None) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from parkd.proxy.dialects.nested import (
     name_at,
     object_at,
     objects,
+    refuse_grammar,
     response_schema,
     text_at,
     wrong,
@@ -50,6 +51,7 @@ class OpenAIResponses:
         for name, advice in REFUSED.items():
             if body.get(name) not in (None, False):
                 raise InvalidRequest(f"`{name}` cannot be used: {advice}", param=name)
+        refuse_grammar(body)
         tools = _tools(body)
         reasoning = reasoning_of(body, text_at(fields.obj(body, "reasoning"), "effort", "reasoning") or None)
         wanted = object_at(fields.obj(body, "text"), "format", "text")

@@ -1,0 +1,53 @@
+"""What would make the first request of its kind wait is done before any is answered."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from starlette.applications import Starlette
+
+from parkd.engine_adapter.fake import FakeEngine
+from parkd.identity.builder import IdentityBuilder
+from parkd.proxy.app import create_app
+from parkd.proxy.config import Services
+from parkd.proxy.structured import StructuredOutput
+
+pytestmark = pytest.mark.anyio
+
+
+def app_with(prepare: object) -> Starlette:
+    engine = FakeEngine()
+    identity = IdentityBuilder(engine.tokenizer, engine.template, engine.info.fingerprint, 256, 1 << 20)
+    return create_app(replace(Services(engine, identity.build, None), prepare=prepare))
+
+
+async def test_it_is_done_in_a_thread_of_its_own_when_requests_are_first_answered() -> None:
+    threads: list[int] = []
+    app = app_with(lambda: threads.append(threading.get_ident()))
+    async with app.state.parkd.life(app):
+        assert len(threads) == 1
+        assert threads[0] != threading.get_ident()
+
+
+async def test_a_failure_is_told_and_the_server_starts(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ValueError("no such vocabulary")
+
+    app = app_with(fail)
+    async with app.state.parkd.life(app):
+        assert "no such vocabulary" in caplog.text
+
+
+def test_a_vocabulary_is_read_once_and_ahead() -> None:
+    made: list[int] = []
+
+    def build() -> object:
+        made.append(1)
+        return object()
+
+    structured = StructuredOutput(build, 1, frozenset())  # type: ignore[arg-type]
+    structured.prepare()
+    structured.prepare()
+    assert made == [1]
