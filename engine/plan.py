@@ -29,6 +29,8 @@ class WeightlessModel:
     context_tokens: int
     """The longest the model reads."""
     stages: tuple[StageStateLayout, ...]
+    settings: Any
+    """The library's configuration of it."""
 
 
 def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
@@ -47,7 +49,8 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
         dtype = torch.float32
     ranges = split_layers(settings, len(config.devices), config.layer_split)
     layouts = build_layout(settings, ranges, config.kv_dtype or dtype, dtype)
-    return WeightlessModel(architecture_of(settings), int(language_config(settings).max_position_embeddings), layouts)
+    context_tokens = int(language_config(settings).max_position_embeddings)
+    return WeightlessModel(architecture_of(settings), context_tokens, layouts, settings)
 
 
 def _settings(model: str) -> Any:

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parkd import arguments
 from parkd.cli.compose import compose, open_files, store_config_of
 from parkd.cli.model import MemoryShare, choose_engine, find_model, load_engine, load_llama_cpp, load_upstream
+from parkd.cli.planning import plan, sizes_of
 from parkd.config import Config, load
 from parkd.errors import ConfigError, ModelError
 from parkd.keys import read_key_file
@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if words[:1] == ["replay"]:
             from parkd.replay import command
 
-            return command.run(words[1:])
+            return command.run(words[1:], sizes_of=sizes_of)
         invocation = arguments.parse(words)
         if invocation.command == "demo":
             from parkd import demo
@@ -123,35 +123,3 @@ def recording(config: Config, engine: AnyEngine, services: Services) -> Iterator
         yield replace(services, trace=recorder.note)
     finally:
         recorder.close()
-
-
-def plan(config: Config) -> int:
-    """Says what the budget will hold of the model; reads its configuration only. Raises ConfigError and ModelError."""
-    from engine.config import EngineConfig
-    from engine.errors import EngineError
-    from engine.kv_format import KV_FORMATS
-    from engine.plan import plan_model
-    from parkd import plan as planning
-    from parkd.types import StageLayout
-
-    model, _ = find_model(config.model)
-    kv_dtype = None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format]
-    try:
-        known = plan_model(
-            model,
-            EngineConfig(
-                config.model.devices or ("cpu",),
-                config.model.layer_split or None,
-                kv_dtype=kv_dtype,
-                draft_tokens=config.model.draft_tokens,
-            ),
-        )
-    except EngineError as error:
-        raise ModelError(str(error)) from error
-    stages = (StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in known.stages)
-    store_config = store_config_of(config, MemoryShare(config.cache.budget_bytes))
-    sizes = planning.Sizes(planning.layout_of(tuple(stages)), store_config.budget_bytes, config.cache.slots)
-    context_tokens = config.model.context_tokens or known.context_tokens
-    name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
-    print("\n".join(planning.lines(name, sizes, context_tokens, store_config.min_free_bytes)))
-    return 0

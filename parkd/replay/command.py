@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,12 +13,31 @@ from parkd.replay.bound import clairvoyant_bound_s
 from parkd.replay.curve import plot, table
 from parkd.replay.driver import ReplayConfig, ReplayResult, replay
 from parkd.replay.generators import GENERATORS, generate
-from parkd.replay.trace import Trace, TraceError, read_trace, write_trace
+from parkd.replay.trace import Trace, TraceError, TraceHeader, read_trace, write_trace
 from parkd.store.policy import POLICIES, Costs, policy_named
 
 MIB = 1 << 20
 GENERATE = "generate:"
 DEFAULT_BUDGETS = (1024, 2048, 4096, 8192, 16384)
+DEFAULT_READ_MS = 0.38
+DEFAULT_GROWTH_NS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What a model's configuration tells of its state and its reading."""
+
+    row_bytes: tuple[int, ...]
+    """A stage each."""
+    fixed_bytes: tuple[int, ...]
+    read_flop: float
+    """To read one token."""
+    growth_flop: float
+    """More for each token before it."""
+
+
+SizesOf = Callable[[Sequence[str]], ModelSizes]
+"""From flags of `parkd plan`, `--model` first. Raises ConfigError and ModelError."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,6 +55,10 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _disk_sizes(text: str) -> tuple[int, ...]:
+    return tuple(0 if part == "0" else _sizes(part)[0] for part in text.split(","))
+
+
 def _positive(text: str) -> float:
     try:
         number = float(text)
@@ -51,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="parkd replay",
         description="Drives the store with a trace, without a model: what budgets and policies would have been worth.",
-        epilog=f"Generators: {', '.join(GENERATORS)}. Example: parkd replay 'generate:round-robin?agents=8&turns=20'",
+        epilog="With --model, the flags of parkd plan that say how it is loaded are taken too (--devices, "
+        f"--layer-split, --kv-cache-dtype). Generators: {', '.join(GENERATORS)}. "
+        "Example: parkd replay 'generate:round-robin?agents=8&turns=20'",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -61,10 +86,27 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", action="append", choices=[policy.name for policy in POLICIES], help=f"{names} (all)"
     )
     parser.add_argument("--budgets", metavar="MIB,...", type=_sizes, default=DEFAULT_BUDGETS, help="memory budgets")
+    parser.add_argument(
+        "--disk-budgets",
+        metavar="MIB,...",
+        type=_disk_sizes,
+        default=(0,),
+        help="disk budgets, each with each --budgets",
+    )
+    parser.add_argument("--disk-write-gib-per-day", metavar="GIB", type=_positive, default=200, help="(200)")
+    parser.add_argument("--disk-gb-per-s", metavar="GB", type=_positive, default=1, help="from disk to memory (1)")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="take sizes, and what reading costs, from its configuration; no weights are read",
+    )
+    parser.add_argument("--tflops", metavar="N", type=_positive, default=40, help="of the device while it reads (40)")
     parser.add_argument("--bytes-per-token", metavar="BYTES,...", type=_sizes, help="a stage each (the trace's own)")
     parser.add_argument("--slots", metavar="N", type=int, help="most conversations parked (no bound)")
-    parser.add_argument("--read-ms", metavar="MS", type=_positive, default=0.38, help="to read one token (0.38)")
-    parser.add_argument("--read-growth-ns", metavar="NS", type=_positive, default=10, help="more a token of depth (10)")
+    parser.add_argument("--read-ms", metavar="MS", type=_positive, help="to read one token (0.38, or --model's)")
+    parser.add_argument(
+        "--read-growth-ns", metavar="NS", type=_positive, help="more a token of depth (10, or --model's)"
+    )
     parser.add_argument("--restore-gb-per-s", metavar="GB", type=_positive, default=8, help="from memory (8)")
     parser.add_argument("--limit", metavar="N", type=int, help="only the first turns")
     parser.add_argument("--bound", action="store_true", help="also the most that any policy could have saved")
@@ -73,28 +115,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(words: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """Returns the exit code. Raises ConfigError."""
-    given = _parser().parse_args(words)
+def run(words: Sequence[str], say: Callable[[str], None] = print, sizes_of: SizesOf | None = None) -> int:
+    """Returns the exit code. `sizes_of` is asked for `--model`. Raises ConfigError, and what that raises."""
+    given, others = _parser().parse_known_args(words)
+    if others and given.model is None:
+        raise ConfigError(f"unknown flag {others[0]} (parkd replay --help)")
+    model = None
+    if given.model is not None:
+        assert sizes_of is not None, "the command line hands it in"
+        model = sizes_of(("--model", given.model, *others))
     trace = _trace(given.trace, given.limit)
-    if given.bytes_per_token:
-        fixed = (0,) * len(given.bytes_per_token)
-        header = replace(trace.header, row_bytes=given.bytes_per_token, fixed_bytes=fixed)
-        trace = replace(trace, header=header)
+    trace = replace(trace, header=_header(trace.header, given, model))
     if given.save is not None:
         try:
             write_trace(given.save, trace)
         except OSError as error:
             raise ConfigError(f"--save {given.save}: {error.strerror}") from error
-    costs = Costs(given.read_ms / 1e3, given.read_growth_ns / 1e9, given.restore_gb_per_s * 1e9)
+    costs, daily = _costs(given, model), int(given.disk_write_gib_per_day * 1024) * MIB
+    budgets = [(ram * MIB, disk * MIB) for ram in given.budgets for disk in given.disk_budgets]
     results: list[ReplayResult] = []
-    for budget in given.budgets:
+    for ram, disk in budgets:
         for name in given.policy or [policy.name for policy in POLICIES]:
-            config = ReplayConfig(budget * MIB, policy_named(name), costs, given.slots)
+            config = ReplayConfig(ram, policy_named(name), costs, given.slots, disk, daily)
             results.append(replay(trace.header, trace.turns, config))
+    # What is on disk comes through memory: at memory's speed, and held once, it would save no less.
     bounds = {
-        budget * MIB: clairvoyant_bound_s(trace.header, trace.turns, costs, budget * MIB)
-        for budget in (given.budgets if given.bound else ())
+        (ram, disk): clairvoyant_bound_s(trace.header, trace.turns, costs, ram + disk)
+        for ram, disk in (budgets if given.bound else ())
     }
     say(f"{trace.name}: {len(trace.turns):,} turns, {sum(turn.prompt_tokens for turn in trace.turns):,} prompt tokens")
     say(table(results, bounds))
@@ -102,6 +149,27 @@ def run(words: Sequence[str], say: Callable[[str], None] = print) -> int:
         plot(given.plot, trace.name, results, bounds)
         say(f"written: {given.plot}")
     return 0
+
+
+def _header(header: TraceHeader, given: argparse.Namespace, model: ModelSizes | None) -> TraceHeader:
+    if given.bytes_per_token:
+        fixed = (0,) * len(given.bytes_per_token)
+        return replace(header, row_bytes=given.bytes_per_token, fixed_bytes=fixed)
+    if model is not None:
+        return replace(header, row_bytes=model.row_bytes, fixed_bytes=model.fixed_bytes)
+    return header
+
+
+def _costs(given: argparse.Namespace, model: ModelSizes | None) -> Costs:
+    read_s, growth_s = DEFAULT_READ_MS / 1e3, DEFAULT_GROWTH_NS / 1e9
+    if model is not None:
+        rate = given.tflops * 1e12
+        read_s, growth_s = model.read_flop / rate, model.growth_flop / rate
+    if given.read_ms is not None:
+        read_s = given.read_ms / 1e3
+    if given.read_growth_ns is not None:
+        growth_s = given.read_growth_ns / 1e9
+    return Costs(read_s, growth_s, given.restore_gb_per_s * 1e9, given.disk_gb_per_s * 1e9)
 
 
 def _trace(text: str, limit: int | None) -> Trace:

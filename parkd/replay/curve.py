@@ -23,9 +23,17 @@ COLUMNS = (
 )
 
 
-def table(results: Sequence[ReplayResult], bounds: Mapping[int, float]) -> str:
-    """`bounds`: budget in bytes -> the most seconds that could be saved."""
-    rows = [COLUMNS]
+DISK_COLUMNS = ("disk MiB", "from disk", "to disk MiB")
+"""Behind the others, if any result had a disk."""
+Budget = tuple[int, int]
+"""Bytes of memory, and of disk."""
+
+
+def table(results: Sequence[ReplayResult], bounds: Mapping[Budget, float]) -> str:
+    """`bounds`: budget -> the most seconds that could be saved."""
+    has_disk = any(result.disk_bytes for result in results)
+    columns = (*COLUMNS, *DISK_COLUMNS) if has_disk else COLUMNS
+    rows: list[tuple[str, ...]] = [columns]
     for result in results:
         refused = " ".join(f"{reason} {count}" for reason, count in sorted(result.refusals.items()))
         if result.partial:
@@ -42,33 +50,46 @@ def table(results: Sequence[ReplayResult], bounds: Mapping[int, float]) -> str:
                 f"{result.written_bytes // MIB:,}",
                 refused or "-",
                 f"{result.requests / max(result.wall_s, 1e-9):,.0f}",
-            )
+                f"{result.disk_bytes // MIB:,}",
+                f"{result.disk_hit_tokens:,}",
+                f"{result.disk_written_bytes // MIB:,}",
+            )[: len(columns)]
         )
-    for budget, most_s in bounds.items():
+    for (budget, disk), most_s in bounds.items():
         cold_s = results[0].cold_s
         saved = (f"{most_s:,.1f}", _share(most_s, cold_s))
-        rows.append((f"{budget // MIB:,}", "bound", "-", "-", *saved, "-", "-", "-", "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        rows.append(
+            (f"{budget // MIB:,}", "bound", "-", "-", *saved, *"----", f"{disk // MIB:,}", "-", "-")[: len(columns)]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
 
 
-def plot(path: Path, title: str, results: Sequence[ReplayResult], bounds: Mapping[int, float]) -> None:
-    """Seconds saved over the budget, a line a policy. Raises ConfigError if matplotlib is not installed."""
+def plot(path: Path, title: str, results: Sequence[ReplayResult], bounds: Mapping[Budget, float]) -> None:
+    """Seconds saved over the memory budget, a line a policy; over the disk budget, if that varies, a line a policy and
+    memory budget. Raises ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("--plot needs matplotlib; install it with: pip install 'parkd[plot]'") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for policy in dict.fromkeys(result.policy for result in results):
-        points = sorted((r.budget_bytes / MIB, r.saved_s) for r in results if r.policy == policy)
-        axes.plot([budget for budget, _ in points], [saved for _, saved in points], marker="o", label=policy)
-    if bounds:
-        budgets = sorted(bounds)
-        axes.plot([budget / MIB for budget in budgets], [bounds[b] for b in budgets], "k--", label="bound")
-    axes.set(title=title, xlabel="budget, MiB", ylabel="seconds saved", xscale="log", ylim=(0, None))
+    over_disk = len({result.disk_bytes for result in results}) > 1
+    points: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for r in results:
+        x, line = (r.disk_bytes, r.budget_bytes) if over_disk else (r.budget_bytes, r.disk_bytes)
+        points.setdefault((r.policy, line), []).append((x, r.saved_s))
+    for (ram, disk), most_s in bounds.items():
+        points.setdefault(("bound", ram if over_disk else disk), []).append((disk if over_disk else ram, most_s))
+    several = len({line for _, line in points}) > 1
+    for (policy, line), at in points.items():
+        style = "k--" if policy == "bound" else "o-"
+        label = f"{policy}, {line // MIB:,} MiB of {'memory' if over_disk else 'disk'}" if several else policy
+        axes.plot([x / MIB for x, _ in sorted(at)], [saved for _, saved in sorted(at)], style, label=label)
+    axes.set(title=title, xlabel=f"{'disk' if over_disk else 'memory'} budget, MiB", ylabel="seconds saved")
+    axes.set(xscale="symlog" if over_disk else "log", ylim=(0, None))
     axes.legend()
     try:
         figure.savefig(path, format="png")

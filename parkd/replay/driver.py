@@ -2,6 +2,7 @@
 
 Slabs are reserved as on a server but never written, so that a replay takes address space and not memory. What differs
 from a server: turns are cut to full blocks, time is the trace's own, and reading and moving cost what `Costs` says.
+With a disk budget the store is the one over RAM and disk; its file work is done at once and touches no file.
 """
 
 from __future__ import annotations
@@ -10,17 +11,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
 from parkd.replay.trace import TraceHeader, TurnRecord
+from parkd.store.disk import DiskTier
+from parkd.store.disk_policy import WriteAllowance
+from parkd.store.disk_records import DiskConfig
+from parkd.store.opening import index_bytes_for
 from parkd.store.policy import Costs, Policy
-from parkd.store.records import BlockId, CaptureRequest, Parked, Refused, StoreConfig
+from parkd.store.records import BlockId, CaptureRequest, Parked, Refused, StoreConfig, Tier
 from parkd.store.store import CANDIDATE_LIMIT, ConversationStore
+from parkd.store.tiers import TieredStore
+from parkd.store.write_queue import DiskSources
 from parkd.types import Checksums, StageLayout, StateLayout, Units
 
 DEFAULT_COSTS = Costs(read_s=3.8e-4, read_growth_s=1e-8, bytes_per_s=8e9)
 """20 s for 36k tokens and 70 s for 86k, as two cards of the middle class were seen to take."""
+WRITE_BYTES_PER_DAY = 200 << 30
+"""As on a server that was not told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,9 @@ class ReplayConfig:
     policy: Policy
     costs: Costs = DEFAULT_COSTS
     slots: int | None = None
+    disk_bytes: int = 0
+    """0: RAM alone."""
+    write_bytes_per_day: int = WRITE_BYTES_PER_DAY
 
 
 @dataclass
@@ -37,11 +50,14 @@ class ReplayResult:
 
     policy: str
     budget_bytes: int
+    disk_bytes: int = 0
     requests: int = 0
     prompt_tokens: int = 0
     live_hit_tokens: int = 0
     """Found in the arenas: these need no store."""
     parked_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    """Of these, from conversations that were read from disk."""
     cold_s: float = 0.0
     """Had every prompt been read whole."""
     saved_s: float = 0.0
@@ -51,6 +67,8 @@ class ReplayResult:
     evictions: int = 0
     written_bytes: int = 0
     """Copied into the store."""
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
     peak_bytes: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
     partial: int = 0
@@ -99,14 +117,15 @@ class Replayer:
         self._layout = layout_of(header)
         self._costs = config.costs
         self._now_s = 0.0
-        self.store = ConversationStore(
-            StoreConfig(config.budget_bytes, self._size, config.slots),
-            self._layout,
-            lambda: self._now_s,
-            policy=config.policy,
-        )
+        self._tiers: TieredStore | None = None
+        store_config = StoreConfig(config.budget_bytes, self._size, config.slots)
+        self.store: ConversationStore
+        if config.disk_bytes:
+            self.store = self._tiers = _tiered(store_config, config, self._layout, lambda: self._now_s)
+        else:
+            self.store = ConversationStore(store_config, self._layout, lambda: self._now_s, policy=config.policy)
         self.store.measured(config.costs)
-        self.result = ReplayResult(config.policy.name, config.budget_bytes)
+        self.result = ReplayResult(config.policy.name, config.budget_bytes, config.disk_bytes)
         self._live = _Live()
         self._keys: dict[str, bytes] = {}
 
@@ -116,22 +135,45 @@ class Replayer:
         prompt = turn.chain[: turn.prompt_tokens // self._size]
         cold_s = self._costs.reading_s(0, turn.prompt_tokens)
         live = self._live_start(turn, prompt)
-        parked = self._parked_start(turn, key, prompt)
-        start = min((live, parked, _Start(0, cold_s)), key=lambda option: option.cost_s)
+        starts = [live, *self._parked_starts(turn, key, prompt), _Start(0, cold_s)]
         result = self.result
         result.requests += 1
         result.prompt_tokens += turn.prompt_tokens
         result.cold_s += cold_s
-        result.saved_s += cold_s - start.cost_s
         result.live_saved_s += max(0.0, cold_s - live.cost_s)
+        for start in sorted(starts, key=lambda option: option.cost_s):
+            lineage = self._begun(start)
+            if lineage is not None:
+                result.saved_s += cold_s - start.cost_s
+                self._park(turn, key, lineage, start.position)
+                break
+        self._work()
+
+    def _begun(self, start: _Start) -> tuple[BlockId, ...] | None:
+        """The lineage of a turn that starts so; None if there is no room for what must come from disk."""
+        blocks = start.position // self._size
         if start.parked is None:
-            result.live_hit_tokens += start.position
-            lineage = self._live.lineage[: start.position // self._size]
-        else:
-            result.parked_hit_tokens += start.position
-            with self.store.lease(start.parked.id, start.position, start.keep_rows) as lease:
-                lineage = lease.lineage[: start.position // self._size]
-        self._park(turn, key, lineage, start.position)
+            self.result.live_hit_tokens += start.position
+            return self._live.lineage[:blocks]
+        parked = start.parked
+        if parked.tier is Tier.DISK:
+            assert self._tiers is not None
+            promotion = self._tiers.promote(parked.id, start.position)
+            if isinstance(promotion, Refused):
+                return None
+            read = self._tiers.promoted(promotion, None)
+            if read is None or read.position < start.position:
+                return None
+            self.result.disk_hit_tokens += start.position
+            parked = read
+        self.result.parked_hit_tokens += start.position
+        with self.store.lease(parked.id, start.position, start.keep_rows) as lease:
+            return lease.lineage[:blocks]
+
+    def _work(self) -> None:
+        """The disk's work, done at once: what it takes is behind the reply."""
+        while self._tiers is not None and (job := self._tiers.next_job()) is not None:
+            self._tiers.finished(job, None)
 
     def finish(self) -> ReplayResult:
         stats = self.store.stats()
@@ -139,6 +181,12 @@ class Replayer:
         self.result.peak_bytes = stats.peak_bytes_allocated
         self.result.partial = stats.partial_captures_total
         self.result.refusals = Counter(stats.refusals_total)
+        if self._tiers is not None:
+            disk = self._tiers.disk_stats()
+            self.result.disk_written_bytes, self.result.disk_read_bytes = (
+                disk.written_bytes_total,
+                disk.read_bytes_total,
+            )
         self.store.close()
         return self.result
 
@@ -149,18 +197,28 @@ class Replayer:
         position = self._resumable(_shared(live.chain, prompt), turn.prompt_tokens, live.checkpoints)
         return _Start(position, self._costs.reading_s(position, turn.prompt_tokens))
 
-    def _parked_start(self, turn: TurnRecord, key: bytes, prompt: tuple[bytes, ...]) -> _Start:
-        best = _Start(0, float("inf"))
-        # Deepest first: without fixed state no later one has more, with it a later one may have a checkpoint.
-        for parked, shared in self.store.candidates(key, prompt, CANDIDATE_LIMIT if self._layout.fixed_bytes else 1):
+    def _parked_starts(self, turn: TurnRecord, key: bytes, prompt: tuple[bytes, ...]) -> list[_Start]:
+        """The deepest of each tier that costs least."""
+        best: dict[bool, _Start] = {}
+        # Deepest first: without fixed state no later one has more, with it a later one may have a checkpoint; and what
+        # is in memory may be the better start although more is on disk.
+        simple = not self._layout.fixed_bytes and self._tiers is None
+        for parked, shared in self.store.candidates(key, prompt, 1 if simple else CANDIDATE_LIMIT):
             places = tuple(checkpoint.position for checkpoint in parked.checkpoints)
             position = self._resumable(shared, turn.prompt_tokens, places)
-            if position > best.position:
-                keep = _shared(self._live.lineage, parked.blocks[: position // self._size]) * self._size
-                moved = (position - keep) * self._layout.row_bytes + self._layout.fixed_bytes
-                cost_s = self._costs.reading_s(position, turn.prompt_tokens) + moved / self._costs.bytes_per_s
-                best = min(best, _Start(position, cost_s, parked, keep), key=lambda option: option.cost_s)
-        return best
+            is_on_disk = parked.tier is Tier.DISK
+            known = best.get(is_on_disk)
+            if position == 0 or (known is not None and position <= known.position):
+                continue
+            keep = _shared(self._live.lineage, parked.blocks[: position // self._size]) * self._size
+            moved = (position - keep) * self._layout.row_bytes + self._layout.fixed_bytes
+            cost_s = self._costs.reading_s(position, turn.prompt_tokens) + moved / self._costs.bytes_per_s
+            if is_on_disk:
+                whole = position * self._layout.row_bytes + self._layout.fixed_bytes * len(places)
+                cost_s += whole / self._costs.disk_bytes_per_s
+            if known is None or cost_s < known.cost_s:
+                best[is_on_disk] = _Start(position, cost_s, parked, keep)
+        return list(best.values())
 
     def _resumable(self, shared: int, prompt_tokens: int, checkpoints: tuple[int, ...]) -> int:
         """The last token of a prompt always runs."""
@@ -196,6 +254,23 @@ class Replayer:
         stages = len(self._layout.stages)
         sums = Checksums(np.zeros((blocks, stages), np.uint64), np.zeros((fixed, stages), np.uint64))
         live.lineage = self.store.commit(capture, sums).blocks[: capture.position // size]
+
+
+def _tiered(
+    store_config: StoreConfig, config: ReplayConfig, layout: StateLayout, clock: Callable[[], float]
+) -> TieredStore:
+    """A store over RAM and disk, without a file."""
+    index_bytes = index_bytes_for(store_config, config.disk_bytes, layout)
+    numbers = count(1)
+    return TieredStore(
+        store_config,
+        layout,
+        clock,
+        disk=DiskTier(DiskConfig(config.disk_bytes, bytes(16), index_bytes, config.write_bytes_per_day)),
+        sources=DiskSources(clock, lambda: next(numbers), 1),
+        allowance=WriteAllowance.full(config.write_bytes_per_day, clock()),
+        policy=config.policy,
+    )
 
 
 def replay(

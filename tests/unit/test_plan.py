@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.presets import PREFIX, preset_config
+from engine.reading_work import reading_work
 from parkd import cli
+from parkd.cli.planning import sizes_of
 from parkd.plan import Sizes, lines
 from parkd.store.records import Capture, CaptureRequest, StoreConfig
 from parkd.store.store import ConversationStore
@@ -79,3 +82,23 @@ def test_the_command_reads_a_configuration_and_no_weights(tmp_path, capsys):
     assert "layers 0-1: 512 bytes a token | layers 2-3: 512 bytes a token" in said
     assert "context 4,096 tokens" in said
     assert cli.main(["plan", "--model", str(tmp_path / "none")]) == 2
+    sizes = sizes_of(["--model", str(tmp_path), "--devices", "cpu,cpu"])
+    assert (sizes.row_bytes, sizes.fixed_bytes) == ((512, 512), (0, 0))
+    # q, k, v, o; gate, up, down; two norms
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64
+    assert sizes.read_flop == 2 * 4 * layer
+    assert sizes.growth_flop == 4 * 4 * 64
+    replayed = ["replay", "generate:round-robin?agents=2&turns=2", "--model", str(tmp_path), "--budgets", "64"]
+    assert cli.main(replayed) == 0
+    assert cli.main([*replayed, "--devises", "cpu"]) == 2
+
+
+@pytest.mark.parametrize(("name", "key"), [("tiny-qwen3-next", "num_experts"), ("tiny-granite-h", "num_local_experts")])
+def test_reading_meets_the_experts_that_a_token_is_sent_to(name, key):
+    few, many = preset_config(f"{PREFIX}{name}"), preset_config(f"{PREFIX}{name}")
+    setattr(many, key, 8)
+    works = reading_work(few), reading_work(many)
+    routers = 2 * 4 * 64 * 4  # 2 a parameter, 4 layers, 64 wide, 4 experts more to choose from
+    assert works[1].flop - works[0].flop == routers
+    assert works[0].growth_flop == 4 * few.num_attention_heads * (getattr(few, "head_dim", None) or 16)
+    assert works[0].flop > routers

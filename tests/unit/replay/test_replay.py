@@ -262,6 +262,81 @@ def test_the_command_prints_a_curve_over_budgets(tmp_path):
     assert len(said[-1].splitlines()) == 2
 
 
+def test_a_disk_brings_back_what_memory_cannot_hold():
+    """Eight conversations that memory holds two of: the disk holds them all, at its own price."""
+    turns = [turn(100 * at + who, range(100 * who, 100 * who + 10 + at)) for at in range(3) for who in range(8)]
+    budget, disk = 8 << 20, 64 << 20
+    alone = replay(HEADER, turns, ReplayConfig(budget, LruPolicy()))
+    both = replay(HEADER, turns, ReplayConfig(budget, LruPolicy(), disk_bytes=disk))
+    assert (alone.hit_tokens, alone.disk_written_bytes) == (0, 0)
+    assert both.disk_hit_tokens == both.parked_hit_tokens == 8 * (10 + 11) * 256
+    hit_bytes = 8 * (10 + 11) * 256 * 1024
+    moved_s = hit_bytes / DEFAULT_COSTS.bytes_per_s + hit_bytes / DEFAULT_COSTS.disk_bytes_per_s
+    saved = 8 * sum(DEFAULT_COSTS.reading_s(0, blocks * 256) for blocks in (10, 11)) - moved_s
+    assert both.saved_s == pytest.approx(saved)
+    assert both.disk_read_bytes == hit_bytes
+    assert 8 * 12 * 256 * 1024 < both.disk_written_bytes < 1.1 * 8 * 12 * 256 * 1024  # grown ones write what is new
+    assert both.saved_s <= clairvoyant_bound_s(HEADER, turns, DEFAULT_COSTS, budget + disk) * (1 + 1e-9)
+    slow = Costs(DEFAULT_COSTS.read_s, DEFAULT_COSTS.read_growth_s, disk_bytes_per_s=1e5)
+    assert replay(HEADER, turns, ReplayConfig(budget, LruPolicy(), slow, disk_bytes=disk)).hit_tokens == 0
+    worn = replay(HEADER, turns, ReplayConfig(budget, LruPolicy(), disk_bytes=disk, write_bytes_per_day=1))
+    assert (worn.disk_written_bytes, worn.disk_hit_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_disk_budgets_hold_and_the_largest_hits_most(policy):
+    made, hits = small("round-robin"), []
+    for mib in (0, 4, 16, 256):
+        replayer = Replayer(made.header, ReplayConfig(8 << 20, policy, disk_bytes=mib << 20))
+        for each in made.turns:
+            replayer.turn(each)
+            if mib:
+                assert replayer.store.disk_stats().bytes_in_use <= mib << 20
+        hits.append(replayer.finish().hit_tokens)
+    assert hits[-1] == max(hits) > hits[0]
+
+
+def test_the_command_prints_a_curve_over_disk_budgets(tmp_path):
+    said: list[str] = []
+    words = ["generate:round-robin?agents=4&turns=4&tokens=2000", "--bytes-per-token", "1024", "--policy", "lru"]
+    picture = tmp_path / "curve.png"
+    asked = [*words, "--budgets", "20", "--disk-budgets", "0,256", "--bound"]
+    assert command.run([*asked, "--plot", str(picture)] if _plots() else asked, said.append) == 0
+    lines = [line.split() for line in said[1].splitlines()]
+    assert said[1].splitlines()[0].endswith("disk MiB  from disk  to disk MiB")
+    assert [line[-3] for line in lines[1:]] == ["0", "256", "0", "256"]
+    assert lines[1][-2:] == ["0", "0"]
+    assert int(lines[2][-2].replace(",", "")) > 0
+    assert picture.exists() == _plots()
+    with pytest.raises(ConfigError, match="disk-budgets"):
+        command.run([*words, "--disk-budgets", "4,-1"])
+
+
+def _plots() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def test_a_model_gives_sizes_and_what_reading_costs(tmp_path):
+    asked: list[tuple[str, ...]] = []
+
+    def sizes_of(words):
+        asked.append(tuple(words))
+        return command.ModelSizes((512, 256), (0, 0), 2e9, 4e4)
+
+    path, said = tmp_path / "t.jsonl", []
+    words = ["generate:round-robin?agents=2&turns=2&tokens=2000", "--budgets", "64", "--policy", "lru"]
+    flags = ["--model", "m", "--devices", "a,b", "--tflops", "10", "--save", str(path)]
+    assert command.run([*words, *flags], said.append, sizes_of) == 0
+    assert asked == [("--model", "m", "--devices", "a,b")]
+    trace = read_trace(path)
+    assert (trace.header.row_bytes, trace.header.fixed_bytes) == ((512, 256), (0, 0))
+    again = replay(trace.header, trace.turns, ReplayConfig(64 << 20, LruPolicy(), Costs(2e-4, 4e-9)))
+    assert f"{again.saved_s:,.1f}" in said[1].splitlines()[1].split()
+    assert again.saved_s > 0.1
+
+
 @pytest.mark.parametrize(
     "words", [["nowhere.jsonl"], ["generate:x"], ["generate:fan-out", "--budgets", "0"], ["generate:fan-out", "--what"]]
 )

@@ -1,0 +1,48 @@
+"""What reading a token takes of a model, from its configuration alone: floating-point operations, not seconds."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from engine.layout import layer_kinds
+from engine.multimodal import language_config
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingWork:
+    """Operations for one token of a prompt."""
+
+    flop: float
+    """Two for each parameter of a layer that the token meets: experts count by how many of them a token is sent to. The
+    output head is left out, since only a prompt's last token goes there."""
+    growth_flop: float
+    """More for each token before it: a product with its key and one with its value, a head each, in the layers that see
+    all of them."""
+
+
+def reading_work(config: Any) -> ReadingWork:
+    """Of a model of this configuration; parameters are counted where its own code lays them out, without storage."""
+    text = language_config(config)
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(text))
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    share = getattr(text, "num_experts_per_tok", experts) / experts if experts else 1.0
+    met = 0.0
+    for layer in model.base_model.layers:
+        looked_up = {id(p) for part in layer.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+        for name, parameter in layer.named_parameters():
+            if id(parameter) not in looked_up:
+                # Some architectures name their experts, others have one tensor with an axis of them.
+                is_routed = ".experts." in name or (parameter.ndim == 3 and parameter.shape[0] == experts)
+                met += parameter.numel() * (share if is_routed else 1.0)
+    seeing = layer_kinds(text).count("full_attention")
+    heads = int(text.num_attention_heads)
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return ReadingWork(2 * met, 4.0 * heads * width * seeing)
