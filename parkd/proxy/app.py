@@ -56,6 +56,8 @@ BUILD_THREADS = 2
 FINGERPRINT_CHARACTERS = 12
 """Of the model's fingerprint, shown as `system_fingerprint`."""
 FLUSH_DEADLINE_S = 10.0
+MARK_DEADLINE_S = 1.0
+"""For the last uses, behind the flush."""
 """How long writes to disk that wait may take when the server stops."""
 CUT_WAIT_S = 5.0
 """How long a cut turn may take to reach its next chunk or token."""
@@ -117,6 +119,8 @@ class Proxy:
                 await self.live.settle()
                 if self.disk is not None:
                     await self.disk.flush(FLUSH_DEADLINE_S)
+                    with anyio.move_on_after(MARK_DEADLINE_S):
+                        await self.disk.mark(stops=True)
                 tasks.cancel_scope.cancel()
         finally:
             self._tasks = None

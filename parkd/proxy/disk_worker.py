@@ -18,7 +18,7 @@ import anyio.abc
 
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.engine_thread import EngineThread
-from parkd.store.disk_jobs import RemoveJob, read, remove, write
+from parkd.store.disk_jobs import RemoveJob, mark, read, remove, write
 from parkd.store.fs import FileSystem
 from parkd.store.promotions import Promotion
 from parkd.store.records import ConversationGone, ConversationId, Parked, RefusalReason
@@ -59,6 +59,7 @@ class DiskWorker:
         while True:
             self._wake = anyio.Event()
             if not await self._work():
+                await self.mark()
                 with anyio.move_on_after(IDLE_STEP_S):
                     await self._wake.wait()
 
@@ -74,6 +75,12 @@ class DiskWorker:
             return not self._store.has_writes
         log.warning("what was not on disk after %.0f s stays off it", deadline_s)
         return False
+
+    async def mark(self, *, stops: bool = False) -> None:
+        """Puts down when conversations were last used, for the next process."""
+        job = self._store.next_marks(stops=stops)
+        if job is not None:
+            await self._writer.run(mark, self._fs, job)
 
     def stop(self) -> None:
         """Ends the threads; a call that hangs in the device does not keep the process."""

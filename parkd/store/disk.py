@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from parkd.store.disk_jobs import RemoveJob, WriteJob
+from parkd.store.disk_jobs import MarkJob, RemoveJob, WriteJob
 from parkd.store.disk_policy import Removable, next_removal
 from parkd.store.disk_records import DiskConfig, DiskEntry, index_bytes_of, manifest_limit_bytes
 from parkd.store.index import PrefixIndex
@@ -182,6 +182,16 @@ class DiskTier:
 
     def has_room(self, size: int) -> bool:
         return self._file_bytes + size <= self.config.budget_bytes
+
+    def marks(self, wall_shift_s: float, step_s: float) -> MarkJob | None:
+        """Uses that the directory does not tell of, of conversations used `step_s` or more after the last it tells of.
+
+        `wall_shift_s` turns the store's clock into the wall's.
+        """
+        due = [e for e in self.entries.values() if e.parked.last_used_s > e.marked_s + step_s]
+        for entry in due:
+            entry.marked_s = entry.parked.last_used_s
+        return MarkJob(tuple((e.manifest.name, e.parked.last_used_s + wall_shift_s) for e in due)) if due else None
 
     # Files that must go
 

@@ -88,6 +88,14 @@ class RemoveJob:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class MarkJob:
+    """When conversations were last used, put down as their manifests' times. A hint: it may fail, and be lost."""
+
+    times: tuple[tuple[str, float], ...]
+    """Manifest names, and seconds since the epoch."""
+
+
 def run_serially(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
         call()
@@ -149,6 +157,13 @@ def remove(fs: FileSystem, job: RemoveJob) -> tuple[str, ...]:
         except OSError:
             left.append(name)
     return tuple(left)
+
+
+def mark(fs: FileSystem, job: MarkJob) -> None:
+    """No sync, so that it costs a system call each. What fails is left: the manifest tells an older use."""
+    for name, at_s in job.times:
+        with contextlib.suppress(OSError):
+            fs.mark(name, at_s)
 
 
 def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:

@@ -38,6 +38,8 @@ class DiskEntry:
     is_foreign: bool = False
     is_pinned: bool = False
     readers: int = 0
+    marked_s: float = float("-inf")
+    """The last use that the directory tells of, by the store's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +102,14 @@ def job_bytes(job: WriteJob) -> int:
     return extent_bytes + manifest_limit_bytes(job.manifest)
 
 
-def parked_of(manifest: Manifest, now_s: float, wall_s: float) -> Parked:
-    """The conversation as the matcher sees it. `now_s` and `wall_s` are the same instant by two clocks."""
+def parked_of(manifest: Manifest, now_s: float, wall_s: float, marked_s: float = float("inf")) -> Parked:
+    """The conversation as the matcher sees it. `now_s` and `wall_s` are the same instant by two clocks. `marked_s` is
+    the time of the manifest's file. It can only tell of a later use than the manifest does; one that lies in the future
+    tells of none, since a clock was wrong then, or a copy set it."""
     shift = now_s - wall_s
+    used_s = manifest.last_used_s
+    if used_s < marked_s <= wall_s:
+        used_s = marked_s
     return Parked(
         id=manifest.id,
         key_digest=manifest.key_digest,
@@ -112,7 +119,7 @@ def parked_of(manifest: Manifest, now_s: float, wall_s: float) -> Parked:
         checkpoints=tuple(ParkedCheckpoint(c.position, 0) for c in manifest.checkpoints),
         layout_digest=manifest.layout_digest,
         parked_at_s=manifest.parked_at_s + shift,
-        last_used_s=min(now_s, manifest.last_used_s + shift),
+        last_used_s=min(now_s, used_s + shift),
         tier=Tier.DISK,
     )
 

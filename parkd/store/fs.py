@@ -69,6 +69,12 @@ class FileSystem(Protocol):
 
     def remove(self, name: str) -> None: ...
 
+    def times(self) -> dict[str, float]:
+        """Every file's time of last change, seconds since the epoch; whoever owns the file may have set it."""
+
+    def mark(self, name: str, at_s: float) -> None:
+        """Sets that time. Nothing waits for the device: it may be lost, and then is the older one."""
+
     def sync(self) -> None:
         """Returns when names made, changed and removed before are on the device."""
 
@@ -174,6 +180,13 @@ class PosixFs:
     def remove(self, name: str) -> None:
         os.unlink(name, dir_fd=self._directory)
 
+    def times(self) -> dict[str, float]:
+        with os.scandir(self._directory) as entries:
+            return {entry.name: entry.stat().st_mtime for entry in entries if entry.is_file(follow_symlinks=False)}
+
+    def mark(self, name: str, at_s: float) -> None:
+        os.utime(name, (at_s, at_s), dir_fd=self._directory, follow_symlinks=False)
+
     def sync(self) -> None:
         os.fsync(self._directory)
 
@@ -265,6 +278,12 @@ class UnlinkedFs:
     def remove(self, name: str) -> None:
         os.close(self._fd(name))
         del self._files[name]
+
+    def times(self) -> dict[str, float]:
+        return {}
+
+    def mark(self, name: str, at_s: float) -> None:
+        """Nothing to do: nobody opens these again."""
 
     def sync(self) -> None:
         """Nothing to do."""

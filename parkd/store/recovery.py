@@ -84,6 +84,7 @@ def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: fl
     `now_s` is the store's clock, `wall_s` the wall's, at one instant.
     """
     found = scan(fs)
+    times = _times(fs)
     tier = DiskTier(config)
     for name, size in found.garbage:
         tier.charge_found(file_bytes(size))
@@ -94,7 +95,11 @@ def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: fl
         is_foreign = manifest.fingerprint != config.fingerprint or manifest.layout_digest != layout.digest
         taken = file_bytes(size)
         tier.charge_found(taken)
-        tier.add(manifest, parked_of(manifest, now_s, wall_s), taken, is_foreign=is_foreign)
+        marked_s = times.get(manifest.name, float("inf"))
+        parked = parked_of(manifest, now_s, wall_s, marked_s)
+        entry = tier.add(manifest, parked, taken, is_foreign=is_foreign)
+        if marked_s <= wall_s:  # else it is set right with the next marks
+            entry.marked_s = parked.last_used_s
     if config.max_age_s is not None:
         for entry in list(tier.entries.values()):
             if entry.parked.last_used_s < now_s - config.max_age_s:
@@ -111,6 +116,15 @@ def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: fl
     if stuck:
         log.warning("%d files could not be removed; they stay and count in the budget", stuck)
     return tier
+
+
+def _times(fs: FileSystem) -> dict[str, float]:
+    """None if they can't be had: they only tell who goes first."""
+    try:
+        return fs.times()
+    except OSError as error:
+        log.warning("when conversations were last used is not known: %s", error)
+        return {}
 
 
 def written_last_day(tier: DiskTier, now_s: float) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from parkd.store.disk import DiskTier
-from parkd.store.disk_jobs import RemoveJob, WriteJob
+from parkd.store.disk_jobs import MarkJob, RemoveJob, WriteJob
 from parkd.store.disk_layout import read_job
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskEntry, DiskStats, touched
@@ -42,6 +42,8 @@ from parkd.store.write_queue import QUEUE_SHARE, DiskSources, WriteQueue
 from parkd.types import Checksums, StateFile, StateLayout
 
 EXPIRY_STEP_S = 60.0
+MARK_STEP_S = 300.0
+"""A crash forgets at most about so much of when a conversation was last used."""
 
 
 class TieredStore(ConversationStore):
@@ -65,6 +67,7 @@ class TieredStore(ConversationStore):
         self._shelf.blocks.number_from(sources.first_block)
         limit_bytes = memory.budget_bytes // QUEUE_SHARE
         self.queue = WriteQueue(self._shelf, disk, layout, clock, sources, allowance, limit_bytes)
+        self._sources = sources
         self._loading: DiskEntry | None = None
         """Set inside a reservation for its promotion."""
         self._promotions: dict[int, Loading] = {}
@@ -205,6 +208,10 @@ class TieredStore(ConversationStore):
             self.disk.removed(job, left)
         else:
             self.queue.finished(job, error)
+
+    def next_marks(self, *, stops: bool = False) -> MarkJob | None:
+        """Last uses to be put down, if any, with no more to be told; all that there are if the process `stops`."""
+        return self.disk.marks(self._sources.wall() - self._clock(), 0.0 if stops else MARK_STEP_S)
 
     @property
     def has_writes(self) -> bool:

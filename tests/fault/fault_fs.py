@@ -60,6 +60,8 @@ class FaultFs:
         self.fault: Fault | None = None
         self.is_down = False
         self.peak_bytes = 0
+        self.marks: dict[str, float] = {}
+        """Times that were set. They outlive a crash here; a test that wants them lost clears them."""
         self._names: dict[str, _Inode] = {}
         self._durable: dict[str, _Inode] = {}
         self._unsynced: list[NameOp] = []
@@ -99,6 +101,15 @@ class FaultFs:
             self._inode(name)
             del self._names[name]
             self._unsynced.append(("unlink", name, "", None))
+
+    def times(self) -> dict[str, float]:
+        self._step("times", "")
+        return {name: self.marks[name] for name in self._names if name in self.marks}
+
+    def mark(self, name: str, at_s: float) -> None:
+        with _After(self, self._step("mark", name)):
+            self._inode(name)
+            self.marks[name] = at_s
 
     def sync(self) -> None:
         with _After(self, self._step("sync directory", "")):

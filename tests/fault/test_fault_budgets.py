@@ -12,6 +12,7 @@ from store_kit import (
 )
 from tier_kit import Machine, away, evict, parked, promote, pump, rows_of
 
+from parkd.store.disk_jobs import MarkJob, mark
 from parkd.store.policy import Costs, GdsfPolicy, ValuePolicy
 from parkd.store.records import ConversationGone, Parked, Refused, Tier
 
@@ -138,6 +139,71 @@ def test_too_old_is_forgotten_in_both_tiers() -> None:
     machine.times.now += 4000
     assert machine.start().disk.entries == {}
     assert machine.fs.names() == []
+
+
+def test_when_it_was_last_used_outlives_a_restart() -> None:
+    machine = Machine(max_age_s=3600)
+    store = machine.start()
+    kept, _ = parked(machine, store, 1)
+    pump(store, machine.fs)
+    parked(machine, store, 2)
+    pump(store, machine.fs)
+    mark(machine.fs, store.next_marks())
+    machine.times.now += 3000
+    store.touch(kept.id)
+    syncs = machine.fs.log.count("sync directory")
+    mark(machine.fs, store.next_marks())
+    assert store.next_marks() is None, "told once"
+    store.touch(kept.id)
+    assert store.next_marks() is None, "at most every so often"
+    at_stop = store.next_marks(stops=True)
+    assert [name for name, _ in at_stop.times] == [store.disk.entries[kept.id].manifest.name]
+    assert machine.fs.log.count("sync directory") == syncs
+    machine.times.now += 1000
+    machine.fs.crash(kept=0)
+    again = machine.start()
+    assert list(again.disk.entries) == [kept.id], "the other was not used for more than an hour"
+    machine.times.now += 10_000
+    assert machine.start().disk.entries == {}
+
+
+def test_the_more_recently_used_stays_when_the_budget_shrinks_over_a_restart() -> None:
+    machine = Machine()
+    store = machine.start()
+    first, _ = (parked(machine, store, seed)[0] for seed in (1, 2))
+    pump(store, machine.fs)
+    store.touch(first.id)
+    mark(machine.fs, store.next_marks(stops=True))
+    machine.disk_bytes = store.disk_stats().bytes_in_use - 4096
+    assert list(machine.start().disk.entries) == [first.id]
+
+
+@pytest.mark.parametrize("lie", ["future", "past", "lost", "unreadable"])
+def test_a_time_that_lies_does_no_harm(lie: str) -> None:
+    machine = Machine(max_age_s=3600)
+    store = machine.start()
+    old, _ = parked(machine, store, 1)
+    pump(store, machine.fs)
+    mark(machine.fs, store.next_marks())
+    name = store.disk.entries[old.id].manifest.name
+    used_s = store.disk.entries[old.id].parked.last_used_s
+    if lie == "lost":
+        machine.fs.marks.clear()
+    elif lie == "unreadable":
+        machine.fs.times = _unreadable
+    else:
+        machine.fs.marks[name] = machine.times.wall() + (1e9 if lie == "future" else -1e9)
+    again = machine.start()
+    assert again.disk.entries[old.id].parked.last_used_s == pytest.approx(used_s, abs=2.0)
+    mark(machine.fs, again.next_marks(stops=True) or MarkJob(()))
+    if lie == "future":
+        assert machine.fs.marks[name] == pytest.approx(used_s + 1.7e9, abs=2.0), "set right"
+    machine.times.now += 4000
+    assert machine.start().disk.entries == {}, "nothing is kept for longer because of it"
+
+
+def _unreadable() -> dict[str, float]:
+    raise OSError(5, "made to fail")
 
 
 def test_when_the_allowance_is_short_only_what_came_back_is_written() -> None:

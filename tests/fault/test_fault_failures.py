@@ -112,7 +112,7 @@ def test_what_a_start_finds_is_there_after_a_crash() -> None:
 
 def test_a_directory_that_can_not_be_synced_is_not_opened() -> None:
     machine = Machine()
-    machine.fs.fault = Fault(machine.fs.operations + 2)
+    machine.fs.fault = Fault(machine.fs.operations + 3)
     with pytest.raises(OSError, match="sync directory"):
         machine.start()
 

@@ -59,6 +59,20 @@ async def test_a_stop_writes_what_waits(tmp_path: Path) -> None:
     assert sorted(suffixes) == ["", ".extent", ".manifest"]
 
 
+async def test_a_stop_puts_down_when_each_was_last_used(tmp_path: Path) -> None:
+    park = tmp_path / "park"
+    async with running_on(park) as server:
+        await server.chat(opening("a"))
+        await written(server)
+    (manifest,) = park.glob("*.manifest")
+    os.utime(manifest, (1e9, 1e9))
+    async with running_on(park) as server:
+        assert manifest.stat().st_mtime == 1e9, "nothing used it yet"
+        await server.chat(opening("a"))
+        await written(server)
+    assert max(path.stat().st_mtime for path in park.glob("*.manifest")) > 1.6e9
+
+
 async def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     async with running_on(tmp_path / "park") as server:
         await server.chat(opening("a"))

@@ -138,6 +138,9 @@ def test_files_hold_what_was_written(tmp_path: Path, kind: str, direct: bool) ->
     with pytest.raises(OSError, match="ends too early"):
         file.read(aligned.size, [np.zeros(1001, dtype=np.uint8)])
     file.close()
+    fs.mark("x", 1.5e9)
+    assert fs.times().get("x", 1.5e9) == 1.5e9
+    assert ("x" in fs.times()) == (kind == "directory"), "nobody opens the others again"
     fs.remove("x")
     assert "x" not in fs.sizes()
     with pytest.raises(FileNotFoundError):
