@@ -16,6 +16,9 @@ import pytest
 from api_harness import MIB, Running, body_of, running
 from llama_cpp_kit import left_by, loaded, opening, turn_after
 
+from parkd.errors import EngineFailure
+from parkd.types import SamplingParams
+
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install parkd[llama-cpp])")
 pytestmark = pytest.mark.anyio
 
@@ -267,3 +270,28 @@ async def test_answers_obey_a_schema_and_stop_strings(engine) -> None:
             cut = free.text[2:4]
             stopped = await server.chat(opening("b", 8), max_tokens=12, stop=[cut])
             assert stopped.text == free.text[: free.text.index(cut)]
+
+
+async def test_a_step_that_fails_never_goes_back_to_another_conversation(engine, monkeypatch) -> None:
+    """What was noted in front of the last batch is of that batch alone, whatever else begins at its position."""
+    one, other = (np.arange(61, dtype=np.int64) * step % 200 + 3 for step in (3, 7))
+    never = threading.Event()
+    engine.extend(other[:60], cancel=never)
+    expected = next(iter(engine.generate(int(other[60]), SamplingParams(temperature=0), history=other)))
+    expected_logits = engine._sequence.logits().copy()
+    engine.reset()
+    engine.extend(one[:40], cancel=never)
+    engine.extend(one[40:60], cancel=never)
+    engine.reset()
+    engine.extend(other[:40], cancel=never)
+    with monkeypatch.context() as broken:
+
+        def fail(*_: object, **__: object) -> bool:
+            raise EngineFailure("The library failed.")
+
+        broken.setattr(engine._sequence, "decode", fail)
+        with pytest.raises(EngineFailure):
+            next(iter(engine.generate(int(other[40]), SamplingParams(), history=other[:41])))
+    engine.extend(other[engine.position : 60], cancel=never)
+    assert next(iter(engine.generate(int(other[60]), SamplingParams(temperature=0), history=other))) == expected
+    assert np.allclose(engine._sequence.logits(), expected_logits, atol=1e-3)

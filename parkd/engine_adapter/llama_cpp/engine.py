@@ -44,6 +44,8 @@ from parkd.types import (
 
 CHECKSUM = "xxh3-64"
 _PROBE_TOKENS = 16
+_NOWHERE = -1
+"""In place of a position that nothing was noted at."""
 
 
 class LlamaCppEngine:
@@ -68,7 +70,8 @@ class LlamaCppEngine:
         self._limit = config.ctx_checkpoints if self._has_fixed_state else 0
         self._kept: dict[int, Bytes] = {}
         """Partial states by position; the least recently used first."""
-        self._before_batch: tuple[int, Bytes] = (0, np.empty(0, dtype=np.uint8))
+        self._before_batch: tuple[int, Bytes] = (_NOWHERE, np.empty(0, dtype=np.uint8))
+        """The partial state in front of the batch that runs, and its position."""
         self._fresh_seed = fresh_seed
         self._position = 0
         """As the memory last reported it; the tests of what moves it are in `_settle`."""
@@ -295,6 +298,8 @@ class LlamaCppEngine:
         start = self._position
         if cancel is not None and self._model.is_recurrent and start:
             self._note_start()
+        else:
+            self._before_batch = (_NOWHERE, self._before_batch[1])
         try:
             done = self._sequence.decode(token_ids, start, is_cancelled=None if cancel is None else cancel.is_set)
         except EngineFailure:
@@ -313,7 +318,7 @@ class LlamaCppEngine:
         if held.nbytes != size:
             held = np.empty(size, dtype=np.uint8)
         is_whole = self._sequence.read_state(held, PARTIAL)
-        self._before_batch = (self._position if is_whole else 0, held)
+        self._before_batch = (self._position if is_whole else _NOWHERE, held)
 
     def _settle(self, start: int) -> None:
         """After a batch that did not end: back to its beginning if that is exact still, else to the last checkpoint."""
