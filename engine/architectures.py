@@ -74,6 +74,13 @@ def check_config(config: Any) -> str:
     linear = {"linear_attention", "conv"} & set(kinds)
     if linear and config.model_type not in LINEAR_STATES:
         raise UnsupportedModel(f"{architecture} has layers of kind {', '.join(sorted(linear))} of an unknown make")
+    width = getattr(config, "v_head_dim", None)
+    key_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if width and width != key_width:
+        raise UnsupportedModel(
+            f"{architecture} sets v_head_dim ({width}) apart from the keys' head size ({key_width}), "
+            f"which is not supported"
+        )
     if INDEXED in kinds and not getattr(config, "indexer_budget", None):
         raise UnsupportedModel(
             f"{architecture} has layers of kind {INDEXED} without settings of their index (indexer_*)"

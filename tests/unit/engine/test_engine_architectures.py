@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from core_models import FAMILIES, tiny_config
-from transformers import GemmaConfig, MistralConfig, Qwen4ExpTextConfig
+from transformers import DeepseekV3Config, FalconH1Config, GemmaConfig, Mamba2Config, MistralConfig, Qwen4ExpTextConfig
 
 from engine import UnsupportedModel
 from engine.architectures import check_config
@@ -30,6 +30,30 @@ def test_tested_architectures_pass(family: str) -> None:
 )
 def test_other_architectures_are_refused_by_name(config: Any, name: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"{name} is not supported"):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (FalconH1Config(architectures=["FalconH1ForCausalLM"]), "FalconH1ForCausalLM"),
+        (Mamba2Config(architectures=["Mamba2ForCausalLM"]), "Mamba2ForCausalLM"),
+        (DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]), "DeepseekV3ForCausalLM"),
+    ],
+)
+def test_layers_of_two_kinds_at_once_pure_mamba_and_latent_attention_are_refused(config: Any, name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{name} is not supported"):
+        check_config(config)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_values_of_another_head_size_than_keys_are_refused(family: str) -> None:
+    """The library's code of these families would read the setting past, and the rows would have the wrong shape."""
+    config = tiny_config(family)
+    config.v_head_dim = 16 if family != "qwen2" else 8
+    assert check_config(config) == FAMILIES[family][1].__name__
+    config.v_head_dim = 24
+    with pytest.raises(UnsupportedModel, match=r"v_head_dim \(24\) apart from the keys' head size"):
         check_config(config)
 
 
