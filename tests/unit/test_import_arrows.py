@@ -43,6 +43,8 @@ RULES = (
     ),
     Rule("parkd.engine_adapter.base", SHARED, COMPUTE + HTTP),
     Rule("parkd.engine_adapter.torch_engine", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
+    Rule("parkd.engine_adapter.torch_loading", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
+    Rule("parkd.engine_adapter.torch_words", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
     Rule("parkd.engine_adapter.llama_cpp", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
     Rule("parkd.engine_adapter.llama_server", ("parkd.engine_adapter", *SHARED), COMPUTE),
     Rule("parkd.engine_adapter", ("parkd.engine_adapter", *SHARED), COMPUTE + HTTP),

@@ -1,0 +1,168 @@
+"""From what was asked for to a torch engine's parts: weights on their devices, arenas, an empty session."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from engine.architectures import architecture_of
+from engine.arena import StageArena, WindowRoom
+from engine.balance import choose_split
+from engine.config import EngineConfig
+from engine.draft import DraftHead
+from engine.errors import EngineError
+from engine.fingerprint import fingerprint
+from engine.layout import StageStateLayout, build_layout
+from engine.loader import LoadConfig, LoadedModel, load_model
+from engine.memory import StageNeed, choose_context
+from engine.opening import window_room
+from engine.session import Session
+from engine.stages import Stage, place
+from engine.steering import SteeringBank, VectorFile, load_vectors
+from engine.vision import VisionTower
+from parkd.engine_adapter.base import EngineInfo
+from parkd.errors import ModelError
+from parkd.types import StageLayout, StateLayout
+
+Progress = Callable[[str, float], None]
+"""Told what is being done and the share of it that is done, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class TorchEngineConfig:
+    """What to load and how to lay it out."""
+
+    model: str
+    """Directory, hub id, GGUF file or `random:NAME`."""
+    cache_dir: Path
+    """Converted weights and digests of weight files are kept here."""
+    name: str | None = None
+    """What the model is called; None: after its files."""
+    chat_template_file: Path | None = None
+    layout: EngineConfig = field(default_factory=EngineConfig)
+    reserved_bytes: int = 0
+    """Main memory promised to parked conversations: the arenas leave it alone."""
+    is_demo_model: bool = False
+    control_vectors: tuple[VectorFile, ...] = ()
+    steered_layers: tuple[int, int] | None = None
+    """First and last layer that control vectors may steer, both included; None: all but the first."""
+
+
+@dataclass(frozen=True, eq=False)
+class EngineParts:
+    """What `TorchEngine` is made of."""
+
+    loaded: LoadedModel
+    session: Session
+    info: EngineInfo
+    vectors: SteeringBank
+
+
+def load_parts(config: TorchEngineConfig, progress: Progress | None, free: Callable[[str], int]) -> EngineParts:
+    """Loads the model and allocates the arenas. `free` tells the bytes a device can still give.
+
+    Raises ModelError, whose message says what to do.
+    """
+    layout = config.layout
+    try:
+        loaded = load_model(
+            LoadConfig(
+                config.model,
+                config.cache_dir,
+                config.chat_template_file,
+                layout.dtype,
+                draft=layout.guesses > 0,
+                device=layout.devices[0],
+                devices=layout.devices,
+                split=lambda settings, dtype: choose_split(settings, dtype, layout, free),
+            ),
+            progress,
+        )
+        text = loaded.text_config
+        vectors = load_vectors(
+            config.control_vectors, int(text.hidden_size), int(text.num_hidden_layers), config.steered_layers
+        )
+        session = _opened(config, loaded, free)
+        session.use_kernels(progress)
+    except EngineError as error:
+        raise ModelError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
+            f"Name more devices with --devices, or use a smaller model."
+        ) from error
+    return EngineParts(loaded, session, _info(config, loaded, session), vectors)
+
+
+def _opened(config: TorchEngineConfig, loaded: LoadedModel, free: Callable[[str], int]) -> Session:
+    """An empty session with the context that fits."""
+    layout, text = config.layout, loaded.text_config
+    state = build_layout(loaded.config, loaded.ranges, layout.kv_dtype or loaded.dtype, loaded.dtype)
+    room = window_room(loaded.config, layout)
+    stages = place(loaded.model, loaded.ranges, layout.devices)
+    tower = None if loaded.images is None else VisionTower(loaded.model, loaded.images, stages[0].device)
+    copies = layout.ctx_checkpoints + (layout.guesses if loaded.draft_model is not None else 0)
+    context = choose_context(
+        [_need(d, s, room, copies) for d, s in zip(layout.devices, state, strict=True)],
+        int(text.max_position_embeddings),
+        layout.context_tokens,
+        reserved_bytes=config.reserved_bytes,
+        free=free,
+    )
+    arenas = [StageArena(s, context, d, window_room=room) for d, s in zip(layout.devices, state, strict=True)]
+    return Session(
+        stages,
+        arenas,
+        layout.batch_tokens,
+        text,
+        layout.ctx_checkpoints,
+        tower,
+        draft_model=loaded.draft_model,
+        draft_tokens=layout.guesses,
+        peer_access=layout.peer_access,
+    )
+
+
+def _info(config: TorchEngineConfig, loaded: LoadedModel, session: Session) -> EngineInfo:
+    layout = config.layout
+    kv_dtype = layout.kv_dtype or loaded.dtype
+    return EngineInfo(
+        model_name=config.name or loaded.name,
+        architecture=architecture_of(loaded.config),
+        fingerprint=fingerprint(loaded.weights_digest, loaded.config.to_dict(), loaded.dtype, kv_dtype),
+        context_tokens=session.context_tokens,
+        vocab_size=int(loaded.text_config.vocab_size),
+        end_token_ids=loaded.end_token_ids,
+        layout=_state_layout([arena.layout for arena in session.arenas], session.checksum.name),
+        devices=layout.devices,
+        weights_bytes=_weights_bytes(session.stages, session.vision, session.draft),
+        arena_bytes=sum(arena.nbytes for arena in session.arenas),
+        is_demo_model=config.is_demo_model,
+        ctx_checkpoints=layout.ctx_checkpoints if session.fixed_state.exists else 0,
+    )
+
+
+def _state_layout(stages: Sequence[StageStateLayout], checksum: str) -> StateLayout:
+    return StateLayout(
+        tuple(StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in stages), checksum
+    )
+
+
+def _need(device: str, layout: StageStateLayout, room: WindowRoom, copies: int) -> StageNeed:
+    """What a stage asks of its device beside the rows: what is live, and the copies of it that are kept there:
+    checkpoints, and the states that guesses are taken back to."""
+    fixed_bytes = layout.fixed_bytes * (1 + copies) + layout.window_bytes(room.tokens)
+    return StageNeed(device, layout.row_bytes + math.ceil(layout.index_bytes_a_token), fixed_bytes)
+
+
+def _weights_bytes(stages: Sequence[Stage], tower: VisionTower | None, draft: DraftHead | None) -> int:
+    """Bytes of all weights; what stages on one device share counts once."""
+    modules = [module for stage in stages for module in (stage.inner, stage.head) if module is not None]
+    modules += [] if tower is None else [tower.module]
+    modules += [] if draft is None else [draft.model]
+    tensors = [parameter for module in modules for parameter in module.parameters()]
+    return sum({(str(t.device), t.data_ptr()): t.numel() * t.element_size() for t in tensors}.values())
