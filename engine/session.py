@@ -6,10 +6,8 @@ arena rows   0 ............ position ................ context_tokens
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,21 +16,17 @@ import torch
 
 from engine.arena import StageArena
 from engine.cache import StageCache
+from engine.captures import CapturesUnderWay
 from engine.checksum import Checksum, checksum_for
-from engine.copies import CaptureInFlight
-from engine.decode_graph import DecodeGraph, record_decoding
-from engine.dense import DenseStage, no_recording, refusal
 from engine.draft import Choose, DraftHead
-from engine.errors import ContextFull, EngineError, StageFailed
+from engine.errors import ContextFull
 from engine.fixed_state import FixedState
-from engine.handoff import HandOff
+from engine.forward import ChunksUnderWay, ModelForward
 from engine.layout import state_digest
 from engine.stages import Stage
-from engine.steering import Steering, hook_layers
+from engine.steering import Steering, SteeringHooks
 from engine.step_history import step_by_step
-from engine.vision import NO_IMAGES, ChunkImages, ImageReading, PositionOffset, PromptImage, VisionTower
-
-log = logging.getLogger("parkd.engine")
+from engine.vision import PositionOffset, PromptImage, VisionTower, reading_of
 
 TAIL_TOKENS = 16
 """About what a turn adds to a prompt that is already there: other kernels are chosen for so few than for a chunk."""
@@ -78,13 +72,12 @@ class Session:
         self.checksum: Checksum = checksum_for(arena.device for arena in arenas)
         self.layout_digest = state_digest([arena.layout for arena in arenas], self.checksum.name)
         """16 bytes; a snapshot belongs here only if it carries the same."""
-        self._handoffs = [
-            HandOff(one.device, other.device, peer_access=peer_access) for one, other in pairwise(self.stages)
-        ]
         self._caches = [
             StageCache(arena, stage.num_layers, draft_tokens) for stage, arena in zip(stages, arenas, strict=True)
         ]
-        self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints, self._is_captured)
+        self.captures = CapturesUnderWay()
+        """Those that go on beside what runs here: whoever starts one adds it."""
+        self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints, self.captures.any)
         self.vision = vision
         self._offset = PositionOffset(self.arenas[0])
         self.draft: DraftHead | None = None
@@ -98,11 +91,10 @@ class Session:
         self._position = 0
         self._spans: list[tuple[int, int]] = []
         """Pictures that see themselves, of those that were read here and are live."""
-        self._decode_graph: DecodeGraph | None = None
-        self._dense: list[DenseStage] = []
-        self._captures: list[CaptureInFlight] = []
-        self._steering = Steering()
-        self._hooks: list[Any] = []
+        self._steered = SteeringHooks(self.stages)
+        self._forward = ModelForward(
+            self.stages, self.arenas, self._caches, config, self.captures, self.draft, peer_access=peer_access
+        )
 
     @property
     def position(self) -> int:
@@ -127,30 +119,19 @@ class Session:
     @property
     def steering_digest(self) -> bytes:
         """Of what steers from here on; empty when nothing does."""
-        return self._steering.digest
+        return self._steered.steering.digest
 
     @property
     def is_steered(self) -> bool:
         """Then every forward must go through the layers' own modules: what was recorded knows nothing of directions."""
-        return bool(self._steering.sums)
+        return bool(self._steered.steering.sums)
 
     def steer(self, steering: Steering) -> None:
         """From now on forwards are steered so. Rows stay: what they were made under is the caller's to know.
 
         Raises StageFailed; then the steering is as before.
         """
-        if steering.digest == self._steering.digest:
-            return
-        hooks = []
-        for stage in self.stages:
-            try:
-                hooks += hook_layers(stage, steering)
-            except Exception as error:
-                raise StageFailed(stage.index, "steering", error) from error
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks = [module.register_forward_hook(hook) for module, hook in hooks]
-        self._steering = steering
+        self._steered.change(steering)
 
     def use_kernels(self, progress: Callable[[str, float], None] | None = None) -> bool:
         """Records decoding as CUDA graphs, and runs the model through few kernels (`engine.dense`), where that is
@@ -159,20 +140,8 @@ class Session:
         True if decoding is recorded. Forgets the timeline. To be called once, before the first token.
         """
         self.reset()
-        reason = no_recording(self.config, self.stages)
-        if self.draft is not None:
-            reason = "the draft head reads hidden states, which recorded decoding leaves out"
-        if reason is not None:
-            log.info("decoding is not recorded: %s", reason)
+        if not self._forward.record(progress):
             return False
-        if (reason := refusal(self.config, self.stages, self.arenas)) is not None:
-            log.info("the library's own forward is used: %s", reason)
-        is_dense = reason is None
-        self._decode_graph = record_decoding(
-            self.config, self.stages, self._caches, self._handoffs, progress, dense=is_dense
-        )
-        if is_dense and self._decode_graph is not None:
-            self._dense = [DenseStage(*pair, self.config) for pair in zip(self.stages, self._caches, strict=True)]
         if progress is not None:
             progress("Tuning the prompt kernels", 0.0)
         chunk = np.zeros(min(self.batch_tokens, self.context_tokens), dtype=np.int64)
@@ -182,36 +151,7 @@ class Session:
             self.reset()
         if progress is not None:
             progress("Tuning the prompt kernels", 1.0)
-        return self._decode_graph is not None
-
-    @property
-    def _is_recorded(self) -> bool:
-        """Whether what was recorded stands for the layers as they are now, at the present position."""
-        if self._decode_graph is None or any(stage.has_hooks for stage in self.stages):
-            return False
-        # At 0 a layer of linear attention has no state to go on from, which is another computation.
-        return self._position > 0 or not self.fixed_state.is_exact_once
-
-    @property
-    def _uses_kernels(self) -> bool:
-        return bool(self._dense) and not any(stage.has_hooks for stage in self.stages)
-
-    def captures_in_background(self, capture: CaptureInFlight) -> None:
-        """From now on no row of `capture` is overwritten before it is copied."""
-        self._captures = [each for each in self._captures if not each.is_done]
-        self._captures.append(capture)
-
-    def before_write(self, stage: int, stream: torch.cuda.Stream, start: int, stop: int) -> None:
-        """Makes `stream` wait until rows `[start, stop)` of `stage` may be overwritten. The host waits for nothing."""
-        if self._captures:
-            self._captures = [each for each in self._captures if not each.is_done]
-        for capture in self._captures:
-            capture.free_rows(stage, stream, start, stop)
-
-    def _is_captured(self) -> bool:
-        """Whether a capture is under way."""
-        self._captures = [each for each in self._captures if not each.is_done]
-        return bool(self._captures)
+        return self._forward.decode_graph is not None
 
     def reset(self) -> None:
         """Forgets the timeline. Rows are not cleared: what is beyond the position is never read."""
@@ -275,11 +215,11 @@ class Session:
         ids = np.ascontiguousarray(token_ids, dtype=np.int64)
         origin, end = self._position, self._position + len(ids)
         self._check_room(len(ids))
-        reading = self._reading(images, end)
+        reading = reading_of(images, self.vision, self._position, end, self._offset)
         stops = sorted(set(checkpoint_at)) if self.fixed_state.exists else []
         if reading is not None:
             stops = [place for place in stops if not reading.cuts(place)]
-        running: deque[torch.cuda.Event] = deque()
+        running = ChunksUnderWay(self.stages)
         while self._position < end and not (cancel is not None and cancel.is_set()):
             start = self._position
             edge = (start // self.batch_tokens + 1) * self.batch_tokens
@@ -289,18 +229,18 @@ class Session:
             else:
                 stop = reading.stop_for(start, stop)
                 chunk, offset = reading.chunk(start, stop)
-            self._run(ids[start - origin : stop - origin], start, "prefill", chunk)
+            with self._recovering():
+                self._forward.run(ids[start - origin : stop - origin], start, "prefill", chunk)
             if offset != self._offset.value:
                 self._offset.set(offset)
             self._spans += [(start + first, start + last) for first, last in chunk.spans]
             self._position = stop
             if stop in stops:
                 self.checkpoint()
-            self._bound(running)
+            running.add()
             if on_chunk is not None:
                 on_chunk(stop)
-        while running:
-            running.popleft().synchronize()
+        running.wait()
         return self._position
 
     def step(self, token_id: int) -> torch.Tensor:
@@ -309,8 +249,9 @@ class Session:
         Returns the logits of what follows it, float32 `[vocab]`, on the last device. Raises ContextFull, StageFailed.
         """
         self._check_room(1)
-        if self._decode_graph is not None and self._is_recorded:
-            return self._step_recorded(self._decode_graph, token_id)
+        # At 0 a layer of linear attention has no state to go on from, which is another computation than was recorded.
+        if self._forward.is_recorded and (self._position > 0 or not self.fixed_state.is_exact_once):
+            return self._step_recorded(token_id)
         return self._decoded(np.array([token_id], dtype=np.int64))[0]
 
     def guess(self, token_id: int, count: int, choose: Choose) -> list[int]:
@@ -320,16 +261,7 @@ class Session:
         count = min(count, self.draft_tokens, self.context_tokens - start - 1)
         if self.draft is None or count < 1:
             return []
-        last = self.stages[-1]
-        if last.device.type == "cuda":
-            self.before_write(last.index, torch.cuda.current_stream(last.device), start, start + count)
-        try:
-            with torch.inference_mode():
-                return self.draft.guess(token_id, start, count, choose)
-        except EngineError:
-            raise
-        except Exception as error:
-            raise StageFailed(len(self.stages) - 1, "draft", error) from error
+        return self._forward.guess(self.draft, token_id, start, count, choose)
 
     def verify(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Runs a token and guesses of what follows it, at most `draft_tokens`, all at once.
@@ -344,73 +276,22 @@ class Session:
 
     def _decoded(self, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
         chunk = self._offset.plain(self._position, self._position + len(token_ids))
-        hidden = self._run(token_ids, self._position, "decode", chunk)
-        try:
-            with torch.inference_mode():
-                logits = self.stages[-1].every_logits(hidden)
-        except Exception as error:
-            self._recover()
-            raise StageFailed(len(self.stages) - 1, "decode", error) from error
+        with self._recovering():
+            logits = self._forward.logits(self._forward.run(token_ids, self._position, "decode", chunk))
         self._position += len(token_ids)
         return logits
 
-    def _step_recorded(self, graph: DecodeGraph, token_id: int) -> torch.Tensor:
-        start = self._position
-        try:
-            for stage in self.stages:
-                self.before_write(stage.index, torch.cuda.current_stream(stage.device), start, start + 1)
-            with torch.inference_mode():
-                logits = graph.step(token_id, start, self._offset.value)
-        except Exception as error:
-            self._recover()
-            raise StageFailed(len(self.stages) - 1, "decode", error) from error
+    def _step_recorded(self, token_id: int) -> torch.Tensor:
+        with self._recovering():
+            logits = self._forward.step_recorded(token_id, self._position, self._offset.value)
         self._position += 1
         return logits
 
-    def _reading(self, images: Sequence[PromptImage], end: int) -> ImageReading | None:
-        """None if no picture is to be read."""
-        ahead = [image for image in images if image.stop > self._position and image.start < end]
-        if not ahead:
-            return None
-        if self.vision is None:
-            raise ValueError("there are images and no vision tower to read them")
-        return ImageReading(self.vision, ahead, self._position, end, self._offset)
-
-    def _forward(
-        self, token_ids: npt.NDArray[np.int64], position: int, doing: str, images: ChunkImages = NO_IMAGES
-    ) -> torch.Tensor:
-        """Hidden states `[1, q, hidden]` of the last stage for `[position, position + q)`; the caller commits."""
-        flow = ids = torch.from_numpy(token_ids).unsqueeze(0)
-        stop = position + len(token_ids)
-        dense = self._uses_kernels and doing == "prefill"  # Which leaves the last layer's output out.
-        with torch.inference_mode():
-            for stage, cache in zip(self.stages, self._caches, strict=True):
-                try:
-                    if stage.index:
-                        flow = self._handoffs[stage.index - 1](flow)
-                    if stage.device.type == "cuda":
-                        self.before_write(stage.index, torch.cuda.current_stream(stage.device), position, stop)
-                    if dense:
-                        flow = self._dense[stage.index].forward(flow, position)
-                    else:
-                        flow = stage.forward(flow, cache, position, images, ids)
-                except EngineError:
-                    raise
-                except Exception as error:
-                    raise StageFailed(stage.index, doing, error) from error
-            if self.draft is not None:
-                try:
-                    self.draft.read(token_ids, position, flow, images)
-                except Exception as error:
-                    raise StageFailed(len(self.stages) - 1, "draft", error) from error
-        return flow
-
-    def _run(
-        self, token_ids: npt.NDArray[np.int64], position: int, doing: str, images: ChunkImages = NO_IMAGES
-    ) -> torch.Tensor:
-        """`_forward`, after whose failure the position is a valid one."""
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """A forward inside that fails leaves the position a valid one."""
         try:
-            return self._forward(token_ids, position, doing, images)
+            yield
         except BaseException:
             self._recover()
             raise
@@ -437,13 +318,3 @@ class Session:
     def _check_room(self, tokens: int) -> None:
         if self._position + tokens > self.context_tokens:
             raise ContextFull(self._position, tokens, self.context_tokens)
-
-    def _bound(self, running: deque[torch.cuda.Event]) -> None:
-        """Lets at most one chunk a stage be under way, so that cancelling takes effect soon."""
-        if self.stages[-1].device.type != "cuda":
-            return
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.stages[-1].device))
-        running.append(event)
-        if len(running) > len(self.stages):
-            running.popleft().synchronize()

@@ -158,7 +158,7 @@ def capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
     try:
         fixed = copy_fixed_out(session, plan, steps)
         rows, _ = move_stages(
-            session.arenas, _rows_of(plan), session.checksum, Direction.OUT, steps, session.before_write
+            session.arenas, _rows_of(plan), session.checksum, Direction.OUT, steps, session.captures.before_write
         )
     except Exception as error:
         raise StageFailed(getattr(error, "stage", 0), "capture", error) from error
@@ -185,7 +185,7 @@ def start_capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_ST
     except Exception as error:
         raise StageFailed(len(stages), "capture", error) from error
     capture_in_flight = CaptureInFlight(stages, -(-(plan.stop - plan.start) // plan.block_tokens))
-    session.captures_in_background(capture_in_flight)
+    session.captures.add(capture_in_flight)
     return capture_in_flight
 
 
@@ -198,7 +198,9 @@ def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
     _check(session, plan)
     _check_restore(session, plan)
     try:
-        rows, fixed = move_stages(session.arenas, plan, session.checksum, Direction.IN, steps, session.before_write)
+        rows, fixed = move_stages(
+            session.arenas, plan, session.checksum, Direction.IN, steps, session.captures.before_write
+        )
         _compare(plan, rows, fixed)
         session.adopt(plan.position, kept=plan.start)
     except SnapshotDamaged:

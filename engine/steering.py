@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.errors import EngineError, ModelLoadError, UnknownVector
+from engine.errors import EngineError, ModelLoadError, StageFailed, UnknownVector
 
 DIGEST_BYTES = 16
 GGUF_ARCHITECTURE = "controlvector"
@@ -160,6 +160,30 @@ def hook_layers(stage: Any, steering: Steering) -> list[tuple[Any, Callable[...,
             direction = steering.sums[layer].repeat(stage.streams).to(device=stage.device, dtype=stage.dtype)
             hooks.append((stage.inner.layers[layer], _adder(direction)))
     return hooks
+
+
+class SteeringHooks:
+    """What steers the layers of all stages now."""
+
+    def __init__(self, stages: Sequence[Any]) -> None:
+        self._stages = tuple(stages)
+        self._handles: list[Any] = []
+        self.steering = Steering()
+
+    def change(self, steering: Steering) -> None:
+        """From now on forwards are steered so. Raises StageFailed; then all is as before."""
+        if steering.digest == self.steering.digest:
+            return
+        hooks = []
+        for stage in self._stages:
+            try:
+                hooks += hook_layers(stage, steering)
+            except Exception as error:
+                raise StageFailed(stage.index, "steering", error) from error
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [module.register_forward_hook(hook) for module, hook in hooks]
+        self.steering = steering
 
 
 def _adder(direction: torch.Tensor) -> Callable[..., Any]:

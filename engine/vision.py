@@ -182,5 +182,18 @@ class ImageReading:
         return torch.from_numpy(np.concatenate(parts, axis=1)).unsqueeze(1), offset
 
 
+def reading_of(
+    images: Sequence[PromptImage], tower: VisionTower | None, start: int, end: int, offset: PositionOffset
+) -> ImageReading | None:
+    """Of the pictures that reach into `[start, end)`; None if none does. Raises ValueError without a tower to read
+    them, and as `ImageReading`."""
+    ahead = [image for image in images if image.stop > start and image.start < end]
+    if not ahead:
+        return None
+    if tower is None:
+        raise ValueError("there are images and no vision tower to read them")
+    return ImageReading(tower, ahead, start, end, offset)
+
+
 def _text(first: int, last: int) -> npt.NDArray[np.int64]:
     return np.broadcast_to(np.arange(first, last), (3, max(0, last - first)))

@@ -177,9 +177,9 @@ def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -
     limit = (weights + rows + fixed) / read_speed
     runs = [decode_seconds(lane, devices, 80) for _ in range(3)]
     recorded = statistics.median(runs)
-    graph, session._decode_graph = session._decode_graph, None
+    graph, session._forward.decode_graph = session._forward.decode_graph, None
     library = decode_seconds(lane, devices, 4)
-    session._decode_graph = graph
+    session._forward.decode_graph = graph
     return {
         "position": position,
         "recorded": graph is not None,
@@ -220,7 +220,7 @@ async def measure(
     figures["row_bytes"] = engine.info.layout.row_bytes
     figures["fixed_bytes"] = engine.info.layout.fixed_bytes
     figures["kernels"] = {
-        "few": bool(engine._session._dense),
+        "few": bool(engine._session._forward.dense),
         "flash_linear_attention": importlib.util.find_spec("fla") is not None,
     }
     figures["weights_gib"] = [torch.cuda.memory_allocated(device) / GIB for device in devices]

@@ -131,15 +131,15 @@ def test_recorded_decoding_is_not_used_while_steered(bank: SteeringBank, monkeyp
     session = tiny_session(1)
     used: list[int] = []
 
-    def recorded(_graph: Any, token: int) -> torch.Tensor:
+    def recorded(token: int, position: int, _offset: int) -> torch.Tensor:
+        assert position == session.position
         used.append(token)
-        session._position += 1
         return torch.zeros(1)
 
     dense = [DenseStage(*pair, session.config) for pair in zip(session.stages, session._caches, strict=True)]
-    monkeypatch.setattr(session, "_decode_graph", object())
-    monkeypatch.setattr(session, "_dense", dense)
-    monkeypatch.setattr(session, "_step_recorded", recorded)
+    monkeypatch.setattr(session._forward, "decode_graph", object())
+    monkeypatch.setattr(session._forward, "dense", dense)
+    monkeypatch.setattr(session._forward, "step_recorded", recorded)
     session.step(1)
     session.steer(bank.select(None))
     assert session.step(2).shape != (1,)

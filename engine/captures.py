@@ -1,0 +1,34 @@
+"""The captures that go on beside what the engine computes next."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.copies import CaptureInFlight
+
+
+class CapturesUnderWay:
+    """Those whose rows must not be overwritten yet."""
+
+    def __init__(self) -> None:
+        self._captures: list[CaptureInFlight] = []
+
+    def add(self, capture: CaptureInFlight) -> None:
+        """From now on no row of `capture` is overwritten before it is copied."""
+        self._forget_done()
+        self._captures.append(capture)
+
+    def before_write(self, stage: int, stream: torch.cuda.Stream, start: int, stop: int) -> None:
+        """Makes `stream` wait until rows `[start, stop)` of `stage` may be overwritten. The host waits for nothing."""
+        self._forget_done()
+        for capture in self._captures:
+            capture.free_rows(stage, stream, start, stop)
+
+    def any(self) -> bool:
+        """Whether a capture is under way."""
+        self._forget_done()
+        return bool(self._captures)
+
+    def _forget_done(self) -> None:
+        if self._captures:
+            self._captures = [each for each in self._captures if not each.is_done]

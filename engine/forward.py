@@ -1,0 +1,184 @@
+"""One forward through all stages: by the library's code, or by few kernels where the model is made for them.
+
+ids -> | stage 0 | -> hidden -> | stage 1 | -> hidden -> | head | -> logits
+           rows                     rows
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.arena import StageArena
+from engine.cache import StageCache
+from engine.captures import CapturesUnderWay
+from engine.decode_graph import DecodeGraph, record_decoding
+from engine.dense import DenseStage, no_recording, refusal
+from engine.draft import Choose, DraftHead
+from engine.errors import EngineError, StageFailed
+from engine.handoff import HandOff
+from engine.stages import Stage
+from engine.vision import NO_IMAGES, ChunkImages
+
+log = logging.getLogger("parkd.engine")
+
+
+class ModelForward:
+    """Writes rows and moves fixed state on, and knows no position: whoever calls commits, or goes back.
+
+    Nothing is written over rows that one of `captures` has yet to copy.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        arenas: Sequence[StageArena],
+        caches: Sequence[StageCache],
+        config: Any,
+        captures: CapturesUnderWay,
+        draft: DraftHead | None,
+        *,
+        peer_access: bool = True,
+    ) -> None:
+        """Without `peer_access` cards hand hidden states on through main memory."""
+        self._stages = tuple(stages)
+        self._arenas = tuple(arenas)
+        self._caches = tuple(caches)
+        self._config = config
+        self._captures = captures
+        self._draft = draft
+        self._handoffs = [
+            HandOff(one.device, other.device, peer_access=peer_access) for one, other in pairwise(self._stages)
+        ]
+        self.decode_graph: DecodeGraph | None = None
+        """None: every token goes through `run`."""
+        self.dense: Sequence[DenseStage] = ()
+
+    def record(self, progress: Callable[[str, float], None] | None = None) -> bool:
+        """Records decoding and takes the kernels from now on, each where that is possible. Overwrites rows.
+
+        False if nothing was tried, because of what the model or the devices are.
+        """
+        reason = no_recording(self._config, self._stages)
+        if self._draft is not None:
+            reason = "the draft head reads hidden states, which recorded decoding leaves out"
+        if reason is not None:
+            log.info("decoding is not recorded: %s", reason)
+            return False
+        if (reason := refusal(self._config, self._stages, self._arenas)) is not None:
+            log.info("the library's own forward is used: %s", reason)
+        is_dense = reason is None
+        self.decode_graph = record_decoding(
+            self._config, self._stages, self._caches, self._handoffs, progress, dense=is_dense
+        )
+        if is_dense and self.decode_graph is not None:
+            self.dense = [DenseStage(*pair, self._config) for pair in zip(self._stages, self._caches, strict=True)]
+        return True
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether what was recorded stands for the layers as they are now."""
+        return self.decode_graph is not None and not self._has_hooks
+
+    @property
+    def _has_hooks(self) -> bool:
+        return any(stage.has_hooks for stage in self._stages)
+
+    def run(
+        self, token_ids: npt.NDArray[np.int64], position: int, doing: str, images: ChunkImages = NO_IMAGES
+    ) -> torch.Tensor:
+        """Hidden states `[1, q, hidden]` of the last stage for `[position, position + q)`.
+
+        `doing` is `prefill` or `decode`. Raises StageFailed; then some layers have moved on and others have not.
+        """
+        flow = ids = torch.from_numpy(token_ids).unsqueeze(0)
+        stop = position + len(token_ids)
+        dense = (
+            bool(self.dense) and not self._has_hooks and doing == "prefill"
+        )  # Which leaves the last layer's output out.
+        with torch.inference_mode():
+            for stage, cache in zip(self._stages, self._caches, strict=True):
+                try:
+                    if stage.index:
+                        flow = self._handoffs[stage.index - 1](flow)
+                    self._before_write(stage, position, stop)
+                    if dense:
+                        flow = self.dense[stage.index].forward(flow, position)
+                    else:
+                        flow = stage.forward(flow, cache, position, images, ids)
+                except EngineError:
+                    raise
+                except Exception as error:
+                    raise StageFailed(stage.index, doing, error) from error
+            if self._draft is not None:
+                try:
+                    self._draft.read(token_ids, position, flow, images)
+                except Exception as error:
+                    raise StageFailed(len(self._stages) - 1, "draft", error) from error
+        return flow
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 `[q, vocab]` of what follows. Raises StageFailed."""
+        try:
+            with torch.inference_mode():
+                return self._stages[-1].every_logits(hidden)
+        except Exception as error:
+            raise StageFailed(len(self._stages) - 1, "decode", error) from error
+
+    def step_recorded(self, token_id: int, position: int, offset: int) -> torch.Tensor:
+        """One token through the recorded graphs; float32 `[vocab]`. `offset` is that of rotary positions. Raises
+        StageFailed."""
+        assert self.decode_graph is not None, "nothing was recorded"
+        try:
+            for stage in self._stages:
+                self._before_write(stage, position, position + 1)
+            with torch.inference_mode():
+                return self.decode_graph.step(token_id, position, offset)
+        except Exception as error:
+            raise StageFailed(len(self._stages) - 1, "decode", error) from error
+
+    def guess(self, draft: DraftHead, token_id: int, position: int, count: int, choose: Choose) -> list[int]:
+        """The head's guesses of what follows a token at `position`. Raises StageFailed."""
+        self._before_write(self._stages[-1], position, position + count)
+        try:
+            with torch.inference_mode():
+                return draft.guess(token_id, position, count, choose)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise StageFailed(len(self._stages) - 1, "draft", error) from error
+
+    def _before_write(self, stage: Stage, start: int, stop: int) -> None:
+        if stage.device.type == "cuda":
+            self._captures.before_write(stage.index, torch.cuda.current_stream(stage.device), start, stop)
+
+
+class ChunksUnderWay:
+    """Lets at most one chunk a stage be under way on CUDA, so that cancelling takes effect soon."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._device = stages[-1].device
+        self._most = len(stages)
+        self._running: deque[torch.cuda.Event] = deque()
+
+    def add(self) -> None:
+        """A chunk was queued. Waits for the earliest if there are too many."""
+        if self._device.type != "cuda":
+            return
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._running.append(event)
+        if len(self._running) > self._most:
+            self._running.popleft().synchronize()
+
+    def wait(self) -> None:
+        """Until all are done."""
+        while self._running:
+            self._running.popleft().synchronize()
