@@ -92,8 +92,10 @@ class Decoder:
         said: list[int] = []
         try:
             self._check(guesses, logits, allowed, said)
-        finally:
-            session.truncate(start + max(1, len(said)))
+        except BaseException:
+            session.truncate(start + 1)  # nobody has heard what was found until then
+            raise
+        session.truncate(start + len(said))
         return said
 
     def _check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -358,6 +359,32 @@ def test_a_grammar_holds_for_every_token(settings: dict[str, Any]) -> None:
         assert [token % 3 for token in answers[-1]] == [index % 3 for index in range(20)]
     if "temperature" not in settings:
         assert answers[0] == answers[1]
+
+
+@EVERY_FAMILY
+def test_a_grammar_that_fails_in_mid_step_leaves_what_was_heard(family: str) -> None:
+    """Tokens that held before it failed were never said: their state would be of no known tokens."""
+    session, ids = drafting_session(family, echo=True), prompt_ids(3)
+
+    class Fails(EveryThird):
+        def __init__(self, at: int) -> None:
+            super().__init__()
+            self.at = at
+
+        def accept(self, token_id: int) -> None:
+            super().accept(token_id)
+            if len(self.said) == self.at:
+                raise RuntimeError("past its limits")
+
+    for failing in (2, 3, 4, 6):
+        session.reset()
+        session.extend(ids[:-1])
+        heard: list[int] = []
+        mask = Fails(failing)
+        tokens = decoder(session, ids, mask=mask).tokens(int(ids[-1]))
+        with pytest.raises(RuntimeError, match="past its limits"):
+            deque(map(heard.append, tokens), maxlen=0)
+        assert PROMPT <= session.position <= PROMPT + len(heard)
 
 
 def test_nothing_is_checked_behind_an_end_token() -> None:
