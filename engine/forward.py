@@ -70,7 +70,8 @@ class ModelForward:
         if self._draft is not None:
             reason = "the draft head reads hidden states, which recorded decoding leaves out"
         if reason is not None:
-            log.info("decoding is not recorded: %s", reason)
+            if any(stage.device.type == "cuda" for stage in self._stages):  # on a CPU nobody expects it
+                log.info("decoding is not recorded: %s", reason)
             return False
         if (reason := refusal(self._config, self._stages, self._arenas)) is not None:
             log.info("the library's own forward is used: %s", reason)

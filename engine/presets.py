@@ -100,7 +100,7 @@ def preset_config(model: str) -> Any:
     name = model.removeprefix(PREFIX)
     preset = PRESETS.get(name)
     if preset is None:
-        raise ModelLoadError(f"There is no random model {name!r}; these are: {', '.join(PRESETS)}.")
+        raise ModelLoadError(f"There is no random model {name!r}; these are: {', '.join(sorted(PRESETS))}.")
     ids = {"bos_token_id": None, "eos_token_id": SPECIAL_TOKENS.index(END_TOKEN), "pad_token_id": None}
     if "text_config" in preset.settings:
         text = {**preset.settings["text_config"], **ids}

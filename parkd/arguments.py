@@ -16,7 +16,9 @@ Every flag is also a variable (--ctx-size is PARKD_CTX_SIZE) and a key of the TO
 (ctx-size = 8192). A flag wins over a variable, a variable over the file. What stands in brackets is the default.
 
 `parkd serve` is the same as `parkd`. `parkd demo` starts a server, parks and restores a conversation, prints a table.
-`parkd forget` removes conversations from a park directory: see `parkd forget --help`.
+`parkd plan` says what the parking budget holds of a model, without loading its weights, and takes the same flags.
+`parkd replay` runs a recorded trace through the store, without a model; `parkd forget` removes conversations from a
+park directory. Both have flags of their own: `parkd replay --help`, `parkd forget --help`.
 """
 
 COMMANDS = ("serve", "demo", "plan")
@@ -89,7 +91,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="parkd",
-        usage="parkd [serve | demo] [flags]",
+        usage="parkd [serve | plan | demo] [flags], or parkd {replay | forget} --help",
         description="Serves one model to many conversations, and gives each its state back when it returns.",
         epilog=_EPILOG,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),

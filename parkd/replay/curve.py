@@ -73,7 +73,7 @@ def plot(path: Path, title: str, results: Sequence[ReplayResult], bounds: Mappin
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot needs matplotlib; install it with: pip install 'parkd[plot]'") from None
+        raise ConfigError("--plot needs matplotlib; install it with: pip install matplotlib") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     over_disk = len({result.disk_bytes for result in results}) > 1

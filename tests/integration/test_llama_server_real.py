@@ -11,7 +11,7 @@ import pytest
 from benchmarks.chat import Answer, ask
 from benchmarks.servers import Server, demo_model, free_port, sidecar_server, upstream_server
 
-pytest.importorskip("xllamacpp", reason="pip install 'parkd[bench]'")
+pytest.importorskip("xllamacpp", reason="pip install '.[bench]'")
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONTEXT_TOKENS = 1024

@@ -112,10 +112,24 @@ def test_the_demo_model_is_the_weights_file_of_its_package(tmp_path: Path, monke
     assert cli.find_model(load({"model": "owner/name"}, {}).model) == ("owner/name", False)
 
 
+@pytest.mark.parametrize("model", ["/no/such/model", "./weights", "~/no-such-model", "folder/weights.gguf"])
+def test_a_path_that_leads_nowhere_is_told_in_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--model", model]) == 2
+    assert capsys.readouterr() == ("", f"parkd: --model {model}: there is no such file or directory\n")
+
+
+def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    for command in ("serve", "plan", "demo", "replay", "forget"):
+        assert f"`parkd {command}" in shown
+
+
 def test_a_taken_port_is_refused_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert cli.main(["--model", "/no/such/model", "--port", str(port)]) == 2
+        assert cli.main(["--model", "owner/name", "--port", str(port)]) == 2
     error = capsys.readouterr().err
     assert f"port {port}" in error
     assert "--port" in error
