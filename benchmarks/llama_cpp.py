@@ -1,144 +1,210 @@
-"""llama.cpp's own server, and parkd with llama.cpp in process, on one model: what switching costs, and plain speed.
+"""llama.cpp five ways, on one model: what comes back after another conversation and after a restart, and plain speed.
 
-python -m benchmarks.llama_cpp [--model FILE.gguf] [--words 250] [--context 4096]
+python -m benchmarks.llama_cpp [--tokens N] [--repeats N] [--without-others]
 
-One server after the other: A1, B1, A2 after B, a branch of A, an edited last message, and A2 once more after the server
-was stopped and started (parkd with a park directory). Greedy answers; those of A are compared with what the same server
-says without interruption. Writes benchmarks/results/llama_cpp-NAME.json.
+Its own server with its cache in memory; parkd with the library in process; parkd before the same server; `hearth-llm`
+and `stillwarm` before the same server. On SmolLM2 and on a tiny hybrid of random weights. Needs parkd[bench,llama-cpp].
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import runpy
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.chat import Answer, ask
-from benchmarks.common import REPOSITORY, commit, machine
-from benchmarks.servers import Server, _free_port, _running, demo_model
+from benchmarks.common import REPOSITORY, Goal, Result, Table, finish, machine, progress
+from benchmarks.llama_peers import StillwarmRows, hearth_server, install
+from benchmarks.llama_server import CONTEXT_TOKENS, Rows, after, conversation, edited, opening, turns
+from benchmarks.llama_speed import Speed, speed
+from benchmarks.servers import Server, demo_model, free_port, peer_server, running, sidecar_server, upstream_server
 
-Messages = list[dict[str, str]]
-Start = Callable[[str], contextlib.AbstractContextManager[Server]]
-"""Starts a server; the name is of the folder where it may park."""
-OUTPUT_TOKENS = 24
-RAM_MIB = 1024
-THREADS = 2
+CACHE_MIB = 1024
+DISK_MIB = 4096
+SPEED_GOAL = 0.98
+TINY = REPOSITORY / "tests" / "integration" / "tiny_gguf.py"
 
-
-def opening(name: str, words: int) -> Messages:
-    text = " ".join(f"{name}{number}" for number in range(words))
-    return [{"role": "system", "content": "You are brief."}, {"role": "user", "content": f"{text}. Sum it up."}]
+Start = Callable[[], contextlib.AbstractContextManager[Server]]
 
 
-def turn(messages: Messages, answer: str, question: str) -> Messages:
-    return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+@dataclass
+class Compared:
+    """All ways of serving one model, each with the one that says what is right."""
 
-
-@contextlib.contextmanager
-def parkd(model: Path, context: int, park_dir: Path, cache_mib: int = RAM_MIB) -> Iterator[Server]:
-    port = _free_port()
-    flags = {"engine": "llama.cpp", "model": model, "ctx-size": context, "threads": THREADS, "port": port}
-    flags |= {"conversation-cache-mib": cache_mib}
-    if cache_mib:
-        flags |= {"conversation-cache-disk-mib": 4096, "park-dir": park_dir}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "parkd", *words]
-    with _running("parkd, llama.cpp in process", command, port, None) as server:
-        yield server
+    title: str
+    served: list[tuple[Rows, Rows]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
-def plain(model: Path, context: int) -> Iterator[Server]:
-    port = _free_port()
-    command = [sys.executable, "-m", "benchmarks.peer_server", str(model), str(port), str(context), str(RAM_MIB)]
-    with _running("llama.cpp's server", command, port, THREADS) as server:
-        yield server
-
-
-def steps(start: Start, words: int) -> dict[str, dict[str, object]]:
-    a1, b1 = opening("a", words), opening("b", words)
-    seen: dict[str, tuple[Messages, Answer]] = {}
-
-    def step(server: Server, name: str, messages: Messages) -> Answer:
-        answer = ask(server.base_url, messages, output_tokens=OUTPUT_TOKENS)
-        seen[name] = (messages, answer)
-        return answer
-
-    with start("one") as server:
-        first = step(server, "A1 cold", a1)
-        step(server, "B1 cold", b1)
-        a2 = turn(a1, first.text, "And the second half?")
-        step(server, "A2 after B", a2)
-        step(server, "B1 again", b1)
-        step(server, "branch of A after B", turn(a1, first.text, "Say it in other words."))
-        step(server, "A, last message edited", turn(a1, first.text, "And the first half?"))
-    with start("one") as server:
-        step(server, "A2 after a restart", a2)
-    with start("other") as server:  # what an uninterrupted conversation says
-        alone = [ask(server.base_url, messages, output_tokens=OUTPUT_TOKENS) for messages in (a1, a2)]
-    equal = {"A1 cold": alone[0].text, "A2 after B": alone[1].text, "A2 after a restart": alone[1].text}
-    return {
-        name: {
-            "first_token_s": round(answer.first_token_s, 3),
-            "reused_tokens": answer.reused_tokens,
-            "prompt_tokens": answer.prompt_tokens,
-            "equals_uninterrupted": answer.text == equal[name] if name in equal else None,
-        }
-        for name, (_, answer) in seen.items()
+def in_process(model: Path, park_dir: Path | None) -> Iterator[Server]:
+    port = free_port()
+    flags: dict[str, object] = {
+        "engine": "llama.cpp",
+        "model": model,
+        "ctx-size": CONTEXT_TOKENS,
+        "port": port,
+        "host": "127.0.0.1",
     }
+    flags |= {"conversation-cache-mib": CACHE_MIB if park_dir else 0}
+    if park_dir:
+        flags |= {"conversation-cache-disk-mib": DISK_MIB, "park-dir": park_dir}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    with running("parkd, llama.cpp in process", [sys.executable, "-m", "parkd", "serve", *words], port) as server:
+        yield server
 
 
-def speed(server: Server, words: int, runs: int) -> dict[str, float]:
-    """Tokens a second, medians: reading a prompt that is new each time, and decoding."""
-    read, decoded = [], []
-    for number in range(runs):
-        answer = ask(server.base_url, opening(f"s{number}x", words), output_tokens=64)
-        read.append(answer.prompt_tokens / answer.first_token_s)
-        if answer.output_tokens > 1:
-            decoded.append((answer.output_tokens - 1) / (answer.total_s - answer.first_token_s))
-    return {"read_tokens_per_s": statistics.median(read), "decode_tokens_per_s": statistics.median(decoded or [0.0])}
+def rows_of(rows: Rows, start: Start, tokens: int) -> Rows:
+    """What is asked of each: everything, then the next turn once the server was stopped and started."""
+    with start() as server:
+        a, said = conversation(rows, server, tokens)
+    with start() as server:
+        rows.ask(server, "A2 after a restart", after(a, said, "And last?"))
+    return rows
+
+
+def never_left(name: str, start: Start, tokens: int) -> Rows:
+    """The same turns of A where nothing comes between."""
+    rows = Rows(name)
+    a = opening("alpha", tokens)
+    with start() as server:
+        said = rows.ask(server, "A cold", a).text
+        rows.ask(server, "A2 after B", after(a, said, "And then?"))
+        rows.ask(server, "branch of A", after(a, said, "Say it in other words."))
+        rows.ask(server, "A, last message edited", edited(a))
+        rows.ask(server, "A2 after a restart", after(a, said, "And last?"))
+    return rows
+
+
+def compare(title: str, model: Path, tokens: int, folder: Path, others: Path | None) -> Compared:
+    compared = Compared(title)
+    sizes: dict[str, Any] = {"context_tokens": CONTEXT_TOKENS, "model": model}
+
+    def plain(cache_mib: int) -> Start:
+        return lambda: peer_server(cache_ram_mib=cache_mib, **sizes)
+
+    def behind(name: str, front: Callable[[Server, Path], contextlib.AbstractContextManager[Server]]) -> Start:
+        slots = folder / name
+        slots.mkdir()
+
+        @contextlib.contextmanager
+        def start() -> Iterator[Server]:
+            with upstream_server(slots, **sizes) as upstream, front(upstream, slots) as server:
+                yield server
+
+        return start
+
+    right = never_left("llama-server", plain(0), tokens)
+    compared.served.append((rows_of(Rows("llama-server, --cache-ram"), plain(CACHE_MIB), tokens), right))
+    right_here = never_left("parkd, nothing parked", lambda: in_process(model, None), tokens)
+    here = rows_of(Rows("parkd, in process"), lambda: in_process(model, folder / "park"), tokens)
+    compared.served.append((here, right_here))
+    sidecar = behind("sidecar", lambda upstream, slots: sidecar_server(upstream.base_url, slots))
+    compared.served.append((rows_of(Rows("parkd, before llama-server"), sidecar, tokens), right))
+    if others is None:
+        return compared
+    hearth = behind("hearth", lambda upstream, slots: hearth_server(upstream, slots, others))
+    warm = behind("stillwarm", lambda upstream, _slots: contextlib.nullcontext(upstream))
+    stillwarm = StillwarmRows("stillwarm", folder / "stillwarm", model, CONTEXT_TOKENS)
+    for rows, start in ((Rows("hearth-llm"), hearth), (stillwarm, warm)):
+        try:
+            compared.served.append((rows_of(rows, start, tokens), right))
+        except (Exception, SystemExit) as error:  # theirs is not ours to mend: what they said is the row
+            compared.notes.append(f"{rows.name} on {title} stopped: {str(error).splitlines()[0][:200]}")
+            compared.served.append((rows, right))
+    return compared
+
+
+def goals(measured: Speed, compared: list[Compared]) -> list[Goal]:
+    bound, found = f">= {SPEED_GOAL}", []
+    for what, share in (("reading", measured.read_share), ("decoding", measured.decode_share)):
+        found.append(Goal(f"{what} in process against the library alone", bound, f"{share:.3f}", share >= SPEED_GOAL))
+    for each in compared:
+        for rows, right in each.served:
+            if rows.name.startswith("parkd"):
+                wrong = [what for what, answer in right.answers.items() if rows.answers[what].text != answer.text]
+                total = len(right.answers)
+                claim = f"{each.title}: answers of {rows.name} are those of a conversation never left"
+                found.append(Goal(claim, "all", f"{total - len(wrong)} of {total}", not wrong))
+    return found
+
+
+def raw(compared: list[Compared], measured: Speed) -> dict[str, Any]:
+    everything = {
+        each.title: {
+            rows.name: {what: vars(answer) for what, answer in rows.answers.items()}
+            for pair in each.served
+            for rows in pair
+        }
+        for each in compared
+    }
+    return {"turns": everything, "speed": measured.raw}
+
+
+def speed_table(measured: Speed) -> Table:
+    lines = [(name, f"{read:.1f}", f"{decoded:.1f}") for name, read, decoded in measured.lines()]
+    return Table("SmolLM2: tokens a second, medians", ("what computes", "reading", "decoding"), tuple(lines))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--words", type=int, default=250)
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--runs", type=int, default=3)
-    given = parser.parse_args()
-    model = given.model or demo_model()
-    result: dict[str, object] = {
-        "model": model.stem,
-        "commit": commit(),
-        "machine": machine(),
-        "steps": {},
-        "speed": {},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        kinds: dict[str, Start] = {
-            "llama.cpp server": lambda _: plain(model, given.context),
-            "parkd": lambda name: parkd(model, given.context, Path(folder) / name),
-        }
-        for name, start in kinds.items():
-            result["steps"][name] = steps(start, given.words)
-        for name, start in kinds.items():
-            with start("speed") as server:
-                result["speed"][name] = speed(server, given.words, given.runs)
-    path = REPOSITORY / "benchmarks" / "results" / f"llama_cpp-{model.stem.lower()}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    for name, table in result["steps"].items():
-        for step, row in table.items():
-            print(
-                f"{name:18} {step:24} {row['first_token_s']:8.3f} s  {row['reused_tokens']:5}/{row['prompt_tokens']:5} "
-                f"{row['equals_uninterrupted']}"
-            )
-    print(json.dumps(result["speed"], indent=1))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=600, help="length of conversation A's opening, about")
+    parser.add_argument("--repeats", type=int, default=5, help="of the measurement of plain speed")
+    parser.add_argument("--without-others", action="store_true", help="neither install nor run the tools of others")
+    options = parser.parse_args()
+    started, begun = machine(), time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        others = folder / "others"
+        why_not = "not asked for" if options.without_others else install(others)
+        measured = speed(demo_model(), folder / "digests", min(512, options.tokens), options.repeats)
+        tiny = folder / "tiny.gguf"
+        runpy.run_path(str(TINY))["write_tiny_hybrid"](tiny)
+        compared = []
+        # A byte is a token of the hybrid: its openings are shorter texts.
+        for title, model, tokens in (
+            ("SmolLM2", demo_model(), options.tokens),
+            ("tiny hybrid", tiny, options.tokens // 2),
+        ):
+            park = folder / title.replace(" ", "-")
+            park.mkdir()
+            compared.append(compare(title, model, tokens, park, None if why_not else others))
+    notes = [note for each in compared for note in each.notes]
+    if why_not:
+        notes.append(f"hearth-llm and stillwarm are not in the tables: {why_not}.")
+    notes.append("stillwarm does not stream: its time is its restore plus what the server says it read for.")
+    result = Result(
+        name="llama_cpp",
+        title="llama.cpp: in process, behind parkd, alone, and behind others",
+        how=(
+            f"SmolLM2-135M-Instruct Q4_1 and a tiny hybrid (Qwen3.5's kind, random weights, {tiny_tokens(compared)}), "
+            f"one slot of {CONTEXT_TOKENS} tokens, f16 keys and values, greedy, on the CPU. The server is that of the "
+            f"xllamacpp wheel, the library in process that of llama-cpp-python: two builds. Equal: to the same turn "
+            f"where nothing came between, of the same build. Speed: the engine and a bare loop over the same library, "
+            f"in turns."
+        ),
+        tables=[*(turns(each.title, each.served) for each in compared), speed_table(measured)],
+        goals=goals(measured, compared),
+        notes=notes,
+        raw=raw(compared, measured),
+    )
+    progress(
+        f"took {time.monotonic() - begun:.0f} s; median of the reading with the callback: {measured.read_share:.3f}"
+    )
+    finish(result, started)
     return 0
+
+
+def tiny_tokens(compared: list[Compared]) -> str:
+    cold = statistics.median(rows.answers["A cold"].prompt_tokens for rows, _ in compared[-1].served if rows.answers)
+    return f"whose tokens are bytes: A is {cold:,.0f} of them"
 
 
 if __name__ == "__main__":

@@ -41,6 +41,11 @@ def after(messages: Messages, answer: str, question: str) -> Messages:
     return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
 
 
+def edited(messages: Messages) -> Messages:
+    """An opening that ends otherwise."""
+    return [{"role": "user", "content": messages[0]["content"].replace("What is it about?", "How long is it?")}]
+
+
 @dataclass
 class Rows:
     """Answers of one way of serving, by what was asked."""
@@ -49,11 +54,14 @@ class Rows:
     answers: dict[str, Answer] = field(default_factory=dict)
 
     def ask(self, server: Server, what: str, messages: Messages) -> Answer:
-        answer = ask(server.base_url, messages, output_tokens=OUTPUT_TOKENS)
+        answer = self.send(server, messages)
         progress(f"{self.name}: {what}: {answer.reused_tokens} of {answer.prompt_tokens}, {answer.first_token_s:.2f} s")
         self.answers[what] = answer
         time.sleep(0.5)  # what is parked behind the reply is not measured here
         return answer
+
+    def send(self, server: Server, messages: Messages) -> Answer:
+        return ask(server.base_url, messages, output_tokens=OUTPUT_TOKENS)
 
 
 def conversation(rows: Rows, server: Server, tokens: int) -> tuple[Messages, str]:
@@ -63,8 +71,7 @@ def conversation(rows: Rows, server: Server, tokens: int) -> tuple[Messages, str
     rows.ask(server, "B cold", b)
     rows.ask(server, "A2 after B", after(a, said, "And then?"))
     rows.ask(server, "branch of A", after(a, said, "Say it in other words."))
-    edited = [{"role": "user", "content": a[0]["content"].replace("What is it about?", "How long is it?")}]
-    rows.ask(server, "A, last message edited", edited)
+    rows.ask(server, "A, last message edited", edited(a))
     rows.ask(server, "B again", b)
     return a, said
 
@@ -180,14 +187,19 @@ def main() -> None:
 
 def turns_table(rows: list[Rows]) -> Table:
     cold, *served = rows
+    return turns("Turns", [(row, cold) for row in served])
+
+
+def turns(title: str, served: list[tuple[Rows, Rows]]) -> Table:
+    """Each way of serving beside the one whose conversations are never left, which says what is right."""
     lines = []
-    for row in served:
+    for row, cold in served:
         for what, answer in row.answers.items():
             reference = cold.answers.get(what)
             same = "" if reference is None else "yes" if reference.text == answer.text else "no"
             reused = f"{answer.reused_tokens:,} of {answer.prompt_tokens:,}"
             lines.append((row.name, what, f"{answer.first_token_s:.2f}", reused, same))
-    return Table("Turns", ("server", "turn", "s to first token", "reused", "equal"), tuple(lines))
+    return Table(title, ("server", "turn", "s to first token", "reused", "equal"), tuple(lines))
 
 
 def overhead_table(times: dict[str, list[float]]) -> Table:

@@ -79,28 +79,34 @@ def parkd_server(
     ]
     command = [sys.executable, "-m", "parkd", *arguments]
     port = free_port()
-    with _running(name, [*command, "--port", str(port)], port, threads) as server:
+    with running(name, [*command, "--port", str(port)], port, threads) as server:
         yield server
 
 
 @contextlib.contextmanager
-def peer_server(*, cache_ram_mib: int, context_tokens: int, threads: int | None = None) -> Iterator[Server]:
+def peer_server(
+    *, cache_ram_mib: int, context_tokens: int, threads: int | None = None, model: Path | None = None
+) -> Iterator[Server]:
     port = free_port()
-    arguments = [str(demo_model()), str(port), str(context_tokens), str(cache_ram_mib)]
-    with _running("llama.cpp", [sys.executable, "-m", "benchmarks.peer_server", *arguments], port, threads) as server:
+    arguments = [str(model or demo_model()), str(port), str(context_tokens), str(cache_ram_mib)]
+    with running("llama.cpp", [sys.executable, "-m", "benchmarks.peer_server", *arguments], port, threads) as server:
         yield server
 
 
 @contextlib.contextmanager
 def upstream_server(
-    slot_dir: Path, *, context_tokens: int, slots: int = 1, port: int | None = None, threads: int | None = None
+    slot_dir: Path,
+    *,
+    context_tokens: int,
+    slots: int = 1,
+    port: int | None = None,
+    threads: int | None = None,
+    model: Path | None = None,
 ) -> Iterator[Server]:
     """The same server as parkd wants it before itself. `context_tokens` is a slot's."""
     port = port or free_port()
-    arguments = [str(demo_model()), str(port), str(context_tokens * slots), "0", str(slot_dir), str(slots)]
-    with _running(
-        "llama-server", [sys.executable, "-m", "benchmarks.peer_server", *arguments], port, threads
-    ) as server:
+    arguments = [str(model or demo_model()), str(port), str(context_tokens * slots), "0", str(slot_dir), str(slots)]
+    with running("llama-server", [sys.executable, "-m", "benchmarks.peer_server", *arguments], port, threads) as server:
         yield server
 
 
@@ -112,14 +118,16 @@ def sidecar_server(
     port = port or free_port()
     command = [sys.executable, "-m", "parkd", "--upstream", upstream_url, "--slot-save-path", str(slot_dir)]
     command += ["--conversation-cache-disk-mib", str(disk_mib), "--port", str(port)]
-    with _running("parkd", command, port) as server:
+    with running("parkd", command, port) as server:
         yield server
 
 
 @contextlib.contextmanager
-def _running(name: str, command: list[str], port: int, threads: int | None = None) -> Iterator[Server]:
-    """`threads` bounds what the server computes with; None leaves it all cores."""
-    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+def running(
+    name: str, command: list[str], port: int, threads: int | None = None, environment: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """`threads` bounds what the server computes with; None: all cores. `environment` adds to this process's."""
+    environment = {**os.environ, **(environment or {}), **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         # A benchmark that is told to end takes its servers with it.

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parkd import arguments
-from parkd.cli.model import MemoryShare, find_model
+from parkd.cli.model import MemoryShare, choose_engine, find_model
 from parkd.config import Config, ModelConfig, load
-from parkd.errors import ModelError
+from parkd.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from engine.plan import WeightlessModel
@@ -22,6 +22,14 @@ def plan(config: Config) -> int:
     from parkd.cli.compose import store_config_of
     from parkd.types import StageLayout
 
+    model, is_demo = find_model(config.model)
+    engine, why = choose_engine(config.model, model, is_demo=is_demo)
+    if engine != "torch":
+        raise ConfigError(
+            f"plan knows the torch engine's sizes only, and this would run on {engine}, since {why}. What a token of "
+            f"state takes there is told by the library once it has the model: parkd's start-up lines say it. "
+            f"--engine torch plans for torch."
+        )
     model, known = weightless(config.model)
     stages = (StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in known.stages)
     store_config = store_config_of(config, MemoryShare(config.cache.budget_bytes))

@@ -15,6 +15,9 @@ from tiny_gguf import CHATML, write_tiny_hybrid
 GEMMA_VARIABLE = "PARKD_TEST_GEMMA_GGUF"
 """A gemma-3-270m file: the only case with sliding windows, and too large to fetch for every run."""
 
+BATCH = 128
+"""Tokens; small, so that short prompts have several."""
+
 
 def model_file(name: str, folder: Path) -> Path:
     """Skips the test where the model is not at hand."""
@@ -43,7 +46,7 @@ def loaded(name: str, folder: Path, **options) -> Iterator:
     if name == "gemma":  # a base model: it has none
         template = folder / "chatml.jinja"
         template.write_text(CHATML)
-    settings = {"context_tokens": 2048, "threads": 1, "batch_tokens": 128, "chat_template_file": template, **options}
+    settings = {"context_tokens": 2048, "threads": 1, "batch_tokens": BATCH, "chat_template_file": template, **options}
     engine = LlamaCppEngine.load(LlamaCppConfig(model_file(name, folder), folder / "cache", **settings))
     try:
         yield engine

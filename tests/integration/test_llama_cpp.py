@@ -7,14 +7,15 @@ where the file is named, on sliding windows.
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import anyio
 import disk_harness
 import numpy as np
 import pytest
-from api_harness import MIB, Running, body_of, running
-from llama_cpp_kit import left_by, loaded, opening, turn_after
+from api_harness import MIB, Running, body_of, running, until
+from llama_cpp_kit import BATCH, left_by, loaded, opening, turn_after
 
 from parkd.errors import EngineFailure
 from parkd.types import SamplingParams
@@ -61,11 +62,11 @@ async def test_a_b_a_resumes_at_the_end_of_the_answer(engine) -> None:
         second = await server.chat(a2, max_tokens=6)
         assert (second.cache, second.reused) == ("restored-ram", left_by(server, a1, 6))
         await server.chat(opening("b"), max_tokens=6)
-        other = await server.chat(turn_after(a1, first.text, "Something else."), max_tokens=6)
-        assert other.cache == "restored-ram"
-        assert other.reused >= left_by(server, a1, 6), "both branches stay"
+        branch = turn_after(a1, first.text, "Something else.")
+        other = await server.chat(branch, max_tokens=6)
+        assert (other.cache, other.reused) == ("restored-ram", resumable(server, branch, a2, is_live=False))
     assert await uninterrupted(engine, a1, a2) == [first.text, second.text]
-    assert (await uninterrupted(engine, a1, turn_after(a1, first.text, "Something else.")))[1] == other.text
+    assert (await uninterrupted(engine, a1, branch))[1] == other.text
 
 
 async def test_asking_again_costs_one_token_live_and_restored(engine) -> None:
@@ -87,19 +88,28 @@ async def test_editing_the_last_message_reads_that_message(engine, is_elsewhere:
     a1 = opening("a")
     async with running(engine) as server:
         first = await server.chat(a1, max_tokens=6)
-        await server.chat(turn_after(a1, first.text, "What about the sea?"), max_tokens=6)
+        asked = turn_after(a1, first.text, "What about the sea?")
+        await server.chat(asked, max_tokens=6)
         if is_elsewhere:
             await server.chat(opening("b"), max_tokens=6)
         edited = turn_after(a1, first.text, "Where are the mountains?")
         answer = await server.chat(edited, max_tokens=6)
         assert answer.cache == ("restored-ram" if is_elsewhere else "live")
-        kept = len(engine.tokenizer.encode(engine.template.render(edited[:-1], (), {}, add_generation_prompt=False)))
-        common = shared(
-            server.prompt_tokens(edited), server.prompt_tokens(turn_after(a1, first.text, "What about the sea?"))
-        )
-        assert answer.reused == (common if not engine.info.layout.fixed_bytes else kept)
-    texts = await uninterrupted(engine, a1, turn_after(a1, first.text, "What about the sea?"), edited)
-    assert texts[-1] == answer.text
+        assert answer.reused == resumable(server, edited, asked, is_live=not is_elsewhere)
+    assert (await uninterrupted(engine, a1, asked, edited))[-1] == answer.text
+
+
+def resumable(server: Running, prompt, before, *, is_live: bool) -> int:
+    """Tokens of `prompt` that are exact in the state `before` left, if they part in the last user message.
+
+    The memory is cut where they part, if it can be; a parked state with windows, and every recurrent one, is resumed at
+    the checkpoint before that message.
+    """
+    engine = server.engine
+    if not engine.info.layout.fixed_bytes or (is_live and engine.rewind_floor == 0):
+        return shared(server.prompt_tokens(prompt), server.prompt_tokens(before))
+    head = engine.template.render(prompt[:-1], (), {}, add_generation_prompt=False)
+    return len(engine.tokenizer.encode(head))
 
 
 def shared(one: list[int], other: list[int]) -> int:
@@ -120,25 +130,45 @@ async def test_two_prompts_under_a_block_reuse_their_own_tail(engine) -> None:
 
 async def test_six_conversations_under_a_budget_for_three(engine) -> None:
     """Reports 3 and 4: any number of them takes turns, the budget holds, and every answer is right."""
-    openings = {name: opening(name) for name in "abcdef"}
+    openings = {name: opening(name, 24) for name in "abcdef"}
     async with running(engine) as server:
         await server.chat(openings["a"], max_tokens=6)
         await server.settled()
         one = server.store.stats().bytes_in_use
+        head = shared(server.prompt_tokens(openings["a"]), server.prompt_tokens(openings["b"]))
     engine.reset()
     budget = 3 * one + one // 2
-    async with running(engine, budget_bytes=budget) as server:
+    turns, seen, whole, fixed = {}, {}, set(), engine.info.layout.fixed_bytes
+    async with running(engine, budget_bytes=budget, eviction_policy="lru") as server:
         firsts = {name: (await server.chat(messages, max_tokens=6)).text for name, messages in openings.items()}
-        answers = {}
-        for name, messages in openings.items():
-            answers[name] = await server.chat(turn_after(messages, firsts[name]), max_tokens=6)
-            stats = server.store.stats()
-            assert stats.peak_bytes_allocated <= budget
-        assert stats.conversations >= 2
+        for name in "fedcba":
+            turns[name] = turn_after(openings[name], firsts[name])
+            await server.settled()
+            ids = server.prompt_tokens(turns[name])
+            parked = [entry.parked for entry in entries(server)]
+            places = {*engine.checkpoints, *(each.position for entry in parked for each in entry.checkpoints)}
+            shared_place = max((place for place in places if place <= head), default=0) if fixed else head
+            is_whole = name == "f" or any(begins(entry.units, ids) for entry in parked)
+            seen[name] = answer = await server.chat(turns[name], max_tokens=6)
+            whole |= {name} if is_whole else set()
+            assert answer.reused == (left_by(server, openings[name], 6) if is_whole else shared_place), name
+            why = None if is_whole else f"differs from token {head} in message 2 (user)"
+            assert answer.headers.get("x-parkd-why") == why, name
+            assert server.store.stats().peak_bytes_allocated <= budget
+    # The last one never left and the one before it is parked; the budget cannot have held them all.
+    assert seen["f"].cache == "live"
+    assert {"e", "f"} <= whole
+    assert not {"a", "b"} <= whole
     for name, messages in openings.items():
-        turn = turn_after(messages, firsts[name])
-        if answers[name].reused:
-            assert await uninterrupted(engine, messages, turn) == [firsts[name], answers[name].text]
+        assert await uninterrupted(engine, messages, turns[name]) == [firsts[name], seen[name].text], name
+
+
+def entries(server: Running) -> list:
+    return list(server.store._shelf.entries.values())
+
+
+def begins(units, ids: list[int]) -> bool:
+    return units.tolist() == ids[: len(units)]
 
 
 async def test_a_restart_finds_it_on_disk(engine, tmp_path: Path) -> None:
@@ -173,9 +203,8 @@ async def test_a_damaged_state_is_a_miss_and_later_answers_are_right(engine, whe
 
 
 def first_of(server: Running, messages) -> object:
-    entries = server.store._shelf.entries.values()
     ids = server.prompt_tokens(messages)
-    return next(e.parked for e in entries if e.parked.units[: len(ids)].tolist() == ids)
+    return next(e.parked for e in entries(server) if begins(e.parked.units[: len(ids)], ids))
 
 
 def damage(server: Running, parked, where: str) -> None:
@@ -194,25 +223,33 @@ async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest
         assert "refused" in second.headers["x-parkd-why"]
 
 
-async def test_a_client_that_leaves_stops_the_batch_and_what_was_read_stays(engine) -> None:
-    """Report 27: cancelled inside a batch too; the whole batches before it are not read again."""
-    long = opening("long", 70 if engine.info.vocab_size < 1000 else 110)
+async def test_a_client_that_leaves_stops_the_batch_and_what_was_read_stays(engine, monkeypatch) -> None:
+    """Report 27: cancelled inside a batch; the whole batches before it are not read again, and that batch is."""
+    long = opening("long", 70)
+    decode, reached = engine._sequence.decode, threading.Event()
+
+    def held(token_ids, start, *, is_cancelled=None) -> bool:
+        """The third batch begins once its client is seen to have left: the library finds out inside it."""
+        if start < 2 * BATCH or is_cancelled is None or reached.is_set():
+            return decode(token_ids, start, is_cancelled=is_cancelled)
+        reached.set()
+        deadline = time.monotonic() + 20
+        while not is_cancelled() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        done = decode(token_ids, start, is_cancelled=is_cancelled)
+        assert not done, "the batch was computed for nobody"
+        return done
+
+    monkeypatch.setattr(engine._sequence, "decode", held)
     async with running(engine) as server:
-        total = len(server.prompt_tokens(long))
-        assert total > 300
-        with anyio.move_on_after(30):
-            async with anyio.create_task_group() as tasks:
-
-                async def leave() -> None:
-                    while engine.position < 128:  # noqa: ASYNC110
-                        await anyio.sleep(0.002)
-                    tasks.cancel_scope.cancel()
-
-                tasks.start_soon(leave)
-                await server.client.post("/v1/chat/completions", json=body_of(long))
+        assert len(server.prompt_tokens(long)) > 2 * BATCH
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: server.client.post("/v1/chat/completions", json=body_of(long)))
+            await until(reached.is_set)
+            tasks.cancel_scope.cancel()
         await server.settled()
         again = await server.chat(long, max_tokens=6)
-        assert 128 <= again.reused < total
+        assert (again.cache, again.reused) == ("live", 2 * BATCH)
     assert (await uninterrupted(engine, long))[0] == again.text
 
 

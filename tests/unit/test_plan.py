@@ -102,3 +102,13 @@ def test_reading_meets_the_experts_that_a_token_is_sent_to(name, key):
     assert works[1].flop - works[0].flop == routers
     assert works[0].growth_flop == 4 * few.num_attention_heads * (getattr(few, "head_dim", None) or 16)
     assert works[0].flop > routers
+
+
+@pytest.mark.parametrize("words", [["--engine", "llama.cpp"], [], ["--gpu-layers", "3"]])
+def test_the_command_does_not_tell_torchs_sizes_for_llama_cpp(tmp_path, capsys, monkeypatch, words):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("parkd.cli.model.importlib.util.find_spec", lambda _name: object())
+    assert cli.main(["plan", "--model", str(tmp_path / "m.gguf"), *words]) == 2
+    told = capsys.readouterr()
+    assert "this would run on llama.cpp" in told.err
+    assert "bytes a token" not in told.out
