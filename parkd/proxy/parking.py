@@ -154,8 +154,15 @@ class LiveState(LiveEngine):
         if live.parked_id is not None and store.get(live.parked_id) is not None:
             store.touch(live.parked_id)
             return
-        await self.checkpoint()
-        checkpoints, sizes = await self._parts(live.position)
+        try:
+            await self.checkpoint()
+            checkpoints, sizes = await self._parts(live.position)
+        except EngineLost:
+            raise
+        except EngineFailure as error:
+            log.warning("not parked: its state could not be kept: %s", error.message)
+            await self.check()
+            return
         capture = await self._reserved(
             store,
             CaptureRequest(

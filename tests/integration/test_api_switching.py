@@ -14,7 +14,7 @@ from api_harness import MIB, Messages, Running, fail_at, running
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
-from parkd.errors import RestoreFailed
+from parkd.errors import EngineFailure, RestoreFailed
 from parkd.proxy.config import ProxyConfig
 from parkd.types import SamplingParams, Transfer, TurnRequest
 
@@ -282,6 +282,31 @@ async def test_a_failed_copy_behind_the_reply_costs_nothing_but_the_copy() -> No
         assert server.store.stats().captures_in_flight == 0
         again = await server.chat(a1)
         assert again.text == first.text
+
+
+async def test_a_checkpoint_that_fails_behind_the_reply_costs_the_next_client_nothing() -> None:
+    engine, answered = FakeEngine(stages=2, fixed_bytes=40), False
+
+    def fail_once_answered(step: str, _: int) -> None:
+        nonlocal answered
+        answered = step == "token"
+
+    take = engine.checkpoint
+
+    def checkpoint() -> None:
+        if answered:
+            raise EngineFailure("There is no memory for a checkpoint.")
+        take()
+
+    engine.hook = fail_once_answered
+    engine.checkpoint = checkpoint  # type: ignore[method-assign]
+    async with running(engine) as server:
+        first = await server.chat(opening("a"))
+        other = await server.chat(opening("b"))
+        assert other.text == never_parked(opening("b"))
+        assert first.text == never_parked(opening("a"))
+        assert server.store is not None
+        assert server.store.stats().captures_in_flight == 0
 
 
 async def test_two_streams_at_once_are_each_their_own() -> None:
