@@ -40,7 +40,8 @@ class EngineConfig:
     ctx_checkpoints: int = 8
     """Copies of the fixed state that stay on the devices, a position each; for models that have any."""
     draft_tokens: int | None = None
-    """Tokens that a draft head guesses a step; None is `AUTO_DRAFT_TOKENS`, 0 decodes without one."""
+    """Tokens that a draft head guesses a step; None is `AUTO_DRAFT_TOKENS`, with pauses while few are right;
+    0 decodes without one."""
     window_slack_tokens: int = 256
     """A sliding window can be cut back by so many tokens without a checkpoint."""
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.draft_pace import DraftPace
 from engine.errors import BadLogits
 from engine.sampling import Distribution, Sampler
 from engine.session import Session
@@ -61,6 +62,7 @@ class Decoder:
         self._mask = mask
         self._end_token_ids = end_token_ids
         self.counts = DraftCounts()
+        self._pace = DraftPace() if session.draft_pauses else None
 
     def tokens(self, last_token_id: int) -> Generator[int, None, None]:
         """Says one token each `next`; first reads `last_token_id`, the prompt's last. Ends where the context does.
@@ -83,10 +85,11 @@ class Decoder:
         """Tokens said behind `token_id`; the session is then behind all of them but the last."""
         session = self._session
         allowed = None if self._mask is None else self._mask.allowed()
-        guesses = self._guesses(token_id, allowed) if session.draft_tokens else []
+        wanted = session.draft_tokens > 0 and (self._pace is None or self._pace.guesses())
+        guesses = self._guesses(token_id, allowed) if wanted else []
         if not guesses:
             return [self._said(self._sampler.pick(session.step(token_id), allowed))]
-        start = session.position
+        start, accepted = session.position, self.counts.accepted
         logits = session.verify([token_id, *(guess for guess, _ in guesses)])
         self.counts.drafted += len(guesses)
         said: list[int] = []
@@ -96,6 +99,8 @@ class Decoder:
             session.truncate(start + 1)  # nobody has heard what was found until then
             raise
         session.truncate(start + len(said))
+        if self._pace is not None:
+            self._pace.note(len(guesses), self.counts.accepted - accepted)
         return said
 
     def _check(
