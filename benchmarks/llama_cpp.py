@@ -116,7 +116,9 @@ def compare(title: str, model: Path, tokens: int, folder: Path, others: Path | N
     for rows, start in ((Rows("hearth-llm"), hearth), (stillwarm, warm)):
         try:
             compared.served.append((rows_of(rows, start, tokens), right))
-        except (Exception, SystemExit) as error:  # theirs is not ours to mend: what they said is the row
+        except (Exception, SystemExit) as error:  # theirs is not ours to mend: what they said is in the notes
+            if isinstance(error, SystemExit) and not isinstance(error.code, str):
+                raise  # told to end
             compared.notes.append(f"{rows.name} on {title} stopped: {str(error).splitlines()[0][:200]}")
             compared.served.append((rows, right))
     return compared
