@@ -8,8 +8,9 @@
 #   make bench        the measurements under benchmarks/
 #   make clean        removes the virtual environment and what the tools left
 #
-# PYTHON=python3.12 chooses an interpreter. TORCH_ARGS is handed to pip for torch alone, for example --index-url and the
-# index of torch's CPU builds where the CUDA build is not wanted.
+# PYTEST_WORKERS=4 runs the tests in four processes instead of two. PYTHON=python3.12 chooses an interpreter. TORCH_ARGS is
+# handed to pip for torch alone, for example --index-url and the index of torch's CPU builds where the CUDA build is not
+# wanted.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -20,15 +21,19 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done))
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 AGENT_ARGS ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -c constraints.txt
 stamp := $(VENV)/.parkd-installed
+# A file's tests stay in one process, as they share what is slow to make; and each process has one thread for torch, whose
+# threads would otherwise wait for each other.
+pytest := OMP_NUM_THREADS=1 $(bin)/pytest -n $(PYTEST_WORKERS) --dist loadfile
 bench_stamp := $(VENV)/.parkd-bench-installed
 
 help:
-	@sed -n '3,12p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '3,13p' Makefile | sed 's/^# \{0,1\}//'
 
 setup: $(stamp)
 
@@ -55,10 +60,10 @@ check: $(stamp)
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
 	$(bin)/mypy
-	$(bin)/pytest -m "not slow and not model" $(PYTEST_ARGS)
+	$(pytest) -m "not slow and not model" $(PYTEST_ARGS)
 
 test: $(stamp)
-	$(bin)/pytest $(PYTEST_ARGS)
+	$(pytest) $(PYTEST_ARGS)
 
 test-agents: $(stamp)
 	$(bin)/python -m tests.clients.real_agents $(AGENT_ARGS)
