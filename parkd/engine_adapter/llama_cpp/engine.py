@@ -21,12 +21,14 @@ import xxhash
 from engine.errors import BadLogits, EngineError, UnknownVector
 from engine.sampling import Sampler
 from engine.steering import SteeringBank, load_vectors
+from engine.text import TextAssembler
 from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, ImageReader, Tokenizer
 from parkd.engine_adapter.llama_cpp.config import LlamaCppConfig
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL, WHOLE
 from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
-from parkd.engine_adapter.llama_cpp.text import AnswerBytes, AnswerText, LlamaTemplate, LlamaTokenizer
+from parkd.engine_adapter.llama_cpp.text import AnswerBytes, LlamaTokenizer, model_template
+from parkd.engine_adapter.torch_words import TextStream
 from parkd.errors import EngineFailure, InvalidRequest, ModelError, RestoreFailed
 from parkd.types import (
     Bytes,
@@ -78,9 +80,8 @@ class LlamaCppEngine:
         self.images: ImageReader | None = None
         self._vocabulary = LlamaTokenizer(model)
         self.tokenizer: Tokenizer = self._vocabulary
-        template = LlamaTemplate(model, self._vocabulary)
-        self.template: ChatTemplate = template
-        self.template_source = template.source
+        self.template: ChatTemplate = model_template(model, self._vocabulary)
+        self.template_source = model.chat_template
         """The chat template's text."""
         self._answer_bytes = AnswerBytes(self._vocabulary, model.vocab)
         self._vectors = _vectors(model)
@@ -210,8 +211,8 @@ class LlamaCppEngine:
             self._steered = self._steer_by(scales)
         return self._steered
 
-    def text_stream(self, stop: Sequence[str]) -> AnswerText:
-        return AnswerText(self._answer_bytes, stop)
+    def text_stream(self, stop: Sequence[str]) -> TextStream:
+        return TextStream(TextAssembler(self._answer_bytes, stop))
 
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
         missing = [place for place in checkpoints if place not in self._kept]

@@ -10,11 +10,10 @@ import llama_cpp.llama_cpp as low
 from llguidance import LLTokenizer
 
 from engine.chat import ChatTemplate as EngineTemplate
-from engine.errors import TemplateRefused
-from engine.text import ANSWER_MARKS, TextAssembler
-from parkd.engine_adapter.base import TextPiece
+from engine.text import ANSWER_MARKS
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
-from parkd.errors import EngineFailure, InvalidRequest
+from parkd.engine_adapter.torch_words import TranslatedTemplate
+from parkd.errors import EngineFailure
 
 _CUT_OUT = low.LLAMA_TOKEN_ATTR_CONTROL | low.LLAMA_TOKEN_ATTR_USER_DEFINED | low.LLAMA_TOKEN_ATTR_UNKNOWN
 _STRIPS = low.LLAMA_TOKEN_ATTR_LSTRIP | low.LLAMA_TOKEN_ATTR_RSTRIP
@@ -90,21 +89,6 @@ class AnswerBytes:
         return known
 
 
-class AnswerText:
-    """A `TextStream`."""
-
-    def __init__(self, token_bytes: AnswerBytes, stop: Sequence[str]) -> None:
-        self._assembler = TextAssembler(token_bytes, stop)
-
-    def push(self, token_ids: Sequence[int]) -> TextPiece:
-        piece = self._assembler.push(token_ids)
-        return TextPiece(piece.text, piece.stop_string)
-
-    def flush(self) -> TextPiece:
-        piece = self._assembler.flush()
-        return TextPiece(piece.text, piece.stop_string)
-
-
 class _FileTemplate:
     """What the template's renderer asks of a library tokenizer."""
 
@@ -119,28 +103,12 @@ class _FileTemplate:
         return chosen
 
 
-class LlamaTemplate:
-    """A `ChatTemplate`: the file's own, rendered as those of other models are."""
-
-    def __init__(self, model: LlamaModel, tokenizer: LlamaTokenizer) -> None:
-        named = {
-            "bos_token": low.llama_vocab_bos(model.vocab),
-            "eos_token": low.llama_vocab_eos(model.vocab),
-            "pad_token": low.llama_vocab_pad(model.vocab),
-        }
-        texts = {name: tokenizer.decode([token]) for name, token in named.items() if token >= 0}
-        self.source = model.chat_template
-        self._template = EngineTemplate(_FileTemplate(self.source, texts), None)
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        kwargs: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        try:
-            return self._template.render(messages, tools, kwargs, add_generation_prompt=add_generation_prompt)
-        except TemplateRefused as error:
-            raise InvalidRequest(str(error), param="messages") from error
+def model_template(model: LlamaModel, tokenizer: LlamaTokenizer) -> TranslatedTemplate:
+    """The file's own, rendered as those of other models are."""
+    named = {
+        "bos_token": low.llama_vocab_bos(model.vocab),
+        "eos_token": low.llama_vocab_eos(model.vocab),
+        "pad_token": low.llama_vocab_pad(model.vocab),
+    }
+    texts = {name: tokenizer.decode([token]) for name, token in named.items() if token >= 0}
+    return TranslatedTemplate(EngineTemplate(_FileTemplate(model.chat_template, texts), None))
