@@ -189,6 +189,8 @@ class Admission:
         """The blocks of the lineage that are still there and hold only rows of the request."""
         size, tokens = self.config.block_tokens, len(request.units)
         is_opaque = request.sizes is not None
+        if is_opaque and request.covered != tokens:
+            return ()  # it went on from within the segment: the same tokens there are not the same state
         held = [] if is_opaque else self.shelf.blocks.lineage(request.lineage, request.prefix_hashes)
         index = len(held)
         tail = self.shelf.blocks.get(request.lineage[index]) if index < len(request.lineage) else None

@@ -108,6 +108,18 @@ def test_a_grown_conversation_takes_the_place_of_what_it_grew_from():
     assert store.stats().blocks == 1
 
 
+def test_the_same_tokens_once_more_are_a_state_of_their_own():
+    store = make_store(1 << 20, opaque_layout(), block_tokens=BLOCK_TOKENS)
+    units = make_units(1, 20)
+    first = park(store, request_of(units, 5_000))
+    # Cut to 18 after a restore, then the last two were generated again.
+    capture = store.begin_capture(request_of(units, 5_000, lineage=first.blocks, covered=18))
+    [run] = capture.transfer.stages[0].rows
+    assert (run.start, run.stop) == (0, 20)
+    second = store.commit(capture, fill(capture.transfer, 2))
+    assert second.blocks != first.blocks
+
+
 def test_checkpoints_have_sizes_of_their_own_and_are_inherited_by_what_descends():
     layout = opaque_layout(1)
     store = make_store(1 << 20, layout, block_tokens=BLOCK_TOKENS)
