@@ -2,7 +2,8 @@
 
     ParkdError
     ├── InvalidRequest        400  the body cannot be served as it is
-    │   └── ContextOverflow   400  prompt and output do not fit the context
+    │   ├── ContextOverflow   400  prompt and output do not fit the context
+    │   └── ThreadUnsupported 400  the client sends new messages only and counts on the server for the others
     ├── Unauthorized          401  no key or a wrong one
     ├── Forbidden             403  the request comes from where it may not (Host, Origin)
     ├── NotFound              404
@@ -58,6 +59,12 @@ class ContextOverflow(InvalidRequest):
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.context_tokens = context_tokens
+
+
+class ThreadUnsupported(InvalidRequest):
+    """Anthropic's word for it: its SDK looks for the code, and sends the whole history from then on."""
+
+    code = "thread_unsupported_request"
 
 
 class Unauthorized(ParkdError):

@@ -32,7 +32,11 @@ def id_headers(request_id: str) -> dict[str, str]:
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """Raises BodyTooLarge as soon as it is known, at the latest `limit_bytes` in; ClientDisconnect if it leaves."""
+    """Raises BodyTooLarge as soon as it is known, at the latest `limit_bytes` in; ClientDisconnect if it leaves;
+    InvalidRequest if the body is compressed."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise InvalidRequest(f"The body is compressed ({encoding[:20]!r}). Send it as plain JSON.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)

@@ -71,6 +71,28 @@ def test_calls_come_as_blocks_and_go_back_as_results() -> None:
         assert after.usage.cache_read_input_tokens == before + first.output_tokens - 1
 
 
+def test_the_tool_runner_sends_the_whole_history() -> None:
+    """Left alone, it would send what is new and count on the server for the rest."""
+    prompts: list[str] = []
+
+    def script(prompt: str) -> str:
+        prompts.append(prompt)
+        return "Nothing." if "a result" in prompt else CALL
+
+    @anthropic.beta_tool
+    def look(path: str, depth: int = 1) -> str:
+        """Looks."""
+        return "a result"
+
+    with serving(script) as served, client_of(served) as client:
+        runner = client.beta.messages.tool_runner(model="m", max_tokens=400, messages=HELLO, tools=[look])
+        last = runner.until_done()
+    assert last.content[0].type == "text"
+    assert last.content[0].text == "Nothing."
+    assert len(prompts) == 2
+    assert all(word in prompts[1] for word in ("look", "Hello", "I look.", "a result"))
+
+
 def test_one_call_is_forced_by_name() -> None:
     with serving("No.") as served, client_of(served) as client:
         message = client.messages.create(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from typing import Any
@@ -110,7 +111,7 @@ async def test_no_output_asked_for_reads_the_prompt_only() -> None:
         ({"n": 2}, "n"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"max_tokens": -5}, "max_tokens"),
         ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
         ({"stop": [1]}, "stop"),
@@ -175,6 +176,15 @@ async def test_random_bodies_never_make_a_500(refusing: Running) -> None:
         body = {"messages": [message], "max_tokens": 1, random_state.choice(names): random_state.choice(values)}
         response = await post(refusing, body)
         assert response.status_code < 500, (body, response.text)
+
+
+async def test_a_compressed_body_is_a_400_that_says_so() -> None:
+    async with running(FakeEngine()) as server:
+        response = await server.client.post(
+            "/v1/chat/completions", content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"}
+        )
+        assert response.status_code == 400
+        assert "compressed" in response.json()["error"]["message"]
 
 
 async def test_a_body_over_the_limit_is_a_413_with_and_without_its_length() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parkd.errors import ContextOverflow, ParkdError
+from parkd.errors import ContextOverflow, ParkdError, ThreadUnsupported
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -24,7 +24,9 @@ def error_status(error: ParkdError) -> int:
 
 def error_document(error: ParkdError, request_id: str) -> Mapping[str, Any]:
     kind = ERROR_TYPES.get(error_status(error), "api_error")
-    message = {"type": kind, "message": _error_message(error)}
+    message: dict[str, object] = {"type": kind, "message": _error_message(error)}
+    if isinstance(error, ThreadUnsupported):
+        message["details"] = {"error_code": error.code}
     return {"type": "error", "error": message, "request_id": request_id}
 
 

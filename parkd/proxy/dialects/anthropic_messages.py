@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from parkd.errors import InvalidRequest, ParkdError, QueueFull
+from parkd.errors import InvalidRequest, ParkdError, QueueFull, ThreadUnsupported
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.anthropic_errors import error_document, error_status
 from parkd.proxy.dialects.anthropic_stream import MessagesEncoder
@@ -49,10 +49,18 @@ class AnthropicMessages:
         max_tokens = fields.whole(body, "max_tokens", 0, fields.MAX_TOKENS)
         if max_tokens is None:
             raise InvalidRequest("`max_tokens` is missing. Say how many tokens may be generated.", param="max_tokens")
+        if body.get("compaction"):
+            advice = "Ask for a summary in a message, and send it in place of what it sums up."
+            raise InvalidRequest(f"`compaction` is not supported. {advice}", param="compaction")
         return dataclasses.replace(self.parse_count(body, headers), max_output_tokens=max_tokens)
 
     def parse_count(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         """The same turn without a limit of output, so that the count is the prompt's."""
+        if body.get("thread"):
+            raise ThreadUnsupported(
+                "`thread` cannot be used: this server keeps no messages. Send the whole history in `messages`.",
+                param="thread",
+            )
         messages = [*_system(body), *_messages(body)]
         if not body.get("messages"):
             raise InvalidRequest("`messages` is missing or empty. Send at least one message.", param="messages")
@@ -147,7 +155,7 @@ def _said(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> Iterator
         shown = []
         content = block.get("content")
         if not isinstance(content, str):
-            content = _shown(objects(content, f"{place}.content"), f"{place}.content")
+            content = _inner(block, place)
         yield {"role": "tool", "tool_call_id": text_at(block, "tool_use_id", place), "content": content}
     parts = _shown(shown, f"{path}.content")
     if parts or not any(block.get("type") == "tool_result" for block in blocks):
@@ -165,6 +173,15 @@ def _shown(blocks: Sequence[Mapping[str, Any]], path: str) -> list[Mapping[str, 
             text = text_at(block, "text", place)
         elif kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
             text = text_at(source, "data", f"{place}.source")
+        elif kind == "document" and isinstance(source, Mapping) and source.get("type") == "content":
+            parts += _inner(source, f"{place}.source")
+            continue
+        elif kind == "search_result":
+            text = f"{text_at(block, 'title', place)}\n{text_at(block, 'source', place)}"
+            parts += ({"type": "text", "text": text}, *_inner(block, place))
+            continue
+        elif kind == "compaction":
+            text = text_at(block, "content", place)
         elif kind == "tool_reference":
             text = text_at(block, "tool_name", place)
         elif kind == "image":
@@ -176,6 +193,12 @@ def _shown(blocks: Sequence[Mapping[str, Any]], path: str) -> list[Mapping[str, 
             continue
         parts.append({"type": "text", "text": text})
     return parts
+
+
+def _inner(holder: Mapping[str, Any], path: str) -> list[Mapping[str, Any]]:
+    """What is shown of `content`, which is a string or blocks."""
+    content, place = holder.get("content"), f"{path}.content"
+    return [{"type": "text", "text": content}] if isinstance(content, str) else _shown(objects(content, place), place)
 
 
 def _tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -17,6 +17,10 @@ MAX_STOP_CHARACTERS = 1000
 MAX_LOGIT_BIASES = 1024
 MAX_TOKENS = 2**31 - 1
 MAX_TOP_K = 2**31 - 1
+LEAST_TOP_P = 1e-6
+"""In place of 0, which keeps the likeliest token alone."""
+RANDOM_SEED = -1
+"""llama-server's word for a seed of the server's choice."""
 MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)
 TOKEN_ID_DIGITS = 9
@@ -50,6 +54,11 @@ def whole(body: Body, name: str, low: int, high: int) -> int | None:
         words = f"of {low} or more" if high >= MAX_TOKENS else f"from {low} to {high}"
         raise InvalidRequest(f"`{name}` must be a whole number {words}.", param=name)
     return value
+
+
+def limit(body: Body, name: str) -> int | None:
+    """Most tokens to generate; None, and llama-server's -1, are no bound of the client's."""
+    return None if body.get(name) == -1 else whole(body, name, 0, MAX_TOKENS)
 
 
 def flag(body: Body, name: str, *, default: bool) -> bool:
@@ -127,19 +136,19 @@ def sampling(body: Body) -> SamplingParams:
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
 
-    top_k = whole(body, "top_k", -1, MAX_TOP_K)
+    top_k, seed = whole(body, "top_k", -1, MAX_TOP_K), whole(body, "seed", MIN_SEED, MAX_SEED)
     repetition = number(body, "repetition_penalty", 0.0, 10.0, above_low=True)
     if repetition is None:
         repetition = number(body, "repeat_penalty", 0.0, 10.0, above_low=True)
     return SamplingParams(
         temperature=given(number(body, "temperature", 0.0, 100.0), known.temperature),
-        top_p=given(number(body, "top_p", 0.0, 1.0, above_low=True), known.top_p),
+        top_p=max(LEAST_TOP_P, given(number(body, "top_p", 0.0, 1.0), known.top_p)),
         top_k=max(0, top_k) if top_k is not None else known.top_k,
         min_p=given(number(body, "min_p", 0.0, 1.0), known.min_p),
         repetition_penalty=given(repetition, known.repetition_penalty),
         presence_penalty=given(number(body, "presence_penalty", -2.0, 2.0), known.presence_penalty),
         frequency_penalty=given(number(body, "frequency_penalty", -2.0, 2.0), known.frequency_penalty),
-        seed=whole(body, "seed", MIN_SEED, MAX_SEED),
+        seed=None if seed == RANDOM_SEED else seed,
         logit_bias=_logit_bias(body),
     )
 

@@ -14,6 +14,7 @@ from parkd.types import CacheHints, CacheMode, ImageData
 SEND_DATA = "Send the image itself, as data:image/png;base64,... or in the dialect's base64 form."
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
 CACHE_MODE_HEADER = "x-parkd-cache-mode"
+OPENAI_TTL_S = {"30m": 1800.0, "12h": 43200.0}
 
 
 def wrong(path: str, wanted: str) -> InvalidRequest:
@@ -132,6 +133,8 @@ def cache_hints(
     diagnostics, options = fields.obj(body, "diagnostics"), fields.obj(body, "prompt_cache_options")
     earlier = text_at(diagnostics, "previous_message_id", "diagnostics")
     earlier = earlier or text_at(options, "comparison_response_id", "prompt_cache_options")
+    if min_retention_s is None:
+        min_retention_s = OPENAI_TTL_S.get(str(options.get("ttl")))
     return CacheHints(
         mode,
         min_retention_s,

@@ -296,6 +296,5 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
 
 def _max_output_tokens(body: Mapping[str, Any]) -> int | None:
     """`max_completion_tokens`, or its older name. 0 reads the prompt and generates nothing."""
-    newer = fields.whole(body, "max_completion_tokens", 0, fields.MAX_TOKENS)
-    older = fields.whole(body, "max_tokens", 0, fields.MAX_TOKENS)
+    newer, older = fields.limit(body, "max_completion_tokens"), fields.limit(body, "max_tokens")
     return older if newer is None else newer

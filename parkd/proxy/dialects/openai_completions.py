@@ -38,12 +38,12 @@ class OpenAICompletions:
             if (fields.whole(body, name, 1, fields.MAX_TOKENS) or 1) != 1:
                 raise InvalidRequest(f"`{name}` must be 1: this server gives one answer a request.", param=name)
         fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
-        limit = fields.whole(body, "max_tokens", 0, fields.MAX_TOKENS)
+        limit = fields.limit(body, "max_tokens")
         return TurnRequest(
             prompt=_prompt(body),
             sampling=fields.sampling(body),
             stop=fields.stop_strings(body, "stop"),
-            max_output_tokens=DEFAULT_MAX_TOKENS if limit is None else limit,
+            max_output_tokens=DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else limit,
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),
             cache=cache_hints(body, headers),

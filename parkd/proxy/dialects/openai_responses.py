@@ -6,7 +6,7 @@ before the template sees them. Unknown items, fields and tools are passed over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from parkd.errors import InvalidRequest, ParkdError
@@ -61,7 +61,7 @@ class OpenAIResponses:
             template_kwargs=template_words(body, reasoning),
             sampling=fields.sampling(body),
             stop=fields.stop_strings(body, "stop"),
-            max_output_tokens=fields.whole(body, "max_output_tokens", 0, fields.MAX_TOKENS),
+            max_output_tokens=0 if _only_prewarms(body) else fields.limit(body, "max_output_tokens"),
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),
             tool_choice=_tool_choice(body, [tool for tool, _ in tools.values()]),
@@ -79,6 +79,10 @@ class OpenAIResponses:
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it goes out as a header
         return error_answer(error)
+
+
+def _only_prewarms(body: Mapping[str, Any]) -> bool:
+    return fields.flag(fields.obj(body, "prompt_cache_options"), "prewarm", default=False)
 
 
 def _messages(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -199,8 +203,7 @@ ToolTable = Mapping[str, tuple[Mapping[str, Any], tuple[str, str] | None]]
 def _tools(body: Mapping[str, Any]) -> ToolTable:
     """Function tools, those in namespaces too; what the vendor's servers would run is left out."""
     table: dict[str, tuple[Mapping[str, Any], tuple[str, str] | None]] = {}
-    for index, tool in enumerate(objects(body.get("tools"), "tools")):
-        path = f"tools[{index}]"
+    for path, tool in _given_tools(body):
         if tool.get("type") == "function":
             name = name_at(tool, "name", path)
             table[name] = (function_tool(name, tool, "parameters", path), None)
@@ -214,6 +217,17 @@ def _tools(body: Mapping[str, Any]) -> ToolTable:
                 name = _joined(namespace, own)
                 table[name] = (function_tool(name, inner, "parameters", inner_path), (namespace, own))
     return table
+
+
+def _given_tools(body: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The tools with their places: the request's, then those that an item among the messages adds."""
+    lists = [("tools", body.get("tools"))]
+    given = body.get("input")
+    for index, item in enumerate(given if isinstance(given, list) else ()):
+        if isinstance(item, dict) and item.get("type") == "additional_tools":
+            lists.append((f"input[{index}].tools", item.get("tools")))
+    for path, tools in lists:
+        yield from ((f"{path}[{index}]", tool) for index, tool in enumerate(objects(tools, path)))
 
 
 def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> ToolChoice:

@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parkd.errors import ContextOverflow, EngineFailure, InvalidRequest, ParkdError, QueueFull, Unauthorized
+from parkd.errors import (
+    ContextOverflow,
+    EngineFailure,
+    InvalidRequest,
+    ParkdError,
+    QueueFull,
+    ThreadUnsupported,
+    Unauthorized,
+)
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import ResponseMeta
 from parkd.types import (
@@ -310,6 +318,29 @@ def test_a_body_as_an_agent_sends_it() -> None:
     assert request.stream
 
 
+def test_text_is_read_wherever_a_block_holds_it() -> None:
+    held = [{"type": "text", "text": "held"}]
+    blocks = [
+        {"type": "compaction", "content": "What was."},
+        {"type": "search_result", "title": "T", "source": "s", "content": held},
+        {"type": "document", "source": {"type": "content", "content": held}},
+        {"type": "document", "source": {"type": "content", "content": "whole"}},
+        {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "search_result", "content": held}]},
+    ]
+    said, result = parse(messages=[{"role": "user", "content": blocks}]).messages
+    assert [part["text"] for part in said["content"]] == ["What was.", "T\ns", "held", "held", "whole"]
+    assert [part["text"] for part in result["content"]] == ["\n", "held"]
+
+
+def test_a_client_that_sends_new_messages_only_is_told_so_that_its_sdk_sends_all() -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        with pytest.raises(ThreadUnsupported, match="history") as caught:
+            parse(thread=thread)
+        document = AnthropicMessages().error(caught.value, "req_1")
+        assert document.status == 400
+        assert document.body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_counting_takes_the_same_prompt_without_a_limit() -> None:
     body = {name: value for name, value in HELLO.items() if name != "max_tokens"}
     count = AnthropicMessages().parse_count(body, {})
@@ -377,6 +408,7 @@ EMPTY = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"stream": "yes"}, "stream"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], param: str) -> None:

@@ -228,6 +228,18 @@ def test_a_body_as_an_agent_sends_it() -> None:
     assert (request.cache.group, request.max_output_tokens, request.parallel_tool_calls) == ("k", 9, False)
 
 
+def test_tools_that_an_item_adds_are_tools() -> None:
+    added = {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "late"}]}
+    request = parse(input=[{"role": "user", "content": "hi"}, added], tool_choice={"type": "function", "name": "late"})
+    assert [tool["function"]["name"] for tool in request.tools][-1] == "late"
+    assert len(request.messages) == 1
+
+
+def test_prewarming_generates_nothing() -> None:
+    assert parse(prompt_cache_options={"prewarm": True}, max_output_tokens=50).max_output_tokens == 0
+    assert parse(prompt_cache_options={"prewarm": False}, max_output_tokens=50).max_output_tokens == 50
+
+
 def test_reasoning_survives_a_client_that_keeps_it_sealed() -> None:
     changes = {"include": ["reasoning.encrypted_content"]}
     items = frames(encoded([Started(REPORT), ReasoningDelta("Hm é."), finished()], **changes))[-1]["response"]["output"]

@@ -10,6 +10,7 @@ import pytest
 from parkd.errors import EngineFailure, InvalidRequest, QueueFull
 from parkd.proxy.dialects.base import ResponseMeta
 from parkd.proxy.dialects.openai_chat import OpenAIChat
+from parkd.proxy.dialects.openai_completions import OpenAICompletions
 from parkd.types import (
     CacheMode,
     CacheOutcome,
@@ -71,6 +72,23 @@ def test_a_body_becomes_a_turn() -> None:
     assert request.template_kwargs == {"enable_thinking": True, "reasoning_effort": "none"}
     assert request.reasoning.enabled is True  # what the client tells the template wins
     assert request.cache.mode is CacheMode.OFF
+
+
+def test_what_local_servers_clients_say_for_no_bound_and_any_seed() -> None:
+    request = parse(max_tokens=-1, seed=-1, top_p=0, top_k=-1)
+    assert (request.max_output_tokens, request.sampling.seed, request.sampling.top_k) == (None, None, 0)
+    assert 0 < request.sampling.top_p < 1e-3
+    assert OpenAICompletions().parse({"prompt": "x", "max_tokens": -1}, {}).max_output_tokens is None
+    assert OpenAICompletions().parse({"prompt": "x"}, {}).max_output_tokens == 16
+    for value in (-2, -1.5, True):
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            parse(max_tokens=value)
+
+
+def test_a_lifetime_is_a_wish_for_retention() -> None:
+    assert parse(prompt_cache_options={"ttl": "12h"}).cache.min_retention_s == 12 * 3600
+    assert parse(prompt_cache_options={"ttl": "30m"}).cache.min_retention_s == 1800
+    assert parse(prompt_cache_options={"ttl": "long"}).cache.min_retention_s is None
 
 
 def test_null_means_absent() -> None:
