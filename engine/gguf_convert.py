@@ -12,6 +12,7 @@ from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_h
 from engine.architectures import check_config
 from engine.errors import ModelLoadError, UnsupportedModel
 from engine.gguf_metadata import GgufMetadata, named_damage, read_metadata
+from engine.gguf_reading import quick_library_reader
 from engine.gguf_rope import ROPE_FACTORS, add_scaling
 from engine.gguf_tokenizer import save_tokenizer
 from engine.library_bars import no_library_bars
@@ -58,13 +59,13 @@ def end_token_ids(file: GgufMetadata) -> list[int]:
 
 def config_of(file: GgufMetadata) -> Any:
     """The library's configuration, known to be one the engine runs and to leave no tensor of the file unused."""
-    with named_damage(file.path):
+    with named_damage(file.path), quick_library_reader():
         config = AutoConfig.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
     # The library leaves qwen3's head size at its default; the rule is llama.cpp's.
     config.head_dim = int(file.of_kind("attention.key_length", config.hidden_size // config.num_attention_heads))
     add_scaling(file, config)
     check_config(config)
-    with named_damage(file.path), torch.device("meta"):
+    with named_damage(file.path), quick_library_reader(), torch.device("meta"):
         places = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), TensorProcessor())
     # The library drops what has no place, without a word.
     strangers = sorted(set(file.tensor_names) - set(places) - {ROPE_FACTORS})
@@ -77,7 +78,7 @@ def config_of(file: GgufMetadata) -> Any:
 
 def _model(file: GgufMetadata, config: Any, dtype: torch.dtype) -> Any:
     """The model with its weights, ready to be saved as if it had never been quantised."""
-    with named_damage(file.path):
+    with named_damage(file.path), quick_library_reader():
         model, found = AutoModelForCausalLM.from_pretrained(
             str(file.path.parent), gguf_file=file.path.name, config=config, dtype=dtype, output_loading_info=True
         )
