@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.indexer import INDEXED
-from engine.layout import LAYER_KINDS, layer_kinds
+from engine.layer_state import LATENT_FAMILIES, LAYER_KINDS, RECURRENT_KINDS, layer_kinds
 from engine.linear_state import LINEAR_STATES
 from engine.multimodal import language_config
 
@@ -25,6 +25,10 @@ TESTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Qwen4ExpForCausalLM": "qwen4_exp_text",
         "Lfm2ForCausalLM": "lfm2",
         "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+        "FalconH1ForCausalLM": "falcon_h1",
+        "DeepseekV2ForCausalLM": "deepseek_v2",
+        "DeepseekV3ForCausalLM": "deepseek_v3",
+        "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
         "Qwen3_5ForConditionalGeneration": "qwen3_5",
         "Gemma3ForConditionalGeneration": "gemma3",
     }
@@ -71,10 +75,11 @@ def check_config(config: Any) -> str:
             f"{architecture} uses a sliding window of {config.sliding_window} tokens without naming its layers, "
             f"which is not supported"
         )
-    linear = {"linear_attention", "conv"} & set(kinds)
+    linear = RECURRENT_KINDS & set(kinds)
     if linear and config.model_type not in LINEAR_STATES:
         raise UnsupportedModel(f"{architecture} has layers of kind {', '.join(sorted(linear))} of an unknown make")
-    width = getattr(config, "v_head_dim", None)
+    # Latent attention keeps neither keys nor values, so their sizes may be what they like.
+    width = None if config.model_type in LATENT_FAMILIES else getattr(config, "v_head_dim", None)
     key_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width and width != key_width:
         raise UnsupportedModel(

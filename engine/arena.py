@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 
 from engine.errors import OutOfMemory
-from engine.layout import INDEX_KEY, WINDOW_FIELDS, Field, StageStateLayout
+from engine.layer_state import INDEX_KEY, WINDOW_FIELDS
+from engine.layout import Field, StageStateLayout
 from engine.memory import free_bytes
 from engine.streams import DeviceStreams
 

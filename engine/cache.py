@@ -6,98 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from engine.arena import StageArena
+from engine.attention_layers import ArenaAttentionLayer, ArenaHybridLayer, QuantisedAttentionLayer, QuantisedLatentLayer
 from engine.cache_layers import ArenaLinearLayer, ArenaSlidingLayer
 from engine.indexed_layers import IndexPositions, LayerIndex, OtherStagesLayer, TakesPositions
 from engine.indexer import MakeBlocks
-from engine.kv_format import KeptStates, QuantisedStates, quantise
-from engine.layout import INDEX_KEY, INDEX_POSITION, WINDOW_FIELDS
-from engine.placed import PlacedStates, TokenPlace
+from engine.layer_state import INDEX_KEY, INDEX_POSITION, LATENT_FIELDS, WINDOW_FIELDS
+from engine.placed import TokenPlace
 from engine.step_history import StepHistory
-
-
-class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one full-attention layer, living in an arena's rows.
-
-    rows    0 ........ position ........ position + q
-            |-- kept --|-- written now --|              the views returned cover [0, position + q)
-    """
-
-    is_sliding = False
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """`keys` and `values` are `[context_tokens, heads, head_dim]`, strided views of arena rows."""
-        super().__init__()
-        self.key_rows = keys
-        self.value_rows = values
-        self.position = 0
-        self.place: TokenPlace | None = None
-        """Set while a token's forward is recorded."""
-        self.is_initialized = True
-
-    def begin(self, position: int) -> None:
-        self.position = position
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the arena was allocated before the first forward."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[KeptStates, KeptStates] | tuple[PlacedStates, PlacedStates]:
-        """Writes `[1, heads, q, head_dim]` at the position; returns `[1, heads, position + q, head_dim]` of both.
-
-        What is returned are views, unless keys and values are kept in another dtype than the model computes in.
-        """
-        if self.place is not None:
-            slot = self.place.position
-            return (
-                PlacedStates.written(self.place, self.key_rows, key_states, slot),
-                PlacedStates.written(self.place, self.value_rows, value_states, slot),
-            )
-        start, stop = self.position, self.position + key_states.shape[-2]
-        self.key_rows[start:stop] = key_states[0].transpose(0, 1)
-        self.value_rows[start:stop] = value_states[0].transpose(0, 1)
-        return (
-            self.key_rows[:stop].transpose(0, 1).unsqueeze(0).to(key_states.dtype),
-            self.value_rows[:stop].transpose(0, 1).unsqueeze(0).to(value_states.dtype),
-        )
-
-    def get_seq_length(self) -> int:
-        return self.position
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.position + query_length, 0
-
-    def get_max_length(self) -> int:
-        return self.key_rows.shape[0]
-
-
-class QuantisedAttentionLayer(ArenaAttentionLayer):
-    """The same with rows of codes and scales (`engine.kv_format`)."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-        """`keys` and `values` as above, of int8; `scales` is float16 `[context_tokens, 2, heads]`."""
-        super().__init__(keys, values)
-        self.scale_rows = scales
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[KeptStates, KeptStates] | tuple[PlacedStates, PlacedStates]:
-        """Writes as above; returns what the rows now hold, also of what was just written."""
-        if self.place is not None:
-            return (
-                PlacedStates.coded(self.place, self.key_rows, self.scale_rows, 0, key_states),
-                PlacedStates.coded(self.place, self.value_rows, self.scale_rows, 1, value_states),
-            )
-        start, stop = self.position, self.position + key_states.shape[-2]
-        for part, (rows, states) in enumerate(((self.key_rows, key_states), (self.value_rows, value_states))):
-            rows[start:stop], self.scale_rows[start:stop, part] = quantise(states[0].transpose(0, 1))
-        return (
-            QuantisedStates(self.key_rows[:stop], self.scale_rows[:stop, 0]),
-            QuantisedStates(self.value_rows[:stop], self.scale_rows[:stop, 1]),
-        )
 
 
 class StageCache(Cache):  # type: ignore[misc]
@@ -204,16 +122,22 @@ class StageCache(Cache):  # type: ignore[misc]
 
 def attention_layer(layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> ArenaAttentionLayer:
     """The layer over its fields' views, which are named by layer and field."""
-    keys, values = fields[layer, "key"], fields[layer, "value"]
+    latent = (layer, LATENT_FIELDS[0]) in fields
+    keys, values = (fields[layer, name] for name in (LATENT_FIELDS if latent else ("key", "value")))
     scales = fields.get((layer, "scale"))
-    return ArenaAttentionLayer(keys, values) if scales is None else QuantisedAttentionLayer(keys, values, scales)
+    if scales is None:
+        return ArenaAttentionLayer(keys, values)
+    return (QuantisedLatentLayer if latent else QuantisedAttentionLayer)(keys, values, scales)
 
 
 def _layer(arena: StageArena, layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> Any:
     """The cache layer for what the arena's layout has of `layer`, by the names of its fields."""
-    if (layer, "key") in fields:
-        return attention_layer(layer, fields)
     if (layer, WINDOW_FIELDS[0]) in fields:
         packed = (fields[layer, WINDOW_FIELDS[0]], fields[layer, WINDOW_FIELDS[1]])
         return ArenaSlidingLayer(arena.windows[layer], packed, arena.window_room.slack_tokens)
-    return ArenaLinearLayer({name: view.unsqueeze(0) for (index, name), view in fields.items() if index == layer})
+    mine = {name: view for (index, name), view in fields.items() if index == layer}
+    attends = "key" in mine or LATENT_FIELDS[0] in mine
+    states = {name: view.unsqueeze(0) for name, view in mine.items() if name.startswith(("conv_", "recurrent_"))}
+    if attends and states:
+        return ArenaHybridLayer(attention_layer(layer, fields), states)
+    return attention_layer(layer, fields) if attends else ArenaLinearLayer(states)

@@ -22,7 +22,7 @@ from engine.arena import StageArena
 from engine.attention import CUDA_KERNELS
 from engine.cache import StageCache
 from engine.kernels import has_triton
-from engine.layout import layer_kinds
+from engine.layer_state import LATENT_FAMILIES, layer_kinds
 from engine.stages import Stage
 
 ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -41,7 +41,9 @@ def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
     if not has_triton():
         return "Triton is not installed"
     if other := set(layer_kinds(config)) - RECORDED_KINDS:
-        return f"its layers of kind {', '.join(sorted(other))} choose what they see on the host"
+        return f"decoding through layers of kind {', '.join(sorted(other))} is not recorded"
+    if config.model_type in LATENT_FAMILIES:
+        return "its layers make keys and values of all that came before, whose number a recording cannot know"
     if not {stage.dtype for stage in stages} <= DTYPES:
         return f"it computes in other types than {', '.join(sorted(map(str, DTYPES)))}"
     return None

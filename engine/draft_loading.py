@@ -51,11 +51,10 @@ def declare_head(config: Any) -> None:
 
 
 def drop_head(config: Any) -> None:
-    """The model runs without its head."""
+    """The model runs without its head. What a configuration says of heads by itself stays."""
     config = language_config(config)
-    for name in ("num_mtp_layers", "mtp_layer_types"):
-        if hasattr(config, name):
-            delattr(config, name)
+    if getattr(config, "mtp_layer_types", None) is not None:
+        del config.mtp_layer_types, config.num_mtp_layers
 
 
 def load_head(model: Any, folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Shapes of models that keep fixed state: name -> the library's `model_type` and settings.
+"""Shapes of models that keep more than keys and values, or other things: name -> the library's `model_type`, settings.
 
 Real shapes are those of the published configurations; the tiny ones have each kind of layer and odd ones out, so that
 stages can be without rows or without fixed state.
@@ -71,6 +71,36 @@ HYBRID_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
                 "mamba_chunk_size": 64,
                 "embedding_multiplier": 2.0,
                 "logits_scaling": 2.0,
+            },
+        ),
+        "tiny-falcon-h1": (
+            "falcon_h1",
+            {
+                **_TINY,
+                "mamba_d_ssm": 128,
+                "mamba_n_heads": 16,
+                "mamba_d_head": 8,
+                "mamba_d_state": 16,
+                "mamba_chunk_size": 64,
+                "lm_head_multiplier": 0.5,
+            },
+        ),
+        "tiny-deepseek-v3": (
+            "deepseek_v3",
+            {
+                **_TINY,
+                "num_key_value_heads": 4,
+                "kv_lora_rank": 32,
+                "q_lora_rank": 32,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 16,
+                "v_head_dim": 24,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "moe_intermediate_size": 32,
+                "first_k_dense_replace": 1,
             },
         ),
         "tiny-qwen4-exp": (

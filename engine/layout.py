@@ -11,43 +11,39 @@ layers that see no further.
 
 A draft head (`engine.draft`) adds a layer behind the model's last, in the last stage.
 
-Which fields a layer has follows from its kind alone (`LAYER_KINDS`): supporting another kind of layer is adding an
-entry there.
+Which fields a layer has follows from its kind (`engine.layer_state`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.kv_format import SCALE_DTYPE, is_quantised
-from engine.linear_state import linear_states
+from engine.kv_format import is_quantised
+from engine.layer_state import (
+    INDEX_KEY,
+    LAYER_KINDS,
+    WINDOW_FIELDS,
+    FieldSpec,
+    LayerState,
+    StateTypes,
+    draft_layers,
+    draft_state,
+    layer_kinds,
+)
 from engine.multimodal import family_of, language_config
 
 ROW_ALIGNMENT = 16
 """Bytes. Flash kernels load 16 at a time, so every field of every row starts at a multiple of it."""
 DIGEST_BYTES = 16
-WINDOW_FIELDS = ("window_key", "window_value")
 OFFSET_FIELD = "position_offset"
 """Of models whose positions run apart from the count of tokens; one number, in the first stage."""
-INDEX_KEY = "index_key"
-INDEX_POSITION = "index_position"
-
-
-@dataclass(frozen=True, slots=True)
-class FieldSpec:
-    """A field before it has a place."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +63,6 @@ class Field:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class LayerState:
-    """What one layer of some kind keeps: a part that grows a row a token, and a part that does not grow."""
-
-    row: tuple[FieldSpec, ...] = ()
-    fixed: tuple[FieldSpec, ...] = ()
-    row_once: tuple[FieldSpec, ...] = ()
-    """Of the row too, but the same for all such layers: the first of a stage keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,94 +105,6 @@ class StageStateLayout:
         return sum(
             field.nbytes + spare_tokens * prod(field.shape[1:]) * field.dtype.itemsize for field in self.window_fields
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StateTypes:
-    """The dtypes state is kept in, where the model leaves a choice."""
-
-    kv: torch.dtype
-    compute: torch.dtype
-
-
-LayerKind = Callable[[Any, int, StateTypes], LayerState]
-"""(the library's configuration, layer, dtypes) -> what that layer keeps."""
-
-
-def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
-    """Full attention: keys and values of every KV head, a token a row; and their scales if they are quantised."""
-    shape = _kv_shape(config)
-    fields: tuple[FieldSpec, ...] = (FieldSpec("key", types.kv, shape), FieldSpec("value", types.kv, shape))
-    if is_quantised(types.kv):
-        fields += (FieldSpec("scale", SCALE_DTYPE, (2, shape[0])),)
-    return LayerState(row=fields)
-
-
-def sliding_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
-    """Attention that sees `sliding_window` tokens, itself among them: what the next token sees of the past.
-
-    Windows stay as they were computed where rows are quantised: they are small, and do not grow.
-    """
-    shape = (config.sliding_window - 1, *_kv_shape(config))
-    dtype = types.compute if is_quantised(types.kv) else types.kv
-    return LayerState(fixed=tuple(FieldSpec(name, dtype, shape) for name in WINDOW_FIELDS))
-
-
-def indexed_state(config: Any, layer: int, types: StateTypes) -> LayerState:
-    """Sparse attention: as full attention, with the indexer's key, and the position it is turned to (time, height,
-    width). The indexer's keys stay as they were computed where rows are quantised: they decide what is seen."""
-    index = FieldSpec(INDEX_KEY, types.compute, (config.indexer_head_dim,))
-    rows = (*attention_state(config, layer, types).row, index)
-    return LayerState(row=rows, row_once=(FieldSpec(INDEX_POSITION, torch.int32, (3,)),))
-
-
-def linear_state(config: Any, layer: int, types: StateTypes) -> LayerState:
-    """Convolution and recurrent states."""
-    return LayerState(fixed=tuple(FieldSpec(*state) for state in linear_states(config, layer, types.compute)))
-
-
-def draft_state(config: Any, layer: int, types: StateTypes) -> LayerState:
-    """A draft head: keys and values like full attention's, and the hidden state behind the token, which the next row
-    of the head is made from.
-
-    That hidden state is a field of every row where the timeline can be cut to any token, so that the head goes on from
-    there too; where fixed state forbids that, it is part of it, and costs no row anything.
-    """
-    rows = attention_state(config, layer, types).row
-    hidden = FieldSpec("hidden", types.compute, (int(config.hidden_size),))
-    if {"linear_attention", "conv"} & set(layer_kinds(config)):
-        return LayerState(row=rows, fixed=(hidden,))
-    return LayerState(row=(*rows, hidden))
-
-
-LAYER_KINDS: Mapping[str, LayerKind] = MappingProxyType(
-    {
-        "full_attention": attention_state,
-        "sliding_attention": sliding_state,
-        "indexed_attention": indexed_state,
-        "linear_attention": linear_state,
-        "conv": linear_state,
-    }
-)
-"""Layer kind, as the library's `layer_types` names it -> what a layer of it keeps."""
-
-
-def _kv_shape(config: Any) -> tuple[int, int]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return (config.num_key_value_heads, head_dim)
-
-
-def layer_kinds(config: Any) -> tuple[str, ...]:
-    """The kind of every layer, `[num_hidden_layers]`; a configuration that names none has full attention only."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return ("full_attention",) * int(config.num_hidden_layers)
-    return tuple(kinds)
-
-
-def draft_layers(config: Any) -> int:
-    """Layers of the draft head that runs beside the model: 1, or 0 without one."""
-    return int(getattr(config, "num_mtp_layers", None) or 0)
 
 
 def build_layout(

@@ -43,7 +43,7 @@ def delta_net_and_ngrams(config: Any, layer: int, dtype: torch.dtype) -> States:
 
 
 def mamba2(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
-    """Granite 4 H: one convolution over input, B and C, one state a head."""
+    """Granite 4 H, Falcon-H1: one convolution over input, B and C, one state a head."""
     inner = config.mamba_n_heads * config.mamba_d_head
     channels = inner + 2 * config.mamba_n_groups * config.mamba_d_state
     return (
@@ -63,6 +63,7 @@ LINEAR_STATES: Mapping[str, Callable[[Any, int, torch.dtype], States]] = Mapping
         "qwen3_5_text": gated_delta_net,
         "qwen4_exp_text": delta_net_and_ngrams,
         "granitemoehybrid": mamba2,
+        "falcon_h1": mamba2,
         "lfm2": short_convolution,
     }
 )

@@ -33,7 +33,7 @@ from engine.draft_presets import layer_gain, random_head
 from engine.errors import ModelLoadError
 from engine.images import ImageProcessor, image_tokens, processor_class
 from engine.kernels import has_triton, keep_tuning
-from engine.layout import draft_layers
+from engine.layer_state import draft_layers
 from engine.library_bars import no_library_bars
 from engine.model_cache import DIGEST_BYTES, ModelCache, Progress
 from engine.multimodal import family_of, language_config

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from engine.layout import layer_kinds
+from engine.layer_state import LATENT_FAMILIES, layer_kinds
 from engine.multimodal import language_config
 
 
@@ -42,7 +42,10 @@ def reading_work(config: Any) -> ReadingWork:
                 # Some architectures name their experts, others have one tensor with an axis of them.
                 is_routed = ".experts." in name or (parameter.ndim == 3 and parameter.shape[0] == experts)
                 met += parameter.numel() * (share if is_routed else 1.0)
-    seeing = layer_kinds(text).count("full_attention")
+    seeing = sum(kind in ("full_attention", "hybrid") for kind in layer_kinds(text))
     heads = int(text.num_attention_heads)
-    width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    return ReadingWork(2 * met, 4.0 * heads * width * seeing)
+    if text.model_type in LATENT_FAMILIES:
+        widths = int(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
+    else:
+        widths = 2 * int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return ReadingWork(2 * met, 2.0 * heads * widths * seeing)

@@ -29,8 +29,10 @@ from engine.multimodal import language_config, language_model
 if TYPE_CHECKING:
     from engine.vision import ChunkImages
 
-FINAL_NORMS = ("norm", "embedding_norm", "hyper_connection_mixer")
+FINAL_NORMS = ("norm", "embedding_norm", "final_layernorm", "hyper_connection_mixer")
 """What families call the norm behind the last layer, or what makes one hidden state of several residual streams."""
+TUPLE_LAYERS = frozenset({"falcon_h1"})
+"""Families that take the first of what a layer gives."""
 EMBEDDING_SCALE = "embedding_multiplier"
 STREAMS = "hc_count"
 """Residual streams that go side by side through all layers, in families that have several."""
@@ -39,8 +41,12 @@ STREAMS = "hc_count"
 class PassThrough(nn.Module):
     """Stands where another stage's layer is."""
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        return hidden_states
+    def __init__(self, *, gives_tuple: bool = False) -> None:
+        super().__init__()
+        self._gives_tuple = gives_tuple
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        return (hidden_states,) if self._gives_tuple else hidden_states
 
 
 class Stage:
@@ -56,6 +62,7 @@ class Stage:
         head: nn.Module | None,
         logit_scale: float = 1.0,
         streams: int = 1,
+        logit_factor: float = 1.0,
     ) -> None:
         self.index = index
         self.first_layer = first_layer
@@ -65,7 +72,8 @@ class Stage:
         self.head = head
         """Hidden states to logits; only in the last stage."""
         self.logit_scale = logit_scale
-        """Some families divide what the head gives."""
+        """Some families divide what the head gives, others multiply it."""
+        self.logit_factor = logit_factor
         self.streams = streams
         """Residual streams between layers, side by side in what stages hand on."""
         self.needs_ids = bool(getattr(getattr(inner, "config", None), "ple_layer_ids", None))
@@ -147,6 +155,8 @@ class Stage:
         logits: torch.Tensor = self.head(hidden)
         if self.logit_scale != 1.0:
             logits = logits / self.logit_scale
+        if self.logit_factor != 1.0:
+            logits = logits * self.logit_factor
         return logits[0].float()
 
 
@@ -244,16 +254,19 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
         inner = _cut(decoder, first, end, is_first=index == 0, is_last=is_last)
         head = _moved(model.get_output_embeddings(), device, moved) if is_last else None
         scale = float(getattr(model.config, "logits_scaling", None) or 1.0)
+        factor = float(getattr(model.config, "lm_head_multiplier", None) or 1.0)
         streams = int(getattr(decoder.config, STREAMS, 1))
-        stages.append(Stage(index, first, end, device, _moved(inner, device, moved), head, scale, streams))
+        stages.append(Stage(index, first, end, device, _moved(inner, device, moved), head, scale, streams, factor))
     return stages
 
 
 def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: bool) -> nn.Module:
     """A twin of the inner model that has only the layers `[first, end)`; the weights are the same tensors."""
     twin = _twin(inner)
+    config: Any = inner.config
+    tuples = config.model_type in TUPLE_LAYERS
     layers = [
-        layer if first <= index < end else PassThrough()
+        layer if first <= index < end else PassThrough(gives_tuple=tuples)
         for index, layer in enumerate(inner.layers)  # type: ignore[arg-type]
     ]
     twin._modules["layers"] = nn.ModuleList(layers).eval()

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.arena import StageArena
-from engine.layout import OFFSET_FIELD, WINDOW_FIELDS
+from engine.layer_state import WINDOW_FIELDS
+from engine.layout import OFFSET_FIELD
 
 if TYPE_CHECKING:
     from engine.stages import Stage

@@ -1,4 +1,4 @@
-"""A -> B -> A through the HTTP API on tiny models of every family that keeps fixed state."""
+"""A -> B -> A through the HTTP API on tiny models of every family."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ async def test_a_b_a(family: str, tmp_path: Path) -> None:
         edited = [*a2[:-1], {"role": "user", "content": "And before that?"}]
         third = await server.chat(edited)
         kept = len(engine.tokenizer.encode(engine.template.render(a2[:-1], (), {}, add_generation_prompt=False)))
-        # A window not yet left, or with slack, is cut inside the message; other state at the message's start.
+        # Rows, and a window not yet left, are cut inside the message; other state at the message's start.
         assert third.cache == "live"
-        assert third.reused == kept if family != "tiny-gemma3" else third.reused > kept
+        assert third.reused > kept if family in ("tiny-gemma3", "tiny-deepseek-v3") else third.reused == kept
     assert [first.text, second.text, third.text] == [read_cold(engine, turns) for turns in (A1, a2, edited)]
     engine.close()
 

@@ -19,12 +19,12 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.modeling_layers import MtpModel
 from vision_models import picture_logits, processor_of
 
 from engine import EngineConfig, Session, open_session
-from engine.layout import draft_layers
+from engine.layer_state import draft_layers
 from engine.multimodal import language_config
 from engine.vision import PromptImage
 
@@ -114,7 +114,15 @@ class EightBitIndexedLayer(EightBitLayer, DynamicIndexedLayer):
     """The same beside the indexer's keys, which stay as they are computed."""
 
 
-EIGHT_BIT_LAYERS = {DynamicLayer: EightBitLayer, DynamicIndexedLayer: EightBitIndexedLayer}
+class EightBitHybridLayer(EightBitLayer, LinearAttentionAndFullAttentionLayer):
+    """The same beside convolution and recurrent states, which stay as they are computed."""
+
+
+EIGHT_BIT_LAYERS = {
+    DynamicLayer: EightBitLayer,
+    DynamicIndexedLayer: EightBitIndexedLayer,
+    LinearAttentionAndFullAttentionLayer: EightBitHybridLayer,
+}
 
 
 def eight_bit(states: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tiny random models of every family that keeps fixed state."""
+"""Tiny random models of every family that keeps something else, or more, than keys and values."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ _GEMMA = {
     "query_pre_attn_scalar": 16,
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+_LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
 }
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", _GEMMA),
@@ -88,6 +101,23 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 12,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.5,
+            "key_multiplier": 0.7,
+            "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
+        },
+    ),
+    "deepseek-v2": ("deepseek_v2", {**_LATENT, "q_lora_rank": None}),
+    "deepseek-v3": ("deepseek_v3", {**_LATENT, "q_lora_rank": 24, "num_mtp_layers": 1}),
+    "glm4-lite": ("glm4_moe_lite", {**_LATENT, "q_lora_rank": 24}),
     "qwen3.5-vl": ("qwen3_5", {**_DELTA_NET, "rope_parameters": MROPE}),
     "gemma3-vl": ("gemma3", _GEMMA),
 }

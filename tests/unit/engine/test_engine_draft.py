@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from engine import BadLogits, EngineConfig, Session, StageFailed, capture, host_plan, open_session, restore
 from engine import attention as engine_attention
-from engine.layout import WINDOW_FIELDS
+from engine.layer_state import WINDOW_FIELDS
 
 EVERY_STAGES = pytest.mark.parametrize("stages", [1, 2, 3])
 EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])

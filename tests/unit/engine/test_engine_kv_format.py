@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import UnsupportedModel, capture, host_plan, restore
 from engine.fingerprint import fingerprint
 from engine.kv_format import KV_FORMATS, QuantisedStates, quantise
-from engine.layout import FieldSpec, LayerState, _check_format, build_layout
+from engine.layer_state import FieldSpec, LayerState
+from engine.layout import _check_format, build_layout
 
 IDS = token_ids(400)
 TOLERANCE = {None: 1e-6, torch.bfloat16: 1e-4, torch.int8: 1e-4}
