@@ -26,7 +26,7 @@ class Toll:
 
 
 class Queue:
-    """Candidates for eviction, first to go first. Valid until something other than its own victims changes."""
+    """Candidates for eviction, first to go first. Valid as long as conversations only go."""
 
     def __init__(
         self,
@@ -69,6 +69,8 @@ class Queue:
             place, owner, _, rating = heapq.heappop(self._heap)
             if self._places.get(owner) == place:
                 del self._places[owner]
+                if owner not in self._shelf.owned:
+                    continue  # it went for room elsewhere: its file was removed
                 if rating.candidate.freed_bytes and owner not in self._superseded:
                     self._shelf.floor = max(self._shelf.floor, place[2])
                 return self._shelf.owned[owner]

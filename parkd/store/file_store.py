@@ -1,6 +1,6 @@
 """States that their engine keeps in files of its own making: the store takes the files up, and never their bytes.
 
-    begin_capture   reserves room on disk, names a path      (engine writes the file)
+    begin_capture   once memory has admitted it, reserves room on disk, names a path      (engine writes the file)
     commit          published, and waits for its manifest    sync of the file, manifest, sync of the directory
     evicted         from memory: only what is known of it goes; from disk: the file goes, and it with it
 
@@ -16,8 +16,10 @@ from typing import Any
 
 from parkd.store.budget import mib
 from parkd.store.disk_policy import worth_writing
-from parkd.store.disk_records import DiskEntry, index_limit_bytes
+from parkd.store.disk_records import DiskEntry, file_bytes, index_limit_bytes
+from parkd.store.history import History
 from parkd.store.manifest import ExtentRef
+from parkd.store.planning import CapturePlan
 from parkd.store.records import Capture, CaptureRequest, ConversationId, Lease, Parked, RefusalReason, Refused
 from parkd.store.segments import SegmentPool
 from parkd.store.tiers import TieredStore
@@ -41,14 +43,11 @@ class FileStore(TieredStore):
             return super().begin_capture(request)
         assert request.sizes is not None
         ref = self.queue.new_extent(request.sizes.whole)
-        refused = self._no_room_on_disk(request, ref.taken_bytes)
-        if refused is not None:
-            return self._refused(request, refused)
-        self.disk.charge(ref.taken_bytes)
-        capture = super().begin_capture(replace(request, file=StateFile(self._path_of(ref.name), ref.size)))
-        if isinstance(capture, Refused):
-            self.disk.uncharge(ref.taken_bytes)
-        else:
+        file = StateFile(self._path_of(ref.name), ref.size)
+        # No lineage: a file belongs to one conversation, so that it is written anew.
+        capture = super().begin_capture(replace(request, file=file, lineage=(), covered=0))
+        if isinstance(capture, Capture):
+            self.disk.charge(ref.taken_bytes)
             self._written[capture.serial] = ref
         return capture
 
@@ -94,11 +93,15 @@ class FileStore(TieredStore):
         [ref] = entry.manifest.extents
         return StateFile(self._path_of(ref.name), ref.size)
 
-    def _no_room_on_disk(self, request: CaptureRequest, size: int) -> Refused | None:
-        """Makes room on disk, or says why not."""
-        disk, queue = self.disk, self.queue
+    def _elsewhere(self, plan: CapturePlan, history: History) -> Refused | None:
+        """Makes room on disk."""
+        if self._loading is not None:
+            return None
+        request = plan.request
+        assert request.file is not None
+        disk, queue, size = self.disk, self.queue, file_bytes(request.file.bytes)
         queue.allowance.refill(self._clock())
-        returned = self._shelf.ghosts.next(request.prefix_hashes, len(request.units), self._clock()).turns > 1
+        returned = history.turns > 1
         if not worth_writing(size, queue.allowance.left_bytes, queue.allowance.share, has_returned=returned):
             return Refused(RefusalReason.VALUE, "what may be written to disk today is nearly used up")
         if queue.is_paused:

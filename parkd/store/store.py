@@ -12,6 +12,7 @@ all its stages are in:
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -146,23 +147,28 @@ class ConversationStore:
         check_request(request, self.layout.digest, self.config.block_tokens)
         owner = next(self._owners)
         plan = self._admission.plan(request)
-        # Held from here on, so that making room can't free what the capture builds upon.
-        self._shelf.blocks.hold(owner, plan.held)
-        self._shelf.checkpoints.hold(checkpoint.id for checkpoint in plan.inherited)
         now_s, tokens = self._clock(), len(request.units)
         history = self._shelf.ghosts.next(request.prefix_hashes, tokens, now_s)
         self._shelf.ghosts.note(request.prefix_hashes, tokens, history, now_s)
-        outcome = self._admission.settle(plan, self._replaced_in_flight(), history, self._costs, now_s)
-        outcome = self._admission.above_floor(plan, outcome, self._free_memory)
-        if isinstance(outcome, Decision):
-            self._evict_for(plan, outcome)
-            try:
-                return self._open(owner, plan, outcome, history)
-            except (MemoryError, OSError) as error:
-                message = f"the machine gave no memory for {mib(plan.need_bytes(outcome.position))}: {error}"
-                outcome = Refused(RefusalReason.MEMORY, message)
-        self._shelf.blocks.release(owner, plan.held)
-        self._shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited)
+        # Held from here on, so that making room can't free what the capture builds upon.
+        self._shelf.blocks.hold(owner, plan.held)
+        self._shelf.checkpoints.hold(checkpoint.id for checkpoint in plan.inherited)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._let_go, owner, plan)
+            outcome = self._admission.settle(plan, self._replaced_in_flight(), history, self._costs, now_s)
+            outcome = self._admission.above_floor(plan, outcome, self._free_memory)
+            if isinstance(outcome, Decision):
+                outcome = self._elsewhere(plan, history) or outcome
+            if isinstance(outcome, Decision):
+                self._evict_for(plan, outcome)
+                try:
+                    capture = self._open(owner, plan, outcome, history)
+                except (MemoryError, OSError) as error:
+                    message = f"the machine gave no memory for {mib(plan.need_bytes(outcome.position))}: {error}"
+                    outcome = Refused(RefusalReason.MEMORY, message)
+                else:
+                    undo.pop_all()
+                    return capture
         return self._refused(request, outcome)
 
     def commit(self, capture: Capture, checksums: Checksums) -> Parked:
@@ -241,6 +247,19 @@ class ConversationStore:
         capture, flight = open_flight(self._shelf, self.layout, owner, plan, position, fresh, replaces, history)
         self._captures[owner] = flight
         return capture
+
+    def _elsewhere(
+        self,
+        plan: CapturePlan,  # noqa: ARG002 - for a store with another tier
+        history: History,  # noqa: ARG002
+    ) -> Refused | None:
+        """Makes the room that an admitted capture needs outside memory, or says why not."""
+        return None
+
+    def _let_go(self, owner: Owner, plan: CapturePlan) -> None:
+        """What a capture that comes to nothing holds."""
+        self._shelf.blocks.release(owner, plan.held)
+        self._shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited)
 
     def _parked(self, capture: Capture, flight: Flight) -> Parked:
         request, now = capture.request, self._clock()

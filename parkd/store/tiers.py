@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import MarkJob, RemoveJob, WriteJob
 from parkd.store.disk_layout import read_job
@@ -183,11 +185,12 @@ class TieredStore(ConversationStore):
             parked = self.commit(promotion.capture, promotion.sums)
             if not promotion.is_whole:
                 self._sources_of[parked.id] = promotion.source
-            # By position: in memory it may have inherited some that it does not have on disk.
+            # What it inherited in memory may be another state at the same position than the one on disk.
             places = {place.position: place for place in entry.manifest.checkpoints}
             for checkpoint in parked.checkpoints:
-                if checkpoint.position in places:
-                    self.disk.know_checkpoint(checkpoint.id, places[checkpoint.position])
+                place, sums = places.get(checkpoint.position), self._shelf.checkpoints.checksums(checkpoint.id)
+                if place is not None and np.array_equal(place.sums, sums):
+                    self.disk.know_checkpoint(checkpoint.id, place)
             return parked
         self.abort(promotion.capture)
         if error is not None:

@@ -132,6 +132,32 @@ def test_fixed_state_comes_whole() -> None:
         assert_same_rows(other.fixed[stop], engine.fixed[stop])
 
 
+def test_a_checkpoint_is_on_disk_only_if_its_bytes_are() -> None:
+    """Two conversations over the same blocks may have other fixed state at one position: it was computed twice."""
+    machine = Machine(layout=FIXED)
+    store = machine.start()
+    engine = machine.engine().read(make_units(1, 8), checkpoint=True)
+    engine.extend(make_units(2, 8), checkpoint=True)
+    first, of_first = engine.park(store), engine.fixed[8]
+    pump(store, machine.fs)
+    evict(store, first)
+    engine.truncate(8)
+    engine.fixed[8] = [part ^ 1 for part in of_first]
+    engine.extend(make_units(3, 8), checkpoint=True)
+    second = engine.park(store)
+    assert second.blocks[:2] == first.blocks[:2]
+    promote(store, machine.fs, store.get(first.id))
+    pump(store, machine.fs)
+    store = machine.start()
+    for known, expected in ((first, of_first), (second, engine.fixed[8])):
+        promote(store, machine.fs, store.get(known.id))
+        other = machine.engine(7)
+        with store.lease(known.id, 8) as lease:
+            other.restore(lease)
+        assert_same_rows(other.fixed[8], expected)
+        evict(store, known)
+
+
 def test_what_waits_for_the_disk_is_served_from_memory() -> None:
     """Report 30: evicted and not yet written was unreadable. Here it is not evicted before it is written."""
     machine = Machine(ram_bytes=140_000)
