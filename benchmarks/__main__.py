@@ -7,7 +7,19 @@ import sys
 
 from benchmarks.common import REPOSITORY, progress
 
-BENCH = ("proxy_time", "copies", "disk", "many_clients", "health_lag", "policies", "perplexity", "indexer", "aba")
+BENCH = (
+    "proxy_time",
+    "copies",
+    "disk",
+    "many_clients",
+    "health_lag",
+    "policies",
+    "perplexity",
+    "indexer",
+    "draft",
+    "checkpoint_cost",
+    "aba",
+)
 """Each is a process of its own, so that none inherits another's memory or threads."""
 
 

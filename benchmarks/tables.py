@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.common import REPOSITORY, RESULTS, Table
 
-ORDER = ("aba", "copies", "proxy_time", "health_lag", "perplexity", "indexer")
+ORDER = ("aba", "copies", "proxy_time", "health_lag", "perplexity", "indexer", "draft", "checkpoint_cost")
 PAGE = REPOSITORY / "docs" / "BENCHMARKS.md"
 HEAD = """# Benchmarks
 

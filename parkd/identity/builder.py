@@ -107,6 +107,7 @@ class IdentityBuilder:
             segments=prompt_map.segments,
             images=spans,
             boundaries=prompt_map.boundaries,
+            generation_stays=prompt_map.generation_stays,
             rewrites=prompt.rewrites,
         )
         hashed_s = time.perf_counter()

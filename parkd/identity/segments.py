@@ -32,6 +32,7 @@ _THOUGHT_END = "</think>"
 class PromptMap:
     segments: tuple[SegmentSpan, ...] = ()
     boundaries: tuple[int, ...] = ()
+    generation_stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ def map_prompt(
     if users:
         boundaries.add(positions[users[-1]])
     boundaries |= {positions[index] for index in starts if prompt.turns[index].role == "assistant"}
+    stays = False
     if generation is not None:
+        stays = profile.openers.get("assistant", "").startswith(tokenised.text[generation:])
         position = tokenizer.position_of(tokenised, generation)
         marks[position] = "generation prompt"
         boundaries.add(position)
@@ -103,6 +106,7 @@ def map_prompt(
     return PromptMap(
         _spans(marks, head_label, length),
         tuple(sorted(position for position in boundaries if 0 < position < length)),
+        stays,
     )
 
 

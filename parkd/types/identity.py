@@ -99,6 +99,9 @@ class PromptIdentity:
     images: tuple[ImageSpan, ...] = ()
     boundaries: tuple[int, ...] = ()
     """Ascending positions where a later prompt is likely to fork: checkpoint places."""
+    generation_stays: bool = False
+    """The last boundary is where the generation prompt begins, and later prompts have all of it in the same place: the
+    template opens earlier answers with the same text. So they fork behind it."""
     rewrites: tuple[Rewrite, ...] = ()
 
     def __len__(self) -> int:

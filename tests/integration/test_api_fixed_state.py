@@ -179,10 +179,12 @@ async def test_few_checkpoints_cost_rereading_never_answers() -> None:
             messages = turn_after(messages, answer.text, f"Question {turn}")
 
 
-def prompt_of(length: int, boundaries: tuple[int, ...]) -> PromptIdentity:
+def prompt_of(length: int, boundaries: tuple[int, ...], *, stays: bool = False) -> PromptIdentity:
     units = np.arange(length, dtype=np.uint64)
     key = ConversationKey("", b"")
-    return PromptIdentity(key, units.astype(np.int64), units, (), boundaries=boundaries)
+    return PromptIdentity(
+        key, units.astype(np.int64), units, (), boundaries=boundaries, generation_stays=stays and bool(boundaries)
+    )
 
 
 def test_which_places_are_kept() -> None:
@@ -193,6 +195,15 @@ def test_which_places_are_kept() -> None:
     assert checkpoints_to_take(prompt, 0, 0, 1) == (999,)
     assert checkpoints_to_take(prompt, 999, 999, 8) == ()
     assert checkpoints_to_take(prompt, 0, 0, 0) == ()
+    # A generation prompt that stays needs no place of its own: later prompts fork behind it.
+    staying = prompt_of(1000, (100, 300, 500, 900, 980), stays=True)
+    assert checkpoints_to_take(staying, 0, 0, 8) == (100, 300, 500, 900, 999)
+    assert checkpoints_to_take(staying, 0, 0, 2) == (900, 999)
+    assert checkpoints_to_take(staying, 930, 0, 8) == (999,)
+    # Earlier turns are worth a cut only where that saves more than it costs; the others are exact however close.
+    close = prompt_of(1000, (100, 150, 250, 300, 390, 880, 900, 980))
+    assert checkpoints_to_take(close, 0, 0, 8) == (100, 250, 390, 880, 900, 980, 999)
+    assert checkpoints_to_take(close, 40, 0, 8) == (100, 250, 390, 880, 900, 980, 999)
     long = prompt_of(3 * CHECKPOINT_STEP_TOKENS, ())
     assert checkpoints_to_take(long, 5, 0, 8) == (
         CHECKPOINT_STEP_TOKENS,

@@ -69,6 +69,7 @@ def test_boundaries_are_where_a_later_prompt_may_fork() -> None:
         *(starts[f"message {n} (assistant)"] for n in (3, 5, 7)),
     }
     assert identity.boundaries == tuple(sorted(expected))
+    assert identity.generation_stays
 
 
 def test_tools_without_system_and_a_tail_of_the_generation_prompt() -> None:

@@ -172,6 +172,9 @@ def test_messages_and_boundaries_are_found_in_real_templates(
     starts = {span.label: span.start for span in identity.segments}
     expected = {starts[f"message {n} ({role})"] for n, role in ((2, "user"), (3, "assistant"), (4, "user"))}
     assert identity.boundaries == tuple(sorted({*expected, starts["generation prompt"]}))
+    longer = builder.build(talk(*messages, say("assistant", "Second answer."), say("user", "Third question.")))
+    stays = identity.token_ids[:-1].tolist() == longer.token_ids[: len(identity) - 1].tolist()
+    assert identity.generation_stays == stays
     assert identity.token_ids.tolist()[starts["generation prompt"] :] == tokenizer.encode(pieces["generation prompt"])
 
 
@@ -213,6 +216,7 @@ def test_empty_think_blocks_cost_only_the_tail_that_vanished(
         talk(say("user", "One."), say("assistant", "Two."), say("user", "Three."), template_kwargs=off)
     )
     before_reply = first.boundaries[-1]
+    assert not first.generation_stays
     assert first.segments[-1].start == before_reply
     assert second.units[:before_reply].tolist() == first.units[:before_reply].tolist()
     assert before_reply in second.boundaries
