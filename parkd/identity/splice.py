@@ -76,18 +76,20 @@ class Splicer:
         tokenised: TokenisedText,
         key_digest: bytes,
     ) -> TokenisedText:
-        """The same text with the ids of remembered answers. `starts` gives the character at which turns begin."""
-        if not len(self._memory):
-            return tokenised
+        """The same text with the ids of remembered answers. `starts` gives the character at which turns begin.
+
+        The trail is made even if nothing is remembered yet: with the first prompt, whose tokenising takes a hundred
+        times as long, and not with the next turn.
+        """
         places = self._places(turns, starts, tokenised)
         known, held = self._known(turns, places, tokenised, key_digest)
-        steps, ids = list(held), int32(tokenised.ids)
+        steps = list(held)
         hasher = steps[-1].hasher.copy() if steps else blake2b(key=key_digest, digest_size=HASH_BYTES)
         done = steps[-1].done if steps else 0
         bounds = {index: starts[following] for index, following in pairwise(sorted(starts))}
         for index, first in places[len(steps) :]:
             bound = bounds.get(index, len(tokenised.text))
-            step = self._step(turns[index], index, first, bound, done, tokenised, ids, hasher)
+            step = self._step(turns[index], index, first, bound, done, tokenised, hasher)
             done = step.done
             steps.append(step)
         if known is None or len(steps) > len(held):
@@ -116,12 +118,11 @@ class Splicer:
         bound: int,
         done: int,
         tokenised: TokenisedText,
-        ids: npt.NDArray[np.int32],
         hasher: Hasher,
     ) -> Step:
         """Looks up one turn, behind which the next begins at the character `bound`; `hasher` goes on with it."""
         text, cuts, positions = tokenised.text, tokenised.cuts, tokenised.positions
-        hasher.update(ids[positions[done] : positions[max(done, first)]].data)
+        hasher.update(int32(tokenised.ids[positions[done] : positions[max(done, first)]]).data)
         prefix, answer, end = hasher.digest(), None, first
         answers = self._memory.found(prefix) if first >= done else ()
         done = max(done, first)

@@ -86,6 +86,21 @@ def test_only_what_is_new_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looked_up == [1, 3, 5, 7, 9, 11, 13, 15]
 
 
+def test_a_long_history_is_gone_through_with_its_first_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the next turn, though nothing was remembered before."""
+    memory = OutputMemory(1 << 20, ["<|end|>"])
+    tokenizer = WordTokenizer()
+    builder = make_builder(tokenizer, answers=memory)
+    messages = [say(role, f"{role} {number} " * 9) for number in range(4) for role in ("user", "assistant")]
+    messages.append(say("user", "and?"))
+    first = builder.build(talk(*messages))
+    memory.remember(first, odd_ids(tokenizer, "answer"), heard("answer"))
+    looked_up = counted(builder, monkeypatch)
+    builder.build(talk(*messages, say("assistant", "answer"), say("user", "more")))
+    assert looked_up == [9]
+    assert memory.spliced == 1
+
+
 def test_an_answer_learnt_since_is_found() -> None:
     memory = OutputMemory(1 << 20, ["<|end|>"])
     tokenizer = WordTokenizer()
