@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import threading
 from dataclasses import replace
 
@@ -11,7 +13,8 @@ from starlette.applications import Starlette
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.identity.builder import IdentityBuilder
 from parkd.proxy.app import create_app
-from parkd.proxy.config import Services
+from parkd.proxy.config import ProxyConfig, Services
+from parkd.proxy.server import serve
 from parkd.proxy.structured import StructuredOutput
 
 pytestmark = pytest.mark.anyio
@@ -51,3 +54,21 @@ def test_a_vocabulary_is_read_once_and_ahead() -> None:
     structured.prepare()
     structured.prepare()
     assert made == [1]
+
+
+def test_what_was_loaded_is_left_out_of_collections_before_the_first_answer() -> None:
+    """A full collection over the libraries' objects holds the interpreter for tenths of a second."""
+    frozen: list[int] = []
+
+    def started(_url: str) -> None:
+        frozen.append(gc.get_freeze_count())
+        signal.raise_signal(signal.SIGTERM)
+
+    engine = FakeEngine()
+    identity = IdentityBuilder(engine.tokenizer, engine.template, engine.info.fingerprint, 256, 1 << 20)
+    before = gc.get_freeze_count()
+    try:
+        assert serve(Services(engine, identity.build, None, ProxyConfig(port=0)), on_started=started) == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > before + 10_000
