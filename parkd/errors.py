@@ -51,7 +51,9 @@ class ContextOverflow(InvalidRequest):
 
     def __init__(self, prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:
         super().__init__(
-            f"This server's context is {context_tokens} tokens; the request needs {prompt_tokens + output_tokens} "
+            # clients that see the text alone know an overflow by these first words
+            f"This model's maximum context length is {context_tokens} tokens; the request needs "
+            f"{prompt_tokens + output_tokens} "
             f"({prompt_tokens} in the prompt, {output_tokens} for the output). Shorten the messages, ask for less "
             f"output, or start parkd with a larger --ctx-size.",
             param="messages",

@@ -169,6 +169,7 @@ def compose(
             host=server.host,
             port=server.port,
             max_queue=server.max_queue,
+            bodies_limit_bytes=server.max_queue_bytes,
             max_output_tokens=server.max_output_tokens,
             api_keys=server.api_keys,
             named_keys=named_keys,

@@ -192,6 +192,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             api_keys=values["api-key"],
             api_key_file=values["api-key-file"],
             max_queue=values["max-queue"],
+            max_queue_bytes=values["max-queue-mib"] * MIB,
             max_output_tokens=values["max-output-tokens"],
             cors_origins=values["cors-origin"],
             keeps_billing_header=values["keep-billing-header"],

@@ -276,5 +276,6 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("rewrite-rules", "server", "FILE", parsers.file, None, "TOML of regex rules applied to prompts (none)"),
     Setting("max-queue", "server", "N", parsers.count(1, 100_000), 64, "requests that may wait before 503 (64)"),
+    Setting("max-queue-mib", "server", "MIB", parsers.count(1), 256, "what their bodies may hold before 503 (256)"),
     Setting("max-output-tokens", "server", "TOKENS", parsers.count(1), None, "longest answer (to the context's end)"),
 )

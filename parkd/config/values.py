@@ -97,6 +97,7 @@ class ServerConfig:
     api_key_file: Path | None
     """Named keys and their namespaces; with neither, no key is asked for."""
     max_queue: int
+    max_queue_bytes: int
     max_output_tokens: int | None
     """None: up to the context's end."""
     cors_origins: tuple[str, ...]

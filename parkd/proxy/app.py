@@ -24,8 +24,9 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from parkd.errors import Cancelled, ContextOverflow, EngineLost, InvalidRequest
+from parkd.errors import Cancelled, ContextOverflow, EngineLost
 from parkd.proxy.access import authenticate, narrowed
+from parkd.proxy.bodies import BodyRoom
 from parkd.proxy.config import Services
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
@@ -40,19 +41,19 @@ from parkd.proxy.explain import Explained, PromptParts, RequestMemory
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.lane import Lane
 from parkd.proxy.metrics import Metrics
-from parkd.proxy.one_turn import Turn, prompt_tail
+from parkd.proxy.one_turn import Turn
 from parkd.proxy.parking import LiveState
+from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
 from parkd.proxy.resend import Resends
 from parkd.proxy.sse import STREAM_HEADERS, TurnResponse
 from parkd.proxy.turn import TurnRunner
+from parkd.proxy.turn_log import TurnLog
 from parkd.store.tiers import TieredStore
-from parkd.types import PromptIdentity, TokenMask, ToolChoice, TurnRequest
+from parkd.types import ToolChoice
 
 log = logging.getLogger(__name__)
 
-BUILD_THREADS = 2
-"""Prompts rendered and tokenised at once."""
 FINGERPRINT_CHARACTERS = 12
 """Of the model's fingerprint, shown as `system_fingerprint`."""
 FLUSH_DEADLINE_S = 10.0
@@ -82,6 +83,7 @@ class Proxy:
             self.disk = DiskWorker(store, services.files, costs, services.monotonic)
             self.metrics.watch("parkd_disk", store.disk_stats)
         self.live = LiveState(services.engine, self.thread, store, self.metrics, costs, services.monotonic, self.disk)
+        self.log = TurnLog(self.metrics, services.trace)
         self.runner = TurnRunner(
             self.live,
             store,
@@ -92,19 +94,19 @@ class Proxy:
             monotonic=services.monotonic,
             disk=self.disk,
             remember=services.remember,
-            trace=services.trace,
+            log=self.log,
         )
         self.lane: Lane[Turn] = Lane(
             self.runner.run, max_queue=config.max_queue, monotonic=services.monotonic, on_queued=self._queued
         )
         self.requests = RequestMemory()
         self.resends = Resends(self.lane, config.resend_grace_s, self._give_up)
-        self.build_limiter: anyio.CapacityLimiter | None = None
+        self.prompts = Prompts(services)
+        self.bodies = BodyRoom(config.bodies_limit_bytes, self.lane.retry_after_s)
         self._tasks: anyio.abc.TaskGroup | None = None
 
     @asynccontextmanager
     async def life(self, _app: Starlette) -> AsyncIterator[None]:
-        self.build_limiter = anyio.CapacityLimiter(BUILD_THREADS)
         self.thread.start()
         try:
             async with anyio.create_task_group() as tasks:
@@ -139,8 +141,9 @@ class Proxy:
 
     def _give_up(self, turn: Turn) -> None:
         """Nobody waits for `turn` any more."""
+        turn.release_body()
         if self.lane.leave(turn):
-            self.runner.record(turn, Cancelled("The client left while it waited."))
+            self.log.record(turn, Cancelled("The client left while it waited."))
 
     def begin_shutdown(self) -> None:
         """Called on the event loop when a stop was asked for: nothing new starts, what runs may end in time."""
@@ -154,27 +157,27 @@ class Proxy:
         caller = authenticate(request.headers, config.api_keys, config.named_keys)
         if not len(self.resends):  # one that takes over a turn needs no room of its own
             self.lane.check_room()
-        body = await parse_object(await read_body(request, config.body_limit_bytes))
-        parsed = dialect.parse(body, request.headers)
-        turn_request = dataclasses.replace(parsed, namespace=narrowed(caller.namespace, parsed.cache.salt))
-        model, created_s = turn_request.model or self.model_id, int(services.wall())
-        resumed = self.resends.take(turn_request, caller.owner)
-        if resumed is not None:
-            encoder = dialect.encoder(turn_request, body, ResponseMeta(resumed.request_id, model, created_s))
-            return TurnResponse(
-                resumed, self.lane, self.runner, self.resends, dialect, encoder, config, services.monotonic
-            )
-        prompt, mask = await self.build(turn_request)
-        encoder = dialect.encoder(turn_request, body, ResponseMeta(request_id, model, created_s))
-        try:
-            self._check_fits(len(prompt), turn_request)
-        except ContextOverflow as overflow:
-            if turn_request.stream and overflow.code in dialect.streamed_errors:
-                return StreamingResponse(encoder.failure(overflow), headers=STREAM_HEADERS | id_headers(request_id))
-            raise
-        turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)
-        self._remember(turn, caller.owner)
-        return TurnResponse(turn, self.lane, self.runner, self.resends, dialect, encoder, config, services.monotonic)
+        with self.bodies.charge() as charge:
+            body = await parse_object(await read_body(request, config.body_limit_bytes, charge))
+            parsed = dialect.parse(body, request.headers)
+            turn_request = dataclasses.replace(parsed, namespace=narrowed(caller.namespace, parsed.cache.salt))
+            model, created_s = turn_request.model or self.model_id, int(services.wall())
+            turn = self.resends.take(turn_request, caller.owner)
+            meta = ResponseMeta(turn.request_id if turn is not None else request_id, model, created_s)
+            encoder = dialect.encoder(turn_request, body, meta)
+            if turn is None:
+                prompt, mask = await self.prompts.build(turn_request)
+                try:
+                    self.prompts.check_fits(len(prompt), turn_request)
+                except ContextOverflow as overflow:
+                    if turn_request.stream and overflow.code in dialect.streamed_errors:
+                        headers = STREAM_HEADERS | id_headers(request_id)
+                        return StreamingResponse(encoder.failure(overflow), headers=headers)
+                    raise
+                turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)
+                self._remember(turn, caller.owner)
+                turn.release_body = charge.keep()
+        return TurnResponse(turn, self.lane, self.log, self.resends, dialect, encoder, config, services.monotonic)
 
     def _remember(self, turn: Turn, owner: str) -> None:
         """For `/parkd/explain`, and for later requests to be compared with."""
@@ -188,40 +191,20 @@ class Proxy:
         turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
         self.requests.add(turn.explained)
 
-    async def build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
-        """The prompt's identity and what its answer must obey, made in a worker thread. Raises InvalidRequest."""
-        if request.response_schema is not None and self.services.build_mask is None:
-            advice = "This server gives free text only. Leave out `response_format` and ask for JSON in the messages."
-            raise InvalidRequest(advice, param="response_format")
-        return await anyio.to_thread.run_sync(self._build, request, limiter=self.build_limiter)
-
-    def _build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
-        services = self.services
-        prompt = services.build_identity(request, steering=services.engine.steering_digest(request.steering))
-        mask = services.build_mask(request, prompt_tail(services.engine, prompt)) if services.build_mask else None
-        return prompt, mask
-
     async def count_tokens(self, request: Request, dialect: AnthropicMessages) -> int:
         """Tokens of the prompt that the same body would make as a turn."""
         config = self.services.config
         caller = authenticate(request.headers, config.api_keys, config.named_keys)
-        body = await parse_object(await read_body(request, config.body_limit_bytes))
-        parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
-        prompt, _ = await self.build(dataclasses.replace(parsed, response_schema=None, tool_choice=ToolChoice()))
+        with self.bodies.charge() as charge:
+            body = await parse_object(await read_body(request, config.body_limit_bytes, charge))
+            parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
+            counted = dataclasses.replace(parsed, response_schema=None, tool_choice=ToolChoice())
+            prompt, _ = await self.prompts.build(counted)
         return len(prompt)
 
     @property
     def model_id(self) -> str:
         return self.services.config.alias or self.services.engine.info.model_name
-
-    def _check_fits(self, prompt_tokens: int, request: TurnRequest) -> None:
-        """The prompt and one token of output must fit. A longer output ends with `length` at the context's end."""
-        asked = request.max_output_tokens
-        context_tokens = self.services.engine.info.context_tokens
-        if prompt_tokens == 0:
-            raise InvalidRequest("The prompt is empty. Send at least one message.", param="messages")
-        if prompt_tokens + (0 if asked == 0 else 1) > context_tokens:
-            raise ContextOverflow(prompt_tokens, 1 if asked is None else asked, context_tokens)
 
     async def _prepare(self) -> None:
         """Before anything is answered: some of it holds the interpreter, which every stream would feel."""

@@ -33,6 +33,8 @@ class ProxyConfig:
     """Keys with a namespace each. With neither these nor named ones, no key is asked for."""
     named_keys: tuple[NamedKey, ...] = ()
     body_limit_bytes: int = DEFAULT_BODY_LIMIT_BYTES
+    bodies_limit_bytes: int = 256 * 1024 * 1024
+    """What the bodies of requests that are read, wait or run may hold together; one alone has its own limit."""
     first_byte_deadline_s: float = 10.0
     """A streamed answer's headers go out by then, with `pending` if the start is not settled."""
     keep_alive_s: float = 10.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 from starlette.requests import Request
@@ -139,7 +139,7 @@ class Endpoints:
     async def tokenize(self, request: Request, request_id: str) -> ASGIApp:
         """llama-server's: special tokens in the text are recognised, none is added."""
         self._caller(request)
-        body = await parse_object(await read_body(request, self._config.body_limit_bytes))
+        body = await self._body(request)
         content = fields.text(body, "content")
         if not fields.flag(body, "parse_special", default=True):
             raise InvalidRequest(
@@ -147,26 +147,30 @@ class Endpoints:
             )
         with_pieces = fields.flag(body, "with_pieces", default=False)
         tokenizer = self._services.engine.tokenizer
-        ids = await anyio.to_thread.run_sync(tokenizer.encode, content, limiter=self._proxy.build_limiter)
+        ids = await anyio.to_thread.run_sync(tokenizer.encode, content, limiter=self._proxy.prompts.limiter)
         if not with_pieces:
             return _json({"tokens": ids}, request_id)
         if len(ids) > PIECE_LIMIT:
             raise InvalidRequest(f"`with_pieces` takes at most {PIECE_LIMIT} tokens.", param="with_pieces")
         pieces = await anyio.to_thread.run_sync(
             lambda: [{"id": token_id, "piece": tokenizer.decode([token_id])} for token_id in ids],
-            limiter=self._proxy.build_limiter,
+            limiter=self._proxy.prompts.limiter,
         )
         return _json({"tokens": pieces}, request_id)
 
     async def apply_template(self, request: Request, request_id: str) -> ASGIApp:
         caller = self._caller(request)
-        body = await parse_object(await read_body(request, self._config.body_limit_bytes))
+        body = await self._body(request)
         asked = dataclasses.replace(OpenAIChat().parse(body, request.headers), namespace=caller.namespace)
         render = self._services.render
         if render is None:
             raise NotFound("This server renders no templates.")
-        text = await anyio.to_thread.run_sync(render, asked, limiter=self._proxy.build_limiter)
+        text = await anyio.to_thread.run_sync(render, asked, limiter=self._proxy.prompts.limiter)
         return _json({"prompt": text}, request_id)
+
+    async def _body(self, request: Request) -> Mapping[str, Any]:
+        with self._proxy.bodies.charge() as charge:
+            return await parse_object(await read_body(request, self._config.body_limit_bytes, charge))
 
     def _caller(self, request: Request) -> Caller:
         return authenticate(request.headers, self._config.api_keys, self._config.named_keys)

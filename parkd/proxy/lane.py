@@ -79,7 +79,7 @@ class Lane(Generic[W]):
         if len(self._waiting) >= self._max_queue:
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting, which is the limit of --max-queue. Try again later.",
-                retry_after_s=self._retry_after_s(),
+                retry_after_s=self.retry_after_s(),
             )
 
     def submit(self, turn: W) -> None:
@@ -152,6 +152,6 @@ class Lane(Generic[W]):
         while self._running is not None:
             await self._ended.wait()
 
-    def _retry_after_s(self) -> int:
+    def retry_after_s(self) -> int:
         """When a place should be free: one turn from now, by the mean of the last turns."""
         return min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(self._turn_s)))

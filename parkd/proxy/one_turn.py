@@ -41,6 +41,8 @@ class Turn:
     """The request that it is to be compared with, if that is remembered."""
     release_awaited: Callable[[], None] = lambda: None
     """Lets go of what the store keeps for it while it waits; may be called again."""
+    release_body: Callable[[], None] = lambda: None
+    """Its body counts no more among those that are held; may be called again."""
 
     def fail(self, error: ParkdError) -> None:
         self.release_awaited()

@@ -12,6 +12,7 @@ import orjson
 from starlette.requests import Request
 
 from parkd.errors import BodyTooLarge, InvalidRequest
+from parkd.proxy.bodies import Charge
 
 LARGE_BODY_BYTES = 1024 * 1024
 """A body from this size up is parsed in a worker thread, so that the event loop goes on."""
@@ -31,19 +32,21 @@ def id_headers(request_id: str) -> dict[str, str]:
     return {"x-request-id": request_id, "request-id": request_id}
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
+async def read_body(request: Request, limit_bytes: int, charge: Charge) -> bytes:
     """Raises BodyTooLarge as soon as it is known, at the latest `limit_bytes` in; ClientDisconnect if it leaves;
-    InvalidRequest if the body is compressed."""
+    QueueFull where the bodies held are too much together; InvalidRequest if this one is compressed."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise InvalidRequest(f"The body is compressed ({encoding[:20]!r}). Send it as plain JSON.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
+    charge.reach(int(declared) if declared.isdecimal() else 0)
     body = bytearray()
     async for piece in request.stream():
         if len(body) + len(piece) > limit_bytes:
             raise _too_large(limit_bytes)
+        charge.reach(len(body) + len(piece))
         body += piece
     return bytes(body)
 

@@ -20,7 +20,7 @@ from parkd.proxy.lane import Lane
 from parkd.proxy.one_turn import Turn
 from parkd.proxy.requests import id_headers
 from parkd.proxy.resend import Resends
-from parkd.proxy.turn import TurnRunner
+from parkd.proxy.turn_log import TurnLog
 from parkd.types import CacheReport, Finished, Started
 
 PENDING = "pending"
@@ -65,7 +65,7 @@ class TurnResponse:
         self,
         turn: Turn,
         lane: Lane[Turn],
-        runner: TurnRunner,
+        log: TurnLog,
         resends: Resends,
         dialect: Dialect,
         encoder: Encoder,
@@ -74,7 +74,7 @@ class TurnResponse:
     ) -> None:
         self._turn = turn
         self._lane = lane
-        self._runner = runner
+        self._log = log
         self._resends = resends
         self._dialect = dialect
         self._encoder = encoder
@@ -88,7 +88,8 @@ class TurnResponse:
                 self._turn.submitted = True
                 self._lane.submit(turn)
         except ParkdError as error:
-            self._runner.record(turn, error)
+            turn.release_body()
+            self._log.record(turn, error)
             await self._send_error(send, error)
             return
         done = False
@@ -100,7 +101,9 @@ class TurnResponse:
                 done = True
                 tasks.cancel_scope.cancel()
         finally:
-            if not done:
+            if done:
+                turn.release_body()
+            else:
                 self._resends.left(turn)
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
@@ -163,7 +166,7 @@ class TurnResponse:
     def _record_unstarted(self, error: ParkdError) -> None:
         """A turn that the lane never took is recorded here, every other one by the runner."""
         if self._turn.began_s is None:
-            self._runner.record(self._turn, error)
+            self._log.record(self._turn, error)
 
     async def _send_error(self, send: Send, error: ParkdError) -> None:
         answer = self._dialect.error(error, self._turn.request_id)

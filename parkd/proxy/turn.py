@@ -21,7 +21,6 @@ from parkd.identity.matcher import divergence_of
 from parkd.identity.output_memory import Said
 from parkd.proxy.answer import Answer, AnswerLoop
 from parkd.proxy.checkpoints import checkpoints_to_take
-from parkd.proxy.config import TurnTrace
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.events import EventChannel
@@ -37,6 +36,7 @@ from parkd.proxy.parking import LiveState
 from parkd.proxy.retention import Retention
 from parkd.proxy.start import StartPlan
 from parkd.proxy.starting import TurnStarter
+from parkd.proxy.turn_log import TurnLog
 from parkd.store.store import ConversationStore
 from parkd.types import (
     CacheMode,
@@ -52,7 +52,6 @@ from parkd.types import (
 )
 
 log = logging.getLogger(__name__)
-requests_log = logging.getLogger("parkd.requests")
 CALL_ID_BYTES = 12
 
 
@@ -69,13 +68,13 @@ class TurnRunner:
         *,
         max_output_tokens: int | None,
         monotonic: Callable[[], float],
+        log: TurnLog,
         disk: DiskWorker | None = None,
         remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None,
-        trace: TurnTrace | None = None,
     ) -> None:
         self._live = live
         self._starter = TurnStarter(live, store, disk, costs, monotonic)
-        self._trace = trace
+        self._log = log
         self._remember = remember
         self._retention = None if store is None else Retention(store)
         self._groups = None if store is None else Groups(store)
@@ -110,58 +109,11 @@ class TurnRunner:
             error.__cause__ = raised
         if error is not None:
             turn.channel.fail(error)
-        self.record(turn, error)
+        self._log.record(turn, error)
         if isinstance(error, EngineLost):
             raise error
-        self._note(turn, error)
+        self._log.note(turn, self._live.conversation, error)
         await self._keep(turn)
-
-    def record(self, turn: Turn, error: ParkdError | None) -> None:
-        """Counts the turn and writes its log line: numbers and reasons, never text."""
-        turn.release_awaited()
-        self._metrics.requests.labels("ok" if error is None else error.code).inc()
-        self._metrics.finished(turn.timings)
-        if turn.explained is not None:
-            turn.explained.timings = turn.timings
-            turn.explained.state = "done" if error is None else "failed"
-            turn.explained.end = turn.explained.end if error is None else error.code
-        in_lane_s = turn.timings.first_token_s - ((turn.began_s or turn.arrived_s) - turn.arrived_s)
-        requests_log.info(
-            "key=%s prompt=%d reused=%d cache=%s wait=%.1fs ttft=%.1fs out=%d why=%s%s",
-            turn.caller,
-            len(turn.prompt),
-            turn.report.reused_tokens if turn.report else 0,
-            turn.report.outcome.value if turn.report else "-",
-            turn.timings.wait_s,
-            max(0.0, in_lane_s),  # the wait stands beside it
-            turn.timings.output_tokens,
-            (turn.report.why if turn.report else "") or "-",
-            f" end={error.code}" if error is not None else "",
-        )
-
-    def _note(self, turn: Turn, error: ParkdError | None) -> None:
-        """For the recorded trace: of those only that let something be kept of them."""
-        live, report, timings = self._live.conversation, turn.report, turn.timings
-        if self._trace is None or report is None or live.key != turn.prompt.key:
-            return
-        if turn.request.cache.mode is not CacheMode.USE:
-            return
-        extra = {
-            "cache": report.outcome.value,
-            "reused": report.reused_tokens,
-            "wait_s": round(timings.wait_s, 3),
-            "restore_s": round(timings.restore_s, 3),
-            "prefill_s": round(timings.prefill_s, 3),
-            "decode_s": round(timings.decode_s, 3),
-        }
-        self._trace(
-            at_s=turn.arrived_s,
-            key_digest=turn.prompt.key.digest,
-            prompt_tokens=len(turn.prompt),
-            units=live.units,
-            end="stop" if error is None else error.code,
-            extra=extra,
-        )
 
     async def _answer(self, turn: Turn) -> None:
         await self._live.wake()

@@ -2,7 +2,8 @@
 
 Installs Claude Code, Codex and opencode from npm into a scratch folder, starts parkd, lets each agent ask and go on,
 and checks that no request was refused and that the second turn reused nearly all of its prompt. The model is one of
-random weights unless --model names another: what it answers does not matter.
+random weights unless --model names another: what it answers does not matter, but that it ends by itself does, since
+agents take an answer that was cut for a failure.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import torch
+from transformers import GenerationConfig
 
+from engine import presets
 from parkd.demo_server import running_server
 from tests.clients.client_kit import serving
 
@@ -31,6 +35,10 @@ LEAST_REUSED = 0.95
 TURN_DEADLINE_S = 900
 KEY = "parkd-agents"
 LINE = re.compile(r"key=\S+ prompt=(\d+) reused=(\d+) cache=(\S+) .* why=(.*)$")
+TERSE = "terse"
+ONE_END_IN = 32
+"""Tokens of the terse model: so many are its answers long, on the average."""
+LONGEST_ANSWER = "1024"
 FIRST, SECOND = "Say hello in one short sentence. Use no tools.", "And once more, in other words."
 
 
@@ -97,7 +105,7 @@ def claude(place: Place) -> Iterator[str]:
         "ANTHROPIC_API_KEY": KEY,
         "ANTHROPIC_MODEL": "parkd",
         "ANTHROPIC_SMALL_FAST_MODEL": "parkd",
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "64",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": LONGEST_ANSWER,
         **dict.fromkeys(quiet, "1"),
     }
     told = place.run(["claude", "-p", FIRST, "--output-format", "json"], environment)
@@ -123,7 +131,7 @@ def codex(place: Place) -> Iterator[str]:
 
 
 def opencode(place: Place) -> Iterator[str]:
-    model = {"name": "parkd", "limit": {"context": 200_000, "output": 64}, "tool_call": True}
+    model = {"name": "parkd", "limit": {"context": 200_000, "output": int(LONGEST_ANSWER)}, "tool_call": True}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "parkd",
@@ -156,6 +164,17 @@ def install(folder: Path, names: list[str]) -> Path:
     return folder / "node_modules/.bin"
 
 
+def terse_model(folder: Path) -> str:
+    """Files of a small random model, of whose tokens every so many ends an answer."""
+    settings = presets.preset_config("random:tiny-qwen3-long")
+    model = presets.random_model(settings, torch.float32, torch.device("cpu"))
+    ends = [settings.eos_token_id, *range(ONE_END_IN, settings.vocab_size, ONE_END_IN)]
+    model.generation_config = GenerationConfig(eos_token_id=ends)
+    model.save_pretrained(folder)
+    presets.preset_tokenizer(settings).save_pretrained(folder)
+    return str(folder)
+
+
 @contextmanager
 def server(model: str, context_tokens: int, requests: Requests) -> Iterator[str]:
     if model == "fake":  # the tests' engine without a model: for the agents' protocols alone
@@ -171,7 +190,7 @@ def server(model: str, context_tokens: int, requests: Requests) -> Iterator[str]
         "model": model,
         "port": "0",
         "ctx-size": str(context_tokens),
-        "max-output-tokens": "32",
+        "max-output-tokens": LONGEST_ANSWER,
         "conversation-cache-mib": "1024",
         "api-key": KEY,
     }
@@ -219,18 +238,19 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=None, help="where npm installs (a scratch folder that is removed)"
     )
-    parser.add_argument("--model", default="random:tiny-qwen3-long", help="a model for parkd, or `fake`")
+    parser.add_argument("--model", default=TERSE, help="a model for parkd, or `fake` (a small one)")
     parser.add_argument("--ctx-size", type=int, default=131072)
     given = parser.parse_args()
     failures = 0
     with tempfile.TemporaryDirectory(prefix="parkd-agents-") as scratch:
+        model = terse_model(Path(scratch, "model")) if given.model == TERSE else given.model
         commands = install(given.folder or Path(scratch), given.agents).resolve()
         for name in given.agents:
             requests = Requests()
             home, project = Path(scratch, name, "home"), Path(scratch, name, "project")
             home.mkdir(parents=True)
             project.mkdir()
-            with server(given.model, given.ctx_size, requests) as url:
+            with server(model, given.ctx_size, requests) as url:
                 try:
                     print(check(name, Place(commands, home, project, url), requests), flush=True)
                 except (AssertionError, subprocess.TimeoutExpired, ValueError) as error:

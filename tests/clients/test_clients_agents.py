@@ -328,9 +328,15 @@ def test_a_clock_in_the_system_prompt_is_named(served: Served) -> None:
 
 
 def test_a_resumed_sub_agent_with_another_first_line_is_its_own_conversation(served: Served) -> None:
-    """Report 26."""
+    """Report 26: it neither takes the other one's state beyond what they share, nor costs it any."""
+    lines = ("Task: read. [agent 1]", "Task: write. [agent 2]")
     with client_of(served) as client:
-        for line in ("Task: read. [agent 1]", "Task: write. [agent 2]"):
-            first = messages(client, claude_code(1, [{"role": "user", "content": line}]), CLAUDE_HEADERS)
+        firsts = [
+            messages(client, claude_code(1, [{"role": "user", "content": line}]), CLAUDE_HEADERS) for line in lines
+        ]
+        # where they part: the fake engine's tokens are bytes and two marks of turns
+        behind = len("write. [agent 2]\nassistant\n") + 2
+        assert firsts[1].cached_tokens == firsts[1].prompt_tokens - behind
+        for line, first in zip(lines, firsts, strict=True):
             again = messages(client, claude_code(2, [{"role": "user", "content": line}]), CLAUDE_HEADERS)
             assert again.cached_tokens == first.prompt_tokens - 1

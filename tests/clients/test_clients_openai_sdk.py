@@ -157,6 +157,7 @@ def test_errors_are_the_sdks_own() -> None:
             with pytest.raises(openai.BadRequestError) as refused:
                 client.chat.completions.create(model="m", messages=long)
             assert refused.value.code == "context_length_exceeded"
+            assert "This model's maximum context length is 64 tokens" in str(refused.value)
             with pytest.raises(openai.BadRequestError) as several:
                 client.chat.completions.create(model="m", messages=HELLO, n=2)
             assert several.value.param == "n"

@@ -104,6 +104,9 @@ def test_a_system_text_inside_the_first_turn_still_ends_at_a_boundary() -> None:
     one, two = (builder.build(talk(say("system", "a long shared head"), say("user", task))) for task in ("x", "y"))
     assert one.boundaries[0] == two.boundaries[0] <= common_prefix(one.units, two.units)
     assert _pieces(tokenizer, one)["system"] == "<|start|>user\na long shared head"
+    turns = [say("user", "x"), say("assistant", "done"), say("user", "more")]
+    later = builder.build(talk(say("system", "a long shared head"), *turns))
+    assert one.boundaries[0] in later.boundaries
 
 
 def test_a_raw_prompt_is_one_segment_without_boundaries() -> None:

@@ -189,6 +189,9 @@ def test_siblings_fork_at_or_behind_the_boundary_of_their_shared_head(
     assert shared == two.boundaries[0]
     assert one.units[:shared].tolist() == two.units[:shared].tolist()
     assert shared > 5
+    # and it stays one when the first user's message is no longer the last
+    later = builder.build(talk(head, say("user", "Alpha"), say("assistant", "Done."), say("user", "Go on.")))
+    assert shared in later.boundaries
 
 
 def test_a_system_message_in_the_middle_keeps_the_prefix(

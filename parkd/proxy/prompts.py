@@ -1,0 +1,44 @@
+"""From a parsed request to its prompt, made in a worker thread; what cannot fit is refused."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.to_thread
+
+from parkd.errors import ContextOverflow, InvalidRequest
+from parkd.proxy.config import Services
+from parkd.proxy.one_turn import prompt_tail
+from parkd.types import PromptIdentity, TokenMask, TurnRequest
+
+BUILD_THREADS = 2
+"""Prompts rendered and tokenised at once."""
+
+
+class Prompts:
+    """Made on the event loop."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self.limiter = anyio.CapacityLimiter(BUILD_THREADS)
+
+    async def build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
+        """The prompt's identity and what its answer must obey. Raises InvalidRequest."""
+        if request.response_schema is not None and self._services.build_mask is None:
+            advice = "This server gives free text only. Leave out `response_format` and ask for JSON in the messages."
+            raise InvalidRequest(advice, param="response_format")
+        return await anyio.to_thread.run_sync(self._build, request, limiter=self.limiter)
+
+    def _build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
+        services = self._services
+        prompt = services.build_identity(request, steering=services.engine.steering_digest(request.steering))
+        mask = services.build_mask(request, prompt_tail(services.engine, prompt)) if services.build_mask else None
+        return prompt, mask
+
+    def check_fits(self, prompt_tokens: int, request: TurnRequest) -> None:
+        """The prompt and one token of output must fit. A longer output ends with `length` at the context's end."""
+        asked = request.max_output_tokens
+        context_tokens = self._services.engine.info.context_tokens
+        if prompt_tokens == 0:
+            raise InvalidRequest("The prompt is empty. Send at least one message.", param="messages")
+        if prompt_tokens + (0 if asked == 0 else 1) > context_tokens:
+            raise ContextOverflow(prompt_tokens, 1 if asked is None else asked, context_tokens)

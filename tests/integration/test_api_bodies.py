@@ -1,0 +1,125 @@
+"""What request bodies hold of memory is bounded together, whatever becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+from api_harness import Gate, Running, body_of, running, until
+
+from parkd.engine_adapter.fake import FakeEngine
+from parkd.errors import QueueFull
+from parkd.proxy.bodies import BodyRoom
+from parkd.proxy.config import ProxyConfig
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+LIMIT_BYTES = 20_000
+LARGE = [{"role": "user", "content": "Large. ", "name": "x" * 12_000}]
+"""Its text is small: what counts is what was sent."""
+SMALL = [{"role": "user", "content": "Small."}]
+
+
+def test_what_was_taken_is_given_back_once() -> None:
+    room = BodyRoom(100, lambda: 7)
+    with room.charge() as one, room.charge() as two:
+        one.reach(60)
+        one.reach(30)  # less than is held already
+        two.reach(40)
+        assert room.held_bytes == 100
+        with pytest.raises(QueueFull, match="--max-queue-mib") as refused:
+            two.reach(41)
+        assert refused.value.retry_after_s == 7
+        release = one.keep()
+    assert room.held_bytes == 60
+    release()
+    release()
+    assert room.held_bytes == 0
+    with room.charge() as alone:
+        alone.reach(1000)  # alone it is bounded by its own limit only
+        assert room.held_bytes == 1000
+
+
+@pytest.fixture
+async def held() -> AsyncIterator[tuple[Running, Gate]]:
+    """A server that reads a large body's prompt and does not go on."""
+    gate = Gate("chunk")
+    config = ProxyConfig(bodies_limit_bytes=LIMIT_BYTES)
+    async with running(FakeEngine(hook=gate), config=config) as server, anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: server.client.post(CHAT, json=body_of(LARGE)))
+        await gate.wait_reached()
+        yield server, gate
+        gate.opened.set()
+
+
+async def test_one_too_many_is_told_when_to_come_back_and_others_are_not(held: tuple[Running, Gate]) -> None:
+    server, gate = held
+    refused = await server.client.post(CHAT, json=body_of(LARGE))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert int(refused.headers["retry-after"]) >= 1
+    anthropic = await server.client.post("/v1/messages", json=body_of(LARGE))
+    assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (529, "overloaded_error")
+
+    async def pieces() -> AsyncIterator[bytes]:
+        """Of a length that is not told before."""
+        for _ in range(20):
+            yield b" " * 1000
+
+    assert (await server.client.post(CHAT, content=pieces())).status_code == 503
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.chat, SMALL)
+        await until(lambda: server.server.proxy.lane.waiting == 1)
+        gate.opened.set()
+    assert (await server.client.post(CHAT, json=body_of(LARGE))).status_code == 200
+    assert server.server.proxy.bodies.held_bytes == 0
+
+
+async def test_a_client_that_leaves_the_queue_takes_its_body_along(held: tuple[Running, Gate]) -> None:
+    server, _ = held
+    before = server.server.proxy.bodies.held_bytes
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.chat, SMALL)
+        await until(lambda: server.server.proxy.lane.waiting == 1)
+        assert server.server.proxy.bodies.held_bytes > before
+        tasks.cancel_scope.cancel()
+    await until(lambda: server.server.proxy.bodies.held_bytes == before)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (CHAT, body_of(SMALL), 200),
+        (CHAT, body_of(SMALL, stream=True), 200),
+        (CHAT, body_of([]), 400),
+        (CHAT, body_of([{"role": "user", "content": "x" * 9000}]), 400),
+        ("/v1/responses", {"input": "x" * 9000, "stream": True}, 200),
+        ("/v1/messages/count_tokens", body_of(SMALL), 200),
+        ("/tokenize", {"content": "x"}, 200),
+        ("/apply-template", body_of(SMALL), 200),
+    ],
+)
+async def test_whatever_the_answer_nothing_is_held_behind_it(path: str, body: dict[str, Any], status: int) -> None:
+    async with running(FakeEngine()) as server:
+        response = await server.client.post(path, json=body)
+        assert response.status_code == status, response.text
+        await until(lambda: server.server.proxy.bodies.held_bytes == 0)
+
+
+async def test_a_turn_taken_over_holds_its_body_until_its_answer_is_out() -> None:
+    gate = Gate("chunk")
+    async with running(FakeEngine(hook=gate), config=ProxyConfig(resend_grace_s=5)) as server:
+        bodies = server.server.proxy.bodies
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.chat, LARGE)
+            await gate.wait_reached()
+            tasks.cancel_scope.cancel()
+        await until(lambda: len(server.server.proxy.resends) == 1)
+        assert bodies.held_bytes > 12_000
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.chat, LARGE)
+            await until(lambda: server.server.proxy.resends.joined == 1)
+            assert 12_000 < bodies.held_bytes < 24_000
+            gate.opened.set()
+        await until(lambda: bodies.held_bytes == 0)
