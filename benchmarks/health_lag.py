@@ -9,6 +9,7 @@ of a chunk (seconds). Probes come from another process on one kept-alive connect
 from __future__ import annotations
 
 import argparse
+import gc
 import threading
 import time
 
@@ -53,6 +54,8 @@ def measure(server: servers.Server, characters: int) -> tuple[Probe, Answer]:
     def decoding() -> None:
         probe.phase = "decode"
 
+    gc.collect()
+    gc.freeze()  # else a collection of this process, over the libraries it imports, counts as the server's delay
     probe.start()
     time.sleep(IDLE_S)
     progress("reading a long prompt ...")
