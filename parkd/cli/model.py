@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parkd.cli.library_notes import shorten_library_notes
 from parkd.config import Config, ModelConfig
 from parkd.errors import ConfigError
 from parkd.memory import free_memory_bytes
@@ -140,6 +141,16 @@ def load_llama_cpp(
     return LlamaCppEngine.load(engine_config, progress)
 
 
+def check_cards(devices: Sequence[str], count: int) -> None:
+    """`count` cards are there. Raises ConfigError naming the first device that is none of them."""
+    for device in devices:
+        kind, _, index = device.partition(":")
+        if kind == "cuda" and int(index or 0) >= count:
+            have = f"PyTorch sees {count} card{'' if count == 1 else 's'} here"
+            hint = "" if count else "; --devices cpu computes without one, a build of PyTorch with CUDA may see them"
+            raise ConfigError(f"--devices {','.join(devices)}: there is no {device}, {have}{hint}")
+
+
 def load_engine(
     config: Config, model: str, memory: MemoryShare, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> TorchEngine:
@@ -154,7 +165,9 @@ def load_engine(
     from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
 
     library_logging.disable_progress_bar()
+    shorten_library_notes()
     devices = config.model.devices or ("cuda:0" if torch.cuda.is_available() else "cpu",)
+    check_cards(devices, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     engine_config = TorchEngineConfig(
         model=model,
         cache_dir=config.home,

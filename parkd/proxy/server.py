@@ -6,7 +6,9 @@ engine lost -> the same without a running answer -> exit 1
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -17,11 +19,25 @@ from starlette.applications import Starlette
 from parkd.proxy.app import CUT_WAIT_S, Proxy, create_app
 from parkd.proxy.config import Services
 
+log = logging.getLogger(__name__)
+
 EXIT_LOST = 1
 IDLE_CONNECTION_S = 75
 """An unused connection is closed after this; longer than clients keep theirs, so that they do not race it."""
 EXIT_MARGIN_S = 2 * CUT_WAIT_S
 """Over the proxy's own deadline, so that uvicorn cuts only what the proxy could not."""
+
+
+class CutRequests(logging.Filter):
+    """uvicorn reports a request that it cancels as an exception of the application, with a traceback. It cancels those
+    that still run when the process is told a second time to stop, or at the deadline: one line says so."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, asyncio.CancelledError):
+            return True
+        log.warning("a running request was cut, since the server stops")
+        return False
 
 
 class Server(uvicorn.Server):
@@ -96,5 +112,10 @@ def serve(
         on_started(url)
 
     server = Server(services, on_started=started)
-    server.run(sockets=None if listener is None else [listener])
+    cut, uvicorns = CutRequests(), logging.getLogger("uvicorn.error")
+    uvicorns.addFilter(cut)
+    try:
+        server.run(sockets=None if listener is None else [listener])
+    finally:
+        uvicorns.removeFilter(cut)
     return server.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from parkd import __version__, arguments, cli, listener
+from parkd.cli.library_notes import KERNELS_LOGGER, shorten_library_notes
+from parkd.cli.model import check_cards
 from parkd.config import SETTINGS, load
 from parkd.errors import ConfigError
 
@@ -176,3 +179,30 @@ def test_llama_cpp_reads_in_its_own_chunks_when_none_are_asked_for(monkeypatch: 
     for flags in asked:
         load_llama_cpp(load(flags, {}), "model.gguf", lambda *_: None, is_demo=False)
     assert [config.batch_tokens for config in seen] == [512, 64]
+
+
+def test_a_card_that_is_not_there_is_named() -> None:
+    check_cards(("cpu", "cuda", "cuda:1"), 2)
+    with pytest.raises(ConfigError, match=r"there is no cuda:2, PyTorch sees 2 cards here$"):
+        check_cards(("cuda:0", "cuda:2"), 2)
+    with pytest.raises(ConfigError, match=r"no cuda:0, PyTorch sees 0 cards here; --devices cpu computes without one"):
+        check_cards(("cuda:0",), 0)
+
+
+def test_what_a_library_says_of_each_function_is_one_line_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger(KERNELS_LOGGER)
+    before = list(logger.filters)
+    try:
+        logger.filters.clear()
+        shorten_library_notes()
+        shorten_library_notes()
+        with caplog.at_level(logging.INFO):
+            for name in ("chunk_gated_delta_rule", "causal_conv1d_fn"):
+                logger.warning("`%s` is falling back to its reference PyTorch implementation because ...", name)
+            logger.warning("something else")
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == 2
+        assert "plain PyTorch" in told[0]
+        assert told[1] == "something else"
+    finally:
+        logger.filters[:] = before

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import logging
 import signal
 import threading
 from dataclasses import replace
@@ -14,7 +16,7 @@ from parkd.engine_adapter.fake import FakeEngine
 from parkd.identity.builder import IdentityBuilder
 from parkd.proxy.app import create_app
 from parkd.proxy.config import ProxyConfig, Services
-from parkd.proxy.server import serve
+from parkd.proxy.server import CutRequests, serve
 from parkd.proxy.structured import StructuredOutput
 
 pytestmark = pytest.mark.anyio
@@ -72,3 +74,18 @@ def test_what_was_loaded_is_left_out_of_collections_before_the_first_answer() ->
     finally:
         gc.unfreeze()
     assert frozen[0] > before + 10_000
+
+
+def test_a_request_that_is_cut_at_the_stop_is_one_line_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("uvicorn.error")
+    only_cut = CutRequests()
+    logger.addFilter(only_cut)
+    try:
+        for error in (asyncio.CancelledError("cut"), ValueError("ours")):
+            logger.error("Exception in ASGI application\n", exc_info=error)
+    finally:
+        logger.removeFilter(only_cut)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a running request was cut, since the server stops",
+        "Exception in ASGI application\n",
+    ]

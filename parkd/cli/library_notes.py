@@ -1,0 +1,36 @@
+"""What libraries say while they work, in one line of ours."""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger("parkd")
+
+KERNELS_LOGGER = "transformers.integrations.hub_kernels"
+_PLAIN = "falling back to its reference PyTorch implementation"
+
+
+class PlainKernels(logging.Filter):
+    """Of a logger that says of each function of a recurrent layer that it has no kernel: one line for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_told = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if _PLAIN not in record.getMessage():
+            return True
+        if not self._is_told:
+            self._is_told = True
+            log.info(
+                "recurrent layers run in plain PyTorch: right, and on NVIDIA cards slower than with the packages "
+                "flash-linear-attention and causal-conv1d"
+            )
+        return False
+
+
+def shorten_library_notes() -> None:
+    """May be called again."""
+    logger = logging.getLogger(KERNELS_LOGGER)
+    if not any(isinstance(known, PlainKernels) for known in logger.filters):
+        logger.addFilter(PlainKernels())
