@@ -22,8 +22,9 @@ import numpy as np
 
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progress
 from parkd.replay.bound import clairvoyant_bound_s
-from parkd.replay.driver import DEFAULT_COSTS, ReplayConfig, Replayer, ReplayResult, replay
+from parkd.replay.driver import Replayer, replay
 from parkd.replay.generators import GENERATORS, generate
+from parkd.replay.result import DEFAULT_COSTS, ReplayConfig, ReplayResult
 from parkd.replay.trace import Trace, read_trace
 from parkd.store.policy import LruPolicy, ValuePolicy, policy_named
 from parkd.store.records import Capture, CaptureRequest, StoreConfig

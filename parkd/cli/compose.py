@@ -70,7 +70,8 @@ def _submit(behind: Behind, work: Callable[..., None], *given: Any) -> None:
 
 def open_files(config: Config) -> FileSystem | None:
     """Where parked conversations lie on disk; None if they do not. Raises ConfigError."""
-    from parkd.store.fs import UnlinkedFs, open_directory
+    from parkd.store.fs import open_directory
+    from parkd.store.unlinked_fs import UnlinkedFs
 
     disk = config.cache.disk
     if not disk.budget_bytes:

@@ -22,14 +22,7 @@ def plan(config: Config) -> int:
     from parkd.cli.compose import store_config_of
     from parkd.types import StageLayout
 
-    model, is_demo = find_model(config.model)
-    engine, why = choose_engine(config.model, model, is_demo=is_demo)
-    if engine != "torch":
-        raise ConfigError(
-            f"plan knows the torch engine's sizes only, and this would run on {engine}, since {why}. What a token of "
-            f"state takes there is told by the library once it has the model: parkd's start-up lines say it. "
-            f"--engine torch plans for torch."
-        )
+    _check_engine(config.model, "plan", "")
     model, known = weightless(config.model)
     stages = (StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in known.stages)
     store_config = store_config_of(config, MemoryShare(config.cache.budget_bytes))
@@ -45,10 +38,24 @@ def sizes_of(words: Sequence[str]) -> ModelSizes:
     from engine.reading_work import reading_work
     from parkd.replay.command import ModelSizes
 
-    _, known = weightless(load(arguments.parse(["plan", *words]).flags).model)
+    config = load(arguments.parse(["plan", *words]).flags).model
+    _check_engine(config, "replay --model", "; with --bytes-per-token and --read-ms a replay needs no --model")
+    _, known = weightless(config)
     work = reading_work(known.settings)
     rows, fixed = (tuple(getattr(s, name) for s in known.stages) for name in ("row_bytes", "fixed_bytes"))
     return ModelSizes(rows, fixed, work.flop, work.growth_flop)
+
+
+def _check_engine(config: ModelConfig, what: str, else_do: str) -> None:
+    """Raises ConfigError if the model would run on an engine whose sizes nobody knows before it has loaded it."""
+    model, is_demo = find_model(config)
+    engine, why = choose_engine(config, model, is_demo=is_demo)
+    if engine != "torch":
+        raise ConfigError(
+            f"{what} knows the torch engine's sizes only, and this would run on {engine}, since {why}. What a token of "
+            f"state takes there is told by the library once it has the model: parkd's start-up lines say it{else_do}. "
+            f"--engine torch gives torch's."
+        )
 
 
 def weightless(config: ModelConfig) -> tuple[str, WeightlessModel]:

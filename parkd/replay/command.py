@@ -11,8 +11,9 @@ from typing import NoReturn
 from parkd.errors import ConfigError
 from parkd.replay.bound import clairvoyant_bound_s
 from parkd.replay.curve import plot, table
-from parkd.replay.driver import ReplayConfig, ReplayResult, replay
+from parkd.replay.driver import replay
 from parkd.replay.generators import GENERATORS, generate
+from parkd.replay.result import ReplayConfig, ReplayResult
 from parkd.replay.trace import Trace, TraceError, TraceHeader, read_trace, write_trace
 from parkd.store.policy import POLICIES, Costs, policy_named
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parkd.errors import ConfigError
-from parkd.replay.driver import ReplayResult
+from parkd.replay.result import ReplayResult
 
 MIB = 1 << 20
 COLUMNS = (

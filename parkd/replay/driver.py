@@ -10,77 +10,22 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
+from parkd.replay.result import ReplayConfig, ReplayResult
 from parkd.replay.trace import TraceHeader, TurnRecord
 from parkd.store.disk import DiskTier
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskConfig
 from parkd.store.opening import index_bytes_for
-from parkd.store.policy import Costs, Policy
 from parkd.store.records import BlockId, CaptureRequest, Parked, Refused, StoreConfig, Tier
 from parkd.store.store import CANDIDATE_LIMIT, ConversationStore
 from parkd.store.tiers import TieredStore
 from parkd.store.write_queue import DiskSources
 from parkd.types import Checksums, StageLayout, StateLayout, Units
-
-DEFAULT_COSTS = Costs(read_s=3.8e-4, read_growth_s=1e-8, bytes_per_s=8e9)
-"""20 s for 36k tokens and 70 s for 86k, as two cards of the middle class were seen to take."""
-WRITE_BYTES_PER_DAY = 200 << 30
-"""As on a server that was not told otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayConfig:
-    budget_bytes: int
-    policy: Policy
-    costs: Costs = DEFAULT_COSTS
-    slots: int | None = None
-    disk_bytes: int = 0
-    """0: RAM alone."""
-    write_bytes_per_day: int = WRITE_BYTES_PER_DAY
-
-
-@dataclass
-class ReplayResult:
-    """What a budget was worth over a trace. Seconds are the cost model's."""
-
-    policy: str
-    budget_bytes: int
-    disk_bytes: int = 0
-    requests: int = 0
-    prompt_tokens: int = 0
-    live_hit_tokens: int = 0
-    """Found in the arenas: these need no store."""
-    parked_hit_tokens: int = 0
-    disk_hit_tokens: int = 0
-    """Of these, from conversations that were read from disk."""
-    cold_s: float = 0.0
-    """Had every prompt been read whole."""
-    saved_s: float = 0.0
-    """Of these, by live and parked state, restores paid."""
-    live_saved_s: float = 0.0
-    """What the arenas alone save: the same under every policy and budget."""
-    evictions: int = 0
-    written_bytes: int = 0
-    """Copied into the store."""
-    disk_written_bytes: int = 0
-    disk_read_bytes: int = 0
-    peak_bytes: int = 0
-    refusals: Counter[str] = field(default_factory=Counter)
-    partial: int = 0
-    wall_s: float = 0.0
-
-    @property
-    def hit_tokens(self) -> int:
-        return self.live_hit_tokens + self.parked_hit_tokens
-
-    @property
-    def parked_saved_s(self) -> float:
-        return self.saved_s - self.live_saved_s
 
 
 def layout_of(header: TraceHeader) -> StateLayout:
@@ -295,11 +240,12 @@ def _shared(left: tuple[bytes, ...] | tuple[int, ...], right: tuple[bytes, ...] 
     limit = min(len(left), len(right))
     if left[:limit] == right[:limit]:
         return limit
-    return next(index for index in range(limit) if left[index] != right[index])
+    return next(index for index, (mine, theirs) in enumerate(zip(left, right, strict=False)) if mine != theirs)
 
 
 def _units(chain: tuple[bytes, ...], block_tokens: int) -> Units:
     """Stand-ins: equal exactly where the chains are."""
-    units = np.repeat(np.frombuffer(b"".join(chain), dtype="<u8"), block_tokens).astype(np.uint64, copy=False)
+    units = np.empty(len(chain) * block_tokens, dtype=np.uint64)
+    units.reshape(-1, block_tokens)[:] = np.frombuffer(b"".join(chain), dtype="<u8")[:, np.newaxis]
     units.flags.writeable = False
     return units

@@ -128,19 +128,25 @@ class Admission:
         prefixes: Sequence[Entry],
     ) -> int:
         """How far it fits without anyone going, if that is worth having; 0 if not."""
-        position = longest_position(longest, places, lambda place: self.has_room(plan, place, in_flight, prefixes))
+        room = self.shelf.room()
+        position = longest_position(longest, places, lambda at: self.has_room(plan, at, in_flight, prefixes, room))
         known = max((entry.parked.position for entry in prefixes), default=0)
         gained = position - max(known, plan.start(position))
         return position if position and gained * LEAST_PART >= longest else 0
 
     def has_room(
-        self, plan: CapturePlan, position: int, in_flight: Sequence[Replaced], prefixes: Sequence[Entry]
+        self,
+        plan: CapturePlan,
+        position: int,
+        in_flight: Sequence[Replaced],
+        prefixes: Sequence[Entry],
+        room: Room | None = None,
     ) -> bool:
-        """Whether the plan fits up to `position` as things stand."""
+        """Whether the plan fits up to `position` as things stand. `room` is the shelf's, if that is known already."""
         bound = self.config.conversation_slots
         if bound is not None and self._slots_taken(in_flight, replaced(plan, position, prefixes)) > bound:
             return False
-        return self.shelf.fits(plan.need(position), self.shelf.room())
+        return self.shelf.fits(plan.need(position), room or self.shelf.room())
 
     def above_floor(
         self, plan: CapturePlan, outcome: Decision | Refused, free_memory: Callable[[], int] | None

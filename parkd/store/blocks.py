@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -68,13 +69,12 @@ class BlockPool:
 
     def lineage(self, ids: Sequence[BlockId], hashes: Sequence[bytes]) -> list[BlockId]:
         """The first of `ids` that are whole written blocks of these prefix hashes, one behind the other."""
-        found: list[BlockId] = []
-        for index, (block_id, prefix_hash) in enumerate(zip(ids, hashes, strict=False)):
-            block = self._blocks.get(block_id)
+        index = 0
+        for block, prefix_hash in zip(map(self._blocks.get, ids), hashes, strict=False):
             if block is None or block.identity != prefix_hash or block.index != index or block.sums is None:
                 break
-            found.append(block_id)
-        return found
+            index += 1
+        return list(ids[:index])
 
     def exclusive(self, owner: Owner) -> int:
         """Slots that nobody else owns: what would be freed if the owner let go."""
@@ -121,8 +121,10 @@ class BlockPool:
             if name is not None:
                 assert name not in self._blocks, "a block has one place in memory"
                 ids[place] = name
-        for block_id, slot, (index, rows, identity) in zip(ids, slots, shapes, strict=True):
-            self._blocks[block_id] = Block(index, rows, identity, slot, 1, owner)
+        self._blocks.update(
+            (block_id, Block(index, rows, identity, slot, 1, owner))
+            for block_id, slot, (index, rows, identity) in zip(ids, slots, shapes, strict=True)
+        )
         if count:
             self._exclusive[owner] += count
         return ids
@@ -131,13 +133,12 @@ class BlockPool:
         """Makes written blocks immutable. `checksums` is `[len(ids), stages]`."""
         data, width = checksums.tobytes(), 8 * len(self._layout.stages)
         assert len(data) == width * len(ids)
-        for place, block_id in enumerate(ids):
-            self._blocks[block_id].sums = data[place * width : (place + 1) * width]
+        for block_id, at in zip(ids, range(0, len(data), width), strict=True):
+            self._blocks[block_id].sums = data[at : at + width]
 
-    def hold(self, owner: Owner, ids: Iterable[BlockId]) -> None:
-        blocks, lost, shared = self._blocks, [], []
-        for block_id in ids:
-            block = blocks[block_id]
+    def hold(self, owner: Owner, ids: Sequence[BlockId]) -> None:
+        lost, shared = [], []
+        for block_id, block in zip(ids, map(self._blocks.__getitem__, ids), strict=True):
             if block.owners == 1:
                 lost.append(block.owners_xor)
                 shared.append(block_id)
@@ -148,25 +149,24 @@ class BlockPool:
             self._changed.update(lost)
             self._shared.update(shared)
 
-    def release(self, owner: Owner, ids: Iterable[BlockId]) -> None:
+    def release(self, owner: Owner, ids: Sequence[BlockId]) -> None:
         """Frees what has no owner left."""
-        blocks, shared, alone, gained, ceased = self._blocks, self._shared, [], [], []
-        for block_id in ids:
-            if block_id not in shared:
-                alone.append(block_id)
-                continue
-            block = blocks[block_id]
-            block.owners -= 1
-            block.owners_xor ^= owner
-            if block.owners == 1:
-                gained.append(block.owners_xor)
-                ceased.append(block_id)
-        if gained:
+        blocks, shared = self._blocks, self._shared
+        alone = ids if shared.isdisjoint(ids) else [block_id for block_id in ids if block_id not in shared]
+        if len(alone) < len(ids):
+            gained, ceased = [], []
+            for block_id in shared.intersection(ids):
+                block = blocks[block_id]
+                block.owners -= 1
+                block.owners_xor ^= owner
+                if block.owners == 1:
+                    gained.append(block.owners_xor)
+                    ceased.append(block_id)
             self._exclusive.update(gained)
             self._changed.update(gained)
             shared.difference_update(ceased)
         if alone:
-            self._vacate([blocks.pop(block_id).slot for block_id in alone])
+            self._vacate([block.slot for block in map(blocks.pop, alone)])
             self._budget.credit(Kind.METADATA, BLOCK_BYTES * len(alone))
             self._exclusive[owner] -= len(alone)
         if self._exclusive[owner] == 0:
@@ -186,8 +186,9 @@ class BlockPool:
 
     def runs(self, ids: Sequence[BlockId], stop: int, *, writeable: bool) -> list[tuple[RowRun, ...]]:
         """The rows of consecutive blocks up to `stop`, for each stage in as few contiguous runs as memory allows."""
-        blocks = [self._blocks[block_id] for block_id in ids]
-        breaks = [place for place in range(1, len(blocks)) if blocks[place].slot != blocks[place - 1].slot + 1]
+        blocks = list(map(self._blocks.__getitem__, ids))
+        slots = [block.slot for block in blocks]
+        breaks = [at for at, (slot, after) in enumerate(pairwise(slots), 1) if after != slot + 1]
         pieces: list[tuple[int, int, int]] = []
         for start, end in zip([0, *breaks], [*breaks, len(blocks)], strict=True) if blocks else ():
             first, last = blocks[start], blocks[end - 1]

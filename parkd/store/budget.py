@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 UNIT_BYTES = 8
-HASH_BYTES = 448
-"""A prefix hash, and its place in the index: two dictionary entries and the holders' dictionary."""
+HASH_BYTES = 128
+"""A prefix hash, its place in the conversation's path, and in that of the index."""
 BLOCK_BYTES = 512
 """A block's record, its checksums, and its entries in the tables."""
 CONVERSATION_BYTES = 3072

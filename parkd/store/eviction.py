@@ -47,14 +47,13 @@ class Queue:
             (owner for entry in reversed(shelf.entries.values()) if (owner := entry.owner) not in kin), 0
         )
         self._places: dict[Owner, Rank] = {}
-        self._numbers = count()
+        self._numbers = count(1)
         self.freed_slots = self.freed_side_bytes = 0
         """What is free once all have gone, at least: what only two of them share is not counted."""
         self._forget_changed()
-        self._heap = [self._placed(entry) for entry in shelf.owned.values() if entry.may_go]
-        for *_, rating in self._heap:
-            self.freed_slots += rating.freed_slots
-            self.freed_side_bytes += rating.freed_side_bytes
+        self._heap = self._all_placed()
+        self.freed_slots = sum(rating.freed_slots for *_, rating in self._heap)
+        self.freed_side_bytes = sum(rating.freed_side_bytes for *_, rating in self._heap)
         heapq.heapify(self._heap)
 
     def __len__(self) -> int:
@@ -97,6 +96,21 @@ class Queue:
         for entry in entries:
             entry.rating = None
         return entries
+
+    def _all_placed(self) -> list[tuple[Rank, Owner, int, Rating]]:
+        """`_placed` of all that may go. Most ratings stand, and there may be thousands: nothing is called for those."""
+        special, now_s, places = {self._partner, *self._superseded}, self.now_s, self._places
+        heap = []
+        for owner, entry in self._shelf.owned.items():
+            if entry.leases or entry.is_pinned or entry.awaited_by or not entry.is_published:
+                continue
+            rating = entry.rating
+            if rating is None or rating.until_s < now_s or owner in special:
+                heap.append(self._placed(entry))
+            else:
+                places[owner] = rating.place
+                heap.append((rating.place, owner, 0, rating))
+        return heap
 
     def _placed(self, entry: Entry) -> tuple[Rank, Owner, int, Rating]:
         """The number keeps apart two ratings of one conversation that came out equal."""

@@ -1,7 +1,12 @@
 """From a prompt's key and prefix hashes to the conversations that may share its head.
 
-A conversation's path is its key digest (the hash of the empty prefix) and one hash a full block. Hashes find,
-comparison of units decides: under colliding hashes an answer may name too many, never too few.
+A conversation's path is one hash a full block, under its key. Paths that begin alike share a run of hashes, so that
+what a look-up, an addition or a removal costs is a few comparisons of whole runs, however long the paths are:
+
+    key ── h0 h1 h2 ──┬── h3 h4         one conversation ends here
+                      └── g3 ... g90 ── ...
+
+Hashes find, comparison of units decides: under colliding hashes an answer may name too many, never too few.
 """
 
 from __future__ import annotations
@@ -10,75 +15,127 @@ from parkd.store.records import ConversationId
 
 Ids = dict[ConversationId, None]
 """An ordered set: the latest is last."""
+Path = tuple[bytes, ...]
 
 
-class _KeyIndex:
-    def __init__(self) -> None:
-        self.holders: dict[bytes, Ids] = {}
-        """Hash -> who has it anywhere in the path."""
-        self.enders: dict[bytes, Ids] = {}
-        """Hash -> whose path ends with it."""
+class _Run:
+    """Hashes that all of `ids` have behind those of the runs above."""
+
+    __slots__ = ("children", "enders", "hashes", "ids")
+
+    def __init__(self, hashes: Path, ids: Ids, children: dict[bytes, _Run]) -> None:
+        self.hashes = hashes
+        self.ids = ids
+        self.enders: Ids = {}
+        """Those whose path ends with this run."""
+        self.children = children
+        """By their first hash."""
+
+    def split(self, length: int) -> _Run:
+        """The first `length` hashes as a run of their own, above what is left of this one."""
+        upper = _Run(self.hashes[:length], dict(self.ids), {self.hashes[length]: self})
+        self.hashes = self.hashes[length:]
+        return upper
+
+    def join_only_child(self) -> None:
+        """Takes up the run below, where nothing else hangs on the border between them."""
+        if self.enders or len(self.children) != 1:
+            return
+        [child] = self.children.values()
+        self.hashes += child.hashes
+        self.enders, self.children = child.enders, child.children
 
 
 class PrefixIndex:
     """Exact on paths; says nothing about units."""
 
     def __init__(self) -> None:
-        self._keys: dict[bytes, _KeyIndex] = {}
+        self._keys: dict[bytes, _Run] = {}
 
-    def add(self, conversation_id: ConversationId, key_digest: bytes, hashes: tuple[bytes, ...]) -> None:
-        index = self._keys.setdefault(key_digest, _KeyIndex())
-        path = (key_digest, *hashes)
-        holders = index.holders
-        for prefix_hash in path:
-            ids = holders.get(prefix_hash)
-            if ids is None:
-                holders[prefix_hash] = {conversation_id: None}
-            else:
-                ids[conversation_id] = None
-        index.enders.setdefault(path[-1], {})[conversation_id] = None
+    def add(self, conversation_id: ConversationId, key_digest: bytes, hashes: Path) -> None:
+        run = self._keys.setdefault(key_digest, _Run((), {}, {}))
+        run.ids[conversation_id] = None
+        at = 0
+        while at < len(hashes):
+            child = run.children.get(hashes[at])
+            if child is None:
+                child = run.children[hashes[at]] = _Run(hashes[at:], {}, {})
+            shared = _shared(child.hashes, hashes, at)
+            if shared < len(child.hashes):
+                child = run.children[hashes[at]] = child.split(shared)
+            child.ids[conversation_id] = None
+            run, at = child, at + shared
+        run.enders[conversation_id] = None
 
-    def remove(self, conversation_id: ConversationId, key_digest: bytes, hashes: tuple[bytes, ...]) -> None:
-        index = self._keys[key_digest]
-        path = (key_digest, *hashes)
-        holders = index.holders
-        for prefix_hash in set(path):
-            ids = holders[prefix_hash]
-            if len(ids) == 1:
-                del holders[prefix_hash]
-            else:
-                del ids[conversation_id]
-        last = index.enders[path[-1]]
-        del last[conversation_id]
-        if not last:
-            del index.enders[path[-1]]
-        if not holders:
+    def remove(self, conversation_id: ConversationId, key_digest: bytes, hashes: Path) -> None:
+        above, run = None, self._keys[key_digest]
+        del run.ids[conversation_id]
+        at = 0
+        while at < len(hashes) and run.ids:
+            above, run = run, run.children[hashes[at]]
+            del run.ids[conversation_id]
+            at += len(run.hashes)
+        if run.ids:
+            del run.enders[conversation_id]
+            if above is not None:
+                run.join_only_child()
+        elif above is None:
             del self._keys[key_digest]
+        else:
+            del above.children[run.hashes[0]]
+            if above.hashes:
+                above.join_only_child()
 
-    def find(self, key_digest: bytes, hashes: tuple[bytes, ...], limit: int) -> list[tuple[ConversationId, int]]:
+    def find(self, key_digest: bytes, hashes: Path, limit: int) -> list[tuple[ConversationId, int]]:
         """Up to `limit` conversations of the key and how many of the prompt's full blocks each shares; deepest first,
         the latest added first among equals, those that share none last."""
         found: dict[ConversationId, int] = {}
-        index = self._keys.get(key_digest)
-        if index is None:
-            return []
-        path = (key_digest, *hashes)
-        for shared in range(len(hashes), -1, -1):
-            holders = index.holders.get(path[shared])
-            if holders is None or holders.keys() <= found.keys():
-                continue
-            for conversation_id in reversed(holders):
+        for run, shared in reversed(self._met(key_digest, hashes)):
+            if len(run.ids) == len(found):
+                continue  # what was found is of runs below, so it is all there is
+            for conversation_id in reversed(run.ids):
                 if conversation_id not in found:
                     found[conversation_id] = shared
                     if len(found) == limit:
                         return list(found.items())
         return list(found.items())
 
-    def ending_within(self, key_digest: bytes, hashes: tuple[bytes, ...]) -> list[ConversationId]:
+    def ending_within(self, key_digest: bytes, hashes: Path) -> list[ConversationId]:
         """All conversations of the key whose full blocks are the first of this path: every ancestor is among them."""
-        index = self._keys.get(key_digest)
-        if index is None:
+        found: list[ConversationId] = []
+        at = 0
+        for run, shared in self._met(key_digest, hashes):
+            at += len(run.hashes)
+            if shared == at:
+                found += run.enders
+        return found
+
+    def _met(self, key_digest: bytes, hashes: Path) -> list[tuple[_Run, int]]:
+        """The runs along a path, and up to where the path and each agree; the last perhaps in part only."""
+        run = self._keys.get(key_digest)
+        if run is None:
             return []
-        enders = index.enders
-        ends = [end for end in (key_digest, *hashes) if end in enders]
-        return list(dict.fromkeys(conversation_id for end in ends for conversation_id in enders[end]))
+        met, at = [(run, 0)], 0
+        while at < len(hashes) and (run := run.children.get(hashes[at])) is not None:
+            shared = _shared(run.hashes, hashes, at)
+            met.append((run, at + shared))
+            if shared < len(run.hashes):
+                break
+            at += shared
+        return met
+
+
+def _shared(run: Path, hashes: Path, at: int) -> int:
+    """Leading hashes of the run that the path has from `at`."""
+    differ_by = min(len(run), len(hashes) - at)
+    rest = hashes[at : at + differ_by]
+    if run[:differ_by] == rest:
+        return differ_by
+    alike = 0
+    while differ_by - alike > 1:
+        middle = (alike + differ_by) // 2
+        if run[alike:middle] == rest[alike:middle]:
+            alike = middle
+        else:
+            differ_by = middle
+    return alike

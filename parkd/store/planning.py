@@ -77,10 +77,14 @@ class CapturePlan:
         return self.held[: self.blocks(position)]
 
     def inherited_at(self, position: int) -> tuple[ParkedCheckpoint, ...]:
+        if not self.inherited:
+            return ()
         return tuple(checkpoint for checkpoint in self.inherited if checkpoint.position <= position)
 
     def fresh_checkpoints(self, position: int) -> tuple[int, ...]:
         """Positions of checkpoints that must be copied."""
+        if not self.request.checkpoints:
+            return ()
         known = {checkpoint.position for checkpoint in self.inherited}
         return tuple(place for place in self.request.checkpoints if place <= position and place not in known)
 
@@ -93,8 +97,9 @@ class CapturePlan:
         """(index, rows, identity) of each block that must be copied."""
         size, hashes = self.block_tokens, self.request.prefix_hashes
         whole, rest = divmod(position, size)
-        shapes = [(index, size, hashes[index]) for index in range(len(self.held_at(position)), whole)]
-        if rest and len(self.held_at(position)) <= whole:
+        first = len(self.held_at(position))
+        shapes = [(index, size, name) for index, name in enumerate(hashes[first:whole], first)]
+        if rest and first <= whole:
             shapes.append((whole, rest, block_identity(self.request, whole, rest, size)))
         return shapes
 
@@ -103,7 +108,8 @@ class CapturePlan:
         return min(len(self.held_at(position)) * self.block_tokens, position)
 
     def need(self, position: int) -> Need:
-        slots = self.blocks(position) - len(self.held_at(position))
+        blocks = -(-position // self.block_tokens)
+        slots = blocks - min(blocks, len(self.held))
         side_bytes = conversation_metadata_bytes(position, self.block_tokens) + slots * BLOCK_BYTES
         return Need(slots, side_bytes + self.fresh_checkpoint_bytes(position))
 

@@ -7,7 +7,7 @@ charge, until the last lease ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -150,10 +150,13 @@ class Shelf:
 
         return release
 
-    def prefixes_of(self, key_digest: bytes, units: Units, prefix_hashes: tuple[bytes, ...]) -> list[Entry]:
-        """All conversations of the key whose units are the first of these, equal ones included."""
+    def prefixes_of(
+        self, key_digest: bytes, units: Units, prefix_hashes: tuple[bytes, ...], known: Sequence[Entry] = ()
+    ) -> list[Entry]:
+        """All conversations of the key whose units are the first of these, equal ones included. Those `known` to be
+        are not compared again."""
         found = (self.entries[i] for i in self.index.ending_within(key_digest, prefix_hashes))
-        return [entry for entry in found if _is_prefix(entry.parked.units, units)]
+        return [entry for entry in found if entry in known or _is_prefix(entry.parked.units, units)]
 
     def metadata_bytes(self, parked: Parked) -> int:
         return conversation_metadata_bytes(parked.position, self.block_tokens)

@@ -9,8 +9,9 @@ that slots with consecutive numbers always lie side by side in one slab:
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from itertools import pairwise
 
 
 class SlotAllocator:
@@ -26,7 +27,8 @@ class SlotAllocator:
         """Regions with no slot in use, in order of becoming so."""
         self._starts: list[int] = []
         """Ascending first slots of the free runs; no two runs touch."""
-        self._lengths: dict[int, int] = {}
+        self._lengths: list[int] = []
+        """Of each of them."""
 
     @property
     def free_slots(self) -> int:
@@ -71,7 +73,8 @@ class SlotAllocator:
 
     def remove_region(self, base: int) -> None:
         assert self._used[base] == 0, "a region with slots in use can't be removed"
-        self._remove_run(base)
+        at = bisect_left(self._starts, base)
+        del self._starts[at], self._lengths[at]
         self._bases.remove(base)
         self._free_slots -= self._sizes[base]
         del self._sizes[base], self._used[base], self._idle[base]
@@ -83,8 +86,10 @@ class SlotAllocator:
         """
         assert count <= self.free_slots, f"{count} slots asked, {self.free_slots} free"
         taken: list[int] = []
-        if count and after is not None and after + 1 in self._lengths:
-            taken += self._take(after + 1, count)
+        if count and after is not None:
+            at = bisect_left(self._starts, after + 1)
+            if self._starts[at : at + 1] == [after + 1]:
+                taken += self._take(at, count)
         while len(taken) < count:
             taken += self._take(self._best_run(count - len(taken)), count - len(taken))
         return taken
@@ -92,27 +97,27 @@ class SlotAllocator:
     def free(self, slots: Iterable[int]) -> None:
         """Run by run: what was written together mostly goes together."""
         ascending = sorted(slots)
-        start = 0
-        for stop in range(1, len(ascending) + 1):
-            if stop == len(ascending) or ascending[stop] != ascending[stop - 1] + 1:
-                first, length = ascending[start], stop - start
-                self._add_run(first, length)
-                self._count(self.region_of(first), -length)
-                start = stop
+        breaks = [at for at, (slot, after) in enumerate(pairwise(ascending), 1) if after != slot + 1]
+        for start, stop in zip([0, *breaks], [*breaks, len(ascending)], strict=True) if ascending else ():
+            first, length = ascending[start], stop - start
+            self._add_run(first, length)
+            self._count(self.region_of(first), -length)
 
     def _best_run(self, wanted: int) -> int:
-        """Start of the smallest run that holds `wanted`, else of the largest; the first of equals."""
-        enough = [start for start in self._starts if self._lengths[start] >= wanted]
-        if enough:
-            return min(enough, key=self._lengths.__getitem__)
-        return max(self._starts, key=self._lengths.__getitem__)
+        """The smallest run that holds `wanted`, else the largest; the first of equals."""
+        most = max(self._lengths)
+        if most > wanted:
+            most = min(length for length in self._lengths if length >= wanted)
+        return self._lengths.index(most)
 
-    def _take(self, start: int, wanted: int) -> list[int]:
-        length = self._lengths[start]
+    def _take(self, at: int, wanted: int) -> list[int]:
+        """From the run at place `at`."""
+        start, length = self._starts[at], self._lengths[at]
         count = min(length, wanted)
-        self._remove_run(start)
         if count < length:
-            self._add_run(start + count, length - count)
+            self._starts[at], self._lengths[at] = start + count, length - count
+        else:
+            del self._starts[at], self._lengths[at]
         self._count(self.region_of(start), count)
         return list(range(start, start + count))
 
@@ -127,22 +132,18 @@ class SlotAllocator:
 
     def _add_run(self, start: int, length: int) -> None:
         """Adds a free run and merges it with the ones it touches."""
-        at = bisect_left(self._starts, start)
-        if at < len(self._starts):
-            following = self._starts[at]
-            assert following >= start + length, "a slot was freed twice"
-            if following == start + length:
-                length += self._lengths[following]
-                self._remove_run(following)
+        starts, lengths = self._starts, self._lengths
+        at = bisect_left(starts, start)
+        if at < len(starts):
+            assert starts[at] >= start + length, "a slot was freed twice"
+            if starts[at] == start + length:
+                length += lengths[at]
+                del starts[at], lengths[at]
         if at > 0:
-            before = self._starts[at - 1]
-            assert before + self._lengths[before] <= start, "a slot was freed twice"
-            if before + self._lengths[before] == start:
-                self._lengths[before] += length
+            end = starts[at - 1] + lengths[at - 1]
+            assert end <= start, "a slot was freed twice"
+            if end == start:
+                lengths[at - 1] += length
                 return
-        insort(self._starts, start)
-        self._lengths[start] = length
-
-    def _remove_run(self, start: int) -> None:
-        del self._starts[bisect_left(self._starts, start)]
-        del self._lengths[start]
+        starts.insert(at, start)
+        lengths.insert(at, length)

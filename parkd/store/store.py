@@ -189,7 +189,8 @@ class ConversationStore:
         parked = self._parked(capture, flight)
         entry = Entry(parked, capture.serial, history=flight.history, floor=self._shelf.floor)
         places = [*(checkpoint.position for checkpoint in parked.checkpoints), *flight.plan.dropped]
-        prefixes = self._shelf.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes)
+        known = flight.replaces  # prefixes then, of at least so many units
+        prefixes = self._shelf.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes, known)
         for ancestor in superseded(prefixes, parked.position, places):
             entry.is_pinned |= ancestor.is_pinned
             for waiter in tuple(ancestor.awaited_by):

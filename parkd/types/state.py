@@ -62,11 +62,11 @@ class StateLayout:
     def is_opaque(self) -> bool:
         return self.grain is not Grain.ROWS
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return sum(stage.row_bytes for stage in self.stages)
 
-    @property
+    @cached_property
     def fixed_bytes(self) -> int:
         return sum(stage.fixed_bytes for stage in self.stages)
 

@@ -17,7 +17,8 @@ from test_api_switching import never_parked, opening, rows_left_by, turn_after
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
 from parkd.errors import ConfigError
-from parkd.store.fs import UnlinkedFs, open_directory
+from parkd.store.fs import open_directory
+from parkd.store.unlinked_fs import UnlinkedFs
 from parkd.types import Grain
 
 pytestmark = pytest.mark.anyio

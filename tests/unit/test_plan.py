@@ -112,3 +112,10 @@ def test_the_command_does_not_tell_torchs_sizes_for_llama_cpp(tmp_path, capsys, 
     told = capsys.readouterr()
     assert "this would run on llama.cpp" in told.err
     assert "bytes a token" not in told.out
+    assert (
+        cli.main(["replay", "generate:round-robin?agents=2&turns=2", "--model", str(tmp_path / "m.gguf"), *words]) == 2
+    )
+    told = capsys.readouterr()
+    assert "this would run on llama.cpp" in told.err
+    assert "--bytes-per-token" in told.err
+    assert told.out == ""

@@ -11,9 +11,10 @@ import pytest
 from parkd.errors import ConfigError
 from parkd.replay import command
 from parkd.replay.bound import clairvoyant_bound_s
-from parkd.replay.driver import DEFAULT_COSTS, ReplayConfig, Replayer, replay
+from parkd.replay.driver import Replayer, replay
 from parkd.replay.generators import GENERATORS, generate
 from parkd.replay.recorder import Recorder
+from parkd.replay.result import DEFAULT_COSTS, ReplayConfig
 from parkd.replay.trace import (
     HASH_BYTES,
     Trace,

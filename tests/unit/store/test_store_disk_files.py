@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from store_kit import KEY, make_hashes, make_units
 
-from parkd.store.fs import GRAIN_BYTES, PosixFile, UnlinkedFs, aligned_zeros, open_directory
+from parkd.store.fs import GRAIN_BYTES, PosixFile, aligned_zeros, open_directory
 from parkd.store.manifest import (
     DamagedManifest,
     DiskBlock,
@@ -24,6 +24,7 @@ from parkd.store.manifest import (
     encode,
     encoded_bytes,
 )
+from parkd.store.unlinked_fs import UnlinkedFs
 
 STAGES = 2
 

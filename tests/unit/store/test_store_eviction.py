@@ -99,7 +99,7 @@ def test_a_refusal_says_what_was_missing(engine):
     refused = engine.read(make_units(3, 400)).park(store)
     assert isinstance(refused, Refused)
     assert refused.reason is RefusalReason.BUDGET
-    assert refused.message == "needs 0.9 MiB, 0.0 MiB could be freed"
+    assert refused.message == "needs 0.8 MiB, 0.0 MiB could be freed"
     assert store.stats().refusals_total == {"budget": 1}
     assert store.stats().bytes_in_use == 0
 

@@ -113,7 +113,7 @@ def test_a_capture_that_breaks_leaves_nothing_charged(monkeypatch: pytest.Monkey
 
 def test_memory_may_take_from_the_queue_whom_the_disk_took_already() -> None:
     """The order in which conversations leave memory was made before the disk made room, and it took one of them."""
-    store = make_file_store(disk_bytes=1 << 20, index_bytes=18_000, ram_bytes=15_000)
+    store = make_file_store(disk_bytes=1 << 20, index_bytes=13_000, ram_bytes=10_000)
     first, second = park(store, 1), park(store, 2)
     assert store.stats().conversations == 2
     third = park(store, 3, tokens=60)

@@ -14,7 +14,7 @@ from parkd.store.store import CANDIDATE_LIMIT
 
 @pytest.mark.parametrize("width", [16, 1])
 def test_find_agrees_with_a_scan(width):
-    """With hashes one byte wide, unequal prompts collide; the answer is still exact about hashes."""
+    """With hashes one byte wide, unequal prompts collide; the answer is still exact about paths."""
     rng = random.Random(7)
     index, paths = PrefixIndex(), {}
     for step in range(400):
@@ -29,20 +29,29 @@ def test_find_agrees_with_a_scan(width):
         prompt = make_hashes(
             np.concatenate([make_units(1, 4 * rng.randint(0, 5)), make_units(rng.randint(2, 9), 20)]), 4, width=width
         )
-        # Where hashes collide a path may meet the prompt's hash at another depth; the deepest meeting counts.
         expected = {
-            name: max((at + 1 for at, each in enumerate(prompt) if each in path), default=0)
+            name: sum(prompt[:at] == path[:at] for at in range(1, min(map(len, (prompt, path))) + 1))
             for name, path in paths.items()
         }
         found = index.find(KEY, prompt, 1000)
         assert dict(found) == expected
         assert [shared for _, shared in found] == sorted(expected.values(), reverse=True)
-        ends = {(path[-1] if path else KEY) for path in paths.values()} & {KEY, *prompt}
         ending = index.ending_within(KEY, prompt)
-        assert sorted(ending) == sorted(name for name, path in paths.items() if (path[-1] if path else KEY) in ends)
+        assert sorted(ending) == sorted(name for name, path in paths.items() if prompt[: len(path)] == path)
+        assert_no_run_is_cut_in_vain(index)
     for name, path in paths.items():
         index.remove(name, KEY, path)
     assert index._keys == {}
+
+
+def assert_no_run_is_cut_in_vain(index: PrefixIndex) -> None:
+    """So that what a look-up costs depends on how paths branch, not on what was there once."""
+    runs = [child for root in index._keys.values() for child in root.children.values()]
+    while runs:
+        run = runs.pop()
+        assert run.enders or len(run.children) > 1
+        assert set(run.ids) == set(run.enders).union(*(child.ids for child in run.children.values()))
+        runs += run.children.values()
 
 
 def test_the_latest_comes_first_among_equals_and_the_answer_is_bounded():
