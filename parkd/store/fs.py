@@ -1,4 +1,4 @@
-"""Files of the disk tier: the only module of the store, with `unlinked_fs.py`, that touches the operating system's files.
+"""Files of the disk tier: of the store's modules only this and `unlinked_fs.py` touch the operating system's.
 
     FileSystem        names in one flat directory, nothing else
     ├── PosixFs       a directory that stays (--park-dir), locked by one process

@@ -26,7 +26,7 @@ def test_a_promotion_reserves_before_it_reads() -> None:
     for seed in range(2, 9):
         other, _ = parked(machine, store, seed, 60)
         if isinstance(other, Parked):
-            leases.append(store.lease(other.id, 60))
+            leases.append(store.lease(other.id, other.position))
     pump(store, machine.fs)
     assert isinstance(store.promote(there.id, 60), Refused)
     assert store.get(there.id).tier is Tier.DISK
