@@ -8,6 +8,7 @@ from store_kit import (
     assert_same_rows,
     assert_within_budget,
     leased_rows,
+    make_layout,
     make_units,
 )
 from tier_kit import Machine, away, evict, parked, promote, pump, rows_of
@@ -105,12 +106,17 @@ def test_a_smaller_budget_is_enforced_before_anything_is_served() -> None:
     assert len(store.disk.entries) >= 1
 
 
-def test_of_other_weights_is_kept_but_goes_first() -> None:
+@pytest.mark.parametrize("changed", ["weights", "stages"])
+def test_of_other_weights_or_stages_is_kept_but_goes_first(changed: str) -> None:
+    """Report 12."""
     machine = Machine(disk_bytes=100_000)
     store = machine.start()
     old, _ = parked(machine, store, 1)
     pump(store, machine.fs)
-    machine.fingerprint = b"the weights, two"
+    if changed == "weights":
+        machine.fingerprint = b"the weights, two"
+    else:
+        machine.layout = make_layout((128, 256))
     store = machine.start()
     assert store.candidates(KEY, old.prefix_hashes) == []
     assert store.disk_stats().foreign_conversations == 1

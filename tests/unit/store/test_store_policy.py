@@ -256,6 +256,7 @@ def test_workers_share_their_parents_head_and_do_not_evict_it(policy):
         engine.extend(make_units(10 + worker, 24))
         engine.park(store)
     assert store.get(parent.id) is not None
+    assert store.stats().shared_blocks >= 30, "the head is there once"
     assert_counts(store)
 
 
