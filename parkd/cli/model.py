@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,8 @@ DEMO_HINT = (
 def find_model(config: ModelConfig) -> tuple[str, bool]:
     """What to load, and whether it is the demo model. Raises ConfigError."""
     if config.model is not None:
-        if _is_path(config.model) and not Path(config.model).expanduser().exists():
-            raise ConfigError(f"--model {config.model}: there is no such file or directory")
+        if _is_path(config.model):
+            _check_readable(config.model)
         return config.model, False
     spec = importlib.util.find_spec(DEMO_PACKAGE)  # not imported: it would import what it names
     folders = spec.submodule_search_locations if spec is not None else None
@@ -139,6 +140,19 @@ def load_llama_cpp(
         is_demo_model=is_demo,
     )
     return LlamaCppEngine.load(engine_config, progress)
+
+
+def _check_readable(model: str) -> None:
+    """Raises ConfigError."""
+    path = Path(model).expanduser()
+    try:
+        is_there, is_folder = path.exists(), path.is_dir()
+    except PermissionError:  # of a folder above it
+        is_there, is_folder = True, False
+    if not is_there:
+        raise ConfigError(f"--model {model}: there is no such file or directory")
+    if not os.access(path, os.R_OK | (os.X_OK if is_folder else 0)):
+        raise ConfigError(f"--model {model}: this user may not read it (permission denied)")
 
 
 def check_cards(devices: Sequence[str], count: int) -> None:

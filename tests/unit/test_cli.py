@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -179,6 +180,23 @@ def test_llama_cpp_reads_in_its_own_chunks_when_none_are_asked_for(monkeypatch: 
     for flags in asked:
         load_llama_cpp(load(flags, {}), "model.gguf", lambda *_: None, is_demo=False)
     assert [config.batch_tokens for config in seen] == [512, 64]
+
+
+def test_a_model_that_this_user_may_not_read_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Permissions are played: tests may run as root, who may read everything."""
+
+    def deny(*_given: object, **_more: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "access", lambda *_given: False)
+    assert cli.main(["--model", str(tmp_path)]) == 2
+    monkeypatch.setattr(Path, "exists", deny)
+    assert cli.main(["--model", f"{tmp_path}/m.gguf"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert all("may not read" in line for line in told)
 
 
 def test_a_card_that_is_not_there_is_named() -> None:
