@@ -35,7 +35,8 @@ class CutRequests(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, asyncio.CancelledError):
-            return True
+            # the application's own life is cancelled too then, and told as a text
+            return not record.getMessage().rstrip().endswith("asyncio.exceptions.CancelledError")
         log.warning("a running request was cut, since the server stops")
         return False
 
