@@ -37,7 +37,7 @@ from engine.errors import (
 from engine.loader import LoadConfig, LoadedModel, load_model
 from engine.opening import open_session
 from engine.session import Session
-from engine.snapshot import SnapshotChecksums, SnapshotPlan, capture, host_plan, restore
+from engine.snapshot import SnapshotChecksums, SnapshotPlan, capture, host_plan, restore, restore_and_read
 
 __all__ = [
     "BadLogits",
@@ -63,4 +63,5 @@ __all__ = [
     "load_model",
     "open_session",
     "restore",
+    "restore_and_read",
 ]

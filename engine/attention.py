@@ -8,12 +8,14 @@ are always the last `q` positions of the keys.
     window  the same on every device, since no kernel here knows windows; a window no key falls out of is not one
     index   sparse attention: the same, with the keys that the index chose; where these are few they are gathered
     CUDA    the lower-right causal bias, which keeps the flash kernel; never cuDNN's, which plans anew for every length
-            (2.3 ms a layer and token where the kernel itself takes 0.07)
+            (2.3 ms a layer and token where the kernel itself takes 0.07), and which did not repeat itself over
+            gathered keys
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -98,18 +100,31 @@ def arena_attention(
         assert isinstance(value, PlacedStates), "keys and values are kept in one format"
         return key.attend(query, value, scaling).transpose(1, 2), None
     assert not isinstance(value, PlacedStates), "keys and values are kept in one format"
+    with sdpa_kernel(list(CUDA_KERNELS)) if query.device.type == "cuda" else nullcontext():
+        output = _output(query, key, value, scaling, sliding_window, selection, image_spans)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _output(
+    query: torch.Tensor,
+    key: KeptStates,
+    value: KeptStates,
+    scaling: float | None,
+    sliding_window: int | None,
+    selection: KeySelection | None,
+    image_spans: Spans,
+) -> torch.Tensor:
+    """`[1, heads, q, dim]`."""
     # A window that no key falls out of hides nothing.
     window = sliding_window if sliding_window is not None and key.shape[2] > sliding_window else None
     hidden = window if selection is None or selection.chosen is None else selection
     if isinstance(hidden, KeySelection) and (query.shape[2] == 1 or key.shape[2] > FEW * hidden.width):
-        output = _gathered(query, key, value, scaling, hidden)
-    elif isinstance(key, QuantisedStates):
+        return _gathered(query, key, value, scaling, hidden)
+    if isinstance(key, QuantisedStates):
         assert isinstance(value, QuantisedStates), "keys and values are kept in one format"
-        output = _attend_quantised(query, key, value, scaling, hidden, image_spans)
-    else:
-        assert isinstance(value, torch.Tensor), "keys and values are kept in one format"
-        output = _attend(query, key, value, scaling, hidden, image_spans)
-    return output.transpose(1, 2).contiguous(), None
+        return _attend_quantised(query, key, value, scaling, hidden, image_spans)
+    assert isinstance(value, torch.Tensor), "keys and values are kept in one format"
+    return _attend(query, key, value, scaling, hidden, image_spans)
 
 
 def _attend_quantised(
@@ -143,8 +158,7 @@ def _attend(
     grouped = query.shape[1] != key.shape[1]
     if query.device.type == "cuda" and hidden is None and not spans:
         bias = causal_lower_right(query.shape[2], key.shape[2]) if query.shape[2] > 1 else None
-        with sdpa_kernel(list(CUDA_KERNELS)):
-            return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
+        return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
     if query.shape[2] == 1 and hidden is None:
         return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
     return _blocked(query, key, value, scaling, grouped, hidden, spans)

@@ -17,7 +17,11 @@ less (86k tokens of an 8B model on two H200: 4.9 s with 2048, 5.1 s with 4096)."
 
 def batch_for(devices: Sequence[str]) -> int:
     """Tokens a prefill chunk where nobody said: what suits cards if all stages are on some."""
-    return CARD_BATCH if all(torch.device(device).type == "cuda" for device in devices) else CPU_BATCH
+    return CARD_BATCH if _all_cards(devices) else CPU_BATCH
+
+
+def _all_cards(devices: Sequence[str]) -> bool:
+    return all(torch.device(device).type == "cuda" for device in devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,8 @@ class EngineConfig:
     ctx_checkpoints: int = 8
     """Copies of the fixed state that stay on the devices, a position each; for models that have any."""
     draft_tokens: int | None = None
-    """Tokens that a draft head guesses a step; None is `AUTO_DRAFT_TOKENS`, with pauses while few are right;
-    0 decodes without one."""
+    """Tokens that a draft head guesses a step; None is `AUTO_DRAFT_TOKENS`, with pauses while few are right, and on
+    cards none; 0 decodes without one."""
     window_slack_tokens: int = 256
     """A sliding window can be cut back by so many tokens without a checkpoint."""
 
@@ -50,8 +54,11 @@ class EngineConfig:
 
     @property
     def guesses(self) -> int:
-        """`draft_tokens`, once chosen."""
-        return AUTO_DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
+        """`draft_tokens`, once chosen. A step that guesses cannot be replayed from recorded graphs, and without those a
+        card launches kernels for longer than it computes: several tokens a step do not make up for that."""
+        if self.draft_tokens is not None:
+            return self.draft_tokens
+        return 0 if _all_cards(self.devices) else AUTO_DRAFT_TOKENS
 
     def __post_init__(self) -> None:
         if not self.devices:

@@ -32,10 +32,11 @@ from engine.streams import DeviceStreams
 if TYPE_CHECKING:
     from engine.snapshot import Plan, Run, StageMove
 
-SEGMENT_BYTES = 16 << 20
+SEGMENT_BYTES = 8 << 20
 """Of a capture beside other work: long enough for the speed of a link (4 MiB reach 0.96 of it), short enough that
-neither a writer nor the hidden states that go from card to card wait long behind one."""
-"""One is queued at a time: a card's copy engine that always has a next segment starves what others ask of it. With two
+neither a writer nor the hidden states that go from card to card wait long behind one.
+
+One is queued at a time: a card's copy engine that always has a next segment starves what others ask of it. With two
 queued, the hidden states that go from card to card came through only when the whole capture was done."""
 SUM_BYTES = 512 << 20
 """What arrived is summed so much at a time, beside the copying of the next."""
@@ -75,8 +76,10 @@ def segments(runs: Sequence[Run], row_bytes: int, block_tokens: int) -> Iterator
 def host_tensor(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
     """The same bytes as a tensor. Tensors cannot be read-only as arrays can: a buffer that may only be read is only
     ever a copy's source."""
-    if buffer.flags.writeable or buffer.nbytes == 0:
+    if buffer.flags.writeable:
         return torch.from_numpy(buffer)
+    if buffer.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data), dtype=torch.uint8)
 
 
@@ -95,24 +98,32 @@ class StageCopy:
         self._sums: torch.Tensor | None = None
         self._done: torch.cuda.Event | None = None
 
-    def queue_out(self, plan: Plan, move: StageMove, checksum: WeightedSum, step: CopyStep) -> None:
-        """Arena to host. The caller has made the streams follow the computing."""
+    def queue_out(
+        self, plan: Plan, move: StageMove, checksum: WeightedSum, step: CopyStep, fixed: Sequence[torch.Tensor]
+    ) -> None:
+        """Arena to host, and `fixed`, a tensor a part. The caller has made the streams follow the computing."""
         streams, arena = self._streams, self.arena
         with torch.cuda.stream(streams.out):
             for run in move.rows:
                 step(host_tensor(run.buffer), arena.rows[run.start : run.stop].view(-1))
-            for part in move.fixed:
-                step(host_tensor(part.buffer), arena.fixed)
+            for part, state in zip(move.fixed, fixed, strict=True):
+                step(host_tensor(part.buffer), state)
         with torch.cuda.stream(streams.sums):
             sums = [self._block_sums(plan, checksum, plan.start, plan.stop)] if plan.stop > plan.start else []
-            sums += [checksum.block_sums(arena.fixed, arena.fixed.nbytes) for _ in move.fixed]
+            sums += [checksum.block_sums(state, state.nbytes) for state in fixed]
         streams.sums.wait_stream(streams.out)
         self._collect(sums)
 
     def queue_in(
-        self, plan: Plan, move: StageMove, checksum: WeightedSum, step: CopyStep, before_write: BeforeWrite
+        self,
+        plan: Plan,
+        move: StageMove,
+        checksum: WeightedSum,
+        step: CopyStep,
+        before_write: BeforeWrite,
+        fixed: Sequence[torch.Tensor],
     ) -> None:
-        """Host to arena; sums what arrived. `before_write` is told of rows before they are overwritten."""
+        """Host to arena and `fixed`; sums what arrived. `before_write` is told of rows before they are overwritten."""
         streams, arena = self._streams, self.arena
         sums, summed = [], plan.start
         with torch.cuda.stream(streams.into):
@@ -125,11 +136,11 @@ class StageCopy:
                     with torch.cuda.stream(streams.sums):
                         sums.append(self._block_sums(plan, checksum, summed, whole))
                     summed = whole
-            for part in move.fixed:
-                step(arena.fixed, host_tensor(part.buffer))
+            for part, state in zip(move.fixed, fixed, strict=True):
+                step(state, host_tensor(part.buffer))
         streams.sums.wait_stream(streams.into)
         with torch.cuda.stream(streams.sums):
-            sums += [checksum.block_sums(arena.fixed, arena.fixed.nbytes) for _ in move.fixed]
+            sums += [checksum.block_sums(state, state.nbytes) for state in fixed]
         self._collect(sums)
 
     def _block_sums(self, plan: Plan, checksum: WeightedSum, start: int, stop: int) -> torch.Tensor:

@@ -6,8 +6,8 @@
 A graph is recorded once and replayed for every token: addresses are fixed, the position is read from the device.
 For the models of `engine.dense` a layer is seven kernels (`engine.kernels`) in place of the library's several dozen; of
 the others the library's own forward is recorded, with rows written and attended to where the device says
-(`engine.placed`). Rounding differs from the unrecorded forward in the last bits; what a token leaves is that of its own
-path, so parked state stays exact.
+(`engine.placed`), and in fewer kernels what is known how (`engine.one_token`). Rounding differs from the unrecorded
+forward in the last bits; what a token leaves is that of its own path, so parked state stays exact.
 
 What cannot be recorded (a forward that asks the device something midway) decodes as on CPU.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import torch
 from engine.cache import StageCache
 from engine.dense import dense_layers
 from engine.handoff import HandOff
+from engine.one_token import few_kernels
 from engine.placed import TokenPlace
 from engine.stages import Stage
 
@@ -85,6 +87,7 @@ class LibraryDecoder(Decoder):
         super().__init__(stage, int(config.hidden_size))
         self._cache = cache
         self._place = TokenPlace(stage.device)
+        self._has_kernels = stage.device.type == "cuda"
 
     def record(self) -> None:
         self._cache.record(self._place)
@@ -104,11 +107,12 @@ class LibraryDecoder(Decoder):
         inputs = {"input_ids": self.token} if self.stage.index == 0 else {"inputs_embeds": self.hidden.view(1, 1, -1)}
         positions = self._place.turn.view(1, 1)
         inner: Any = self.stage.inner
-        out = inner(**inputs, position_ids=positions, cache=self._cache, use_cache=True).last_hidden_state
-        if self.logits is not None:
-            self.logits.copy_(self.stage.logits(out))
-        else:
-            self.hidden.copy_(out[0, 0])
+        with few_kernels(inner, self.stage.head) if self._has_kernels else nullcontext():
+            out = inner(**inputs, position_ids=positions, cache=self._cache, use_cache=True).last_hidden_state
+            if self.logits is not None:
+                self.logits.copy_(self.stage.logits(out))
+            else:
+                self.hidden.copy_(out[0, 0])
 
 
 class StageDecoder(Decoder):

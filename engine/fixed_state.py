@@ -62,6 +62,14 @@ class FixedState:
         """The checkpoint held for `position`, None if there is none."""
         return self._kept.get(position)
 
+    def bytes_at(self, position: int) -> Copies:
+        """Those of the checkpoint, or the arenas' own at the present position."""
+        return self.at(position) or self.live(position)
+
+    def copies_at(self, position: int) -> Copies:
+        """The same as tensors that nothing changes."""
+        return self.at(position) or [live.clone() for live in self.live(position)]
+
     def keep(self, position: int) -> None:
         """Takes a checkpoint at `position`, where the timeline is. Queues copies; waits for nothing."""
         if not self.exists:

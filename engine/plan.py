@@ -39,7 +39,7 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
     Raises UnsupportedModel, InvalidSplit or ModelLoadError, as loading would.
     """
     settings = _settings(model)
-    if config.draft_tokens == 0:
+    if config.guesses == 0:
         drop_head(settings)
     check_config(settings)
     own = getattr(settings, "dtype", None)

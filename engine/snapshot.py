@@ -4,24 +4,29 @@
     restore   check plan -> copy in all stages -> compare checksums -> commit the position
               |-- SnapshotMismatch: untouched |-- SnapshotDamaged: position 0
 
+    restore_and_read             stage 0  copy in ......... sums | the next tokens
+                                 stage 1  copy in .......... sums       | the next tokens
+                                 host     queues all of it ............................. compares, then commits both
+
 A plan says which rows go where; who keeps the bytes between a capture and a restore is not the engine's business.
 Any object with the attributes of `SnapshotPlan` will do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.checksum import WeightedSum
 from engine.copies import CaptureInFlight, StageCapture
-from engine.errors import SnapshotDamaged, SnapshotMismatch, StageFailed
-from engine.fixed_copies import checkpoint_of, copy_fixed_out
+from engine.errors import EngineError, SnapshotDamaged, StageFailed
 from engine.session import Session
+from engine.snapshot_checks import check, check_capture, check_restore, compare
 from engine.transfer import CopySteps, Direction, move_stages
 
 Bytes = npt.NDArray[np.uint8]
@@ -154,15 +159,14 @@ def capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
     Fixed parts may be of the present position and of every checkpoint. Raises SnapshotMismatch, or StageFailed when a
     copy broke; then the buffers' content means nothing. The live state stays as it is either way.
     """
-    _check_capture(session, plan)
+    check_capture(session, plan)
     try:
-        fixed = copy_fixed_out(session, plan, steps)
-        rows, _ = move_stages(
-            session.arenas, _rows_of(plan), session.checksum, Direction.OUT, steps, session.captures.before_write
-        )
+        states = [session.fixed_state.bytes_at(part.position) for part in plan.stages[0].fixed]
+        before_write = session.captures.before_write
+        sums = move_stages(session.arenas, plan, session.checksum, Direction.OUT, steps, before_write, states)
     except Exception as error:
         raise StageFailed(getattr(error, "stage", 0), "capture", error) from error
-    return SnapshotChecksums(rows, fixed)
+    return SnapshotChecksums(*sums)
 
 
 def start_capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> CaptureInFlight | None:
@@ -174,11 +178,11 @@ def start_capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_ST
     """
     if any(arena.device.type != "cuda" for arena in session.arenas):
         return None
-    _check_capture(session, plan)
+    check_capture(session, plan)
     assert isinstance(session.checksum, WeightedSum), "the kind that cards compute"
     stages = []
     try:
-        parts = [checkpoint_of(session, part.position) for part in plan.stages[0].fixed]
+        parts = [session.fixed_state.copies_at(part.position) for part in plan.stages[0].fixed]
         for index, (arena, move) in enumerate(zip(session.arenas, plan.stages, strict=True)):
             fixed = [part[index] for part in parts]
             stages.append(StageCapture(arena, plan, move, session.checksum, steps.device, fixed))
@@ -195,15 +199,58 @@ def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
     The rows `[0, plan.start)` stay as they are and must be live. Raises SnapshotMismatch before anything is written,
     SnapshotDamaged after a reset of every stage.
     """
-    _check(session, plan)
-    _check_restore(session, plan)
-    try:
-        rows, fixed = move_stages(
-            session.arenas, plan, session.checksum, Direction.IN, steps, session.captures.before_write
-        )
-        _compare(plan, rows, fixed)
+    _restore(session, plan, steps)
+
+
+def restore_and_read(
+    session: Session,
+    plan: Plan,
+    token_ids: npt.NDArray[np.int64],
+    *,
+    checkpoint_at: Sequence[int] = (),
+    steps: CopySteps = DEFAULT_STEPS,
+) -> None:
+    """`restore`, and then `token_ids` are read behind it, as `Session.extend` does.
+
+    The reading is queued while rows are still on their way; on a card it begins when that card's rows are in. Of rows
+    that turn out to be damaged nothing is left, nor of what was read behind them. Raises as `restore` and `extend` do;
+    after a StageFailed nothing is live.
+    """
+    if not _may_be_read_unchecked(session):
+        restore(session, plan, steps=steps)
+        session.extend(token_ids, checkpoint_at=checkpoint_at)
+        return
+
+    def read() -> None:
+        for arena in session.arenas:
+            if arena.device.type == "cuda":
+                # Also behind the sums: what is read now overwrites rows of the last block, and fixed state.
+                torch.cuda.current_stream(arena.device).wait_stream(arena.streams.sums)
         session.adopt(plan.position, kept=plan.start)
-    except SnapshotDamaged:
+        session.extend(token_ids, checkpoint_at=checkpoint_at)
+
+    _restore(session, plan, steps, read)
+
+
+def _may_be_read_unchecked(session: Session) -> bool:
+    """Whatever the bytes of a state are, a forward over it only gives wrong numbers. Not so where they say where to
+    look something up: that ends a card's context."""
+    fields = [field for arena in session.arenas for field in (*arena.layout.row_fields, *arena.layout.fixed_fields)]
+    return all(field.dtype.is_floating_point or field.dtype == torch.int8 for field in fields)
+
+
+def _restore(session: Session, plan: Plan, steps: CopySteps, read: Callable[[], None] | None = None) -> None:
+    """Checks, copies, compares and commits. `read` commits and goes on before the comparison."""
+    check(session, plan)
+    check_restore(session, plan)
+    states = [[arena.fixed for arena in session.arenas] for _ in plan.stages[0].fixed]
+    before_write = session.captures.before_write
+    try:
+        sums = move_stages(session.arenas, plan, session.checksum, Direction.IN, steps, before_write, states, read)
+        compare(plan, *sums)
+        if read is None:
+            session.adopt(plan.position, kept=plan.start)
+    except EngineError:
         session.reset()
         raise
     except Exception as error:
@@ -212,86 +259,3 @@ def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
     except BaseException:
         session.reset()
         raise
-
-
-def _rows_of(plan: Plan) -> SnapshotPlan:
-    stages = tuple(StagePlan(tuple(RowRun(run.start, run.stop, run.buffer) for run in s.rows)) for s in plan.stages)
-    return SnapshotPlan(plan.layout_digest, plan.start, plan.stop, plan.block_tokens, stages)
-
-
-def _check_capture(session: Session, plan: Plan) -> None:
-    _check(session, plan)
-    if plan.stop > session.position:
-        raise SnapshotMismatch(f"rows up to {plan.stop} are asked for; the session has {session.position}")
-    for index, stage in enumerate(plan.stages):
-        buffers = [run.buffer for run in stage.rows] + [part.buffer for part in stage.fixed]
-        if not all(buffer.flags.writeable for buffer in buffers):
-            raise SnapshotMismatch(f"stage {index}: a buffer cannot be written to")
-        known = {session.position, *session.checkpoints}
-        for part, first in zip(stage.fixed, plan.stages[0].fixed, strict=True):
-            if part.position not in known or part.position != first.position:
-                places = ", ".join(map(str, sorted(known)))
-                raise SnapshotMismatch(f"stage {index}: the fixed state is that of position {places} only")
-
-
-def _check(session: Session, plan: Plan) -> None:
-    """Everything that does not depend on the direction, for all stages."""
-    if plan.layout_digest != session.layout_digest:
-        raise SnapshotMismatch("the snapshot's layout is not this engine's")
-    if len(plan.stages) != len(session.arenas):
-        raise SnapshotMismatch(f"the snapshot has {len(plan.stages)} stages, the engine {len(session.arenas)}")
-    if plan.block_tokens < 1 or plan.start % plan.block_tokens or not 0 <= plan.start <= plan.stop:
-        raise SnapshotMismatch(f"rows [{plan.start}, {plan.stop}) do not begin at a block of {plan.block_tokens}")
-    if plan.stop > session.context_tokens:
-        raise SnapshotMismatch(f"{plan.stop} rows do not fit a context of {session.context_tokens}")
-    has_fixed = any(arena.layout.fixed_bytes for arena in session.arenas)
-    if len({len(stage.fixed) for stage in plan.stages}) > 1 or (plan.stages[0].fixed and not has_fixed):
-        raise SnapshotMismatch("the fixed parts are not the same for all stages, or the model has no fixed state")
-    for index, (stage, arena) in enumerate(zip(plan.stages, session.arenas, strict=True)):
-        reached = plan.start
-        for run in stage.rows:
-            if run.start != reached or run.stop <= run.start:
-                raise SnapshotMismatch(f"stage {index}: a run [{run.start}, {run.stop}) where {reached} should begin")
-            _check_buffer(index, run.buffer, (run.stop - run.start) * arena.layout.row_bytes)
-            reached = run.stop
-        if reached != plan.stop:
-            raise SnapshotMismatch(f"stage {index}: runs end at {reached}, not at {plan.stop}")
-        for part in stage.fixed:
-            _check_buffer(index, part.buffer, arena.layout.fixed_bytes)
-
-
-def _check_buffer(stage: int, buffer: Bytes, nbytes: int) -> None:
-    if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or buffer.nbytes != nbytes:
-        raise SnapshotMismatch(
-            f"stage {stage}: a buffer of {buffer.nbytes} bytes where {nbytes} contiguous ones belong"
-        )
-
-
-def _check_restore(session: Session, plan: Plan) -> None:
-    if plan.start > session.position:
-        raise SnapshotMismatch(f"rows below {plan.start} must be live; the session has {session.position}")
-    stages = len(plan.stages)
-    blocks = -(-(plan.stop - plan.start) // plan.block_tokens)
-    if plan.checksums is None or plan.checksums.shape != (blocks, stages):
-        raise SnapshotMismatch(f"the snapshot lacks checksums of {blocks} blocks in {stages} stages")
-    fixed = plan.stages[0].fixed
-    needed = any(arena.layout.fixed_bytes for arena in session.arenas)
-    if len(fixed) != (1 if needed else 0):
-        raise SnapshotMismatch(f"the snapshot has {len(fixed)} fixed parts; a restore takes {int(needed)}")
-    if not plan.start <= plan.position <= plan.stop:
-        raise SnapshotMismatch(f"position {plan.position} is not in the rows [{plan.start}, {plan.stop})")
-    if any(part.position != plan.position for stage in plan.stages for part in stage.fixed):
-        raise SnapshotMismatch(f"the fixed state is not that of position {plan.position}")
-    if fixed and (plan.fixed_checksums is None or plan.fixed_checksums.shape != (1, stages)):
-        raise SnapshotMismatch("the snapshot lacks the checksum of its fixed state")
-
-
-def _compare(plan: Plan, rows: Sums, fixed: Sums) -> None:
-    assert plan.checksums is not None, "checked before anything was written"
-    wrong = np.argwhere(rows != plan.checksums)
-    if len(wrong):
-        block, stage = (int(number) for number in wrong[0])
-        first = plan.start + block * plan.block_tokens
-        raise SnapshotDamaged(f"stage {stage}: the block at row {first} differs from its checksum")
-    if plan.fixed_checksums is not None and not np.array_equal(fixed, plan.fixed_checksums):
-        raise SnapshotDamaged("the fixed state differs from its checksum")

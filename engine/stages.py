@@ -21,6 +21,7 @@ from torch import nn
 
 from engine.attention import ATTENTION_NAME, register_attention
 from engine.cache import StageCache
+from engine.delta_net import choose_by_device
 from engine.errors import InvalidSplit
 from engine.indexer import replace_indexers
 from engine.layer_weights import layer_weights
@@ -246,6 +247,8 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
     language_config(model.config)._attn_implementation = ATTENTION_NAME
     decoder.config._attn_implementation = ATTENTION_NAME
     replace_indexers(decoder)
+    if any(torch.device(name).type == "cpu" for name in devices):
+        choose_by_device(decoder.layers)
     stages = []
     for index, ((first, end), name) in enumerate(zip(ranges, devices, strict=True)):
         device = torch.device(name)

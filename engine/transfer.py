@@ -64,22 +64,30 @@ def move_stages(
     direction: Direction,
     steps: CopySteps,
     before_write: Callable[[int, torch.cuda.Stream, int, int], None],
+    fixed: Sequence[Sequence[torch.Tensor]],
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Moves all stages; returns the checksums `[blocks, stages]` and `[fixed parts, stages]`.
 
-    The plan has been checked. `before_write` is told `(stage, stream, start, stop)` before rows on a card are
-    overwritten. Raises whatever a copy raises; then some bytes were moved and others not.
+    The plan has been checked. `fixed` is, for each of its fixed parts, where every stage's bytes of it are to be had,
+    or are to go. `before_write` is told `(stage, stream, start, stop)` before rows on a card are overwritten.
+    `meanwhile` is called once the copies of cards are queued and those of the host are made. Raises whatever a copy or
+    `meanwhile` raises; then some bytes were moved and others not.
     """
     on_device = [index for index, arena in enumerate(arenas) if arena.device.type != "cpu"]
     on_host = [index for index, arena in enumerate(arenas) if arena.device.type == "cpu"]
+    mine = [[part[index] for part in fixed] for index in range(len(arenas))]
     copies: dict[int, StageCopy] = {}
     try:
         for index in on_device:
-            copies[index] = queue_stage(index, arenas[index], plan, checksum, direction, steps, before_write)
-        parts = {index: _parts(arenas[index], plan, plan.stages[index]) for index in on_host}
+            arena, states = arenas[index], mine[index]
+            copies[index] = queue_stage(index, arena, plan, checksum, direction, steps, before_write, states)
+        parts = {index: _parts(arenas[index], plan, plan.stages[index], mine[index]) for index in on_host}
         running = {index: [checksum.start() for _ in stage_parts] for index, stage_parts in parts.items()}
         work = [pair for index in on_host for pair in zip(parts[index], running[index], strict=True)]
         _move_on_host(work, direction, steps)
+        if meanwhile is not None:
+            meanwhile()
         values = np.stack(
             [
                 copies[index].values() if index in copies else checksum.values(running[index])
@@ -103,20 +111,22 @@ def queue_stage(
     direction: Direction,
     steps: CopySteps,
     before_write: Callable[[int, torch.cuda.Stream, int, int], None],
+    fixed: Sequence[torch.Tensor],
 ) -> StageCopy:
-    """Starts one stage's move on a card; behind what the card was told to compute so far."""
+    """Starts one stage's move on a card, behind what that was told to compute so far. `fixed` is a tensor a part."""
     assert isinstance(checksum, WeightedSum), "the kind that cards compute"
     arena.streams.follow_computing()
     copy = StageCopy(arena, arena.streams)
     if direction is Direction.OUT:
-        copy.queue_out(plan, plan.stages[index], checksum, steps.device)
+        copy.queue_out(plan, plan.stages[index], checksum, steps.device, fixed)
     else:
-        copy.queue_in(plan, plan.stages[index], checksum, steps.device, partial(before_write, index))
+        copy.queue_in(plan, plan.stages[index], checksum, steps.device, partial(before_write, index), fixed)
     return copy
 
 
-def _parts(arena: StageArena, plan: Plan, move: StageMove) -> list[Part]:
-    return [*_block_parts(arena, plan, move.rows), *(Part(arena.fixed, (part.buffer,)) for part in move.fixed)]
+def _parts(arena: StageArena, plan: Plan, move: StageMove, fixed: Sequence[torch.Tensor]) -> list[Part]:
+    states = (Part(state, (part.buffer,)) for part, state in zip(move.fixed, fixed, strict=True))
+    return [*_block_parts(arena, plan, move.rows), *states]
 
 
 def _block_parts(arena: StageArena, plan: Plan, runs: Sequence[Run]) -> Iterator[Part]:

@@ -21,8 +21,10 @@ from engine.kernels.sums import block_sums
 HIDDEN, WIDE, KV, VOCAB = 4096, 12288, 1024, 151_936
 TILINGS = [
     Tiling(rows, columns, warps)
-    for rows, columns, warps in ((8, 512, 4), (4, 2048, 8), (4, 512, 4), (8, 256, 4), (4, 4096, 8), (2, 4096, 8))
+    for rows, columns, warps in ((8, 512, 4), (4, 2048, 8), (4, 512, 4), (2, 1024, 4), (4, 1024, 8), (2, 4096, 8))
 ]
+MORE = ((10_240, 5120), (6144, 5120), (5120, 6144), (5120, 17_408))
+"""Matrices of a 27B model with gated delta nets."""
 COPIES = 6
 """Sets of weights that are used in turn, so that none is still in the cache."""
 
@@ -47,7 +49,7 @@ def microseconds(actions: list[Any]) -> float:
 
 
 def products() -> dict[str, dict[str, float]]:
-    x, wide = (torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (HIDDEN, WIDE))
+    x = torch.randn(HIDDEN, device="cuda", dtype=torch.bfloat16)
     norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     table: dict[str, dict[str, float]] = {}
     shapes = {
@@ -56,10 +58,11 @@ def products() -> dict[str, dict[str, float]]:
         "gated": [(linear(WIDE, HIDDEN), linear(WIDE, HIDDEN)) for _ in range(COPIES)],
         "down": [(linear(HIDDEN, WIDE),) for _ in range(COPIES)],
         "head": [(linear(VOCAB, HIDDEN),) for _ in range(2)],
+        **{f"{rows} x {columns}": [(linear(rows, columns),) for _ in range(COPIES)] for rows, columns in MORE},
     }
     for name, sets in shapes.items():
         size = sum(layer.weight.nbytes for layer in sets[0])
-        source = wide if name == "down" else x
+        source = torch.randn(sets[0][0].weight.shape[1], device="cuda", dtype=torch.bfloat16)
         rows = sum(layer.weight.shape[0] for layer in sets[0]) // (2 if name == "gated" else 1)
         out = torch.empty(rows, device="cuda", dtype=torch.bfloat16)
         row: dict[str, float] = {}

@@ -17,15 +17,17 @@ from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
 from parkd.errors import RestoreFailed
 from parkd.identity.chain import prefix_hashes
+from parkd.identity.units import units_of
 from parkd.proxy.checkpoints import checkpoints_to_take
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.parking import LiveState
+from parkd.proxy.prompt_tail import PromptTail
 from parkd.proxy.start import decide_start, plan_cold
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
-from parkd.types import ConversationKey, PromptIdentity, SamplingParams
+from parkd.types import ConversationKey, ImageSpan, PromptIdentity, SamplingParams
 
 Ids = npt.NDArray[np.int64]
 GREEDY = SamplingParams(temperature=0)
@@ -70,10 +72,10 @@ class GpuLane:
         metrics = Metrics(waiting=lambda: 0, store_stats=self.store.stats)
         self.live = LiveState(engine, self.thread, self.store, metrics, self.costs, time.monotonic)
 
-    def prompt(self, namespace: str, ids: Ids) -> PromptIdentity:
+    def prompt(self, namespace: str, ids: Ids, images: tuple[ImageSpan, ...] = ()) -> PromptIdentity:
         key = ConversationKey(namespace, self.engine.info.fingerprint)
-        units = ids.astype(np.uint64)
-        return PromptIdentity(key, ids, units, prefix_hashes(units, key.digest, BLOCK_TOKENS))
+        units = units_of(ids, images)
+        return PromptIdentity(key, ids, units, prefix_hashes(units, key.digest, BLOCK_TOKENS), images=images)
 
     async def turn(self, prompt: PromptIdentity, count: int) -> TurnFigures:
         """Reads `prompt`, decodes `count` tokens greedily, parks behind the reply."""
@@ -89,13 +91,15 @@ class GpuLane:
             cost=dataclasses.replace(self.costs.model, read_s=1.0),  # reuse whatever there is
         )
         try:
-            await self.live.begin(plan, prompt.key)
+            await self.live.begin(plan, prompt.key, PromptTail(prompt, plan.common, None))
         except RestoreFailed:
             plan = plan_cold(prompt)
             await self.live.begin(plan, prompt.key)
-        start = self.live.conversation.position
+        reused, start = plan.option.position, self.live.conversation.position
         places = checkpoints_to_take(prompt, start, plan.common, self.engine.info.ctx_checkpoints)
-        await self.live.call(self.engine.extend, prompt.token_ids[start:-1], cancel=NEVER, checkpoint_at=places)
+        await self.live.call(  # Nothing, if that was read while the rest was restored.
+            self.engine.extend, prompt.token_ids[start:-1], cancel=NEVER, checkpoint_at=places, images=prompt.images
+        )
         await self.live.advance(prompt.key, prompt.units)
         tokens, times = await self.live.call(self._decode, prompt.token_ids, count)
         units = np.concatenate([prompt.units, np.array(tokens, dtype=np.uint64)])
@@ -104,7 +108,7 @@ class GpuLane:
         figures = TurnFigures(
             tokens,
             plan.option.outcome.value,
-            start,
+            reused,
             times[0] - began_s,
             (times[-1] - times[0]) / max(1, count - 1),
             times[-1] - began_s,

@@ -34,6 +34,7 @@ GIB = 1 << 30
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
 KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 MAX_CARDS = 8
+B_RUNS = 6
 
 
 def synchronize(devices: tuple[str, ...]) -> None:
@@ -173,7 +174,8 @@ def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -
     weights = lane.engine.info.weights_bytes - (0 if tied else embedding)
     position = session.position
     rows = position * lane.engine.info.layout.row_bytes
-    fixed = 2 * lane.engine.info.layout.fixed_bytes  # Read and written.
+    windows = sum(field.nbytes for arena in session.arenas for field in arena.layout.window_fields)
+    fixed = 2 * lane.engine.info.layout.fixed_bytes - windows  # Read and written, but for windows.
     limit = (weights + rows + fixed) / read_speed
     runs = [decode_seconds(lane, devices, 80) for _ in range(3)]
     recorded = statistics.median(runs)
@@ -277,7 +279,7 @@ async def measure(
     }
 
     # B's first token with A to be parked, and with nothing.
-    for _ in range(3):
+    for _ in range(B_RUNS):
         lane.store.drop(lane.live.conversation.parked_id or "", "measured")
         await lane.live.reset()
         for parked, _shared in lane.store.candidates(lane.prompt("parted", a2).key.digest, ()):
@@ -288,7 +290,7 @@ async def measure(
         b_parking.append((await lane.turn(lane.prompt("parted", b1), 4)).first_token_s)
         await lane.live.settle()
     b_alone = []
-    for index in range(4):
+    for index in range(B_RUNS):
         await lane.live.reset()
         b_alone.append((await lane.turn(lane.prompt(f"alone {index}", b1), 4)).first_token_s)
         await lane.live.settle()

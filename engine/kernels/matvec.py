@@ -26,10 +26,18 @@ class Tiling:
     warps: int
 
 
-NARROW, WIDE = Tiling(4, 2048, 8), Tiling(8, 512, 4)
-NARROW_COLUMNS = 8192
-"""The best of those in `benchmarks/gpu/kernels.py`, H200, bf16: 3.1 and 4.5 TB/s for 6144 and 151,936 rows of 4096, 3.5
-for 4096 rows of 12,288, and 3.8 for the gate's two of 12,288 rows of 4096 (the last two wide)."""
+NARROW, MIDDLE, WIDE = Tiling(4, 2048, 8), Tiling(2, 1024, 4), Tiling(8, 512, 4)
+NARROW_COLUMNS, MIDDLE_COLUMNS = 4096, 8192
+"""The best of those in `benchmarks/gpu/kernels.py`, H200, bf16: 3.1 and 4.5 TB/s for 6144 and 151,936 rows of 4096, 3.7
+and 4.6 for 10,240 and 248,320 rows of 5120, 4.0 for 5120 rows of 17,408, and 3.8 for the gate's two of 12,288 rows of
+4096 (the last two wide)."""
+
+
+def tiling_for(columns: int) -> Tiling:
+    """How products with matrices of so many columns are cut."""
+    if columns <= NARROW_COLUMNS:
+        return NARROW
+    return MIDDLE if columns <= MIDDLE_COLUMNS else WIDE
 
 
 @triton.jit
@@ -111,6 +119,7 @@ def _gated_kernel(
     n,
     eps,
     K: tl.constexpr,
+    NORM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -128,14 +137,19 @@ def _gated_kernel(
         gate = tl.load(gate_ptr + at, mask=valid, other=0.0)
         up = tl.load(gate_ptr + up_offset + at, mask=valid, other=0.0)
         x = tl.load(x_ptr + columns, mask=there, other=0.0).to(tl.float32)
-        squares += x * x
-        x *= tl.load(norm_ptr + columns, mask=there, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + columns, mask=there, other=0.0).to(tl.float32)
         gates += gate.to(tl.float32) * x[None, :]
         ups += up.to(tl.float32) * x[None, :]
-    scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    gate_out, up_out = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        gate_out *= scale
+        up_out *= scale
     dtype = gate_ptr.dtype.element_ty
-    gate_out = (tl.sum(gates, axis=1) * scale).to(dtype).to(tl.float32)
-    up_out = (tl.sum(ups, axis=1) * scale).to(dtype).to(tl.float32)
+    gate_out = gate_out.to(dtype).to(tl.float32)
+    up_out = up_out.to(dtype).to(tl.float32)
     act = (gate_out * tl.sigmoid(gate_out)).to(dtype).to(tl.float32)
     tl.store(out_ptr + rows, (act * up_out).to(dtype), mask=inside)
 
@@ -162,7 +176,7 @@ def matvec(
     its mean square plus `eps`, and multiplied by `norm`. `out` may be `residual` itself.
     """
     weights = [linear.weight for linear in linears]
-    tiling = tiling or (NARROW if weights[0].shape[1] <= NARROW_COLUMNS else WIDE)
+    tiling = tiling or tiling_for(weights[0].shape[1])
     sizes = [weight.shape[0] for weight in weights] + [0, 0]
     others = [_distance(weights[0], weight) for weight in weights[1:]] + [0, 0]
     biases = [linear.bias for linear in linears]
@@ -202,21 +216,23 @@ def gated(
     up: Any,
     out: torch.Tensor,
     *,
-    norm: torch.Tensor,
-    eps: float,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
     tiling: Tiling = WIDE,
 ) -> None:
-    """`out = silu(G x') * (U x')` with `x'` the normed `x` `[k]`; weights `[n, k]` without bias, `out` `[n]`."""
+    """`out = silu(G x') * (U x')` with `x'` the `x` `[k]`, normed if there is a `norm`; weights `[n, k]` without bias,
+    `out` `[n]`."""
     rows = gate.weight.shape[0]
     _gated_kernel[(triton.cdiv(rows, tiling.rows),)](
         x,
-        norm,
+        x if norm is None else norm,
         gate.weight,
         _distance(gate.weight, up.weight),
         out,
         rows,
         eps,
         K=gate.weight.shape[1],
+        NORM=norm is not None,
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         num_warps=tiling.warps,

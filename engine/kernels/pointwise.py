@@ -29,6 +29,18 @@ def _add_norm_kernel(
 
 
 @triton.jit
+def _offset_norm_kernel(x_ptr, row_stride, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    x = tl.load(x_ptr + row * row_stride + i, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
+    weight = 1.0 + tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + i, (wide * weight).to(x.dtype), mask=inside)
+
+
+@triton.jit
 def _gate_kernel(gate_ptr, up_ptr, BLOCK: tl.constexpr, size):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -55,6 +67,15 @@ def add_norm(
         BLOCK=block,
         ADD=delta is not None,
         num_warps=8 if block >= 2048 else 4,
+    )
+
+
+def offset_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
+    """`out = x / rms(x) * (1 + weight)`, rounded once; `x` is `[n, width]` with any stride between rows."""
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    _offset_norm_kernel[(rows,)](
+        x, x.stride(0), weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8 if block >= 2048 else 4
     )
 
 

@@ -186,6 +186,22 @@ class OverlappingEngine(Protocol):
 
 
 @runtime_checkable
+class ReadingRestoreEngine(Protocol):
+    """What an engine may offer besides: it reads on while what is restored is still on its way."""
+
+    @property
+    def reads_while_restoring(self) -> bool:
+        """Whether that gains anything where this engine runs."""
+
+    def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
+        """`restore`, then `extend` by `token_ids`, which hold no picture and fit the context, whatever the batch size.
+
+        As with `restore`, the position is committed only once every checksum was compared: of damaged rows, and of what
+        was read behind them, nothing is left. Raises RestoreFailed and EngineFailure, each after a reset.
+        """
+
+
+@runtime_checkable
 class RemoteEngine(Protocol):
     """What an engine that is another process does besides: it may go away, and it decides itself what it reuses."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -192,8 +192,22 @@ class TorchEngine:
         return None if capture is None else TranslatedCapture(capture)
 
     def restore(self, transfer: Transfer) -> None:
-        try:
+        with self._emptied_by_failures():
             snapshot.restore(self._session, transfer)
+
+    @property
+    def reads_while_restoring(self) -> bool:
+        """Cards compute beside their copies; a CPU has to do one after the other."""
+        return all(torch.device(device).type == "cuda" for device in self.info.devices)
+
+    def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
+        with self._emptied_by_failures(), translated():
+            snapshot.restore_and_read(self._session, transfer, token_ids, checkpoint_at=checkpoint_at)
+
+    @contextmanager
+    def _emptied_by_failures(self) -> Iterator[None]:
+        try:
+            yield
         except SnapshotError as error:
             # A mismatch leaves the rows alone, but who asked for it must be able to read cold from an empty engine.
             self._session.reset()

@@ -19,6 +19,7 @@ from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.live import LiveConversation, restored
 from parkd.proxy.live_engine import LiveEngine
 from parkd.proxy.metrics import Metrics
+from parkd.proxy.prompt_tail import PromptTail, read_while_restoring
 from parkd.proxy.start import StartPlan
 from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
 from parkd.store.store import ConversationStore
@@ -81,11 +82,12 @@ class LiveState(LiveEngine):
         if self._background is not None:
             self._background.intact = min(self._background.intact, kept)
 
-    async def begin(self, plan: StartPlan, key: ConversationKey) -> float:
+    async def begin(self, plan: StartPlan, key: ConversationKey, tail: PromptTail | None = None) -> float:
         """Carries out `plan`: parks what would be lost, then restores, truncates or resets.
 
-        Returns the seconds the restore took. Raises RestoreFailed once the bad entry is dropped and the engine is
-        empty; EngineFailure.
+        With a restore `tail` may be read at once, where that saves time: the position is then behind it. Returns the
+        seconds the restore took. Raises RestoreFailed once the bad entry is dropped and the engine is empty;
+        EngineFailure.
         """
         if plan.parked is None:
             await self._park_if_lost(plan.keep_rows)
@@ -105,7 +107,7 @@ class LiveState(LiveEngine):
             await self._park_if_lost(plan.keep_rows)
             self._check_kept(plan.keep_rows)
             try:
-                return await self._restore(lease, plan.parked, plan.option.outcome, key)
+                return await self._restore(lease, plan.parked, plan.option.outcome, key, tail)
             except RestoreFailed as error:
                 failed = error
         log.warning("a restore failed, the turn reads cold: %s", failed.message)
@@ -274,16 +276,19 @@ class LiveState(LiveEngine):
         if self.conversation.position < keep_rows:
             raise RestoreFailed("The live state was lost while it was parked.")
 
-    def _restore_rows(self, lease: Lease) -> int:
+    def _restore_rows(self, lease: Lease, tail: PromptTail | None) -> int:
         """On the engine's thread; the position it came to."""
-        self.engine.restore(lease.transfer)
+        if tail is None or not read_while_restoring(self.engine, lease, tail):
+            self.engine.restore(lease.transfer)
         return self.engine.position
 
-    async def _restore(self, lease: Lease, parked: Parked, outcome: CacheOutcome, key: ConversationKey) -> float:
+    async def _restore(
+        self, lease: Lease, parked: Parked, outcome: CacheOutcome, key: ConversationKey, tail: PromptTail | None
+    ) -> float:
         transfer = lease.transfer
         began_s = self._monotonic()
-        position = await self.call(self._restore_rows, lease)
-        if position != lease.stop:
+        position = await self.call(self._restore_rows, lease, tail)
+        if position not in (lease.stop, lease.stop if tail is None else tail.stop):
             await self.reset()
             raise RestoreFailed(f"the engine came to {position} where {lease.stop} was restored")
         took_s = self._monotonic() - began_s
@@ -293,6 +298,8 @@ class LiveState(LiveEngine):
         is_opaque = self.engine.info.layout.is_opaque
         parked_id = parked.id if whole else None
         self.conversation = restored(key, parked.units, lease.lineage, lease.stop, parked_id, is_opaque=is_opaque)
+        if position > lease.stop and tail is not None:
+            await self.advance(key, tail.prompt.units)
         self._metrics.moved("restore", transfer.bytes, took_s)
         self._costs.has_moved(outcome, transfer.bytes, took_s)
         return took_s

@@ -11,6 +11,7 @@ from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.one_turn import Turn
 from parkd.proxy.parking import LiveState
+from parkd.proxy.prompt_tail import PromptTail
 from parkd.proxy.start import StartPlan, decide_start, explain, plan_cold
 from parkd.store.records import Tier
 from parkd.store.store import ConversationStore
@@ -94,14 +95,16 @@ class TurnStarter:
         return plan, why
 
     async def start(self, turn: Turn, plan: StartPlan, why: str) -> tuple[CacheReport, float]:
-        """Brings the engine to the plan's position; cold if a restore fails. Returns what is reused and seconds."""
+        """Brings the engine to the plan's position, or to the prompt's end if that could be read at once; cold if a
+        restore fails. Returns what is reused and seconds."""
         began_s = self._monotonic()
+        tail = PromptTail(turn.prompt, plan.common, turn.request.steering)
         try:
-            restore_s = await self._live.begin(plan, turn.prompt.key)
+            restore_s = await self._live.begin(plan, turn.prompt.key, tail)
         except RestoreFailed as failed:
             plan, why = plan_cold(turn.prompt), f"restore failed: {failed.message}"
             await self._live.begin(plan, turn.prompt.key)
             restore_s = self._monotonic() - began_s
         option = plan.option
-        assert self._live.conversation.position == option.position
+        assert self._live.conversation.position in (option.position, tail.stop)
         return CacheReport(plan.outcome, len(turn.prompt), option.position, why), restore_s

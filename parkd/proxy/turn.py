@@ -171,6 +171,8 @@ class TurnRunner:
         prompt, channel = turn.prompt, turn.channel
         start, stop = self._live.conversation.position, len(prompt) - 1
         if start == stop:
+            already = start - turn.report.reused_tokens if turn.report else 0  # read while the rest was restored
+            turn.timings = dataclasses.replace(turn.timings, prefill_tokens=already)
             await self._live.checkpoint()
             return 0.0
         places = checkpoints_to_take(prompt, start, fork, self._live.engine.info.ctx_checkpoints)

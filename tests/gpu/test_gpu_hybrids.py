@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gpu_kit import MIB, SPLITS, assert_same, ids, opened, state_of, use_shapes
 
-from benchmarks.gpu.lane import NEVER, GpuLane, following, load, random_ids
-from engine import presets
-from parkd.engine_adapter.torch_engine import TorchEngine
+from benchmarks.gpu.lane import NEVER, GpuLane, following
 from parkd.errors import EngineFailure
 
 pytestmark = [
@@ -21,70 +19,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*falling back to its reference"),
 ]
 
-MIB = 1 << 20
-CONTEXT = 32_768
-SPLITS = [("cuda:0",)] + ([("cuda:0", "cuda:1")] if torch.cuda.device_count() > 1 else [("cuda:0", "cuda:0")])
-COMMON = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": presets.TINY_VOCABULARY,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
-}
-SHAPES = {
-    "sliding": (
-        "gemma3_text",
-        {
-            **COMMON,
-            "query_pre_attn_scalar": 64,
-            "sliding_window": 512,
-            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
-        },
-    ),
-    "hybrid": (
-        "qwen3_5_text",
-        {
-            **COMMON,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-        },
-    ),
-}
-KINDS = list(SHAPES)
+KINDS = ["sliding", "hybrid"]
 
 
 @pytest.fixture(autouse=True)
-def _presets(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = {name: presets.Preset(*shape) for name, shape in SHAPES.items()}
-    monkeypatch.setattr(presets, "PRESETS", {**presets.PRESETS, **ours})
-
-
-def opened(kind: str, devices: tuple[str, ...], tmp_path: Path, **layout: Any) -> TorchEngine:
-    return load(f"random:{kind}", devices, tmp_path, **{"context_tokens": CONTEXT, "batch_tokens": 2048, **layout})
-
-
-def ids(count: int, seed: int) -> Any:
-    return random_ids(count, presets.TINY_VOCABULARY, seed)
-
-
-def state_of(engine: TorchEngine) -> list[torch.Tensor]:
-    """Rows and fixed state of every stage, at the present position."""
-    session = engine._session
-    rows = [arena.rows[: engine.position].clone() for arena in session.arenas]
-    return rows + [fixed.clone() for fixed in session.fixed_state.live(engine.position)]
-
-
-def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert len(mine) == len(theirs)
-    for one, other in zip(mine, theirs, strict=True):
-        assert torch.equal(one, other)
+def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_shapes(monkeypatch)
 
 
 @pytest.mark.anyio
@@ -96,7 +36,7 @@ async def test_a2_after_b_is_a2_never_interrupted(
     kind: str, devices: tuple[str, ...], kv_dtype: torch.dtype | None, lengths: tuple[int, int], tmp_path: Path
 ) -> None:
     lane = GpuLane(opened(kind, devices, tmp_path, kv_dtype=kv_dtype), 512 * MIB)
-    assert lane.engine._session._decode_graph is not None, "decoding is recorded"
+    assert lane.engine._session._forward.decode_graph is not None, "decoding is recorded"
     a1, b1 = ids(lengths[0], 1), ids(lengths[1], 2)
     first = await lane.turn(lane.prompt("whole", a1), 12)
     a2 = following(a1, first, ids(20, 3))
@@ -187,7 +127,8 @@ def test_recorded_decoding_is_the_librarys_but_for_rounding(
     answer = ids(300, 2)  # Long enough that a window's buffer is full on the way.
     recorded = [session.step(int(token)).clone() for token in answer]
     session.truncate(3000)
-    graph, session._decode_graph = session._decode_graph, None
+    forward = session._forward
+    graph, forward.decode_graph = forward.decode_graph, None
     assert graph is not None
     library = [session.step(int(token)) for token in answer]
     errors = [float((mine - theirs).norm() / theirs.norm()) for mine, theirs in zip(recorded, library, strict=True)]
@@ -273,7 +214,7 @@ def test_cards_that_do_not_reach_each_other_give_the_same(kind: str, devices: tu
     for peer_access in (True, False):
         engine = opened(kind, devices, tmp_path, batch_tokens=128, context_tokens=4096, peer_access=peer_access)
         session = engine._session
-        assert all(handoff.is_staged != peer_access for handoff in session._handoffs)
+        assert all(handoff.is_staged != peer_access for handoff in session._forward._handoffs)
         engine.extend(ids(3001, 1) % 500, cancel=NEVER)
         tokens = [session.step(int(token)).clone().cpu() for token in ids(20, 2) % 500]
         read.append([*tokens, *(state.cpu() for state in state_of(engine))])

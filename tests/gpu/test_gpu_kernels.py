@@ -161,3 +161,64 @@ def test_sums_of_blocks_are_those_of_the_definition(words: int) -> None:
         with np.errstate(over="ignore"):
             expected = (part * np.arange(1, 2 * len(part) + 1, 2, dtype=np.uint64)).sum(dtype=np.uint64)
         assert sums[index] == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*falling back to its reference")
+@pytest.mark.parametrize(("k_heads", "heads", "key", "value"), [(16, 48, 128, 128), (2, 4, 16, 16), (4, 8, 64, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gated_delta_net_moves_on_as_the_librarys(
+    dtype: torch.dtype, k_heads: int, heads: int, key: int, value: int
+) -> None:
+    """Over several tokens: the window to the bit, the memory and what comes out but for rounding."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as library
+
+    from engine.kernels.delta import move_memory, move_window
+
+    channels = 2 * k_heads * key + heads * value
+    made = {name: torch.randn(heads, device="cuda").to(dtype) for name in ("bias", "rate")}
+    weight = (torch.randn(channels, 4, device="cuda") / 2).to(dtype)
+    norm = library.Qwen3_5RMSNormGated(value).to("cuda", dtype)
+    torch.nn.init.normal_(norm.weight)
+    window = torch.randn(channels, 4, device="cuda").to(dtype)
+    memory = torch.randn(heads, key, value, device="cuda")
+    windows, memories = [window, window.clone()], [memory, memory.clone()]
+    for _ in range(5):
+        x, z = torch.randn(channels, device="cuda").to(dtype), torch.randn(heads, value, device="cuda").to(dtype)
+        beta, decay = (torch.randn(heads, device="cuda").to(dtype) for _ in range(2))
+        qkv, out = torch.empty_like(x), torch.empty_like(z)
+        move_window(x, windows[0], weight, qkv)
+        move_memory(qkv, z, beta, decay, made["bias"], made["rate"], norm.weight, memories[0], out, 1e-6)
+        reference = library.causal_conv1d_update.__wrapped__
+        theirs = reference(x[None, :, None], windows[1][None], weight, None, "silu")[0, :, 0]
+        assert torch.equal(*windows)
+        close(qkv, theirs, dtype)
+        q, k, v = torch.split(qkv, [k_heads * key, k_heads * key, heads * value])
+        forget = -made["rate"].float().exp() * torch.nn.functional.softplus(decay.float() + made["bias"])
+        said, memories[1] = library.torch_recurrent_gated_delta_rule.__wrapped__(
+            q.view(1, 1, k_heads, key),
+            k.view(1, 1, k_heads, key),
+            v.view(1, 1, heads, value),
+            g=forget.view(1, 1, heads),
+            beta=beta.sigmoid().view(1, 1, heads),
+            initial_state=memories[1].view(1, heads, key, value),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        assert (memories[0] - memories[1][0]).norm() < 1e-5 * memories[0].norm()
+        with torch.no_grad():
+            close(out, norm(said[0, 0], z), dtype)
+
+
+@pytest.mark.parametrize(("rows", "width", "stride"), [(1, 5120, 5120), (24, 256, 512), (3, 80, 80)])
+def test_a_norm_around_one(rows: int, width: int, stride: int) -> None:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+
+    from engine.kernels.pointwise import offset_norm
+
+    norm = Qwen3_5RMSNorm(width).to("cuda", torch.bfloat16)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(rows, stride, device="cuda").to(torch.bfloat16)[:, :width]
+    out = torch.empty(rows, width, device="cuda", dtype=torch.bfloat16)
+    offset_norm(x, norm.weight, out, norm.eps)
+    with torch.no_grad():
+        close(out, norm(x), torch.bfloat16)

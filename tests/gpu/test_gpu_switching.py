@@ -9,48 +9,28 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import gpu_kit
 import numpy as np
 import pytest
 import torch
+from gpu_kit import COMMON, CONTEXT, MIB, SPLITS, assert_same, ids, state_of, use_shapes
 
-from benchmarks.gpu.lane import NEVER, GpuLane, following, load, random_ids
+from benchmarks.gpu.lane import NEVER, GpuLane, following
 from engine import presets
+from engine.presets import Preset
 from parkd.engine_adapter.torch_engine import TorchEngine
 from parkd.errors import EngineFailure, ModelError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-MIB = 1 << 20
-CONTEXT = 65_536
-SPLITS = [("cuda:0",)] + ([("cuda:0", "cuda:1")] if torch.cuda.device_count() > 1 else [("cuda:0", "cuda:0")])
-DENSE = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": presets.TINY_VOCABULARY,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
-}
-
 
 @pytest.fixture(autouse=True)
-def _preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presets, "PRESETS", {**presets.PRESETS, "cards": presets.Preset("qwen3", DENSE)})
+def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_shapes(monkeypatch)
 
 
 def opened(devices: tuple[str, ...], tmp_path: Path, **layout: Any) -> TorchEngine:
-    return load("random:cards", devices, tmp_path, **{"context_tokens": CONTEXT, "batch_tokens": 2048, **layout})
-
-
-def ids(count: int, seed: int) -> Any:
-    return random_ids(count, presets.TINY_VOCABULARY, seed)
-
-
-def rows_of(engine: TorchEngine) -> list[torch.Tensor]:
-    return [arena.rows[: engine.position].clone() for arena in engine._session.arenas]
+    return gpu_kit.opened("dense", devices, tmp_path, **{"context_tokens": CONTEXT, **layout})
 
 
 @pytest.mark.anyio
@@ -66,7 +46,7 @@ async def test_a2_after_b_is_a2_never_interrupted(
     a2 = following(a1, first, ids(20, 3))
     whole = await lane.turn(lane.prompt("whole", a2), 12)
     await lane.live.settle()
-    expected = rows_of(lane.engine)
+    expected = state_of(lane.engine)
     await lane.live.reset()
     again = await lane.turn(lane.prompt("parted", a1), 12)
     between = await lane.turn(lane.prompt("parted", b1), 12)
@@ -74,8 +54,7 @@ async def test_a2_after_b_is_a2_never_interrupted(
     assert (again.outcome, between.outcome, back.outcome) == ("cold", "cold", "restored-ram")
     assert back.reused == lengths[0] + 11
     assert (again.tokens, back.tokens) == (first.tokens, whole.tokens)
-    for mine, theirs in zip(rows_of(lane.engine), expected, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_same(state_of(lane.engine), expected)
     await lane.live.settle()
     lane.close()
 
@@ -113,14 +92,14 @@ async def test_a_capture_holds_no_byte_of_what_overwrites_it(devices: tuple[str,
     for round_ in range(4):
         name = f"round {round_}"
         await lane.turn(lane.prompt(name, a1), 3)
-        expected = rows_of(lane.engine)
+        expected = state_of(lane.engine)
         assert lane.live._background is not None, "the capture goes on behind the reply"
         await lane.turn(lane.prompt(name, ids(20_000 + round_, 9)), 2)
         await lane.live.settle()
         await lane.live.reset()
         back = await lane.turn(lane.prompt(name, a1[:-1]), 1)
         assert back.outcome == "restored-ram"
-        for mine, theirs in zip(rows_of(lane.engine), expected, strict=True):
+        for mine, theirs in zip(state_of(lane.engine), expected, strict=True):
             shared = back.reused
             assert torch.equal(mine[:shared], theirs[:shared])
         await lane.live.settle()
@@ -185,8 +164,8 @@ async def test_out_of_memory_in_a_prompt_ends_that_request_alone(
 def test_a_context_that_does_not_fit_is_refused_with_one_that_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    huge = {**DENSE, "max_position_embeddings": 1 << 28}
-    monkeypatch.setattr(presets, "PRESETS", {"cards": presets.Preset("qwen3", huge)})
+    huge = {**COMMON, "max_position_embeddings": 1 << 28}
+    monkeypatch.setattr(presets, "PRESETS", {"dense": Preset("qwen3", huge)})
     with pytest.raises(ModelError, match=r"needs [\d,]+ MiB on cuda:0; \d+ tokens .* fit there"):
         opened(("cuda:0",), tmp_path, context_tokens=1 << 28)
 

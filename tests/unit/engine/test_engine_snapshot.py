@@ -13,7 +13,17 @@ import pytest
 import torch
 from core_models import FAMILIES, assert_same, read_and_decode, tiny_model, tiny_session, token_ids
 
-from engine import SnapshotDamaged, SnapshotMismatch, SnapshotPlan, StageFailed, capture, host_plan, restore, transfer
+from engine import (
+    SnapshotDamaged,
+    SnapshotMismatch,
+    SnapshotPlan,
+    StageFailed,
+    capture,
+    host_plan,
+    restore,
+    restore_and_read,
+    transfer,
+)
 from engine.snapshot import FixedPart, RowRun, StagePlan
 from engine.transfer import CopySteps
 from parkd.types import RowRun as StoreRun
@@ -332,3 +342,66 @@ def test_an_empty_snapshot_is_the_empty_conversation() -> None:
     plan = SnapshotPlan(session.layout_digest, 0, 0, BLOCK, (empty, empty), np.empty((0, 2), dtype=np.uint64))
     restore(session, plan)
     assert session.position == 0
+
+
+@pytest.mark.parametrize("position", [160, 175, 190])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_what_is_read_while_rows_arrive_is_what_is_read_behind_them(family: str, position: int) -> None:
+    """Also where the restore ends inside a block, whose rows behind the position are compared and then overwritten."""
+    model = tiny_model(family)
+    session, other = tiny_session(2, model), tiny_session(2, model)
+    session.extend(ALICE[:190])
+    plan = replace(parked(session, 190), resume_at=position)
+    tail = BOB[position : position + 20]
+    session.reset()
+    session.extend(BOB)
+    restore(session, plan)
+    session.extend(tail)
+    other.extend(BOB)
+    restore_and_read(other, plan, tail)
+    assert other.position == session.position == position + 20
+    for mine, theirs in zip(other.arenas, session.arenas, strict=True):
+        assert torch.equal(mine.rows[: position + 20], theirs.rows[: position + 20])
+    assert torch.equal(other.step(3), session.step(3))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_of_damaged_rows_and_what_was_read_behind_them_nothing_is_left(stage: int) -> None:
+    """The damage is found after the reading was done: copies are queued, and sums compared, at the very end."""
+    session = tiny_session(2, tiny_model())
+    session.extend(ALICE[:190])
+    plan = parked(session, 190)
+    plan.stages[stage].rows[0].buffer[-1] ^= 1
+    read = []
+    session.reset()
+    extend = session.extend
+
+    def seen(*arguments: Any, **named: Any) -> int:
+        read.append(session.position)
+        return extend(*arguments, **named)
+
+    session.extend = seen  # type: ignore[method-assign]
+    with pytest.raises(SnapshotDamaged, match=f"stage {stage}: the block at row 160 "):
+        restore_and_read(session, plan, BOB[:20])
+    assert read == [190], "it was read before the sums were compared"
+    assert session.position == 0
+    session.extend = extend  # type: ignore[method-assign]
+    fresh = tiny_session(2, tiny_model())
+    assert_same(read_and_decode(session, ALICE), read_and_decode(fresh, ALICE))
+
+
+def test_a_forward_that_breaks_behind_a_restore_leaves_nothing_live() -> None:
+    session = tiny_session(2, tiny_model())
+    session.extend(ALICE[:190])
+    plan = parked(session, 190)
+
+    def breaks(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    handle = session.stages[1].inner.layers[1].register_forward_pre_hook(breaks)  # type: ignore[index, union-attr]
+    with pytest.raises(StageFailed, match="injected"):
+        restore_and_read(session, plan, BOB[:20])
+    handle.remove()
+    assert session.position == 0
+    restore_and_read(session, plan, BOB[:20])
+    assert session.position == 210

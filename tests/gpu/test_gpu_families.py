@@ -1,0 +1,205 @@
+"""What else keeps state on cards: sparse attention with n-grams, pictures, and draft heads."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_kit import MIB, SPLITS, assert_same, ids, opened, state_of, use_shapes
+from PIL import Image
+
+from benchmarks.gpu.lane import GpuLane, following
+from engine import EngineConfig, Session, open_session, presets
+from parkd.engine_adapter.torch_engine import TorchEngine
+from parkd.types import ImageSpan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*falling back to its reference"),
+]
+EVERY_SPLIT = pytest.mark.parametrize("devices", SPLITS, ids=",".join)
+EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_shapes(monkeypatch)
+
+
+async def a_b_a(engine: TorchEngine, a1: Any, b1: Any, images: Sequence[ImageSpan] = ()) -> GpuLane:
+    """Holds A1 -> B1 -> A2 to the run that was never interrupted: state to the bit, and tokens. Returns the lane, still
+    open. `images` are A1's."""
+    lane, seen = GpuLane(engine, 512 * MIB), tuple(images)
+    first = await lane.turn(lane.prompt("whole", a1, seen), 12)
+    a2 = following(a1, first, ids(20, 3))
+    whole = await lane.turn(lane.prompt("whole", a2, seen), 12)
+    await lane.live.settle()
+    expected = state_of(engine)
+    await lane.live.reset()
+    again = await lane.turn(lane.prompt("parted", a1, seen), 12)
+    between = await lane.turn(lane.prompt("parted", b1), 12)
+    back = await lane.turn(lane.prompt("parted", a2, seen), 12)
+    assert (again.outcome, between.outcome, back.outcome) == ("cold", "cold", "restored-ram")
+    assert back.reused == len(a1) + 11
+    assert (again.tokens, back.tokens) == (first.tokens, whole.tokens)
+    assert_same(state_of(engine), expected)
+    await lane.live.settle()
+    return lane
+
+
+async def assert_a_flipped_byte_reads_cold(lane: GpuLane, prompt: Any, part: str) -> None:
+    """`prompt` has been parked under another name than this lane's live conversation."""
+    expected = (await lane.turn(lane.prompt("flipped", prompt), 6)).tokens
+    await lane.live.settle()
+    parked_id = lane.live.conversation.parked_id
+    assert parked_id is not None
+    await lane.turn(lane.prompt("flipped", ids(400, 8)), 2)
+    await lane.live.settle()
+    parked = lane.store.get(parked_id)
+    assert parked is not None
+    with lane.store.lease(parked_id, parked.position) as lease:
+        stage = lease.transfer.stages[-1]
+        buffer = stage.rows[0].buffer if part == "rows" else stage.fixed[0].buffer
+        buffer.flags.writeable = True
+        buffer[len(buffer) // 2] ^= 1
+    longer = np.concatenate([prompt, expected, ids(5, 9)])
+    back = await lane.turn(lane.prompt("flipped", longer), 6)
+    assert lane.store.get(parked_id) is None
+    assert back.outcome == "cold"
+    await lane.live.reset()
+    assert (await lane.turn(lane.prompt("other", longer), 6)).tokens == back.tokens
+    await lane.live.settle()
+
+
+@pytest.mark.anyio
+@EVERY_SPLIT
+@EVERY_FORMAT
+@pytest.mark.parametrize("lengths", [(5001, 3000), (300, 2049)], ids=str)
+async def test_sparse_attention_comes_back_as_it_was(
+    devices: tuple[str, ...], kv_dtype: torch.dtype | None, lengths: tuple[int, int], tmp_path: Path
+) -> None:
+    """Keys, index keys and positions in rows; n-grams' last tokens, convolutions and recurrent states beside them."""
+    engine = opened("indexed", devices, tmp_path, kv_dtype=kv_dtype)
+    lane = await a_b_a(engine, ids(lengths[0], 1), ids(lengths[1], 2))
+    lane.close()
+
+
+@pytest.mark.anyio
+@EVERY_SPLIT
+@pytest.mark.parametrize("part", ["rows", "fixed"])
+async def test_a_flipped_byte_of_sparse_attention_reads_cold(
+    devices: tuple[str, ...], part: str, tmp_path: Path
+) -> None:
+    lane = GpuLane(opened("indexed", devices, tmp_path), 512 * MIB)
+    await assert_a_flipped_byte_reads_cold(lane, ids(2000, 1), part)
+    lane.close()
+
+
+@EVERY_SPLIT
+@pytest.mark.parametrize("kind", ["indexed", "hybrid", "sliding"])
+def test_logits_are_those_of_a_cpu(kind: str, devices: tuple[str, ...]) -> None:
+    """In float32, of chunks and of tokens. An index chooses by eight heads here: with few, many scores are 0,
+    and among equal ones each kind of device has an order of its own."""
+    config = presets.preset_config(f"random:{kind}")
+    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    read = []
+    for names in (("cpu",), devices):
+        session = open_session(model, EngineConfig(devices=names, context_tokens=1024, batch_tokens=128))
+        read.append(forced(session, ids(500, 1), ids(6, 2)))
+    for here, there in zip(*read, strict=True):
+        assert float((here - there).norm() / here.norm()) < 2e-3
+
+
+def forced(session: Session, prompt: Any, answer: Any) -> list[torch.Tensor]:
+    session.extend(prompt)
+    return [session.step(int(token)).cpu().clone() for token in answer]
+
+
+def picture(engine: TorchEngine, start: int, seed: int) -> ImageSpan:
+    pixels = np.random.default_rng(seed).integers(0, 256, (96, 64, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    assert engine.images is not None, "the model reads pictures"
+    facts = engine.images.facts(file.getvalue())
+    return ImageSpan(start, start + facts.tokens, facts.digest, file.getvalue(), engine.images.sees_itself)
+
+
+@pytest.mark.anyio
+@EVERY_SPLIT
+@EVERY_FORMAT
+@pytest.mark.parametrize("preset", ["tiny-qwen3.5-vl", "tiny-gemma3-vl"])
+async def test_pictures_come_back_as_they_were_and_are_not_read_again(
+    preset: str, devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Positions by row and column, and their offset, which is state; or pictures that see themselves."""
+    engine = opened(preset, devices, tmp_path, kv_dtype=kv_dtype, context_tokens=4096, batch_tokens=256)
+    images = tuple(picture(engine, start, seed) for start, seed in ((100, 1), (700, 2)))
+    a1 = ids(1500, 1) % 90 + 10  # No id of a picture outside its place.
+    for image in images:
+        assert engine.images is not None
+        a1[image.start : image.stop] = engine.images.tokens.token_id
+    lane = await a_b_a(engine, a1, ids(900, 2) % 90 + 10, images)
+    assert engine.images_encoded == 2 * len(images), "once for each time A1 was read from its start"
+    shown = engine._session.arenas[-1].rows[images[0].stop : len(a1) - 1]
+    seen = shown.clone()
+    await lane.live.reset()
+    others = tuple(picture(engine, image.start, seed) for image, seed in zip(images, (3, 4), strict=True))
+    other = await lane.turn(lane.prompt("whole", a1, others), 12)
+    assert other.reused <= images[0].start, "another picture is another prompt"
+    assert not torch.equal(shown, seen)
+    await lane.live.settle()
+    lane.close()
+
+
+@EVERY_SPLIT
+@EVERY_FORMAT
+def test_guessing_ahead_changes_no_greedy_answer(
+    devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    """In float32, where tokens at once and one at a time differ too little to matter."""
+    said: dict[int, list[int]] = {}
+    for guesses in (0, 2):
+        engine = opened(
+            "tiny-qwen3.5-mtp-echo",
+            devices,
+            tmp_path,
+            kv_dtype=kv_dtype,
+            dtype=torch.float32,
+            draft_tokens=guesses,
+            context_tokens=4096,
+        )
+        lane = GpuLane(engine, 0)
+        prompt = ids(700, 1)
+        engine._session.extend(prompt[:-1])
+        said[guesses] = lane._decode(prompt, 60)[0]
+        if guesses:
+            assert engine.drafts.accepted > 10
+        lane.close()
+    assert said[2] == said[0]
+
+
+@pytest.mark.anyio
+@EVERY_SPLIT
+@EVERY_FORMAT
+async def test_the_draft_heads_state_comes_back_as_it_was(
+    devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    engine = opened("drafting-echo", devices, tmp_path, kv_dtype=kv_dtype, draft_tokens=2)
+    assert engine._session.draft is not None
+    lane = await a_b_a(engine, ids(3001, 1), ids(1200, 2))
+    lane.close()
+
+
+@EVERY_SPLIT
+def test_on_cards_decoding_is_recorded_and_no_head_guesses_unless_asked(
+    devices: tuple[str, ...], tmp_path: Path
+) -> None:
+    session = opened("drafting-echo", devices, tmp_path)._session
+    assert session.draft is None
+    assert session._forward.decode_graph is not None
