@@ -26,6 +26,9 @@ pytestmark = [
 EVERY_SPLIT = pytest.mark.parametrize("devices", SPLITS, ids=",".join)
 EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 
+OTHERS = ["tiny-deepseek-v3", "tiny-falcon-h1"]
+"""Latent attention, and layers that attend and recur at once."""
+
 
 @pytest.fixture(autouse=True)
 def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +95,18 @@ async def test_sparse_attention_comes_back_as_it_was(
 
 @pytest.mark.anyio
 @EVERY_SPLIT
+@EVERY_FORMAT
+@pytest.mark.parametrize("preset", OTHERS)
+async def test_other_kinds_of_state_come_back_as_they_were(
+    preset: str, devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    engine = opened(preset, devices, tmp_path, kv_dtype=kv_dtype, context_tokens=4096, batch_tokens=1024)
+    lane = await a_b_a(engine, ids(2500, 1), ids(900, 2))
+    lane.close()
+
+
+@pytest.mark.anyio
+@EVERY_SPLIT
 @pytest.mark.parametrize("part", ["rows", "fixed"])
 async def test_a_flipped_byte_of_sparse_attention_reads_cold(
     devices: tuple[str, ...], part: str, tmp_path: Path
@@ -102,7 +117,7 @@ async def test_a_flipped_byte_of_sparse_attention_reads_cold(
 
 
 @EVERY_SPLIT
-@pytest.mark.parametrize("kind", ["indexed", "hybrid", "sliding"])
+@pytest.mark.parametrize("kind", ["indexed", "hybrid", "sliding", *OTHERS])
 def test_logits_are_those_of_a_cpu(kind: str, devices: tuple[str, ...]) -> None:
     """In float32, of chunks and of tokens. An index chooses by eight heads here: with few, many scores are 0,
     and among equal ones each kind of device has an order of its own."""
