@@ -34,7 +34,6 @@ GIB = 1 << 30
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
 KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 MAX_CARDS = 8
-B_RUNS = 6
 
 
 def synchronize(devices: tuple[str, ...]) -> None:
@@ -204,7 +203,7 @@ def state_of(lane: GpuLane) -> list[torch.Tensor]:
 
 
 async def measure(
-    model: str, devices: tuple[str, ...], batch_tokens: int, budget_bytes: int, kv: str
+    model: str, devices: tuple[str, ...], batch_tokens: int, budget_bytes: int, kv: str, b_runs: int
 ) -> dict[str, Any]:
     figures: dict[str, Any] = {"devices": devices, "kv": kv, "batch_tokens": batch_tokens, "budget_bytes": budget_bytes}
     began = time.perf_counter()
@@ -279,7 +278,7 @@ async def measure(
     }
 
     # B's first token with A to be parked, and with nothing.
-    for _ in range(B_RUNS):
+    for _ in range(b_runs):
         lane.store.drop(lane.live.conversation.parked_id or "", "measured")
         await lane.live.reset()
         for parked, _shared in lane.store.candidates(lane.prompt("parted", a2).key.digest, ()):
@@ -290,7 +289,7 @@ async def measure(
         b_parking.append((await lane.turn(lane.prompt("parted", b1), 4)).first_token_s)
         await lane.live.settle()
     b_alone = []
-    for index in range(B_RUNS):
+    for index in range(b_runs):
         await lane.live.reset()
         b_alone.append((await lane.turn(lane.prompt(f"alone {index}", b1), 4)).first_token_s)
         await lane.live.settle()
@@ -321,6 +320,7 @@ def main() -> int:
     parser.add_argument("--cards", default="1,2")
     parser.add_argument("--kv", default="bf16")
     parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--b-runs", type=int, default=6, help="how often B is read beside parking, and alone")
     parser.add_argument("--budget-gib", type=float, default=20)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -329,7 +329,7 @@ def main() -> int:
         if count > min(torch.cuda.device_count(), MAX_CARDS):
             continue
         devices = tuple(f"cuda:{index}" for index in range(count))
-        figures = asyncio.run(measure(asked.model, devices, asked.batch, int(asked.budget_gib * GIB), kv))
+        figures = asyncio.run(measure(asked.model, devices, asked.batch, int(asked.budget_gib * GIB), kv, asked.b_runs))
         results["runs"].append(figures)
         print(json.dumps(figures, indent=1, default=str), flush=True)
         torch.cuda.empty_cache()
