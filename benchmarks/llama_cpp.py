@@ -1,9 +1,10 @@
-"""llama.cpp five ways, on one model: what comes back after another conversation and after a restart, and plain speed.
+"""llama.cpp five ways, on one model: what comes back after another conversation and after a restart.
 
-python -m benchmarks.llama_cpp [--tokens N] [--repeats N] [--without-others]
+python -m benchmarks.llama_cpp [--tokens N] [--without-others]
 
 Its own server with its cache in memory; parkd with the library in process; parkd before the same server; `hearth-llm`
 and `stillwarm` before the same server. On SmolLM2 and on a tiny hybrid of random weights. Needs parkd[bench,llama-cpp].
+Plain speed is measured by benchmarks.llama_speed, what standing between costs by benchmarks.llama_server.
 """
 
 from __future__ import annotations
@@ -20,15 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import REPOSITORY, Goal, Result, Table, finish, machine, progress
+from benchmarks.common import REPOSITORY, Goal, Result, finish, machine, progress
 from benchmarks.llama_peers import StillwarmRows, hearth_server, install
 from benchmarks.llama_server import CONTEXT_TOKENS, Rows, after, conversation, edited, opening, turns
-from benchmarks.llama_speed import Speed, speed
 from benchmarks.servers import Server, demo_model, free_port, peer_server, running, sidecar_server, upstream_server
 
 CACHE_MIB = 1024
 DISK_MIB = 4096
-SPEED_GOAL = 0.98
 TINY = REPOSITORY / "tests" / "integration" / "tiny_gguf.py"
 
 Start = Callable[[], contextlib.AbstractContextManager[Server]]
@@ -78,8 +77,9 @@ def never_left(name: str, start: Start, tokens: int) -> Rows:
         said = rows.ask(server, "A cold", a).text
         rows.ask(server, "A2 after B", after(a, said, "And then?"))
         rows.ask(server, "branch of A", after(a, said, "Say it in other words."))
-        rows.ask(server, "A, last message edited", edited(a))
+        # Before the edited message, whose shorter beginning would have the answer read where it was decoded.
         rows.ask(server, "A2 after a restart", after(a, said, "And last?"))
+        rows.ask(server, "A, last message edited", edited(a))
     return rows
 
 
@@ -124,10 +124,8 @@ def compare(title: str, model: Path, tokens: int, folder: Path, others: Path | N
     return compared
 
 
-def goals(measured: Speed, compared: list[Compared]) -> list[Goal]:
-    bound, found = f">= {SPEED_GOAL}", []
-    for what, share in (("reading", measured.read_share), ("decoding", measured.decode_share)):
-        found.append(Goal(f"{what} in process against the library alone", bound, f"{share:.3f}", share >= SPEED_GOAL))
+def goals(compared: list[Compared]) -> list[Goal]:
+    found = []
     for each in compared:
         for rows, right in each.served:
             if rows.name.startswith("parkd"):
@@ -138,8 +136,8 @@ def goals(measured: Speed, compared: list[Compared]) -> list[Goal]:
     return found
 
 
-def raw(compared: list[Compared], measured: Speed) -> dict[str, Any]:
-    everything = {
+def raw(compared: list[Compared]) -> dict[str, Any]:
+    return {
         each.title: {
             rows.name: {what: vars(answer) for what, answer in rows.answers.items()}
             for pair in each.served
@@ -147,18 +145,11 @@ def raw(compared: list[Compared], measured: Speed) -> dict[str, Any]:
         }
         for each in compared
     }
-    return {"turns": everything, "speed": measured.raw}
-
-
-def speed_table(measured: Speed) -> Table:
-    lines = [(name, f"{read:.1f}", f"{decoded:.1f}") for name, read, decoded in measured.lines()]
-    return Table("SmolLM2: tokens a second, medians", ("what computes", "reading", "decoding"), tuple(lines))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=600, help="length of conversation A's opening, about")
-    parser.add_argument("--repeats", type=int, default=5, help="of the measurement of plain speed")
     parser.add_argument("--without-others", action="store_true", help="neither install nor run the tools of others")
     options = parser.parse_args()
     started, begun = machine(), time.monotonic()
@@ -166,7 +157,6 @@ def main() -> int:
         folder = Path(name)
         others = folder / "others"
         why_not = "not asked for" if options.without_others else install(others)
-        measured = speed(demo_model(), folder / "digests", min(512, options.tokens), options.repeats)
         tiny = folder / "tiny.gguf"
         runpy.run_path(str(TINY))["write_tiny_hybrid"](tiny)
         compared = []
@@ -189,17 +179,14 @@ def main() -> int:
             f"SmolLM2-135M-Instruct Q4_1 and a tiny hybrid (Qwen3.5's kind, random weights, {tiny_tokens(compared)}), "
             f"one slot of {CONTEXT_TOKENS} tokens, f16 keys and values, greedy, on the CPU. The server is that of the "
             f"xllamacpp wheel, the library in process that of llama-cpp-python: two builds. Equal: to the same turn "
-            f"where nothing came between, of the same build. Speed: the engine and a bare loop over the same library, "
-            f"in turns."
+            f"where nothing came between, of the same build."
         ),
-        tables=[*(turns(each.title, each.served) for each in compared), speed_table(measured)],
-        goals=goals(measured, compared),
+        tables=[turns(each.title, each.served) for each in compared],
+        goals=goals(compared),
         notes=notes,
-        raw=raw(compared, measured),
+        raw=raw(compared),
     )
-    progress(
-        f"took {time.monotonic() - begun:.0f} s; median of the reading with the callback: {measured.read_share:.3f}"
-    )
+    progress(f"took {time.monotonic() - begun:.0f} s")
     finish(result, started)
     return 0
 

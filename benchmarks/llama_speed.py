@@ -1,9 +1,17 @@
-"""What the engine in process takes from the library's speed: the same context, used bare and through the engine."""
+"""What the engine in process takes from the library's speed: the same context, used bare and through the engine.
+
+python -m benchmarks.llama_speed [--tokens N] [--repeats N]
+
+Needs parkd[llama-cpp] and the demo model.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import random
 import statistics
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -12,9 +20,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import Goal, Result, Table, finish, machine
+from benchmarks.servers import demo_model
+
 BATCH_TOKENS = 512
 DECODED = 48
 BARE, NO_CALLBACK, ENGINE = "the library, bare", "the engine, not cancellable", "the engine"
+WAYS = (BARE, NO_CALLBACK, ENGINE)
+GOAL = 0.98
+CALLBACK_GOAL = 0.99
 
 
 @dataclass
@@ -30,8 +44,7 @@ class Speed:
     def lines(self) -> list[tuple[str, float, float]]:
         return [
             (name, self.tokens / statistics.median(times["read"]), DECODED / statistics.median(times["decode"]))
-            for name, times in self.raw.items()
-            if "decode" in times
+            for name, times in sorted(self.raw.items(), key=lambda item: WAYS.index(item[0]))
         ]
 
     @property
@@ -55,7 +68,7 @@ class Speed:
 
 
 def speed(model: Path, cache_dir: Path, tokens: int, repeats: int) -> Speed:
-    """Needs llama-cpp-python. One warm-up of each first."""
+    """One warm-up of each first; then each run in an order of its own, so that none has always the same neighbour."""
     from parkd.engine_adapter.llama_cpp import LlamaCppConfig
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
 
@@ -64,11 +77,12 @@ def speed(model: Path, cache_dir: Path, tokens: int, repeats: int) -> Speed:
     ids = np.random.default_rng(0).integers(1000, 20000, tokens).astype(np.int64)
     measured = Speed(tokens)
     ways = {BARE: _bare, NO_CALLBACK: _uncancellable, ENGINE: _through}
+    order = random.Random(0)
     try:
         for run in range(repeats + 1):
-            for name, way in ways.items():
+            for name in order.sample(list(ways), len(ways)):
                 engine.reset()
-                read_s, decode_s = way(engine, ids)
+                read_s, decode_s = ways[name](engine, ids)
                 if run:
                     measured.note(name, "read", read_s)
                     measured.note(name, "decode", decode_s)
@@ -124,3 +138,43 @@ def _bare(engine: Any, ids: Any) -> tuple[float, float]:
     ended = time.perf_counter()
     low.llama_sampler_free(sampler)
     return read - started, ended - read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=513, help="length of the prompt")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    started = machine()
+    with tempfile.TemporaryDirectory() as folder:
+        measured = speed(demo_model(), Path(folder), options.tokens, options.repeats)
+    lines = [(name, f"{read:.1f}", f"{decoded:.1f}") for name, read, decoded in measured.lines()]
+    claims = (
+        ("reading in process against the library alone", GOAL, measured.read_share),
+        ("decoding in process against the library alone", GOAL, measured.decode_share),
+        (
+            "reading that can be cancelled inside a batch against reading that cannot",
+            CALLBACK_GOAL,
+            measured.callback_share,
+        ),
+    )
+    finish(
+        Result(
+            name="llama_speed",
+            title="llama.cpp in process: what the engine takes from the library's speed",
+            how=(
+                f"SmolLM2-135M-Instruct Q4_1 on the CPU: a prompt of {options.tokens} tokens in batches of "
+                f"{BATCH_TOKENS}, then {DECODED} greedy tokens, by the engine and by a bare loop over the same library "
+                f"and context (llama_decode, llama_sampler_sample), {options.repeats} times each, in random order. A "
+                f"share is the median over the repeats of what one repeat gives, since the machine's speed drifts."
+            ),
+            tables=[Table("Tokens a second, medians", ("what computes", "reading", "decoding"), tuple(lines))],
+            goals=[Goal(claim, f">= {goal}", f"{share:.3f}", share >= goal) for claim, goal, share in claims],
+            raw={"seconds": measured.raw},
+        ),
+        started,
+    )
+
+
+if __name__ == "__main__":
+    main()

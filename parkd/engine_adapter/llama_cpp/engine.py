@@ -15,7 +15,6 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 
 from engine.errors import BadLogits, EngineError, UnknownVector
@@ -189,9 +188,8 @@ class LlamaCppEngine:
         token = last_token_id
         while self._position < self.info.context_tokens:
             self._decode(np.array([token], dtype=np.int64), None)
-            logits = torch.from_numpy(self._sequence.logits())
             try:
-                token = sampler.pick(logits, None if mask is None else mask.allowed())
+                token = sampler.pick_row(self._sequence.logits(), None if mask is None else mask.allowed())
             except BadLogits as error:
                 raise EngineFailure(
                     f"The engine could not finish this turn: {error}. Send the request again."

@@ -137,6 +137,29 @@ def test_the_callers_logits_are_left_alone() -> None:
     assert torch.equal(scores, before)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logit_bias": {2: 9.0}},
+        {"temperature": 0.0, "presence_penalty": 2},
+    ],
+)
+@pytest.mark.parametrize("mask", [None, np.array([False, True, True, True, True])])
+def test_a_row_in_memory_is_picked_from_as_a_tensor_is(settings: dict, mask: np.ndarray | None) -> None:
+    one, other = (sampler(vocab=5, fresh_seed=3, **settings) for _ in range(2))
+    scores = logits(0.3, 0.3, 0.2, 0.1, 0.1)
+    picked = [one.pick_row(scores.numpy(), mask) for _ in range(40)]
+    assert picked == [other.pick(scores, mask) for _ in range(40)]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_row_without_a_usable_score_is_an_error(value: float) -> None:
+    with pytest.raises(BadLogits):
+        sampler(vocab=3, temperature=0.0).pick_row(np.full(3, value, dtype=np.float32))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_usable_score_is_an_error(temperature: float) -> None:
     with pytest.raises(BadLogits):
