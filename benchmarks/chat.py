@@ -52,11 +52,9 @@ def ask(
     pieces: list[str] = []
     last: dict[str, Any] = {}
     first_token_s: float | None = None
+    client = httpx.Client(timeout=REQUEST_TIMEOUT_S)  # reads certificates, for tens of milliseconds
     started = time.perf_counter()
-    with (
-        httpx.Client(timeout=REQUEST_TIMEOUT_S) as client,
-        client.stream("POST", f"{base_url}/v1/chat/completions", json=body) as response,
-    ):
+    with client, client.stream("POST", f"{base_url}/v1/chat/completions", json=body) as response:
         if response.status_code != httpx.codes.OK:
             raise ServerError(f"{response.status_code}: {response.read().decode(errors='replace')[:400]}")
         for chunk in _chunks(response.iter_lines()):

@@ -24,7 +24,10 @@ from benchmarks.common import Goal, Result, Table, finish, machine
 from benchmarks.servers import demo_model
 
 BATCH_TOKENS = 512
-DECODED = 48
+DECODED = 16
+"""Short, so that two that are compared lie close to each other in time."""
+ANSWERS = 6
+"""Of each kind, behind each reading."""
 BARE, NO_CALLBACK, ENGINE = "the library, bare", "the engine, not cancellable", "the engine"
 WAYS = (BARE, NO_CALLBACK, ENGINE)
 GOAL = 0.98
@@ -38,12 +41,18 @@ class Speed:
     tokens: int
     raw: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
-    def note(self, name: str, what: str, seconds: float) -> None:
-        self.raw.setdefault(name, {}).setdefault(what, []).append(seconds)
+    def note(self, name: str, what: str, seconds: float, *, counts: bool) -> None:
+        """Not what warms up."""
+        if counts:
+            self.raw.setdefault(name, {}).setdefault(what, []).append(seconds)
 
-    def lines(self) -> list[tuple[str, float, float]]:
+    def lines(self) -> list[tuple[str, str, str]]:
         return [
-            (name, self.tokens / statistics.median(times["read"]), DECODED / statistics.median(times["decode"]))
+            (
+                name,
+                f"{self.tokens / statistics.median(times['read']):.1f}",
+                f"{DECODED / statistics.median(times['decode']):.1f}" if "decode" in times else "",
+            )
             for name, times in sorted(self.raw.items(), key=lambda item: WAYS.index(item[0]))
         ]
 
@@ -75,69 +84,74 @@ def speed(model: Path, cache_dir: Path, tokens: int, repeats: int) -> Speed:
     config = LlamaCppConfig(model, cache_dir, context_tokens=2048, batch_tokens=BATCH_TOKENS)
     engine = LlamaCppEngine.load(config)
     ids = np.random.default_rng(0).integers(1000, 20000, tokens).astype(np.int64)
-    measured = Speed(tokens)
-    ways = {BARE: _bare, NO_CALLBACK: _uncancellable, ENGINE: _through}
-    order = random.Random(0)
+    prompt, last = ids[:-1], int(ids[-1])
+    measured, order = Speed(tokens), random.Random(0)
+    reading = {BARE: _bare_reading, NO_CALLBACK: _uncancellable, ENGINE: _cancellable}
+    answering = {BARE: _bare_answer, ENGINE: _answer}
     try:
         for run in range(repeats + 1):
-            for name in order.sample(list(ways), len(ways)):
+            for name in order.sample(list(reading), len(reading)):
                 engine.reset()
-                read_s, decode_s = ways[name](engine, ids)
-                if run:
-                    measured.note(name, "read", read_s)
-                    measured.note(name, "decode", decode_s)
+                started = time.perf_counter()
+                reading[name](engine, prompt)
+                measured.note(name, "read", time.perf_counter() - started, counts=run > 0)
+            engine.reset()
+            engine.extend(prompt, cancel=threading.Event())
+            for name in order.sample(list(answering) * ANSWERS, ANSWERS * len(answering)):
+                engine.truncate(len(prompt))
+                started = time.perf_counter()
+                answering[name](engine, last, ids)
+                measured.note(name, "decode", time.perf_counter() - started, counts=run > 0)
     finally:
         engine.close()
     return measured
 
 
-def _through(engine: Any, ids: Any) -> tuple[float, float]:
-    started = time.perf_counter()
-    engine.extend(ids[:-1], cancel=threading.Event())
-    return _timed_answer(engine, ids, started)
-
-
-def _uncancellable(engine: Any, ids: Any) -> tuple[float, float]:
-    """As the engine reads, but that nothing can stop it."""
-    started = time.perf_counter()
-    for start in range(0, len(ids) - 1, BATCH_TOKENS):
-        engine._decode(ids[:-1][start : start + BATCH_TOKENS], None)
-    return _timed_answer(engine, ids, started)
-
-
-def _timed_answer(engine: Any, ids: Any, started: float) -> tuple[float, float]:
-    from parkd.types import SamplingParams
-
-    read = time.perf_counter()
-    answer = engine.generate(int(ids[-1]), SamplingParams(temperature=0.0), history=ids)
-    for _ in range(DECODED):
-        next(answer)
-    return read - started, time.perf_counter() - read
-
-
-def _bare(engine: Any, ids: Any) -> tuple[float, float]:
-    """What llama.cpp's own examples do: whole batches, then greedy tokens one by one."""
+def _bare_reading(engine: Any, ids: Any) -> None:
+    """What llama.cpp's own examples do: whole batches."""
     import llama_cpp.llama_cpp as low
 
     context = engine._model.context
     tokens = (ctypes.c_int32 * len(ids))(*ids.tolist())
-    sampler = low.llama_sampler_init_greedy()
-    started = time.perf_counter()
-    for start in range(0, len(ids) - 1, BATCH_TOKENS):
-        count = min(BATCH_TOKENS, len(ids) - 1 - start)
+    for start in range(0, len(ids), BATCH_TOKENS):
+        count = min(BATCH_TOKENS, len(ids) - start)
         at = ctypes.cast(ctypes.byref(tokens, start * 4), ctypes.POINTER(ctypes.c_int32))
         if low.llama_decode(context, low.llama_batch_get_one(at, count)):
             raise RuntimeError("llama.cpp did not read the batch")
     low.llama_synchronize(context)
-    read = time.perf_counter()
-    one = (ctypes.c_int32 * 1)(int(ids[-1]))
+
+
+def _uncancellable(engine: Any, ids: Any) -> None:
+    """As the engine reads, but that nothing can stop it."""
+    for start in range(0, len(ids), BATCH_TOKENS):
+        engine._decode(ids[start : start + BATCH_TOKENS], None)
+
+
+def _cancellable(engine: Any, ids: Any) -> None:
+    engine.extend(ids, cancel=threading.Event())
+
+
+def _bare_answer(engine: Any, last: int, _ids: Any) -> None:
+    """As llama.cpp's examples decode: greedy tokens one by one."""
+    import llama_cpp.llama_cpp as low
+
+    context, one = engine._model.context, (ctypes.c_int32 * 1)(last)
+    sampler = low.llama_sampler_init_greedy()
     for _ in range(DECODED):
         if low.llama_decode(context, low.llama_batch_get_one(one, 1)):
             raise RuntimeError("llama.cpp did not decode")
         one[0] = low.llama_sampler_sample(sampler, context, -1)
-    ended = time.perf_counter()
     low.llama_sampler_free(sampler)
-    return read - started, ended - read
+    engine._position = engine._sequence.position
+
+
+def _answer(engine: Any, last: int, ids: Any) -> None:
+    from parkd.types import SamplingParams
+
+    answer = engine.generate(last, SamplingParams(temperature=0.0), history=ids)
+    for _ in range(DECODED):
+        next(answer)
+    answer.close()
 
 
 def main() -> None:
@@ -148,7 +162,6 @@ def main() -> None:
     started = machine()
     with tempfile.TemporaryDirectory() as folder:
         measured = speed(demo_model(), Path(folder), options.tokens, options.repeats)
-    lines = [(name, f"{read:.1f}", f"{decoded:.1f}") for name, read, decoded in measured.lines()]
     claims = (
         ("reading in process against the library alone", GOAL, measured.read_share),
         ("decoding in process against the library alone", GOAL, measured.decode_share),
@@ -165,10 +178,13 @@ def main() -> None:
             how=(
                 f"SmolLM2-135M-Instruct Q4_1 on the CPU: a prompt of {options.tokens} tokens in batches of "
                 f"{BATCH_TOKENS}, then {DECODED} greedy tokens, by the engine and by a bare loop over the same library "
-                f"and context (llama_decode, llama_sampler_sample), {options.repeats} times each, in random order. A "
-                f"share is the median over the repeats of what one repeat gives, since the machine's speed drifts."
+                f"and context (llama_decode, llama_sampler_sample), in random order: {options.repeats} readings and "
+                f"{options.repeats * ANSWERS} answers of each. A share is the median over what pairs give that were "
+                f"measured close to each other, since the machine's speed drifts."
             ),
-            tables=[Table("Tokens a second, medians", ("what computes", "reading", "decoding"), tuple(lines))],
+            tables=[
+                Table("Tokens a second, medians", ("what computes", "reading", "decoding"), tuple(measured.lines()))
+            ],
             goals=[Goal(claim, f">= {goal}", f"{share:.3f}", share >= goal) for claim, goal, share in claims],
             raw={"seconds": measured.raw},
         ),

@@ -13,8 +13,9 @@ from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
 from parkd.store.checkpoints import checkpoint_bytes_of
 from parkd.store.records import StoreConfig
+from parkd.store.segments import segment_charge
 from parkd.store.slabs import SlabGeometry
-from parkd.types import StageLayout, StateLayout
+from parkd.types import Grain, StageLayout, StateLayout
 
 EXAMPLE_TOKENS = (2_000, 8_000, 32_000, 128_000)
 """Conversations shown besides one that fills the context."""
@@ -37,6 +38,11 @@ class Sizes:
 
     def need(self, tokens: int, count: int = 1) -> Need:
         """Of `count` conversations that share nothing."""
+        if self.layout.is_opaque:
+            whole = tokens * self.layout.row_bytes + self.layout.fixed_bytes
+            fixed = checkpoint_bytes_of(self.layout) * self.checkpoints
+            metadata = conversation_metadata_bytes(tokens, BLOCK_TOKENS) + BLOCK_BYTES
+            return Need(0, count * (metadata + segment_charge(whole) + fixed))
         blocks = -(-tokens // BLOCK_TOKENS)
         fixed = checkpoint_bytes_of(self.layout) * self.checkpoints
         side = conversation_metadata_bytes(tokens, BLOCK_TOKENS) + blocks * BLOCK_BYTES + fixed
@@ -47,7 +53,7 @@ class Sizes:
         return need.slots * self.geometry.slot_bytes + need.side_bytes
 
     def longest(self) -> int:
-        """Tokens of the longest single conversation that is parked whole, in whole blocks."""
+        """Tokens of the longest single conversation that is parked whole, in multiples of a block."""
         return BLOCK_TOKENS * _most(lambda blocks: self.need(blocks * BLOCK_TOKENS), self.geometry, self.budget_bytes)
 
     def count(self, tokens: int) -> int:
@@ -67,9 +73,9 @@ def _most(need: Callable[[int], Need], geometry: SlabGeometry, budget_bytes: int
     return low
 
 
-def layout_of(stages: tuple[StageLayout, ...]) -> StateLayout:
+def layout_of(stages: tuple[StageLayout, ...], grain: Grain = Grain.ROWS) -> StateLayout:
     """Of stages that no engine has made yet: no bytes are kept by it, so that the checksum's name is of no matter."""
-    return StateLayout(stages, "planned")
+    return StateLayout(stages, "planned", grain)
 
 
 def lines(name: str, sizes: Sizes, context_tokens: int, min_free_bytes: int) -> list[str]:
@@ -82,17 +88,20 @@ def lines(name: str, sizes: Sizes, context_tokens: int, min_free_bytes: int) -> 
     )
     checkpoint = checkpoint_bytes_of(layout)
     state = f"{layout.row_bytes:,} bytes a token" + (f", {checkpoint:,} bytes a checkpoint" if checkpoint else "")
+    kept = f"a block is {BLOCK_TOKENS} tokens of all stages, {sizes.geometry.slot_bytes:,} bytes"
+    if layout.is_opaque:
+        kept = "each conversation is parked whole and shares nothing"
     shown = [
         f"model     {name}, context {context_tokens:,} tokens",
         f"stages    {stages}",
-        f"state     {state}; a block is {BLOCK_TOKENS} tokens of all stages, {sizes.geometry.slot_bytes:,} bytes",
+        f"state     {state}; {kept}",
     ]
     if budget == 0:
         return [*shown, "refused   everything: parking is off (--conversation-cache-mib 0)"]
     longest = sizes.longest()
     slots = "" if sizes.slots is None else f", at most {sizes.slots} conversations"
-    blocks = longest // BLOCK_TOKENS
-    shown.append(f"budget    {budget // MIB:,} MiB{slots}: {blocks:,} blocks, {longest:,} tokens in one conversation")
+    blocks = "" if layout.is_opaque else f"{longest // BLOCK_TOKENS:,} blocks, "
+    shown.append(f"budget    {budget // MIB:,} MiB{slots}: {blocks}{longest:,} tokens in one conversation")
     for tokens in sorted({*(size for size in EXAMPLE_TOKENS if size < context_tokens), context_tokens}):
         size = -(-sizes.need_bytes(tokens) // MIB)
         shown.append(f"fits      {sizes.count(tokens):>6,} conversations of {tokens:>9,} tokens, {size:,} MiB each")
@@ -104,7 +113,13 @@ def _refusals(sizes: Sizes, context_tokens: int, longest: int, min_free_bytes: i
     shown = []
     if longest == 0:
         need = -(-sizes.need_bytes(1) // MIB)
-        shown.append(f"refused   everything: one block and what goes with it take {need:,} MiB")
+        least = "one token" if sizes.layout.is_opaque else "one block"
+        shown.append(f"refused   everything: {least} and what goes with it take {need:,} MiB")
+    elif longest < context_tokens and sizes.layout.is_opaque:
+        full = -(-sizes.need_bytes(context_tokens) // MIB)
+        shown.append(
+            f"refused   longer than about {longest:,} tokens: parked whole or not (a full context: {full:,} MiB)"
+        )
     elif longest < context_tokens:
         where = "the last checkpoint that fits" if fixed else f"{longest:,} tokens"
         full = -(-sizes.need_bytes(context_tokens) // MIB)

@@ -108,6 +108,11 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
     return name, why
 
 
+def cache_type_name(asked: str | None) -> str:
+    """In llama.cpp's words: its own default, and its name for what torch calls int8."""
+    return {None: "f16", "int8": "q8_0"}.get(asked, asked or "")
+
+
 def load_llama_cpp(
     config: Config, model: str, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> LlamaCppEngine:
@@ -117,7 +122,6 @@ def load_llama_cpp(
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
 
     asked, llama = config.model, config.model.llama
-    names = {None: "f16", "int8": "q8_0"}
     engine_config = LlamaCppConfig(
         model=Path(model),
         cache_dir=config.home,
@@ -131,8 +135,8 @@ def load_llama_cpp(
         tensor_split=llama.tensor_split,
         main_gpu=llama.main_gpu,
         threads=llama.threads,
-        cache_type_k=names.get(llama.cache_type_k, llama.cache_type_k or ""),
-        cache_type_v=names.get(llama.cache_type_v, llama.cache_type_v or ""),
+        cache_type_k=cache_type_name(llama.cache_type_k),
+        cache_type_v=cache_type_name(llama.cache_type_v),
         flash_attn=llama.flash_attn,
         loras=tuple(LoraFile(lora.path, lora.scale) for lora in llama.loras),
         control_vectors=tuple(VectorFile(each.name, each.path, each.scale) for each in asked.control_vectors),

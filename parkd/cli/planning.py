@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parkd import arguments
-from parkd.cli.model import MemoryShare, choose_engine, find_model
+from parkd.cli.model import MemoryShare, cache_type_name, choose_engine, find_model
 from parkd.config import Config, ModelConfig, load
 from parkd.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from engine.plan import WeightlessModel
     from parkd.replay.command import ModelSizes
+    from parkd.types import StateLayout
 
 
 def plan(config: Config) -> int:
@@ -22,15 +23,40 @@ def plan(config: Config) -> int:
     from parkd.cli.compose import store_config_of
     from parkd.types import StageLayout
 
-    _check_engine(config.model, "plan", "")
-    model, known = weightless(config.model)
-    stages = (StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in known.stages)
+    if config.model.upstream is not None:
+        raise ConfigError(
+            "plan reads a model's own files, and --upstream names a llama-server. Plan for the GGUF file it serves: "
+            "--engine llama.cpp --model FILE, whose states are those of its slot files."
+        )
+    model, is_demo = find_model(config.model)
+    engine, why = choose_engine(config.model, model, is_demo=is_demo)
     store_config = store_config_of(config, MemoryShare(config.cache.budget_bytes))
-    sizes = planning.Sizes(planning.layout_of(tuple(stages)), store_config.budget_bytes, config.cache.slots)
-    context_tokens = config.model.context_tokens or known.context_tokens
-    name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
-    print("\n".join(planning.lines(name, sizes, context_tokens, store_config.min_free_bytes)))
+    if engine == "llama.cpp":
+        name, layout, longest, notes = _llama_cpp(config.model, model, why)
+    else:
+        model, known = weightless(config.model)
+        stages = (StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in known.stages)
+        name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
+        layout, longest, notes = planning.layout_of(tuple(stages)), known.context_tokens, []
+    sizes = planning.Sizes(layout, store_config.budget_bytes, config.cache.slots)
+    context_tokens = config.model.context_tokens or longest
+    print("\n".join([*planning.lines(name, sizes, context_tokens, store_config.min_free_bytes), *notes]))
     return 0
+
+
+def _llama_cpp(config: ModelConfig, model: str, why: str) -> tuple[str, StateLayout, int, list[str]]:
+    """Name, layout, longest context and notes, from the file's header. Raises ModelError."""
+    from parkd.engine_adapter.llama_cpp.state_size import state_size
+    from parkd.plan import layout_of
+    from parkd.types import Grain, StageLayout
+
+    types = (cache_type_name(each) for each in (config.llama.cache_type_k, config.llama.cache_type_v))
+    known = state_size(Path(model).expanduser(), *types)
+    stage = StageLayout(0, known.layers, known.row_bytes, known.fixed_bytes, b"")
+    notes = [f"engine    llama.cpp, since {why}; sizes from the file's header, the weights were not read"]
+    if known.windows_not_counted:
+        notes.append("windows   the file names a window that is not counted: the state may be smaller")
+    return f"{known.name} ({known.architecture})", layout_of((stage,), Grain.OPAQUE), known.context_tokens, notes
 
 
 def sizes_of(words: Sequence[str]) -> ModelSizes:
@@ -47,13 +73,13 @@ def sizes_of(words: Sequence[str]) -> ModelSizes:
 
 
 def _check_engine(config: ModelConfig, what: str, else_do: str) -> None:
-    """Raises ConfigError if the model would run on an engine whose sizes nobody knows before it has loaded it."""
+    """Raises ConfigError if the model would run on an engine whose cost of reading is not known."""
     model, is_demo = find_model(config)
     engine, why = choose_engine(config, model, is_demo=is_demo)
     if engine != "torch":
         raise ConfigError(
-            f"{what} knows the torch engine's sizes only, and this would run on {engine}, since {why}. What a token of "
-            f"state takes there is told by the library once it has the model: parkd's start-up lines say it{else_do}. "
+            f"{what} knows the torch engine's cost of reading only, and this would run on {engine}, since {why}. "
+            f"What a token of state takes there is told by parkd plan and its start-up lines{else_do}. "
             f"--engine torch gives torch's."
         )
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import numpy as np
 from fault_fs import FaultFs
 from store_kit import KEY, CopyEngine, leased_rows, make_layout, make_units
+from whole_kit import WholeEngine, path_of, whole_rows
 
 from parkd.store.budget import BLOCK_BYTES
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, remove, write
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskConfig
+from parkd.store.file_store import FileStore
 from parkd.store.policy import Policy
 from parkd.store.records import Parked, Refused, StoreConfig, Tier
 from parkd.store.recovery import open_tier
 from parkd.store.tiers import TieredStore
 from parkd.store.write_queue import DiskSources
-from parkd.types import StateLayout
+from parkd.types import Grain, StateLayout
 
 FINGERPRINT = b"the weights, one"
 BLOCK_TOKENS = 4
@@ -65,7 +68,9 @@ class Machine:
             self.disk_bytes, self.fingerprint, self.index_bytes, self.write_bytes_per_day, self.max_age_s
         )
         disk = open_tier(self.fs, config, self.layout, self.times.now, self.times.wall())
-        store = TieredStore(
+        is_file = self.layout.grain is Grain.FILE
+        kind = partial(FileStore, path_of=path_of) if is_file else TieredStore
+        store = kind(
             StoreConfig(self.ram_bytes + self.index_bytes, BLOCK_TOKENS, self.slots, slab_bytes=1 << 18),
             self.layout,
             self.times.clock,
@@ -79,6 +84,8 @@ class Machine:
         return store
 
     def engine(self, seed: int = 1) -> CopyEngine:
+        if self.layout.is_opaque:
+            return WholeEngine(self.layout, BLOCK_TOKENS, seed, self.fs)
         return CopyEngine(self.layout, BLOCK_TOKENS, seed=seed)
 
 
@@ -137,6 +144,8 @@ def rows_of(store: TieredStore, fs: FaultFs, parked: Parked, stop: int | None = 
         if loaded is None:
             return None
         parked = loaded
+    if store.layout.is_opaque:
+        return whole_rows(store, fs, parked, stop)
     return leased_rows(store, parked, stop)
 
 

@@ -17,6 +17,7 @@ import pytest
 from api_harness import MIB, Running, body_of, running, until
 from llama_cpp_kit import BATCH, left_by, loaded, opening, turn_after
 
+from parkd.engine_adapter.llama_cpp.state_size import state_size
 from parkd.errors import EngineFailure
 from parkd.types import SamplingParams
 
@@ -64,7 +65,7 @@ async def test_a_b_a_resumes_at_the_end_of_the_answer(engine) -> None:
         await server.chat(opening("b"), max_tokens=6)
         branch = turn_after(a1, first.text, "Something else.")
         other = await server.chat(branch, max_tokens=6)
-        assert (other.cache, other.reused) == ("restored-ram", resumable(server, branch, a2, is_live=False))
+        assert (other.cache, other.reused) == ("restored-ram", resumable(server, branch, a2, a1, is_live=False))
     assert await uninterrupted(engine, a1, a2) == [first.text, second.text]
     assert (await uninterrupted(engine, a1, branch))[1] == other.text
 
@@ -95,19 +96,23 @@ async def test_editing_the_last_message_reads_that_message(engine, is_elsewhere:
         edited = turn_after(a1, first.text, "Where are the mountains?")
         answer = await server.chat(edited, max_tokens=6)
         assert answer.cache == ("restored-ram" if is_elsewhere else "live")
-        assert answer.reused == resumable(server, edited, asked, is_live=not is_elsewhere)
+        assert answer.reused == resumable(server, edited, asked, a1, is_live=not is_elsewhere)
     assert (await uninterrupted(engine, a1, asked, edited))[-1] == answer.text
 
 
-def resumable(server: Running, prompt, before, *, is_live: bool) -> int:
-    """Tokens of `prompt` that are exact in the state `before` left, if they part in the last user message.
+def resumable(server: Running, prompt, before, first, *, is_live: bool) -> int:
+    """Tokens of `prompt` that are exact in the state `before` left, if they part in the last user message. `first` is
+    the turn before.
 
     The memory is cut where they part, if it can be; a parked state with windows, and every recurrent one, is resumed at
-    the checkpoint before that message.
+    the checkpoint before that message; where the template's marks are plain text, messages are not told apart, and
+    it is the end of the first answer.
     """
     engine = server.engine
     if not engine.info.layout.fixed_bytes or (is_live and engine.rewind_floor == 0):
         return shared(server.prompt_tokens(prompt), server.prompt_tokens(before))
+    if "<|im_start|>" not in engine.tokenizer.special_tokens:
+        return left_by(server, first, 6)
     head = engine.template.render(prompt[:-1], (), {}, add_generation_prompt=False)
     return len(engine.tokenizer.encode(head))
 
@@ -147,12 +152,14 @@ async def test_six_conversations_under_a_budget_for_three(engine) -> None:
             ids = server.prompt_tokens(turns[name])
             parked = [entry.parked for entry in entries(server)]
             places = {*engine.checkpoints, *(each.position for entry in parked for each in entry.checkpoints)}
-            shared_place = max((place for place in places if place <= head), default=0) if fixed else head
+            can_cut = not fixed or engine.rewind_floor == 0  # a window that is not full yet reaches back to the start
+            shared_place = head if can_cut else max((place for place in places if place <= head), default=0)
             is_whole = name == "f" or any(begins(entry.units, ids) for entry in parked)
             seen[name] = answer = await server.chat(turns[name], max_tokens=6)
             whole |= {name} if is_whole else set()
             assert answer.reused == (left_by(server, openings[name], 6) if is_whole else shared_place), name
-            why = None if is_whole else f"differs from token {head} in message 2 (user)"
+            part = "message 2 (user)" if "<|im_start|>" in engine.tokenizer.special_tokens else "system"
+            why = None if is_whole else f"differs from token {head} in {part}"
             assert answer.headers.get("x-parkd-why") == why, name
             assert server.store.stats().peak_bytes_allocated <= budget
     # The last one never left and the one before it is parked; the budget cannot have held them all.
@@ -277,6 +284,20 @@ async def test_a_batch_is_aborted_inside_and_the_position_is_exact(engine) -> No
     engine.reset()
     engine.extend(ids, cancel=threading.Event())
     assert after_abort == engine.position == len(ids)
+
+
+async def test_the_plan_s_sizes_are_those_that_the_library_reports(engine) -> None:
+    config = engine._model.config
+    planned = state_size(config.model, config.cache_type_k, config.cache_type_v)
+    assert engine.info.layout.row_bytes == planned.row_bytes
+    assert (planned.layers, planned.architecture) == (engine._model.layers, engine.info.architecture)
+    fixed = engine.info.layout.fixed_bytes
+    assert planned.fixed_bytes == pytest.approx(fixed, rel=0.02, abs=512)
+    ids = np.arange(256, dtype=np.int64) % 200 + 3
+    engine.extend(ids, cancel=threading.Event())
+    if not engine._model.window_tokens:  # else the windows are not full yet
+        whole = len(ids) * planned.row_bytes + planned.fixed_bytes
+        assert engine.state_sizes(()).whole == pytest.approx(whole, rel=0.02, abs=512)
 
 
 async def test_special_tokens_are_cut_out_and_the_rest_is_tokenised_alone(engine) -> None:

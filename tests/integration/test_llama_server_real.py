@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_gguf
 
 from benchmarks.chat import Answer, ask
 from benchmarks.servers import Server, demo_model, free_port, sidecar_server, upstream_server
@@ -18,10 +20,14 @@ CONTEXT_TOKENS = 1024
 Messages = list[dict[str, str]]
 
 
-@pytest.fixture(autouse=True)
-def needs_the_demo_model() -> None:
+@pytest.fixture(params=["full attention", "hybrid"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "hybrid":
+        path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+        tiny_gguf.write_tiny_hybrid(path)
+        return path
     try:
-        demo_model()
+        return demo_model()
     except SystemExit:
         pytest.skip("the demo model is not installed")
 
@@ -40,19 +46,20 @@ def say(server: Server, messages: Messages) -> Answer:
     return answer
 
 
-def test_a_conversation_outlives_a_switch_and_a_restart_of_the_server(tmp_path: Path) -> None:
-    a, b, port = opening("alpha"), opening("beta"), free_port()
-    with upstream_server(tmp_path, context_tokens=CONTEXT_TOKENS, port=port) as upstream:
+def test_a_conversation_outlives_a_switch_and_a_restart_of_the_server(tmp_path: Path, model: Path) -> None:
+    a, b = opening("alpha"), opening("beta")
+    settings: dict[str, Any] = {"context_tokens": CONTEXT_TOKENS, "port": free_port(), "model": model}
+    with upstream_server(tmp_path, **settings) as upstream:
         never_left = [ask(upstream.base_url, a, output_tokens=6).text]
         for question in ("And?", "So?"):
             never_left.append(ask(upstream.base_url, after(a, never_left[0], question), output_tokens=6).text)
     with ExitStack() as stack:
-        with upstream_server(tmp_path, context_tokens=CONTEXT_TOKENS, port=port) as upstream:
+        with upstream_server(tmp_path, **settings) as upstream:
             parkd = stack.enter_context(sidecar_server(upstream.base_url, tmp_path))
             first = say(parkd, a)
             say(parkd, b)
             second = say(parkd, after(a, first.text, "And?"))
-        with upstream_server(tmp_path, context_tokens=CONTEXT_TOKENS, port=port):
+        with upstream_server(tmp_path, **settings):
             third = say(parkd, after(a, first.text, "So?"))
     assert [first.text, second.text, third.text] == never_left
     assert second.cache.startswith("restored")

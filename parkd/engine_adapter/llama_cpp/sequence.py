@@ -41,6 +41,8 @@ class Sequence:
         for place in range(batch_tokens):
             self._batch.seq_id[place][0] = SEQUENCE
         self._vocab_size = model.vocab_size
+        self._logits_at = 0
+        self._logits = np.empty(0, dtype=np.float32)
 
     @property
     def position(self) -> int:
@@ -66,10 +68,12 @@ class Sequence:
         False if it was cancelled inside; then the memory holds some of it. Raises EngineFailure.
         """
         count = len(token_ids)
-        self._tokens[:count] = token_ids
-        self._positions[:count] = np.arange(start, start + count, dtype=np.int32)
-        self._wants_logits[:count] = 0
-        self._wants_logits[count - 1] = count == 1
+        if count == 1:
+            self._tokens[0], self._positions[0], self._wants_logits[0] = token_ids[0], start, 1
+        else:
+            self._tokens[:count] = token_ids
+            self._positions[:count] = np.arange(start, start + count, dtype=np.int32)
+            self._wants_logits[:count] = 0
         self._batch.n_tokens = count
         if is_cancelled is None:
             failed = low.llama_decode(self._context, self._batch)
@@ -94,7 +98,10 @@ class Sequence:
         pointer = low.llama_get_logits_ith(self._context, -1)
         if not pointer:
             raise EngineFailure("llama.cpp gave no logits. Send the request again.")
-        return np.ctypeslib.as_array(pointer, (self._vocab_size,))
+        address = ctypes.addressof(pointer.contents)
+        if address != self._logits_at:  # the library may move its buffer, and seldom does
+            self._logits_at, self._logits = address, np.ctypeslib.as_array(pointer, (self._vocab_size,))
+        return self._logits
 
     def state_size(self, flags: int) -> int:
         return int(low.llama_state_seq_get_size_ext(self._context, SEQUENCE, flags))

@@ -99,6 +99,8 @@ def assert_counts(store: ConversationStore) -> None:
     checkpoints.update(c.id for flight in flights for c in flight.checkpoints)
     assert shelf.blocks.recount() == blocks
     assert shelf.checkpoints.recount() == checkpoints
+    if shelf.is_opaque:
+        return  # segments take no slots, and each has a size of its own
     slots = [shelf.blocks.get(block_id).slot for block_id in blocks]
     assert len(set(slots)) == len(slots) == shelf.slabs.used_slots
     for entry in entries:

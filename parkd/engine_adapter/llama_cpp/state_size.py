@@ -1,0 +1,141 @@
+"""What a conversation will take in llama.cpp, from the header of its GGUF file alone.
+
+    whole state of n tokens    n * row_bytes + fixed_bytes
+    checkpoint                 fixed_bytes: full windows and recurrent states
+
+Sizes as the library writes them (llama.cpp: `llama_kv_cache::state_write`, `llama_memory_recurrent::state_write`,
+`llama_hparams::n_embd_r`, `n_embd_s`): rows of the types of keys and values, float32 recurrent states, and a few bytes
+for each cell. What a header does not tell is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+
+from engine.errors import ModelLoadError
+from engine.gguf_metadata import GgufMetadata, read_metadata
+from parkd.errors import ModelError
+
+CELL_BYTES = 12
+"""A token's position, and its only sequence: how many, and which."""
+MROPE_CELL_BYTES = 12
+"""More where a position has several coordinates."""
+MROPE_KINDS = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "glm4v")
+STATE_ELEMENT_BYTES = 4
+FULL_EVERY: Mapping[str, int] = MappingProxyType(
+    {"gemma2": 2, "gemma3": 6, "cohere2": 4, "gpt-oss": 2, "qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
+)
+"""Kinds of which every so-manieth layer sees the whole context, as llama.cpp knows it where the file does not say."""
+UNKNOWN = ("attention.kv_lora_rank", "wkv.head_size", "kda.head_dim")
+"""Entries of models whose state is of another kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaStateSize:
+    """Bytes of one conversation's state."""
+
+    name: str
+    architecture: str
+    context_tokens: int
+    layers: int
+    row_bytes: int
+    """A token, in the layers that see the whole context."""
+    fixed_bytes: int
+    """What does not grow: windows once they are full, recurrent states."""
+    windows_not_counted: bool
+    """The file names a window that llama.cpp is not known to use for this kind: all layers are counted in full."""
+
+
+def state_size(path: Path, type_k: str, type_v: str) -> LlamaStateSize:
+    """Of the file, or the first of several. Raises ModelError."""
+    try:
+        file = read_metadata(path)
+    except ModelLoadError as error:
+        raise ModelError(str(error)) from error
+    unknown = [entry for entry in UNKNOWN if file.of_kind(entry)]
+    if unknown:
+        raise ModelError(
+            f"What a token takes of {path.name} is not known without loading it ({file.kind}.{unknown[0]}): parkd's "
+            f"start-up lines say it."
+        )
+    layers, recurrent = _needed(file, "block_count"), _recurrent_layers(file)
+    window = int(file.of_kind("attention.sliding_window", 0))
+    sliding = _sliding_layers(file, layers) if window else frozenset()
+    # Falcon-H1's layers are of both kinds.
+    attending = [layer for layer in range(layers) if layer not in recurrent or file.kind == "falcon-h1"]
+    whole = [layer for layer in attending if layer not in sliding]
+    cell = CELL_BYTES + (MROPE_CELL_BYTES if file.kind in MROPE_KINDS else 0)
+    rows = sum(_row_bytes(file, layer, type_k, type_v) for layer in whole) + (cell if whole else 0)
+    a_window_token = sum(_row_bytes(file, layer, type_k, type_v) for layer in sliding) + (cell if sliding else 0)
+    return LlamaStateSize(
+        name=str(file.entries.get("general.name") or path.stem),
+        architecture=file.kind,
+        context_tokens=_needed(file, "context_length"),
+        layers=layers,
+        row_bytes=rows,
+        fixed_bytes=window * a_window_token + (len(recurrent) * _recurrent_bytes(file) if recurrent else 0),
+        windows_not_counted=bool(window and not sliding),
+    )
+
+
+def _needed(file: GgufMetadata, entry: str) -> int:
+    value = file.of_kind(entry)
+    if value is None:
+        raise ModelError(f"{file.path} has no entry {file.kind}.{entry}: what a token takes cannot be told.")
+    return int(value)
+
+
+def _of_layer(value: Any, layer: int) -> int:
+    """Entries are one number, or one a layer."""
+    return int(value[layer] if isinstance(value, list) else value)
+
+
+def _row_bytes(file: GgufMetadata, layer: int, type_k: str, type_v: str) -> int:
+    heads = _of_layer(file.of_kind("attention.head_count"), layer)
+    kv_heads = _of_layer(file.of_kind("attention.head_count_kv", heads), layer)
+    if not kv_heads:
+        return 0
+    size = _needed(file, "embedding_length") // max(heads, 1)
+    key, value = (int(file.of_kind(f"attention.{name}_length", size)) for name in ("key", "value"))
+    return _bytes_of(kv_heads * key, type_k) + _bytes_of(kv_heads * value, type_v)
+
+
+def _bytes_of(elements: int, type_name: str) -> int:
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name.upper()]]
+    return int(elements * size // block)
+
+
+def _sliding_layers(file: GgufMetadata, layers: int) -> frozenset[int]:
+    pattern = file.of_kind("attention.sliding_window_pattern", FULL_EVERY.get(file.kind))
+    if isinstance(pattern, list):
+        return frozenset(layer for layer in range(layers) if pattern[layer])
+    if not pattern:
+        return frozenset()
+    return frozenset(layer for layer in range(layers) if (layer + 1) % int(pattern))
+
+
+def _recurrent_layers(file: GgufMetadata) -> frozenset[int]:
+    layers = range(_needed(file, "block_count"))
+    if not (file.of_kind("ssm.state_size") or file.of_kind("shortconv.l_cache")):
+        return frozenset()
+    kv_heads = file.of_kind("attention.head_count_kv", 0)
+    if isinstance(kv_heads, list):
+        return frozenset(layer for layer in layers if not kv_heads[layer])
+    every = int(file.of_kind("full_attention_interval", FULL_EVERY.get(file.kind, 0)))
+    return frozenset(layer for layer in layers if not every or (layer + 1) % every)
+
+
+def _recurrent_bytes(file: GgufMetadata) -> int:
+    """Of one layer: the tail of its convolution and its state."""
+    if reach := file.of_kind("shortconv.l_cache"):
+        return (int(reach) - 1) * _needed(file, "embedding_length") * STATE_ELEMENT_BYTES
+    inner, state = _needed(file, "ssm.inner_size"), _needed(file, "ssm.state_size")
+    channels = inner + 2 * int(file.of_kind("ssm.group_count", 0)) * state
+    tail = max(0, _needed(file, "ssm.conv_kernel") - 1)
+    return (tail * channels + state * inner) * STATE_ELEMENT_BYTES
