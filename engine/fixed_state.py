@@ -17,6 +17,7 @@ import torch
 
 from engine.arena import StageArena
 from engine.cache import StageCache
+from engine.errors import StageFailed
 
 Copies = list[torch.Tensor]
 """uint8 `[fixed_bytes]` of each stage."""
@@ -110,6 +111,14 @@ class FixedState:
         finally:
             for cache in self._caches:
                 cache.history.finish()
+
+    def check_step(self) -> None:
+        """After the forward of a recorded step. Raises StageFailed where a layer's state in between was not kept."""
+        for stage, cache in enumerate(self._caches):
+            try:
+                cache.history.check()
+            except RuntimeError as error:
+                raise StageFailed(stage, "decode", error) from error
 
     def cut(self, position: int, at: int) -> None:
         """From `at`, where the timeline is, to `position`, not below the floor: the live state becomes true there."""

@@ -26,10 +26,9 @@ from engine.layout import state_digest
 from engine.stages import Stage
 from engine.steering import Steering, SteeringHooks
 from engine.step_history import step_by_step
-from engine.vision import PositionOffset, PromptImage, VisionTower, reading_of
-
-TAIL_TOKENS = 16
-"""About what a turn adds to a prompt that is already there: other kernels are chosen for so few than for a chunk."""
+from engine.timeline_images import TimelineImages
+from engine.vision import PromptImage, VisionTower
+from engine.warm_up import tune_prompts
 
 
 class Cancel(Protocol):
@@ -81,11 +80,11 @@ class Session:
         """Those that go on beside what runs here: whoever starts one adds it."""
         self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints, self.captures.any)
         self.vision = vision
-        self._offset = PositionOffset(self.arenas[0])
+        self._images = TimelineImages(self.arenas[0], vision)
         self.draft: DraftHead | None = None
         if draft_model is not None:
             history = self._caches[-1].history
-            self.draft = DraftHead(draft_model, self.stages, self.arenas[-1], history, self._offset)
+            self.draft = DraftHead(draft_model, self.stages, self.arenas[-1], history, self._images.offset)
             for stage, cache in zip(self.stages, self._caches, strict=True):
                 step_by_step(stage, cache.history)
         self.draft_tokens = draft_tokens if draft_model is not None else 0
@@ -93,8 +92,6 @@ class Session:
         self.draft_pauses = draft_pauses
         """Whether guessing pauses while it is rarely right (`engine.draft_pace`)."""
         self._position = 0
-        self._spans: list[tuple[int, int]] = []
-        """Pictures that see themselves, of those that were read here and are live."""
         self._steered = SteeringHooks(self.stages)
         self._forward = ModelForward(
             self.stages, self.arenas, self._caches, config, self.captures, self.draft, peer_access=peer_access
@@ -146,22 +143,13 @@ class Session:
         self.reset()
         if not self._forward.record(progress):
             return False
-        if progress is not None:
-            progress("Tuning the prompt kernels", 0.0)
-        chunk = np.zeros(min(self.batch_tokens, self.context_tokens), dtype=np.int64)
-        for tokens in (len(chunk), len(chunk) // 2, TAIL_TOKENS):
-            self.extend(chunk[:tokens])
-            self.extend(chunk[: min(TAIL_TOKENS, self.context_tokens - self._position)])  # Behind rows that are there.
-            self.reset()
-        if progress is not None:
-            progress("Tuning the prompt kernels", 1.0)
+        tune_prompts(self, progress)
         return self._forward.decode_graph is not None
 
     def reset(self) -> None:
         """Forgets the timeline. Rows are not cleared: what is beyond the position is never read."""
         self._position = 0
-        self._spans.clear()
-        self._offset.set(0)
+        self._images.reset()
         self.fixed_state.forget_beyond(0)
 
     def truncate(self, position: int) -> None:
@@ -169,8 +157,7 @@ class Session:
         below `rewind_floor` and not at a checkpoint (or 0), and inside a picture that sees itself."""
         if not 0 <= position <= self._position:
             raise ValueError(f"cannot truncate to {position}: the session is at {self._position}")
-        if any(start < position < stop for start, stop in self._spans):
-            raise ValueError(f"cannot truncate to {position}: it is inside an image whose rows are of the whole image")
+        self._images.check_cut(position)
         if position == 0:
             self.reset()
         elif position >= self.rewind_floor:
@@ -180,7 +167,7 @@ class Session:
         else:
             raise ValueError(f"cannot truncate to {position}: exact are {self.checkpoints} and {self.rewind_floor} on")
         self._position = position
-        self._forget_spans(position)
+        self._images.forget_beyond(position)
 
     def adopt(self, position: int, kept: int = 0) -> None:
         """Declares the rows `[0, position)` and `fixed` of every arena valid. Only for who has just written and
@@ -191,8 +178,8 @@ class Session:
         for cache in self._caches:
             cache.rows_changed_from(kept)
         self.fixed_state.unpack(position)
-        self._forget_spans(kept)
-        self._offset.reload()
+        self._images.forget_beyond(kept)
+        self._images.offset.reload()
         self._position = position
         self.checkpoint()
 
@@ -219,7 +206,7 @@ class Session:
         ids = np.ascontiguousarray(token_ids, dtype=np.int64)
         origin, end = self._position, self._position + len(ids)
         self._check_room(len(ids))
-        reading = reading_of(images, self.vision, self._position, end, self._offset)
+        reading = self._images.reading(images, self._position, end)
         stops = sorted(set(checkpoint_at)) if self.fixed_state.exists else []
         if reading is not None:
             stops = [place for place in stops if not reading.cuts(place)]
@@ -228,16 +215,12 @@ class Session:
             start = self._position
             edge = (start // self.batch_tokens + 1) * self.batch_tokens
             stop = min(end, edge, next((place for place in stops if place > start), end))
-            if reading is None:
-                chunk, offset = self._offset.plain(start, stop), self._offset.value
-            else:
+            if reading is not None:
                 stop = reading.stop_for(start, stop)
-                chunk, offset = reading.chunk(start, stop)
+            chunk, offset = self._images.chunk(reading, start, stop)
             with self._recovering():
                 self._forward.run(ids[start - origin : stop - origin], start, "prefill", chunk)
-            if offset != self._offset.value:
-                self._offset.set(offset)
-            self._spans += [(start + first, start + last) for first, last in chunk.spans]
+            self._images.was_read(start, chunk, offset)
             self._position = stop
             if stop in stops:
                 self.checkpoint()
@@ -279,15 +262,16 @@ class Session:
             return self._decoded(np.array(token_ids, dtype=np.int64))
 
     def _decoded(self, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
-        chunk = self._offset.plain(self._position, self._position + len(token_ids))
+        chunk = self._images.offset.plain(self._position, self._position + len(token_ids))
         with self._recovering():
             logits = self._forward.logits(self._forward.run(token_ids, self._position, "decode", chunk))
+            self.fixed_state.check_step()
         self._position += len(token_ids)
         return logits
 
     def _step_recorded(self, token_id: int) -> torch.Tensor:
         with self._recovering():
-            logits = self._forward.step_recorded(token_id, self._position, self._offset.value)
+            logits = self._forward.step_recorded(token_id, self._position, self._images.offset.value)
         self._position += 1
         return logits
 
@@ -311,13 +295,10 @@ class Session:
         else:
             self.reset()
 
-    def _forget_spans(self, position: int) -> None:
-        self._spans = [span for span in self._spans if span[1] <= position]
-
     def _go_back(self, position: int) -> None:
         """To the checkpoint held there."""
         self.fixed_state.go_back(position)
-        self._offset.reload()
+        self._images.offset.reload()
 
     def _check_room(self, tokens: int) -> None:
         if self._position + tokens > self.context_tokens:

@@ -42,6 +42,8 @@ class StepHistory:
         self._kept = torch.empty(
             (tokens if self._spans else 0, len(self._fixed)), dtype=torch.uint8, device=arena.device
         )
+        self._noted = dict.fromkeys(self._spans, 0)
+        """Layer -> how many states of the step it has told of."""
         self._start = 0
         self._stop = 0
         """The step covers `[start, stop)`; empty: there is nothing to go back to."""
@@ -57,6 +59,14 @@ class StepHistory:
         if self._spans and count - 1 > len(self._kept):
             raise ValueError(f"a step of {count} tokens where states behind {len(self._kept)} can be kept")
         self._start, self._stop, self.is_recording = start, start + count, True
+        self._noted = dict.fromkeys(self._spans, 0)
+
+    def check(self) -> None:
+        """Behind the forward of a recorded step: every layer told of its state after each token. Raises RuntimeError
+        otherwise, since going back would then bring another step's bytes to life."""
+        count = self._stop - self._start
+        if self.is_recording and (silent := [layer for layer, noted in self._noted.items() if noted != count]):
+            raise RuntimeError(f"layers {silent} did not keep their state after each of the step's {count} tokens")
 
     def finish(self) -> None:
         """The step is over, and the timeline at its end."""
@@ -68,6 +78,7 @@ class StepHistory:
 
     def note(self, layer: int, index: int) -> None:
         """The live state of `layer` is that after token `index` of the step."""
+        self._noted[layer] += 1
         if index < self._stop - self._start - 1:
             span = self._spans[layer]
             self._kept[index, span].copy_(self._fixed[span])

@@ -14,8 +14,9 @@ from parkd.types import PromptIdentity
 
 CHECKPOINT_STEP_TOKENS = 8192
 """No more than so many tokens are read between two checkpoints, as long as the limit allows."""
-WORTH_A_CUT_TOKENS = 128
-"""An earlier turn's start is kept if that saves so many tokens: about what one more chunk costs."""
+WORTH_A_CUT_TOKENS = 512
+"""An earlier turn's start is kept if that would save a later prompt so many tokens: few ever fork there, and one more
+chunk costs about as much as reading 30."""
 
 
 def checkpoints_to_take(prompt: PromptIdentity, start: int, fork: int, limit: int) -> tuple[int, ...]:

@@ -188,22 +188,21 @@ def prompt_of(length: int, boundaries: tuple[int, ...], *, stays: bool = False) 
 
 
 def test_which_places_are_kept() -> None:
-    prompt = prompt_of(1000, (100, 300, 500, 900, 980))
-    assert checkpoints_to_take(prompt, 0, 0, 8) == (100, 300, 500, 900, 980, 999)
-    assert checkpoints_to_take(prompt, 300, 700, 8) == (500, 700, 900, 980, 999)
-    assert checkpoints_to_take(prompt, 0, 700, 5) == (100, 700, 900, 980, 999)
-    assert checkpoints_to_take(prompt, 0, 0, 1) == (999,)
-    assert checkpoints_to_take(prompt, 999, 999, 8) == ()
+    prompt = prompt_of(4000, (100, 1300, 2500, 3900, 3980))
+    assert checkpoints_to_take(prompt, 0, 0, 8) == (100, 1300, 2500, 3900, 3980, 3999)
+    assert checkpoints_to_take(prompt, 1300, 2700, 8) == (2500, 2700, 3900, 3980, 3999)
+    assert checkpoints_to_take(prompt, 0, 2700, 5) == (100, 2700, 3900, 3980, 3999)
+    assert checkpoints_to_take(prompt, 0, 0, 1) == (3999,)
+    assert checkpoints_to_take(prompt, 3999, 3999, 8) == ()
     assert checkpoints_to_take(prompt, 0, 0, 0) == ()
     # A generation prompt that stays needs no place of its own: later prompts fork behind it.
-    staying = prompt_of(1000, (100, 300, 500, 900, 980), stays=True)
-    assert checkpoints_to_take(staying, 0, 0, 8) == (100, 300, 500, 900, 999)
-    assert checkpoints_to_take(staying, 0, 0, 2) == (900, 999)
-    assert checkpoints_to_take(staying, 930, 0, 8) == (999,)
+    staying = prompt_of(4000, (100, 1300, 2500, 3900, 3980), stays=True)
+    assert checkpoints_to_take(staying, 0, 0, 8) == (100, 1300, 2500, 3900, 3999)
+    assert checkpoints_to_take(staying, 0, 0, 2) == (3900, 3999)
+    assert checkpoints_to_take(staying, 3930, 0, 8) == (3999,)
     # Earlier turns are worth a cut only where that saves more than it costs; the others are exact however close.
-    close = prompt_of(1000, (100, 150, 250, 300, 390, 880, 900, 980))
-    assert checkpoints_to_take(close, 0, 0, 8) == (100, 250, 390, 880, 900, 980, 999)
-    assert checkpoints_to_take(close, 40, 0, 8) == (100, 250, 390, 880, 900, 980, 999)
+    close = prompt_of(4000, (100, 500, 1000, 1300, 1700, 3870, 3900, 3980))
+    assert checkpoints_to_take(close, 0, 0, 8) == (100, 1000, 1700, 3870, 3900, 3980, 3999)
     long = prompt_of(3 * CHECKPOINT_STEP_TOKENS, ())
     assert checkpoints_to_take(long, 5, 0, 8) == (
         CHECKPOINT_STEP_TOKENS,

@@ -30,6 +30,7 @@ from torch.nn import functional
 from engine import BadLogits, EngineConfig, Session, StageFailed, capture, host_plan, open_session, restore
 from engine import attention as engine_attention
 from engine.layer_state import WINDOW_FIELDS
+from engine.step_history import StepHistory
 
 EVERY_STAGES = pytest.mark.parametrize("stages", [1, 2, 3])
 EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
@@ -285,6 +286,24 @@ def test_a_failure_in_mid_step_leaves_an_earlier_position(family: str) -> None:
         broken.remove()
         assert session.position == PROMPT - 1
         assert say(decoder(session, ids), int(ids[-1]), 6) == expected
+
+
+@pytest.mark.parametrize("layer", [0, 4])
+def test_a_layer_that_keeps_no_state_of_a_step_is_noticed(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would leave another step's state, or none, where wrong guesses are taken back to."""
+    session, ids = drafting_session("qwen3.5", echo=True), prompt_ids(3)
+    session.extend(ids[:-1], checkpoint_at=(20, PROMPT - 1))
+    expected = greedy(session, ids, 6)
+    session.truncate(PROMPT - 1)
+    kept = StepHistory.note
+    with monkeypatch.context() as patched:
+        patched.setattr(StepHistory, "note", lambda self, of, index: None if of == layer else kept(self, of, index))
+        with pytest.raises(
+            StageFailed, match=rf"layers \[{layer}\] did not keep their state after each of the step's 4"
+        ):
+            next(decoder(session, ids).tokens(int(ids[-1])))
+    assert session.position == PROMPT - 1
+    assert say(decoder(session, ids), int(ids[-1]), 6) == expected
 
 
 def break_at(session: Session, layer: int) -> Any:

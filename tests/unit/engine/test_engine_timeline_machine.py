@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_models import HEAD, VOCAB, step_with_guesses, tiny_model, tiny_session
+from core_models import FAMILIES, HEAD, VOCAB, step_with_guesses, tiny_model, tiny_session
 from draft_models import oracle_guess
 from hybrid_models import hybrid_model
 from hypothesis import HealthCheck, settings
@@ -22,19 +22,25 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from vision_models import IMAGE_ID, picture_logits, png, processor_of
 
 from engine import Session, SnapshotPlan, StageFailed, capture, host_plan, restore
+from engine.vision import PromptImage
 
 MOST_TOKENS = 160
 TOLERANCE = 1e-4
 """Of logits in float32; bits depend on how a prompt was cut."""
+SIZES = ((32, 32), (64, 48), (33, 90))
+"""Width and height of the pictures that a prompt may have."""
+PICTURE = st.integers(0, 2 * len(SIZES) - 1)
+"""Half of the time none."""
 
 
 @cache
 def model_of(family: str) -> Any:
     if family == "qwen3-mtp":
         return tiny_model("qwen3", **HEAD)
-    return tiny_model("qwen3") if family == "qwen3" else hybrid_model(family)
+    return tiny_model(family) if family in FAMILIES else hybrid_model(family)
 
 
 class Failing:
@@ -57,7 +63,10 @@ class Timeline(RuleBasedStateMachine):
         self.session: Session = tiny_session(2, self.model, batch_tokens=16, context=MOST_TOKENS + 32)
         self.tokens: list[int] = []
         """Those whose state the session has."""
-        self.parked: list[tuple[list[int], SnapshotPlan]] = []
+        self.images: list[PromptImage] = []
+        """The pictures among them."""
+        self.processor = processor_of(self.model)
+        self.parked: list[tuple[list[int], list[PromptImage], SnapshotPlan]] = []
         self.random = np.random.default_rng(0)
 
     @initialize(seed=st.integers(0, 1000))
@@ -65,27 +74,53 @@ class Timeline(RuleBasedStateMachine):
         self.random = np.random.default_rng(seed)
 
     def fresh(self, count: int) -> list[int]:
-        return [int(token) for token in self.random.integers(0, VOCAB, min(count, MOST_TOKENS - len(self.tokens)))]
+        count = min(count, MOST_TOKENS - len(self.tokens))
+        tokens = [int(token) for token in self.random.integers(0, VOCAB, count)]
+        return tokens if self.processor is None else [0 if token == IMAGE_ID else token for token in tokens]
+
+    def grown(self, count: int, picture: int) -> list[int]:
+        """More tokens, with a picture in their middle if `picture` names one, the model reads any and there is room."""
+        more = self.fresh(count)
+        if self.processor is None or picture >= len(SIZES):
+            return more
+        half, data = len(more) // 2, png(picture, *SIZES[picture])
+        start, tokens = len(self.tokens) + half, self.processor.facts(data).tokens
+        if len(self.tokens) + len(more) + tokens > MOST_TOKENS:
+            return more
+        self.images.append(PromptImage(start, start + tokens, data))
+        return [*more[:half], *[IMAGE_ID] * tokens, *more[half:]]
+
+    def settle(self, tokens: list[int]) -> None:
+        """`tokens` are known as far as the session is. A picture that was left in its middle is read to its end, since
+        the library reads whole ones only."""
+        position = self.session.position
+        self.images = [image for image in self.images if image.start < position]
+        if self.images and self.images[-1].stop > position:
+            rest = tokens[position : self.images[-1].stop]
+            position = self.session.extend(rest, images=self.images)
+        self.tokens = tokens[:position]
 
     def oracle(self, tokens: list[int]) -> torch.Tensor:
+        if self.images:
+            return picture_logits(self.model, np.array(tokens), self.images, len(tokens), 1)[0]
         with torch.inference_mode():
             return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
 
-    @rule(count=st.integers(1, 50), marks=st.lists(st.integers(1, 50), max_size=3))
-    def extend(self, count: int, marks: list[int]) -> None:
-        more, start = self.fresh(count), len(self.tokens)
-        self.session.extend(more, checkpoint_at=[start + mark for mark in marks])
+    @rule(count=st.integers(1, 50), marks=st.lists(st.integers(1, 50), max_size=3), picture=PICTURE)
+    def extend(self, count: int, marks: list[int], picture: int) -> None:
+        more, start = self.grown(count, picture), len(self.tokens)
+        self.session.extend(more, checkpoint_at=[start + mark for mark in marks], images=self.images)
         self.tokens += more
 
-    @rule(count=st.integers(20, 50), chunks=st.integers(0, 2))
-    def cancelled(self, count: int, chunks: int) -> None:
-        more = self.fresh(count)
-        self.session.extend(more, cancel=Failing(chunks))
-        self.tokens = (self.tokens + more)[: self.session.position]
+    @rule(count=st.integers(20, 50), chunks=st.integers(0, 2), picture=PICTURE)
+    def cancelled(self, count: int, chunks: int, picture: int) -> None:
+        more = self.grown(count, picture)
+        self.session.extend(more, cancel=Failing(chunks), images=self.images)
+        self.settle(self.tokens + more)
 
-    @rule(layer=st.integers(0, 3), count=st.integers(1, 50), calls=st.integers(1, 3))
-    def broken(self, layer: int, count: int, calls: int) -> None:
-        more, left = self.fresh(count), [calls]
+    @rule(layer=st.integers(0, 3), count=st.integers(1, 50), calls=st.integers(1, 3), picture=PICTURE)
+    def broken(self, layer: int, count: int, calls: int, picture: int) -> None:
+        more, left = self.grown(count, picture), [calls]
         stage = next(stage for stage in self.session.stages if stage.first_layer <= layer < stage.end_layer)
 
         def hook(*_: Any) -> None:
@@ -96,12 +131,12 @@ class Timeline(RuleBasedStateMachine):
         layers: Any = stage.inner.layers
         handle = layers[layer].register_forward_hook(hook)
         try:
-            self.session.extend(more)
+            self.session.extend(more, images=self.images)
         except StageFailed:
             assert left[0] == 0
         finally:
             handle.remove()
-        self.tokens = (self.tokens + more)[: self.session.position]
+        self.settle(self.tokens + more)
 
     @precondition(lambda self: self.tokens)
     @rule(count=st.integers(1, 4))
@@ -137,12 +172,15 @@ class Timeline(RuleBasedStateMachine):
         """To any place that is offered; a place that is not is refused and changes nothing."""
         offered = [0, *self.session.checkpoints, *range(self.session.rewind_floor, len(self.tokens) + 1)]
         place = int(where * len(self.tokens))
+        if self.processor is not None and self.processor.family.sees_itself:
+            # Refused only where the session read the picture itself; nobody else asks for it.
+            place = next((image.start for image in self.images if image.start < place < image.stop), place)
         if place not in offered:
             with pytest.raises(ValueError, match="cannot truncate"):
                 self.session.truncate(place)
             place = max(each for each in offered if each <= place)
         self.session.truncate(place)
-        self.tokens = self.tokens[:place]
+        self.settle(self.tokens)
 
     @precondition(lambda self: self.tokens)
     @rule()
@@ -150,19 +188,19 @@ class Timeline(RuleBasedStateMachine):
         plan = host_plan(self.session, len(self.tokens), block_tokens=32)
         sums = capture(self.session, plan)
         plan = replace(plan, checksums=sums.rows, fixed_checksums=sums.fixed if len(sums.fixed) else None)
-        self.parked = [*self.parked[-2:], (list(self.tokens), plan)]
+        self.parked = [*self.parked[-2:], (list(self.tokens), list(self.images), plan)]
 
     @precondition(lambda self: self.parked)
     @rule(which=st.integers(0, 2))
     def restore(self, which: int) -> None:
-        tokens, plan = self.parked[which % len(self.parked)]
+        tokens, images, plan = self.parked[which % len(self.parked)]
         restore(self.session, plan)
-        self.tokens = list(tokens)
+        self.tokens, self.images = list(tokens), list(images)
 
     @rule()
     def reset(self) -> None:
         self.session.reset()
-        self.tokens = []
+        self.tokens, self.images = [], []
 
     @invariant()
     def positions_agree(self) -> None:
@@ -171,7 +209,13 @@ class Timeline(RuleBasedStateMachine):
         assert 0 <= self.session.rewind_floor <= len(self.tokens)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-mtp", "gemma3", "qwen3.5", "qwen3.5-mtp", "qwen4-exp", "lfm2"])
+MACHINES = (
+    *("qwen3", "qwen3-mtp", "gemma3", "qwen3.5", "qwen3.5-mtp", "qwen4-exp", "lfm2"),
+    *("falcon-h1", "deepseek-v3", "qwen3.5-vl", "gemma3-vl"),
+)
+
+
+@pytest.mark.parametrize("family", MACHINES)
 def test_a_timeline_is_always_what_its_tokens_say(family: str) -> None:
     machine = type(f"Timeline_{family}", (Timeline,), {"family": family})
     run_state_machine_as_test(
