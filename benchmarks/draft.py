@@ -1,11 +1,12 @@
 """What guessing ahead costs and gains, for a head that is never right and for one made to agree.
 
-    python -m benchmarks.draft [--layers 4] [--hidden 256] [--tokens 16]
+    python -m benchmarks.draft [--tokens 48]
 
 No checkpoint with a draft head is to be had here, so weights are random, of Qwen3.5's kind. A random head says what
 guessing costs where it gains nothing. The other pair is made to agree, to a degree that is chosen and reported: layers
 add little to what they read (`engine.draft_presets`), while all their arithmetic is done. Answers are greedy, and those
-of every setting are compared with those of single steps.
+of every setting are compared with those of single steps. `auto` is what parkd does when it is told no number: it pauses
+while guesses are rarely right.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from engine.presets import random_model
 from engine.sampling import Sampler
 from parkd.types import SamplingParams
 
-GUESSES = (0, 1, 2)
+GUESSES = (0, 1, 2, None)
+SHAPES = {"4 narrow layers": (4, 256), "12 wider layers": (12, 1024)}
+"""What a model is called -> its layers and hidden size. A step of the first is mostly calls, one of the second mostly
+reading weights, as in models that people run."""
 GAINS = {"random head": 1.0, "agreeing, layers at 0.003": 0.003, "agreeing, layers at 0.0003": 0.0003}
 """What the pair is called -> how much layers add to what they read."""
 PROMPT_TOKENS = 128
@@ -83,7 +87,7 @@ def measure(config: Any, gain: float, tokens: int) -> list[dict[str, Any]]:
         counts = decoder.counts
         found.append(
             {
-                "guesses": guesses,
+                "guesses": "auto" if guesses is None else guesses,
                 "drafted": counts.drafted,
                 "accepted": counts.accepted,
                 "seconds": seconds[1:],
@@ -92,7 +96,7 @@ def measure(config: Any, gain: float, tokens: int) -> list[dict[str, Any]]:
                 "different_tokens": len(set(said)),
             }
         )
-        progress(f"{guesses} guesses: {found[-1]}")
+        progress(f"guesses: {found[-1]}")
     return found
 
 
@@ -113,23 +117,26 @@ def table(name: str, rows: list[dict[str, Any]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=48)
     options = parser.parse_args()
     started = machine()
-    config = shape(options.layers, options.hidden)
-    raw = {name: measure(config, gain, options.tokens) for name, gain in GAINS.items()}
+    raw = {
+        f"{name}, {pair}": measure(shape(*size), gain, options.tokens)
+        for name, size in SHAPES.items()
+        for pair, gain in GAINS.items()
+    }
     result = Result(
         name="draft",
         title="Guessing ahead with a draft head",
         how=(
-            f"Random weights of Qwen3.5's kind: {options.layers} layers, hidden size {options.hidden}, vocabulary "
-            f"{VOCABULARY:,}, float32. {options.tokens} greedy tokens behind a prompt of {PROMPT_TOKENS}; the faster "
-            f"of two runs after one to warm up. A random head gains nothing and shows what guessing costs. The others "
-            f"are constructed to agree: layers add the given share to what they read, so that model and head mostly "
-            f"follow from the last token alone; all arithmetic is done. How often a trained head is right is not known "
-            f"here."
+            f"Random weights of Qwen3.5's kind: "
+            f"{', '.join(f'{name} (hidden size {size[1]:,})' for name, size in SHAPES.items())}; vocabulary "
+            f"{VOCABULARY:,}, float32, {torch.get_num_threads()} threads. {options.tokens} greedy tokens behind a "
+            f"prompt of {PROMPT_TOKENS}; the faster of two runs after one to warm up. A random head gains nothing and "
+            f"shows what guessing costs. The others are constructed to agree: layers add the given share to what they "
+            f"read, so that model and head mostly follow from the last token alone; all arithmetic is done. How often "
+            f"a trained head is right is not known here. `auto` guesses two a step, and pauses while fewer than a "
+            f"quarter are right."
         ),
         tables=[table(name, rows) for name, rows in raw.items()],
         raw=raw,
