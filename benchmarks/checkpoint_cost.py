@@ -1,9 +1,11 @@
 """What checkpoints of fixed state cost while a prompt is read, as a share of the time that reading takes.
 
-    python -m benchmarks.checkpoint_cost [--tokens 512 2048 8192] [--repeats 3]
+    python -m benchmarks.checkpoint_cost [--tokens 512 2048 8192] [--pairs 16]
 
-A checkpoint costs a copy, and those inside the prompt end a chunk early, so that the arithmetic runs in smaller pieces.
-The same prompt is read with and without, in turns, at the places that a turn of such a length takes.
+A checkpoint costs a copy, and those inside the prompt end a chunk early, so that the arithmetic runs in one piece more.
+What one more piece costs is measured on one chunk, read whole and cut in turns; how many there are follows from the
+places that the proxy takes in a prompt of such a length. Reading long prompts with and without would not do: on shared
+machines one reading differs from the next by more than the goal.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from parkd.types import ConversationKey, PromptIdentity
 CHUNK, LIMIT, COPIES, NARROWER = 512, 8, 20, 4
 HEAD, QUESTION, GENERATION = 0.25, 0.8, 4
 """Where the system text ends and the last user message begins, in shares of the prompt; tokens of the last opener."""
+CUTS = (125, 406, 508)
+"""Where one chunk is cut to see what that costs."""
 MIDDLE_TURNS = 6
 """Answers of earlier turns in a long conversation."""
 GOAL = 0.02
@@ -85,25 +89,33 @@ def copies_s(session: Session, ids: npt.NDArray[np.int64]) -> list[float]:
     return taken[LIMIT:]
 
 
-def measured(session: Session, ids: npt.NDArray[np.int64], repeats: int) -> dict[str, Any]:
-    """Seconds of reading all but the last token, without checkpoints and with those of each kind of turn, in turns."""
-    tokens = len(ids)
-    places = {"none": (), **{kind: places_of(tokens, kind) for kind in KINDS}}
-    runs: dict[str, list[float]] = {name: [] for name in places}
-    for _ in range(repeats):
-        for name, taken_at in places.items():
-            runs[name].append(read_s(session, ids[:-1], taken_at))
-        progress(f"{tokens:,} tokens: " + ", ".join(f"{taken[-1]:.2f} s" for taken in runs.values()))
-    # Whatever else runs on the machine only ever adds: the fastest runs are compared.
-    best = {name: min(taken) for name, taken in runs.items()}
-    shares = {kind: best[kind] / best["none"] - 1 for kind in KINDS}
-    return {"tokens": tokens, "places": places, "runs_s": runs, "shares": shares}
+def cuts_s(session: Session, ids: npt.NDArray[np.int64], pairs: int) -> list[float]:
+    """Seconds that one cut adds to a chunk, copy included: of each pair of readings one behind the other."""
+    return [
+        (read_s(session, ids[:CHUNK], (*CUTS, CHUNK)) - read_s(session, ids[:CHUNK], (CHUNK,))) / len(CUTS)
+        for _ in range(pairs)
+    ]
+
+
+def row(tokens: int, kind: str, whole_s: float, cut_s: float, copy_s: float) -> dict[str, Any]:
+    """What a kind of turn costs beside reading `tokens`, which takes `whole_s`."""
+    places = places_of(tokens, kind)
+    cuts = sum(place % CHUNK != 0 and place != tokens - 1 for place in places)
+    extra_s = cuts * cut_s + (len(places) - cuts) * copy_s
+    return {
+        "tokens": tokens,
+        "kind": kind,
+        "places": places,
+        "cuts": cuts,
+        "copies_share": len(places) * copy_s / whole_s,
+        "share": extra_s / whole_s,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2_048, 8_192])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=16)
     options = parser.parse_args()
     started = machine()
     model = random_model(shape(), torch.float32, torch.device("cpu"))
@@ -111,52 +123,59 @@ def main() -> None:
         model, EngineConfig(context_tokens=max(options.tokens), batch_tokens=CHUNK, ctx_checkpoints=LIMIT)
     )
     ids = np.random.default_rng(0).integers(3, VOCABULARY, max(options.tokens))
-    read_s(session, ids[: CHUNK + 50], (CHUNK,))
-    alone = copies_s(session, ids)
-    copy_s = statistics.median(alone)
-    results = [measured(session, ids[:tokens], options.repeats) for tokens in options.tokens]
+    cuts_s(session, ids, 1)  # warms up
+    copies, cuts = copies_s(session, ids), cuts_s(session, ids, options.pairs)
+    copy_s, cut_s = statistics.median(copies), statistics.median(cuts)
+    progress(f"a copy {1000 * copy_s:.2f} ms, a cut {1000 * cut_s:.0f} ms: {[round(cut, 3) for cut in cuts]}")
+    reading_s = {}
+    for tokens in options.tokens:
+        reading_s[tokens] = min(read_s(session, ids[: tokens - 1], ()) for _ in range(2))
+        progress(f"{tokens:,} tokens: {reading_s[tokens]:.2f} s")
+    results = [row(tokens, kind, reading_s[tokens], cut_s, copy_s) for tokens in options.tokens for kind in KINDS]
     fixed_bytes = sum(arena.layout.fixed_bytes for arena in session.arenas)
+    token_s = min(reading_s.values()) / min(options.tokens)
     rows = tuple(
         (
-            f"{result['tokens']:,}",
-            kind,
-            str(len(result["places"][kind])),
-            f"{min(result['runs_s']['none']):.2f}",
-            f"{min(result['runs_s'][kind]):.2f}",
-            f"{len(result['places'][kind]) * copy_s / min(result['runs_s']['none']):.2%}",
-            f"{result['shares'][kind]:.1%}",
+            f"{each['tokens']:,}",
+            each["kind"],
+            f"{reading_s[each['tokens']]:.2f}",
+            str(len(each["places"])),
+            str(each["cuts"]),
+            f"{each['copies_share']:.2%}",
+            f"{each['share']:.1%}",
         )
-        for result in results
-        for kind in KINDS
+        for each in results
     )
     goals = [
         Goal(
-            f"checkpoints of {kind}, share of reading {result['tokens']:,} tokens",
+            f"checkpoints of {each['kind']}, share of reading {each['tokens']:,} tokens",
             f"<= {GOAL:.0%}",
-            f"{result['shares'][kind]:.1%}",
-            result["shares"][kind] <= GOAL,
+            f"{each['share']:.1%}",
+            each["share"] <= GOAL,
         )
-        for result in results
-        for kind in KINDS[:2]
+        for each in results
+        if each["kind"] != KINDS[2]
     ]
-    columns = ("tokens", "prompt", "checkpoints", "s without", "s with", "copies alone", "copies and cut chunks")
+    columns = ("tokens", "prompt", "s to read", "checkpoints", "chunks cut", "copies alone", "copies and cut chunks")
     result = Result(
         "checkpoint_cost",
         "What checkpoints cost while a prompt is read",
         f"One period of Qwen3.5-27B's layers (three linear, one full) at a quarter of its width, random weights, "
-        f"float32, one stage on the CPU, {torch.get_num_threads()} threads. So a checkpoint weighs "
-        f"{NARROWER} times what it does in the whole one. Prompts in chunks of {CHUNK} tokens, without checkpoints and "
-        f"with those that the proxy takes, in turns; the fastest of {options.repeats} runs each. A first message "
-        f"stands behind its system text; the later one behind {MIDDLE_TURNS} answers, of which nothing was parked.",
+        f"float32, one stage on the CPU, {torch.get_num_threads()} threads. So a checkpoint weighs {NARROWER} times "
+        f"what it does in the whole one. What a cut costs is the median of {options.pairs} pairs of readings of one "
+        f"chunk of {CHUNK} tokens, whole and cut at {', '.join(map(str, CUTS))}; the shares are that, times the cuts "
+        f"that the proxy makes in such a prompt, over the time to read it without any. A first message stands "
+        f"behind its system text; the later one behind {MIDDLE_TURNS} answers, of which nothing was parked.",
         [Table("Reading the prompt", columns, rows)],
         goals,
         [
-            f"One copy of {fixed_bytes / MIB:.1f} MiB takes {1000 * copy_s:.2f} ms. The rest is what small chunks "
-            "cost: every chunk reads all weights once, and delta nets fill theirs up to 64 tokens.",
+            f"One copy of {fixed_bytes / MIB:.1f} MiB takes {1000 * copy_s:.2f} ms, one cut {1000 * cut_s:.0f} ms: as "
+            f"much as reading {cut_s / token_s:.0f} tokens. Every chunk reads all weights once.",
             "The third kind of prompt is of templates whose generation prompt is not what they write before an earlier "
             "answer (an empty block of thought, say): there its start is kept too.",
+            "A turn of an agent that goes on from its last answer takes one checkpoint, at its end, and cuts nothing.",
         ],
-        {"results": results, "copies_s": alone, "fixed_bytes": fixed_bytes},
+        {"results": results, "copies_s": copies, "cuts_s": cuts, "reading_s": reading_s, "fixed_bytes": fixed_bytes},
     )
     finish(result, started)
 
