@@ -8,7 +8,7 @@ import pytest
 from api_harness import Gate, Messages, Running, body_of, running, until
 from test_api_switching import never_parked, opening, rows_left_by, turn_after
 
-from parkd.engine_adapter.fake import FakeEngine
+from parkd.engine_adapter.fake import FakeEngine, FakeTemplate
 from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
 from parkd.proxy.checkpoints import CHECKPOINT_STEP_TOKENS, checkpoints_to_take
 from parkd.types import ConversationKey, PromptIdentity
@@ -102,6 +102,32 @@ async def test_dropping_earlier_reasoning_reads_from_that_answer_on() -> None:
         third = await server.chat(a3)
         assert third.reused == len(rows_left_by(server, a2, second.text))
         assert third.text == never_parked(a3)
+
+
+class EmptyThought(FakeTemplate):
+    """Writes a block of thought before an answer that is to come, and none before those that were."""
+
+    TAIL = "<think>\n\n</think>\n\n"
+
+    def render(self, messages, tools, kwargs, *, add_generation_prompt=True):  # type: ignore[no-untyped-def]
+        text = super().render(messages, tools, kwargs, add_generation_prompt=add_generation_prompt)
+        return text + self.TAIL if add_generation_prompt else text
+
+
+async def test_a_generation_prompt_that_vanishes_costs_itself_alone() -> None:
+    """Report 44, Qwen3#1826: the next prompt leaves this one inside its tail, where nothing is kept; before it there is."""
+    a1, answers = opening("a"), []
+    a2 = turn_after(a1, "Something else.", "And then?")
+    for turns in ((a1, a2), (a2,)):
+        engine = hybrid()
+        engine.template = EmptyThought()
+        async with running(engine) as server:
+            answers += [await server.chat(messages) for messages in turns]
+            tail = len(server.engine.tokenizer.encode(GENERATION_PROMPT + EmptyThought.TAIL))
+            before_it = len(server.prompt_tokens(a1)) - tail
+    _, second, cold = answers
+    assert (second.cache, second.reused, cold.reused) == ("live", before_it, 0)
+    assert second.text == cold.text
 
 
 async def test_siblings_resume_at_the_end_of_their_common_system_prompt() -> None:

@@ -75,7 +75,9 @@ def test_boundaries_are_where_a_later_prompt_may_fork() -> None:
 def test_tools_without_system_and_a_tail_of_the_generation_prompt() -> None:
     tokenizer = WordTokenizer()
     request = talk(say("user", "hi"), tools=(_TOOL,), template_kwargs={"think": True})
-    pieces = _pieces(tokenizer, make_builder(tokenizer).build(request))
+    identity = make_builder(tokenizer).build(request)
+    pieces = _pieces(tokenizer, identity)
+    assert not identity.generation_stays
     assert '"f"' in pieces["tools"]
     assert pieces["generation prompt"] == "<|start|>assistant\n<|start|>think\n"
 
