@@ -115,7 +115,7 @@ class EmptyThought(FakeTemplate):
 
 
 async def test_a_generation_prompt_that_vanishes_costs_itself_alone() -> None:
-    """Report 44, Qwen3#1826: the next prompt leaves this one inside its tail, where nothing is kept; before it there is."""
+    """Report 44, Qwen3#1826: the next prompt leaves this one inside its tail, and goes on from before it."""
     a1, answers = opening("a"), []
     a2 = turn_after(a1, "Something else.", "And then?")
     for turns in ((a1, a2), (a2,)):

@@ -196,6 +196,9 @@ class Timeline(RuleBasedStateMachine):
         tokens, images, plan = self.parked[which % len(self.parked)]
         restore(self.session, plan)
         self.tokens, self.images = list(tokens), list(images)
+        if self.images:
+            # Positions behind pictures are the restored ones' at once, not only if a step happens to come next.
+            self.decode(count=1)
 
     @rule()
     def reset(self) -> None:
