@@ -13,17 +13,17 @@ from parkd.store.records import ConversationGone
 from parkd.store.store import ConversationStore
 from parkd.types import PromptIdentity
 
-GROUPS_LIMIT = 256
+GROUPS_LIMIT = 64
 MEMBERS_LIMIT = 16
 """Of one group; those used longest ago leave it."""
 
 
 class Groups:
-    """Owned by the lane's turn, like the store. A member is known by the hash of its last full block."""
+    """Owned by the lane's turn, like the store. A member is known by the hashes of its full blocks."""
 
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
-        self._groups: OrderedDict[tuple[bytes, str], OrderedDict[bytes, None]] = OrderedDict()
+        self._groups: OrderedDict[tuple[bytes, str], OrderedDict[tuple[bytes, ...], None]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -34,20 +34,20 @@ class Groups:
         if not hashes:
             return
         members = self._groups.pop((key_digest, group), OrderedDict())
-        for earlier in [member for member in members if member in hashes]:
+        for earlier in [member for member in members if member == hashes[: len(member)]]:
             del members[earlier]  # an earlier turn of this conversation, or a head that it goes on from
         for member in members:
             self._touch(key_digest, member)
-        members[hashes[-1]] = None
+        members[hashes] = None
         while len(members) > MEMBERS_LIMIT:
             members.popitem(last=False)
         self._groups[key_digest, group] = members
         while len(self._groups) > GROUPS_LIMIT:
             self._groups.popitem(last=False)
 
-    def _touch(self, key_digest: bytes, last_hash: bytes) -> None:
-        for parked, shared in self._store.candidates(key_digest, (last_hash,)):
-            if shared:
+    def _touch(self, key_digest: bytes, hashes: tuple[bytes, ...]) -> None:
+        for parked, shared in self._store.candidates(key_digest, hashes):
+            if shared == len(hashes):
                 try:
                     self._store.touch(parked.id)
                 except ConversationGone:

@@ -18,6 +18,7 @@ from disk_harness import running_on
 
 from parkd.engine_adapter.llama_server.sampling import constraint
 from parkd.identity.units import common_prefix
+from parkd.proxy.prompts import Prompts
 from parkd.types import TurnRequest
 from tests.unit.llama_server.upstream_kit import (
     RECORDED,
@@ -152,9 +153,9 @@ async def test_what_a_live_recurrent_state_cannot_give_is_told_as_it_is(upstream
 
 async def test_a_schema_is_the_servers_to_enforce_and_a_forced_call_is_refused(upstream: FakeLlama) -> None:
     async with before(upstream) as server:
-        server.server.proxy.services = replace(
-            server.server.proxy.services, build_mask=lambda request, tail: constraint(request, thinks=False)
-        )
+        services = server.server.proxy.services
+        with_masks = replace(services, build_mask=lambda request, tail: constraint(request, thinks=False))
+        server.server.proxy.prompts = Prompts(with_masks)
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
         asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         await server.chat(opening("a", 50), response_format=asked)

@@ -12,7 +12,7 @@ import torch
 from core_models import FAMILIES, HEAD, VOCAB, step_with_guesses, tiny_model, tiny_session
 from draft_models import oracle_guess
 from hybrid_models import hybrid_model
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -30,6 +30,8 @@ from engine.vision import PromptImage
 MOST_TOKENS = 160
 TOLERANCE = 1e-4
 """Of logits in float32; bits depend on how a prompt was cut."""
+GUESS_TOLERANCE = 5e-4
+"""Of the draft head's, which normalises the model's last hidden state and so widens its roundings."""
 SIZES = ((32, 32), (64, 48), (33, 90))
 """Width and height of the pictures that a prompt may have."""
 PICTURE = st.integers(0, 2 * len(SIZES) - 1)
@@ -147,7 +149,7 @@ class Timeline(RuleBasedStateMachine):
             self.tokens.append(token)
             if guesses:
                 expected = oracle_guess(self.model, self.session.draft.model, np.array(self.tokens))
-                torch.testing.assert_close(guesses[0], expected, atol=TOLERANCE, rtol=0)
+                torch.testing.assert_close(guesses[0], expected, atol=GUESS_TOLERANCE, rtol=0)
             torch.testing.assert_close(logits, self.oracle(self.tokens), atol=TOLERANCE, rtol=0)
 
     @precondition(lambda self: self.tokens and (self.session.draft or not self.session.fixed_state.is_exact_once))
@@ -226,6 +228,10 @@ def test_a_timeline_is_always_what_its_tokens_say(family: str) -> None:
         settings=settings(
             max_examples=12,
             stateful_step_count=14,
+            phases=(
+                Phase.generate,
+                Phase.shrink,
+            ),  # to explain a failure it traces every line, which takes most of the time
             deadline=None,
             derandomize=True,
             database=None,
