@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +100,7 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool) -> 
 class ProgressPrinter:
     """Shows how far a long step is: in place on a terminal, else a line now and then. Short steps show nothing."""
 
-    def __init__(self, output: TextIO = sys.stderr) -> None:
+    def __init__(self, output: TextIO) -> None:
         self._output = output
         self._in_place = output.isatty()
         self._what = ""

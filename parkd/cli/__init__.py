@@ -82,7 +82,7 @@ def serve(config: Config) -> int:
 
         memory, behind = MemoryShare(config.cache.budget_bytes), Behind()
         files = open_files(config)
-        progress = startup.ProgressPrinter()
+        progress = startup.ProgressPrinter(sys.stderr)
         name, why = choose_engine(config.model, model, is_demo=is_demo)
         print(f"engine    {name}, since {why}", flush=True)
         engine: AnyEngine

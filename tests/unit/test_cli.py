@@ -22,8 +22,8 @@ from parkd.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for setting in SETTINGS:
-        monkeypatch.delenv(setting.variable, raising=False)
+    for name in [name for name in os.environ if name.startswith("PARKD_")]:
+        monkeypatch.delenv(name)
 
 
 def test_serve_may_be_left_out() -> None:

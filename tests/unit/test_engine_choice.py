@@ -1,0 +1,134 @@
+"""`--engine auto`: it goes by what `--model` is and by what is installed, and the first line says which and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parkd import cli
+from parkd.cli.model import LLAMA_HINT, LLAMA_PACKAGE, choose_engine
+from parkd.config import load
+from parkd.errors import ConfigError, ModelError
+
+HUB, GGUF = "owner/name", "some/Model.GGUF"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PARKD_")]:
+        monkeypatch.delenv(name)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
+    """Makes the library found, or not, whatever is installed here; nothing else is hidden."""
+    find = importlib.util.find_spec
+    spec = ModuleSpec(LLAMA_PACKAGE, None) if is_there else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == LLAMA_PACKAGE else find(name))
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "is_demo", "has_library", "engine", "why"),
+    [
+        ({}, GGUF, False, True, "llama.cpp", "the model is a GGUF file, and the library is installed"),
+        ({}, GGUF, False, False, "torch", f"llama.cpp is not installed: {LLAMA_HINT}"),
+        ({}, HUB, False, True, "torch", "the model is no GGUF file"),
+        ({}, HUB, False, False, "torch", "the model is no GGUF file"),
+        ({"devices": "cpu,cpu"}, GGUF, False, True, "torch", "--devices names its stages"),
+        ({"devices": "cpu"}, HUB, False, True, "torch", "--devices names its stages"),
+        ({"devices": "cpu,cpu", "layer-split": "2"}, GGUF, False, True, "torch", "--devices names its stages"),
+        ({}, GGUF, True, True, "torch", "the demo shows stages"),
+        ({}, GGUF, True, False, "torch", f"llama.cpp is not installed: {LLAMA_HINT}"),
+        ({"gpu-layers": "3"}, GGUF, True, True, "llama.cpp", "--gpu-layers is its flag"),
+        ({"threads": "2"}, GGUF, False, True, "llama.cpp", "--threads is its flag"),
+        ({"engine": "torch"}, GGUF, False, True, "torch", "--engine names it"),
+        ({"engine": "llama.cpp"}, GGUF, True, True, "llama.cpp", "--engine names it"),
+        ({"upstream": "http://127.0.0.1:1"}, "", False, True, "llama-server", "--upstream names one"),
+        ({"upstream": "http://127.0.0.1:1"}, "", False, False, "llama-server", "--upstream names one"),
+    ],
+)
+def test_the_engine_is_chosen_by_the_model_and_by_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    flags: dict[str, str],
+    model: str,
+    is_demo: bool,
+    has_library: bool,
+    engine: str,
+    why: str,
+) -> None:
+    installed(monkeypatch, is_there=has_library)
+    config = load(with_slots(flags, tmp_path), {}).model
+    assert choose_engine(config, model, is_demo=is_demo) == (engine, why)
+
+
+def with_slots(flags: dict[str, str], folder: Path) -> dict[str, str]:
+    """An upstream needs its directory and a bound."""
+    if "upstream" not in flags:
+        return flags
+    return {**flags, "slot-save-path": str(folder), "conversation-cache-disk-mib": "8"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "has_library", "hint"),
+    [
+        ({"engine": "llama.cpp"}, HUB, True, "runs GGUF files"),
+        ({"engine": "llama.cpp"}, GGUF, False, "pip install llama-cpp-python"),
+        ({"engine": "llama.cpp", "devices": "cpu,cpu"}, GGUF, True, "--tensor-split"),
+        ({"threads": "2"}, HUB, True, "--threads is llama.cpp's, and this runs on torch, since the model is no GGUF"),
+        ({"threads": "2"}, GGUF, False, "since llama.cpp is not installed"),
+        ({"threads": "2", "devices": "cpu"}, GGUF, True, "since --devices names its stages"),
+        ({"engine": "torch", "gpu-layers": "3"}, GGUF, True, "since --engine names it"),
+        ({"upstream": "http://127.0.0.1:1", "threads": "2"}, "", True, "give it to the llama-server"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: dict[str, str], model: str, has_library: bool, hint: str
+) -> None:
+    installed(monkeypatch, is_there=has_library)
+    config = load(with_slots(flags, tmp_path), {}).model
+    with pytest.raises(ConfigError, match=hint):
+        choose_engine(config, model, is_demo=False)
+
+
+LOADERS = {"llama.cpp": "load_llama_cpp", "torch": "load_engine", "llama-server": "load_upstream"}
+
+
+@pytest.mark.parametrize(
+    ("words", "has_library", "engine", "why"),
+    [
+        ([], True, "llama.cpp", "the model is a GGUF file, and the library is installed"),
+        ([], False, "torch", f"llama.cpp is not installed: {LLAMA_HINT}"),
+        (["--devices", "cpu,cpu"], True, "torch", "--devices names its stages"),
+        (["--upstream", "http://127.0.0.1:1"], True, "llama-server", "--upstream names one"),
+    ],
+)
+def test_the_first_line_says_it_and_that_engine_is_the_one_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    has_library: bool,
+    engine: str,
+    why: str,
+) -> None:
+    """Each loader is replaced by one that stops there and names itself."""
+    installed(monkeypatch, is_there=has_library)
+    for name, loader in LOADERS.items():
+
+        def stop(*_given: Any, name: str = name, **_more: Any) -> None:
+            raise ModelError(f"{name} was loaded")
+
+        monkeypatch.setattr(cli, loader, stop)
+    model = tmp_path / "m.gguf"
+    model.touch()
+    place = ["--slot-save-path", str(tmp_path), "--conversation-cache-disk-mib", "8"]
+    rest = place if "--upstream" in words else ["--model", str(model)]
+    assert cli.main([*words, *rest, "--port", "0"]) == 2
+    told = capsys.readouterr()
+    assert told.out.splitlines()[0] == f"engine    {engine}, since {why}"
+    assert f"{engine} was loaded" in told.err
