@@ -10,20 +10,9 @@ import errno
 
 import pytest
 from fault_fs import Crashed, Fault, FaultFs
-from store_kit import make_layout
 from tier_kit import Machine
-from whole_kit import FIXED_BYTES, whole_layout
-from workload import FIXED, Life, live, survive
+from workload import LAYOUTS, Life, live, survive
 
-from parkd.types import Grain
-
-LAYOUTS = {
-    "rows": make_layout(),
-    "fixed state": FIXED,
-    "whole": whole_layout(Grain.OPAQUE),
-    "whole with checkpoints": whole_layout(Grain.OPAQUE, FIXED_BYTES),
-    "file": whole_layout(Grain.FILE),
-}
 DISK_BYTES = 140_000
 """Holds about three of the conversations, so that some go to make room."""
 

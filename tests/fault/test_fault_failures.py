@@ -27,6 +27,7 @@ def test_a_failed_write_is_never_visible(nth: int) -> None:
     machine.fs.fault = Fault(machine.fs.operations + nth)
     assert len(pump(store, machine.fs, 1)) == 1
     machine.fs.fault = None
+    assert machine.fs.names() == [], "what was written is removed before anyone is told, also if the process ends then"
     assert store.disk.entries == {}
     assert_same_rows(leased_rows(store, there), rows)
     pump(store, machine.fs)

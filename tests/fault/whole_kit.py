@@ -17,6 +17,7 @@ from parkd.types import Checksums, Grain, StageLayout, StateLayout, StateSizes, 
 
 ROW_BYTES = 2800
 FIXED_BYTES = 3000
+SPARE_BYTES = 5000
 
 
 def whole_layout(grain: Grain, fixed_bytes: int = 0) -> StateLayout:
@@ -36,6 +37,8 @@ class WholeEngine(CopyEngine):
         self.fs = fs
         self.covered = 0
         """Rows `[0, covered)` descend from the lineage's segment."""
+        self.spare_bytes = SPARE_BYTES if layout.grain is Grain.FILE else 0
+        """How long a file will be is known only up to so much before it is written."""
 
     def truncate(self, position: int) -> None:
         lineage = self.lineage
@@ -60,7 +63,7 @@ class WholeEngine(CopyEngine):
             layout_digest=self.layout.digest,
             checkpoints=places,
             rewindable=not has_fixed,
-            sizes=StateSizes(self.position * ROW_BYTES, sizes),
+            sizes=StateSizes(self.position * ROW_BYTES + self.spare_bytes, sizes),
             covered=self.covered,
         )
 
@@ -124,9 +127,9 @@ def whole_rows(store: ConversationStore, fs: FaultFs, parked: Parked, stop: int)
             except OSError:
                 return None
         assert lease.transfer.checksums is not None
-        assert xxh3(state) == int(lease.transfer.checksums[0, 0])
+        assert xxh3(state) == int(lease.transfer.checksums[0, 0]), "other bytes than the checksum's"
         for part, expected in zip(stage.fixed, lease.transfer.fixed_checksums, strict=True):
-            assert xxh3(part.buffer) == int(expected[0])
+            assert xxh3(part.buffer) == int(expected[0]), "other bytes than the checksum's"
         return [state.reshape(-1, ROW_BYTES)[:stop].copy()]
 
 

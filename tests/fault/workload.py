@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 from fault_fs import Crashed, FaultFs
 from store_kit import CopyEngine, assert_counts, assert_within_budget, make_layout, make_units
 from tier_kit import Machine, NoRoom, evict, pump, rows_of
+from whole_kit import FIXED_BYTES, whole_layout
 
 from parkd.store.records import Parked, Refused, Tier
+from parkd.store.shelf import Entry
 from parkd.store.tiers import TieredStore
+from parkd.types import Grain, RowRun
 
 FIXED = make_layout(fixed_bytes=(700, 1000))
+LAYOUTS = {
+    "rows": make_layout(),
+    "fixed state": FIXED,
+    "whole": whole_layout(Grain.OPAQUE),
+    "whole with checkpoints": whole_layout(Grain.OPAQUE, FIXED_BYTES),
+    "file": whole_layout(Grain.FILE),
+}
 Content = tuple[np.ndarray, list[np.ndarray]]
 
 
@@ -101,6 +112,12 @@ def live(life: Life) -> None:
     life.work()
     park(life, engine.read(make_units(3, 11), checkpoint=True))
     life.work()
+    engine.extend(make_units(6, 3), checkpoint=True)
+    park(life, engine)  # waits, and is superseded before it is written
+    engine.extend(make_units(7, 2), checkpoint=True)
+    park(life, engine)
+    life.work()
+    check_rest(life)
     away(life, first)
     away(life, grown)
     if grown is not None and (back := store.get(grown.id)) is not None:
@@ -120,6 +137,7 @@ def live(life: Life) -> None:
         life.read(store.get(entry.parked.id) or entry.parked)
     park(life, engine.read(make_units(5, 13), checkpoint=True))
     life.work()
+    check_rest(life)
 
 
 def park(life: Life, _engine: CopyEngine) -> Parked | None:
@@ -162,6 +180,30 @@ def check(life: Life, promised: set[str]) -> None:
             raise Wrong(f"acknowledged and not readable: {conversation_id}")
     assert_within_budget(store)
     assert_counts(store)
+
+
+def check_rest(life: Life) -> None:
+    """What must be true of a running store once there is no file work to do, whatever failed before."""
+    store, fs = life.store, life.machine.fs
+    assert store is not None
+    disk, entries = store.disk, store._shelf.entries.values()
+    if disk.bytes_in_use != fs.bytes:
+        raise Wrong(f"{fs.bytes} bytes on disk, {disk.bytes_in_use} in the books")
+    needed = Counter(ref.id for entry in disk.entries.values() for ref in entry.manifest.extents)
+    if {extent.ref.id: extent.holders for extent in disk._extents.values()} != needed:
+        raise Wrong("extents are held by nobody that needs them, or need holding")
+    if sum(entry.leases for entry in entries) != len(store.queue):
+        raise Wrong("somebody is leased who does not wait for the disk")
+    if life.machine.layout.grain is Grain.FILE:
+        files = {run.file.path.name for entry in entries for run in _runs(store, entry)}
+        if not files <= set(fs.names()):
+            raise Wrong(f"{sorted(files - set(fs.names()))} are said to be there")
+    assert_counts(store)
+
+
+def _runs(store: TieredStore, entry: Entry) -> tuple[RowRun, ...]:
+    [runs] = store._shelf.blocks.runs(entry.parked.blocks, entry.parked.position, writeable=False)
+    return runs
 
 
 def check_files(store: TieredStore, fs: FaultFs, budget_bytes: int) -> None:

@@ -99,8 +99,10 @@ def assert_counts(store: ConversationStore) -> None:
     checkpoints.update(c.id for flight in flights for c in flight.checkpoints)
     assert shelf.blocks.recount() == blocks
     assert shelf.checkpoints.recount() == checkpoints
-    if shelf.is_opaque:
-        return  # segments take no slots, and each has a size of its own
+    if shelf.is_opaque:  # segments take no slots, and each has a size of its own
+        assert shelf.budget[Kind.SEGMENTS] == shelf.blocks.bytes_of(blocks)
+        assert shelf.budget[Kind.CHECKPOINTS] == sum(map(shelf.checkpoints.bytes_of, checkpoints))
+        return
     slots = [shelf.blocks.get(block_id).slot for block_id in blocks]
     assert len(set(slots)) == len(slots) == shelf.slabs.used_slots
     for entry in entries:
