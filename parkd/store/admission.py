@@ -128,11 +128,14 @@ class Admission:
         prefixes: Sequence[Entry],
     ) -> int:
         """How far it fits without anyone going, if that is worth having; 0 if not."""
-        room = self.shelf.room()
-        position = longest_position(longest, places, lambda at: self.has_room(plan, at, in_flight, prefixes, room))
         known = max((entry.parked.position for entry in prefixes), default=0)
-        gained = position - max(known, plan.start(position))
-        return position if position and gained * LEAST_PART >= longest else 0
+        least = max(known, len(plan.held) * self.config.block_tokens) + -(-longest // LEAST_PART)
+        room = self.shelf.room()
+        # Whoever is refused mostly finds no room at all: one look tells, where a search takes one for each halving.
+        if least > longest or not self.has_room(plan, least, in_flight, prefixes, room):
+            return 0
+        position = longest_position(longest, places, lambda at: self.has_room(plan, at, in_flight, prefixes, room))
+        return position if position >= least else 0
 
     def has_room(
         self,

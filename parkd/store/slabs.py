@@ -81,6 +81,10 @@ class SlabGeometry:
         """All stages. At least 1, for models that keep no rows at all."""
         return max(1, sum(self.part_bytes))
 
+    @cached_property
+    def full_slab_bytes(self) -> int:
+        return self.slab_bytes(self.most_slots)
+
     def slab_bytes(self, slots: int) -> int:
         """Bytes of a slab with so many slots; each stage begins on a page."""
         return max(PAGE_BYTES, sum(round_up(slots * part, PAGE_BYTES) for part in self.part_bytes))
@@ -94,12 +98,14 @@ class SlabGeometry:
 
     def slots_in(self, size: int) -> int:
         """Most slots of any number of slabs that take at most `size` bytes together."""
-        full, rest = divmod(max(0, size), self.slab_bytes(self.most_slots))
+        full, rest = divmod(max(0, size), self.full_slab_bytes)
         return full * self.most_slots + min(self.most_slots, self.slots_in_slab(rest))
 
     def fits(self, need: Need, room: Room) -> bool:
-        spare = room.free_bytes - need.side_bytes
-        return spare >= 0 and need.slots <= room.open_slots + self.slots_in(spare)
+        spare, wanted = room.free_bytes - need.side_bytes, need.slots - room.open_slots
+        if spare < 0 or wanted <= 0:
+            return spare >= 0
+        return wanted * self.slot_bytes <= spare and wanted <= self.slots_in(spare)
 
 
 @dataclass(frozen=True, eq=False)
