@@ -1,6 +1,6 @@
 """The disk tier: writes and reads against a plain loop of the same sizes, start-up and look-up with many conversations.
 
-The plain loop does what the tier must at least do: `pwritev` and `preadv` of the same pieces, unbuffered where the file
+The plain loop does what the tier must at least do: `pwritev` and `preadv` of large pieces, unbuffered where the file
 system takes it, one `fsync` at the end. It is run before and after each measurement of the tier, on the same disk.
 """
 
@@ -24,7 +24,7 @@ import xxhash
 
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine
 from parkd.store import disk_jobs
-from parkd.store.disk_jobs import BATCH_BYTES, ReadJob, RemoveJob, WriteJob, read, remove, write
+from parkd.store.disk_jobs import ReadJob, RemoveJob, WriteJob, read, remove, write
 from parkd.store.fs import PosixFs, aligned_zeros, open_directory
 from parkd.store.opening import DiskOptions, open_tiered
 from parkd.store.promotions import Promotion
@@ -36,6 +36,8 @@ BLOCK_TOKENS = 256
 KEY = b"k" * 16
 FINGERPRINT = b"f" * 16
 CALLS_IN_FLIGHT = 4
+PLAIN_BYTES = 16 << 20
+"""Of a call of the plain loop: it has one in flight, so larger ones than the tier's make it faster."""
 LARGE = StateLayout(tuple(StageLayout(i, i + 1, 32768, 0, bytes([i]) * 16) for i in range(2)), "weighted-sum-64")
 """Two stages of 32 KiB a token each."""
 SMALL = StateLayout(tuple(StageLayout(i, i + 1, 16, 0, bytes([i]) * 16) for i in range(2)), "weighted-sum-64")
@@ -126,7 +128,7 @@ def measure_speed(folder: Path, tokens: int, rounds: int) -> tuple[dict[str, lis
     fs = open_directory(folder / "speed")
     size = tokens * LARGE.row_bytes
     store = open_store(fs, LARGE, 2 * size + (64 << 20), 64 * size)
-    piece, fill = aligned_zeros(BATCH_BYTES), np.frombuffer(np.random.default_rng(1).bytes(8 << 20), np.uint8)
+    piece, fill = aligned_zeros(PLAIN_BYTES), np.frombuffer(np.random.default_rng(1).bytes(8 << 20), np.uint8)
     piece[:] = np.resize(fill, piece.size)
     plain = folder / "speed" / "plain"
     seconds: dict[str, list[float]] = {name: [] for name in ("write", "plain write", "read", "unchecked", "plain read")}
@@ -252,9 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (way, f"{size / MIB:.0f}", f"{size / ours / 1e9:.2f}", f"{size / theirs / 1e9:.2f}", f"{share:.2f}")
         )
         goals.append(Goal(f"{way} against a plain loop of the same sizes", ">= 0.9", f"{share:.2f}", share >= 0.9))
-    checked, unchecked = statistics.median(seconds["read"]), statistics.median(seconds["unchecked"])
-    cost = max(0.0, checked - unchecked) / checked
-    goals.append(Goal("checksums, of the time that a read takes", "<= 5%", f"{cost:.1%}", cost <= 0.05))
+    pairs = zip(seconds["read"], seconds["unchecked"], strict=True)
+    cost = statistics.median(1 - unchecked / checked for checked, unchecked in pairs)
+    claim = "checksums, of the time that a read takes (with and without, in pairs)"
+    goals.append(Goal(claim, "<= 5%", f"{cost:.1%}", cost <= 0.05))
     sums_share = sums_s / (CALLS_IN_FLIGHT * statistics.median(seconds["read"]))
     goals.append(
         Goal(

@@ -22,8 +22,11 @@ from parkd.store.fs import GRAIN_BYTES, File, FileSystem, aligned_zeros
 from parkd.store.manifest import TEMPORARY_SUFFIX, ExtentRef, Manifest, Sums, encode
 from parkd.types import Bytes
 
-BATCH_BYTES = 16 << 20
-"""About as much is moved by one call: large enough for full speed, small enough that several are in flight."""
+BATCH_BYTES = 4 << 20
+"""About as much is moved by one call: large enough for full speed, small enough that several are in flight and that
+the checksums of the last ones, for which the device waits no more, take next to no time."""
+STREAM_BYTES = 16 << 20
+"""What is only compared with its sum is read in pieces of this, one behind the other."""
 
 RunAll = Callable[[Sequence[Callable[[], None]]], None]
 """Runs all of them, in any order, and returns when none runs any more; raises the first error."""
@@ -236,7 +239,7 @@ def _reader(file: File, extent: ExtentRef, batch: list[Part]) -> Callable[[], No
 
 def _verifier(file: File, extent: ExtentRef, part: Part) -> Callable[[], None]:
     def call() -> None:
-        scratch, at = aligned_zeros(min(BATCH_BYTES, part.streamed_bytes + GRAIN_BYTES)), 0
+        scratch, at = aligned_zeros(min(STREAM_BYTES, part.streamed_bytes + GRAIN_BYTES)), 0
         hasher = xxhash.xxh3_64()
         while at < part.streamed_bytes:
             piece = scratch[: min(scratch.nbytes, part.streamed_bytes - at)]
