@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.distribution import Distribution
 from engine.draft_pace import DraftPace
 from engine.errors import BadLogits
-from engine.sampling import Distribution, Sampler
+from engine.sampling import Sampler
 from engine.session import Session
 
 Allowed = npt.NDArray[np.bool_]

@@ -11,19 +11,24 @@ works on the probabilities that the one before it left.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.distribution import Distribution, Weights, heaviest, nucleus, place_of
 from engine.errors import BadLogits
 
 HEAD_TOKENS = 1024
-"""Most top_p choices lie among so many candidates; a whole vocabulary is sorted only when they do not."""
+"""On a card most top_p choices lie among so many candidates; a whole vocabulary is sorted only when they do not."""
+COLDEST = 1e-30
+"""Temperatures are divided by in float32: below this all but the best has no weight anyway."""
 SEED_MODULUS = 1 << 64
+Row = npt.NDArray[np.float32]
+"""Scores of the vocabulary in the processor's own memory, `[vocab]`."""
+Mask = npt.NDArray[np.bool_]
 NO_SCORE = "The model gave no usable score for any allowed token."
 
 
@@ -50,32 +55,6 @@ class SamplingSettings(Protocol):
     def logit_bias(self) -> Mapping[int, float]: ...
 
 
-@dataclass(frozen=True, eq=False)
-class Distribution:
-    """What the next token may be, everything that shapes it applied."""
-
-    weights: torch.Tensor
-    """float64 `[n]`, on the CPU, in proportion to probabilities."""
-    ids: torch.Tensor | None
-    """int64 `[n]`; None: the whole vocabulary, in its order."""
-
-    def probability(self, token: int) -> float:
-        if self.ids is None:
-            return float(self.weights[token] / self.weights.sum())
-        return float(self.weights[self.ids == token].sum() / self.weights.sum())
-
-    def minus(self, other: Distribution, vocab_size: int) -> Distribution:
-        """Where this is likelier than `other`, by how much; this itself if that is nowhere."""
-        rest = (self._whole(vocab_size) - other._whole(vocab_size)).clamp_(min=0)
-        return Distribution(rest, None) if float(rest.sum()) > 0 else self
-
-    def _whole(self, vocab_size: int) -> torch.Tensor:
-        """Probabilities `[vocab]`."""
-        whole = torch.zeros(vocab_size, dtype=torch.float64)
-        whole[slice(len(self.weights)) if self.ids is None else self.ids] = self.weights / self.weights.sum()
-        return whole
-
-
 class Sampler:
     """One answer's sampling: its randomness, and what it has said so far."""
 
@@ -96,49 +75,41 @@ class Sampler:
         self._counts = bool(settings.presence_penalty or settings.frequency_penalty)
         # Penalties touch few ids, so they are kept as ids and not as vectors over the vocabulary.
         seen = np.unique(history) if self._repeats else np.empty(0, np.int64)
-        self._seen = {int(token): None for token in seen if 0 <= token < vocab_size}
+        self._seen = seen[(seen >= 0) & (seen < vocab_size)].astype(np.int64)
+        self._is_seen = set(self._seen.tolist())
         self._said: dict[int, int] = {}
         bias = {token: value for token, value in settings.logit_bias.items() if 0 <= token < vocab_size}
-        self._bias_ids = torch.tensor(list(bias), dtype=torch.int64)
-        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32)
+        self._bias_ids = np.array(list(bias), dtype=np.int64)
+        self._bias = np.array(list(bias.values()), dtype=np.float32)
 
-        shaped = self._repeats or self._counts or bool(bias)
-        self._is_plain_greedy = settings.temperature == 0 and not shaped
+        self._shapes = self._repeats or self._counts or bool(bias)
+        self._is_plain_greedy = settings.temperature == 0 and not self._shapes
 
-    def pick(self, logits: torch.Tensor, mask: npt.NDArray[np.bool_] | None = None) -> int:
+    def pick(self, logits: torch.Tensor, mask: Mask | None = None) -> int:
         """The next id. `logits` is float32 `[vocab]` on any device, left as it is; `mask` is True where allowed.
 
         Raises BadLogits when no allowed token has a score.
         """
         return self.remember(self.draw(self.distribution(logits, mask)))
 
-    def pick_row(self, logits: npt.NDArray[np.float32], mask: npt.NDArray[np.bool_] | None = None) -> int:
-        """`pick` of scores `[vocab]` in the processor's own memory. Raises BadLogits.
+    def pick_row(self, logits: Row, mask: Mask | None = None) -> int:
+        """`pick` of scores in the processor's own memory. Raises BadLogits."""
+        if mask is None and self._is_plain_greedy:
+            return _best_of(logits)
+        return self.remember(self.draw(self._of_row(logits, mask, ())))
 
-        The plain case takes no tensor: behind a model's pass through the caches each call of torch costs 0.1 ms or so.
-        """
-        if mask is not None or not self._is_plain_greedy:
-            return self.pick(torch.from_numpy(logits), mask)
-        best = int(logits.argmax())
-        if not math.isfinite(logits[best]):
-            raise BadLogits(NO_SCORE)
-        return best
-
-    def distribution(
-        self, logits: torch.Tensor, mask: npt.NDArray[np.bool_] | None = None, ahead: Sequence[int] = ()
-    ) -> Distribution:
+    def distribution(self, logits: torch.Tensor, mask: Mask | None = None, ahead: Sequence[int] = ()) -> Distribution:
         """What `pick` draws from; `ahead` are tokens supposed to have been said behind those that were.
 
         Raises BadLogits.
         """
+        if logits.device.type == "cpu":
+            return self._of_row(logits.float().numpy(), mask, ahead)
         if mask is None and self._is_plain_greedy:
             return _certain(_best(logits))  # On the device: only the id comes back.
         # All of it where the logits are: on a card a whole vocabulary is sorted sooner than it is copied from there.
-        scores = self._penalised(logits.to(torch.float32, copy=True), ahead)
-        if mask is not None:
-            allowed = torch.from_numpy(np.ascontiguousarray(mask[: len(scores)])).to(scores.device)
-            scores[: len(allowed)].masked_fill_(~allowed, -torch.inf)
-            scores[len(allowed) :] = -torch.inf
+        scores = logits.to(torch.float32, copy=True)
+        self._shape(scores, mask, ahead, lambda values: torch.from_numpy(values).to(scores.device))
         best = _best(scores)
         if self._settings.temperature == 0:
             return _certain(best)
@@ -149,12 +120,12 @@ class Sampler:
         weights, ids = distribution.weights, distribution.ids
         if self._settings.temperature == 0 and ids is not None:
             return int(ids[0])
-        sums = weights.cumsum(0)
-        point = torch.rand(1, generator=self._generator, dtype=torch.float64) * sums[-1]
-        place = int(torch.searchsorted(sums, point, right=True))
-        if place == len(sums):  # The product was rounded up to the total: the last token of any weight.
-            place = int(torch.searchsorted(sums, sums[-1]))
+        place = place_of(weights, self._random())
         return place if ids is None else int(ids[place])
+
+    def _random(self) -> float:
+        """In `[0, 1)`."""
+        return float(torch.rand(1, generator=self._generator, dtype=torch.float64))
 
     def judge(self, guess: int, guessed_from: Distribution, wanted: Distribution) -> int:
         """A token distributed as `wanted` that is `guess`, drawn from `guessed_from`, as often as can be.
@@ -164,37 +135,72 @@ class Sampler:
         if self._settings.temperature == 0:
             return self.draw(wanted)
         likely, guessed = wanted.probability(guess), guessed_from.probability(guess)
-        point = float(torch.rand(1, generator=self._generator, dtype=torch.float64))
-        if point * guessed < likely:
+        if self._random() * guessed < likely:
             return guess
         return self.draw(wanted.minus(guessed_from, self._vocab_size))
 
     def remember(self, token: int) -> int:
         """The token was said: penalties count it."""
-        if self._repeats:
-            self._seen[token] = None
+        if self._repeats and token not in self._is_seen:
+            self._is_seen.add(token)
+            self._seen = np.append(self._seen, token)
         if self._counts:
             self._said[token] = self._said.get(token, 0) + 1
         return token
 
-    def _penalised(self, scores: torch.Tensor, ahead: Sequence[int]) -> torch.Tensor:
-        settings = self._settings
-        seen = self._seen | dict.fromkeys(ahead) if self._repeats else self._seen
-        said = self._said
+    def _of_row(self, row: Row, mask: Mask | None, ahead: Sequence[int]) -> Distribution:
+        """`distribution` without a tensor: behind a model's pass through the caches each call of torch costs 0.1 ms or
+        so, and wakes threads beside the model's."""
+        if self._shapes or mask is not None:
+            row = row.copy()
+            self._shape(row, mask, ahead, lambda values: values)
+        best = _best_of(row)
+        return _certain(best) if self._settings.temperature == 0 else self._filtered_row(row, best)
+
+    def _shape(self, scores: Any, mask: Mask | None, ahead: Sequence[int], put: Callable[[Any], Any]) -> None:
+        """Applies penalties, bias and mask to an array or a tensor; `put` brings an array to where it is."""
+        settings, seen, said = self._settings, self._seen, self._said
+        if self._repeats and ahead:
+            seen = np.append(seen, [token for token in dict.fromkeys(ahead) if token not in self._is_seen])
         if self._counts and ahead:
             said = {token: said.get(token, 0) + ahead.count(token) for token in said.keys() | set(ahead)}
-        if seen:
-            ids = torch.tensor(list(seen), dtype=torch.int64, device=scores.device)
+        if len(seen):
+            ids = put(seen.astype(np.int64))
             values = scores[ids]
-            penalty = settings.repetition_penalty
-            scores[ids] = torch.where(values > 0, values / penalty, values * penalty)
+            is_positive = values > 0
+            values[is_positive] /= settings.repetition_penalty
+            values[~is_positive] *= settings.repetition_penalty
+            scores[ids] = values
         if said:
-            ids = torch.tensor(list(said), dtype=torch.int64, device=scores.device)
-            counts = torch.tensor(list(said.values()), dtype=torch.float32, device=scores.device)
-            scores[ids] -= settings.presence_penalty + settings.frequency_penalty * counts
+            counts = put(np.array(list(said.values()), dtype=np.float32))
+            scores[put(np.array(list(said), dtype=np.int64))] -= (
+                settings.presence_penalty + settings.frequency_penalty * counts
+            )
         if len(self._bias_ids):
-            scores[self._bias_ids.to(scores.device)] += self._bias.to(scores.device)
-        return scores
+            scores[put(self._bias_ids)] += put(self._bias)
+        if mask is not None:
+            allowed = put(np.ascontiguousarray(mask[: len(scores)]))
+            scores[: len(allowed)][~allowed] = -math.inf
+            scores[len(allowed) :] = -math.inf
+
+    def _filtered_row(self, row: Row, best: int) -> Distribution:
+        """`_filtered` of scores in the processor's own memory, in their own precision; sums have float64."""
+        settings = self._settings
+        with np.errstate(over="ignore"):  # So far below the best is nothing.
+            weights: Weights = row - row[best]
+            weights /= np.float32(max(settings.temperature, COLDEST))
+        np.exp(weights, out=weights)
+        ids: npt.NDArray[np.int64] | None = None  # None: all, in the vocabulary's order.
+        if 0 < settings.top_k < len(weights):
+            ids = heaviest(weights, settings.top_k)
+            weights = weights[ids]
+        if settings.top_p < 1:
+            kept = nucleus(weights, settings.top_p)
+            weights, ids = weights[kept], kept if ids is None else ids[kept]
+        if settings.min_p > 0:
+            kept = np.flatnonzero(weights >= settings.min_p)
+            weights, ids = weights[kept], kept if ids is None else ids[kept]
+        return Distribution(weights, ids)
 
     def _filtered(self, scores: torch.Tensor, best: float) -> Distribution:
         """Weights are relative to the best token's, so the best has weight 1."""
@@ -209,15 +215,15 @@ class Sampler:
             kept = weights >= settings.min_p
             weights = weights[kept]
             ids = kept.nonzero().squeeze(1) if ids is None else ids[kept]
-        return Distribution(weights.cpu(), None if ids is None else ids.cpu())
+        return Distribution(weights.cpu().numpy(), None if ids is None else ids.cpu().numpy())
 
 
 def _certain(token: int) -> Distribution:
-    return Distribution(torch.ones(1, dtype=torch.float64), torch.tensor([token]))
+    return Distribution(np.ones(1), np.array([token]))
 
 
 def _nucleus(weights: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fewest tokens that hold `top_p` of the weight, heaviest first, and their ids."""
+    """`distribution.nucleus` on a card, and the ids."""
     wanted = top_p * weights.sum()
     if ids is None:
         head, head_ids = torch.topk(weights, min(HEAD_TOKENS, len(weights)))
@@ -225,15 +231,21 @@ def _nucleus(weights: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> t
             weights, ids = head, head_ids
         else:
             weights, ids = torch.sort(weights, descending=True, stable=True)
-    # A token stays as long as those before it do not reach the share.
     kept = max(1, int((weights.cumsum(0) - weights < wanted).sum()))
     return weights[:kept], ids[:kept]
 
 
+def _best_of(row: Row) -> int:
+    """The lowest id among those of the highest score. Raises BadLogits."""
+    best = int(row.argmax())
+    if not math.isfinite(row[best]):
+        raise BadLogits(NO_SCORE)
+    return best
+
+
 def _best(scores: torch.Tensor) -> int:
-    """The lowest id among those of the highest score."""
-    # On a CPU torch takes 25 times as long as numpy over one row, and wakes threads beside the model's.
-    best = int(scores.numpy().argmax() if scores.device.type == "cpu" else torch.argmax(scores))
+    """`_best_of` of scores on a card."""
+    best = int(torch.argmax(scores))
     if not torch.isfinite(scores[best]):
         raise BadLogits(NO_SCORE)
     return best
