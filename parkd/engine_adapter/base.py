@@ -20,6 +20,7 @@ from parkd.types import (
     Checksums,
     DraftCounts,
     ImageSpan,
+    Proof,
     SamplingParams,
     StateLayout,
     StateSizes,
@@ -78,6 +79,24 @@ class Tokenizer(Protocol):
         """Text of the ids, special tokens included: for reports, not for answers."""
 
 
+class UnprovenText(str):
+    """A rendered prompt that is to be confirmed yet: it may be worked with, but nothing of its answer given out."""
+
+    proof: Proof
+
+    def __new__(cls, text: str, proof: Proof) -> UnprovenText:
+        made = super().__new__(cls, text)
+        made.proof = proof
+        return made
+
+
+def proven(text: str) -> str:
+    """The text, once it is confirmed. Raises what speaks against it."""
+    if isinstance(text, UnprovenText):
+        text.proof.result()
+    return str(text)
+
+
 class ChatTemplate(Protocol):
     """Messages to the text a model reads. Thread-safe."""
 
@@ -89,7 +108,7 @@ class ChatTemplate(Protocol):
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Raises InvalidRequest when the template refuses the messages, with its words."""
+        """May be an `UnprovenText`. Raises InvalidRequest when the template refuses the messages, with its words."""
 
 
 @dataclass(frozen=True, slots=True)

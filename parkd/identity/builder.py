@@ -109,6 +109,7 @@ class IdentityBuilder:
             boundaries=prompt_map.boundaries,
             generation_stays=prompt_map.generation_stays,
             rewrites=prompt.rewrites,
+            proof=prompt.proof,
         )
         hashed_s = time.perf_counter()
         return identity, BuildTimings(rendered_s - began_s, tokenised_s - rendered_s, hashed_s - tokenised_s)
@@ -128,4 +129,7 @@ class IdentityBuilder:
         """The text the model will read, with one word for each picture. Raises as `build`."""
         messages, pictures = take_out(request.messages)
         PromptImages(pictures, self._images)  # refuses what a turn would refuse
-        return self._renderer.render(replace(request, messages=messages) if pictures else request).text
+        prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
+        if prompt.proof is not None:
+            prompt.proof.result()
+        return prompt.text

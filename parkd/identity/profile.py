@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from parkd.engine_adapter.base import ChatTemplate
+from parkd.engine_adapter.base import ChatTemplate, proven
 
 _SYSTEM, _SYSTEM_2, _USER, _USER_2, _ANSWER, _RESULT = (
     "Qsysmark",
@@ -107,7 +107,8 @@ class _Probe:
     ) -> str | None:
         """None when the template refuses."""
         try:
-            return self._template.render(messages, _TOOLS if tools else (), {}, add_generation_prompt=generation)
+            text = self._template.render(messages, _TOOLS if tools else (), {}, add_generation_prompt=generation)
+            return proven(text)
         except Exception:  # template code raises whatever it likes; a refusal is an answer here
             return None
 

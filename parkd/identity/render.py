@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parkd.engine_adapter.base import ChatTemplate
+from parkd.engine_adapter.base import ChatTemplate, UnprovenText
 from parkd.errors import InvalidRequest, ParkdError
 from parkd.identity.canonical import CanonicalMessage, canonical_messages, canonical_tools
 from parkd.identity.normalise import Normaliser
 from parkd.identity.profile import SystemInside, TemplateProfile, probe_template
-from parkd.types import Rewrite, TurnRequest
+from parkd.types import Proof, Rewrite, TurnRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class RenderedPrompt:
     """What was rendered, in order; empty for a raw prompt."""
     has_tools: bool = False
     rewrites: tuple[Rewrite, ...] = ()
+    proof: Proof | None = None
 
 
 class Renderer:
@@ -51,7 +52,8 @@ class Renderer:
                 raise
             turns = again
             text = self._text(turns, tools, request.template_kwargs)
-        return RenderedPrompt(text, tuple(turns), bool(tools), rewrites)
+        proof = text.proof if isinstance(text, UnprovenText) else None
+        return RenderedPrompt(str(text), tuple(turns), bool(tools), rewrites, proof)
 
     def _text(
         self, turns: Sequence[CanonicalMessage], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]

@@ -41,7 +41,7 @@ from parkd.proxy.explain import Explained, PromptParts, RequestMemory
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.lane import Lane
 from parkd.proxy.metrics import Metrics
-from parkd.proxy.one_turn import Turn
+from parkd.proxy.one_turn import Turn, proved
 from parkd.proxy.parking import LiveState
 from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
@@ -200,6 +200,7 @@ class Proxy:
             parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
             counted = dataclasses.replace(parsed, response_schema=None, tool_choice=ToolChoice())
             prompt, _ = await self.prompts.build(counted)
+            await proved(prompt)
         return len(prompt)
 
     @property

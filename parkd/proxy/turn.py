@@ -27,7 +27,7 @@ from parkd.proxy.events import EventChannel
 from parkd.proxy.explain import diagnose, lasting_tokens
 from parkd.proxy.groups import Groups
 from parkd.proxy.metrics import Metrics
-from parkd.proxy.one_turn import Turn, output_limit, prompt_tail
+from parkd.proxy.one_turn import Turn, output_limit, prompt_tail, proved
 from parkd.proxy.output.base import OutputFormat, Parser
 from parkd.proxy.output.formats import call_ids
 from parkd.proxy.output.parser import make_parser
@@ -126,6 +126,7 @@ class TurnRunner:
         )
         report = turn.report = await self._told(turn, plan, report)
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
+        await proved(turn.prompt)
         self._metrics.started(report)
         turn.channel.push(Started(report))
         read_s = await self._read(turn, plan.common)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -13,6 +14,9 @@ Units = npt.NDArray[np.uint64]
 the image's digest and the position inside the image. Two prompts share state exactly where these are equal."""
 
 TokenIds = npt.NDArray[np.int64]
+
+Proof = Future[None]
+"""Of what was made ahead of being confirmed. Ends well, or with the error that is to be told instead of an answer."""
 
 HASH_BYTES = 16
 
@@ -103,6 +107,8 @@ class PromptIdentity:
     """The last boundary is where the generation prompt begins, and later prompts have all of it in the same place: the
     template opens earlier answers with the same text. So they fork behind it."""
     rewrites: tuple[Rewrite, ...] = ()
+    proof: Proof | None = field(default=None, compare=False, repr=False)
+    """Nothing of an answer is given out before it has ended well."""
 
     def __len__(self) -> int:
         return len(self.units)

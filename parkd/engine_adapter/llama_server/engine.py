@@ -23,7 +23,8 @@ from parkd.engine_adapter.llama_server.completion import Completion, open_comple
 from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
 from parkd.engine_adapter.llama_server.start import LlamaServerConfig, Upstream, connect
 from parkd.engine_adapter.llama_server.states import SlotFiles
-from parkd.engine_adapter.llama_server.text import UpstreamTemplate, UpstreamText, UpstreamTokenizer
+from parkd.engine_adapter.llama_server.template import HereTemplate, UpstreamTemplate
+from parkd.engine_adapter.llama_server.text import UpstreamText, UpstreamTokenizer
 from parkd.engine_adapter.llama_server.watch import RunWatch
 from parkd.engine_adapter.llama_server.weights import Progress
 from parkd.errors import (
@@ -57,7 +58,9 @@ class LlamaServerEngine:
     ) -> None:
         self.info = upstream.info
         self.tokenizer: Tokenizer = UpstreamTokenizer(upstream.client, upstream.special_tokens)
-        self.template: ChatTemplate = UpstreamTemplate(upstream.client, upstream.first_text)
+        here = HereTemplate.of(upstream.template_source, upstream.template_names)
+        self._template = UpstreamTemplate(upstream.client, upstream.first_text, here)
+        self.template: ChatTemplate = self._template
         self.images: ImageReader | None = None
         self.template_source: str | None = upstream.template_source
         self.response_reader = None
@@ -259,6 +262,7 @@ class LlamaServerEngine:
 
     def close(self) -> None:
         self._drop()
+        self._template.close()
         self._client.close()
 
     def _restore(self, transfer: Transfer) -> None:

@@ -64,6 +64,8 @@ class Upstream:
     info: EngineInfo
     facts: SlotFacts
     template_source: str
+    template_names: Mapping[str, str]
+    """Texts that the template may name."""
     special_tokens: tuple[str, ...]
     first_text: str
     """In front of every prompt."""
@@ -165,14 +167,15 @@ def _looked_at(
         live_conversations=incarnation.slots,
         parked_state_lacks=SLOT_FILES_LACK,
     )
-    named_tokens = [str(properties.get(name, "")) for name in ("bos_token", "eos_token")]
+    names = {name: str(properties.get(name, "")) for name in ("bos_token", "eos_token")}
     return Upstream(
         client=client,
         incarnation=incarnation,
         info=info,
         facts=facts,
         template_source=template,
-        special_tokens=special_tokens(client, named_tokens, template),
+        template_names=names,
+        special_tokens=special_tokens(client, list(names.values()), template),
         first_text=client.detokenize(first) if first else "",
         notes=_notes(incarnation, known),
     )

@@ -1,20 +1,14 @@
-"""Templates, tokens and text of a llama-server.
-
-A llama-server puts the beginning-of-sequence token in front of a chat by itself, and takes it out of what its template
-wrote. Here ids are all there is to a prompt, so the template's text gets it back.
-"""
+"""Tokens and text of a llama-server."""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from parkd.engine_adapter.base import TextPiece
-from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
-from parkd.errors import InvalidRequest
+from parkd.engine_adapter.llama_server.client import UpstreamClient
 
 MOST_SPECIAL_TOKENS = 64
 """Tried at start, each with two requests: those that a chat template names."""
@@ -49,36 +43,6 @@ class UpstreamTokenizer:
             if len(self._decoded) > DECODED_KEPT:
                 self._decoded.popitem(last=False)
         return text
-
-
-class UpstreamTemplate:
-    """The server's chat template. Thread-safe."""
-
-    def __init__(self, client: UpstreamClient, first_text: str) -> None:
-        """`first_text` stands in front of every prompt: the text of the beginning-of-sequence token, or nothing."""
-        self._client = client
-        self._first_text = first_text
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        kwargs: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        body: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        if tools:
-            body["tools"] = list(tools)
-        if kwargs:
-            body["chat_template_kwargs"] = dict(kwargs)
-        try:
-            text = self._client.apply_template(body)
-        except UpstreamRefused as refused:
-            raise InvalidRequest(
-                f"The llama-server's chat template cannot take these messages: {refused.text}", param="messages"
-            ) from refused
-        return text if text.startswith(self._first_text) else self._first_text + text
 
 
 class UpstreamText:

@@ -73,6 +73,8 @@ class FakeLlama:
         """Of completions."""
         self.read_tokens = 0
         self.tokenizer = FakeTokenizer()
+        self.template = TEMPLATE
+        """As `/props` tells it; one that cannot be compiled leaves the rendering to the server."""
         self.script: str | None = None
         """What every answer says; None: what the ids make of it."""
         self._tasks = 0
@@ -116,7 +118,7 @@ class FakeLlama:
             "total_slots": len(self.slots),
             "model_path": self.model_path,
             "media_marker": self.marker,
-            "chat_template": TEMPLATE,
+            "chat_template": self.template,
             "bos_token": "<|im_start|>",
             "eos_token": "<|im_end|>",
             "build_info": "b1-fake",

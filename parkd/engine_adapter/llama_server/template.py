@@ -1,0 +1,172 @@
+"""The server's chat template, rendered here as far as that gives what the server gives.
+
+    a kind of request seen for the first time   the server is asked, and what is rendered here is compared: only where
+                                                both are equal, that kind is trusted
+    a kind that is trusted                      rendered here. The server is asked beside it, and nothing of the answer
+                                                is given out before it has said the same
+    unequal in a kind that was trusted          the server renders everything from then on
+
+So a turn does not wait for a round trip before anything else, and no prompt is answered that is not the server's own.
+
+A llama-server puts the beginning-of-sequence token in front of a chat by itself, and takes it out of what its template
+wrote. Here ids are all there is to a prompt, so the template's text gets it back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from parkd.engine_adapter.base import UnprovenText
+from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
+from parkd.errors import InvalidRequest, UpstreamFailed
+
+log = logging.getLogger(__name__)
+
+MOST_KINDS = 256
+"""Of requests that are known; what comes behind them is asked."""
+PROVING_THREADS = 2
+"""As many as there are prompts made at once."""
+_CLOCKS = ("strftime_now", "date_string", "datetime")
+"""Words of templates that write the date, which two readings may write differently."""
+
+Kind = tuple[object, ...]
+
+
+class UpstreamTemplate:
+    """A `ChatTemplate`. Thread-safe."""
+
+    def __init__(self, client: UpstreamClient, first_text: str, here: HereTemplate | None = None) -> None:
+        """`first_text` stands in front of every prompt: the text of the beginning-of-sequence token, or nothing.
+        Without `here` the server is always asked."""
+        self._client = client
+        self._first_text = first_text
+        self._here = here
+        self._trusted: dict[Kind, bool] = {}
+        self._proving = ThreadPoolExecutor(PROVING_THREADS, thread_name_prefix="parkd-template")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Raises InvalidRequest, UpstreamFailed."""
+        body: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        if tools:
+            body["tools"] = list(tools)
+        if kwargs:
+            body["chat_template_kwargs"] = dict(kwargs)
+        here = self._here
+        if here is None:
+            return self._asked(body)
+        kind = kind_of(body)
+        trusted = self._trusted.get(kind)
+        text = None if trusted is False else self._opened(here.render(body))
+        if trusted and text is not None:
+            return UnprovenText(text, self._proving.submit(self._prove, body, text))
+        asked = self._asked(body)
+        if trusted is None and len(self._trusted) < MOST_KINDS:
+            self._trusted[kind] = text == asked
+        return asked
+
+    def close(self) -> None:
+        self._proving.shutdown(wait=False, cancel_futures=True)
+
+    def _asked(self, body: Mapping[str, Any]) -> str:
+        try:
+            text = self._opened(self._client.apply_template(body))
+        except UpstreamRefused as refused:
+            raise InvalidRequest(
+                f"The llama-server's chat template cannot take these messages: {refused.text}", param="messages"
+            ) from refused
+        assert text is not None
+        return text
+
+    def _opened(self, text: str | None) -> str | None:
+        return text if text is None or text.startswith(self._first_text) else self._first_text + text
+
+    def _prove(self, body: Mapping[str, Any], text: str) -> None:
+        try:
+            asked = self._asked(body)
+        except InvalidRequest:
+            self._distrust()
+            raise
+        if asked != text:
+            self._distrust()
+            raise UpstreamFailed(
+                "The llama-server wrote this prompt otherwise than parkd did, which leaves it to the server from now "
+                "on. Send the request again."
+            )
+
+    def _distrust(self) -> None:
+        if self._here is not None:
+            log.warning("parkd reads the chat template otherwise than the llama-server, which is asked from now on")
+        self._here = None
+
+
+class HereTemplate:
+    """A chat template's text as a program that is run here, in a sandbox. Thread-safe."""
+
+    def __init__(self, source: str, names: Mapping[str, str]) -> None:
+        """`names` are texts that templates use: `bos_token`, `eos_token`. Raises jinja2.TemplateError."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        self._template = environment.from_string(source)
+        self._names = dict(names)
+
+    @classmethod
+    def of(cls, source: str, names: Mapping[str, str]) -> HereTemplate | None:
+        """None for what cannot be run here, or depends on more than the request."""
+        if not source or any(word in source for word in _CLOCKS):
+            return None
+        try:
+            return cls(source, names)
+        except jinja2.TemplateError:
+            return None
+
+    def render(self, body: Mapping[str, Any]) -> str | None:
+        """None where it refuses, or trips over something: the server then says what is wrong."""
+        try:
+            return self._template.render(
+                {
+                    **self._names,
+                    **body.get("chat_template_kwargs", {}),
+                    "messages": body["messages"],
+                    "tools": body.get("tools"),
+                    "add_generation_prompt": body["add_generation_prompt"],
+                }
+            )
+        except Exception:  # a template is a program fed by the request
+            return None
+
+
+def kind_of(body: Mapping[str, Any]) -> Kind:
+    """What a template decides by, as far as that can be told: who follows whom, what messages hold, tools, settings."""
+    messages: list[Mapping[str, Any]] = body["messages"]
+    roles = [message.get("role") for message in messages]
+    held = {
+        (message.get("role"), name, type(value), bool(value)) for message in messages for name, value in message.items()
+    }
+    settings = json.dumps(body.get("chat_template_kwargs", {}), sort_keys=True, default=str)
+    followed = frozenset(zip([None, *roles], [*roles, None], strict=True))
+    return followed, frozenset(held), "tools" in body, settings, body["add_generation_prompt"]
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **more: Any) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **more)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
