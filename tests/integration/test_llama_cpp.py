@@ -24,6 +24,8 @@ from parkd.types import SamplingParams
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install parkd[llama-cpp])")
 pytestmark = pytest.mark.anyio
 
+TINY = "tiny-hybrid"
+"""As the file of random weights names itself."""
 MODELS = ["tiny", pytest.param("smollm2", marks=pytest.mark.model), pytest.param("gemma", marks=pytest.mark.slow)]
 
 
@@ -54,18 +56,28 @@ async def uninterrupted(engine, *turns) -> list[str]:
 
 
 async def test_a_b_a_resumes_at_the_end_of_the_answer(engine) -> None:
-    """Reports 1, 5 and 16: the entry stays, the state comes back whole, nothing of it is read again."""
-    a1 = opening("a")
+    """Reports 1, 4, 5 and 16: each state comes back whole and is its own, nothing of it is read again, and a branch
+    leaves it parked."""
+    a1, b1 = opening("a"), opening("b")
     async with running(engine) as server:
+
+        async def meanwhile() -> None:
+            """B is asked again, in the same memory."""
+            assert (await server.chat(b1, max_tokens=6)).text == said_of_b
+
         first = await server.chat(a1, max_tokens=6)
-        await server.chat(opening("b"), max_tokens=6)
+        said_of_b = (await server.chat(b1, max_tokens=6)).text
         a2 = turn_after(a1, first.text)
         second = await server.chat(a2, max_tokens=6)
         assert (second.cache, second.reused) == ("restored-ram", left_by(server, a1, 6))
-        await server.chat(opening("b"), max_tokens=6)
+        await meanwhile()
         branch = turn_after(a1, first.text, "Something else.")
         other = await server.chat(branch, max_tokens=6)
         assert (other.cache, other.reused) == ("restored-ram", resumable(server, branch, a2, a1, is_live=False))
+        await meanwhile()
+        again = await server.chat(a2, max_tokens=6)
+        assert (again.cache, again.reused) == ("restored-ram", len(server.prompt_tokens(a2)) - 1)
+        assert again.text == second.text
     assert await uninterrupted(engine, a1, a2) == [first.text, second.text]
     assert (await uninterrupted(engine, a1, branch))[1] == other.text
 
@@ -166,11 +178,11 @@ async def test_six_conversations_under_a_budget_for_three(engine) -> None:
     assert seen["f"].cache == "live"
     assert {"e", "f"} <= whole
     assert not {"a", "b"} <= whole
-    for name, messages in openings.items():
-        first, second = await uninterrupted(engine, messages, turns[name])
+    for name in whole if engine.info.model_name != TINY else openings:
+        first, second = await uninterrupted(engine, openings[name], turns[name])
         assert first == firsts[name], name
         # Quantised weights give other bits for other batches, so that what is read anew need not be said alike.
-        if name in whole or engine.info.model_name == "tiny":
+        if name in whole or engine.info.model_name == TINY:
             assert second == seen[name].text, name
 
 
@@ -183,6 +195,7 @@ def begins(units, ids: list[int]) -> bool:
 
 
 async def test_a_restart_finds_it_on_disk(engine, tmp_path: Path) -> None:
+    """Report 3 as well: nothing is live, and the look-up finds what is parked all the same."""
     a1 = opening("a")
     async with disk_harness.running_on(tmp_path / "park", engine, disk_bytes=256 * MIB, ram_bytes=128 * MIB) as server:
         first = await server.chat(a1, max_tokens=6)
@@ -194,21 +207,24 @@ async def test_a_restart_finds_it_on_disk(engine, tmp_path: Path) -> None:
     assert await uninterrupted(engine, a1, a2) == [first.text, second.text]
 
 
-@pytest.mark.parametrize("where", ["head", "middle", "end"])
-async def test_a_damaged_state_is_a_miss_and_later_answers_are_right(engine, where: str) -> None:
+async def test_a_damaged_state_is_a_miss_and_later_answers_are_right(engine) -> None:
     """Reports 11 and 15: it is compared before the library sees it, and a miss leaves nothing behind."""
     a1 = opening("a")
-    async with running(engine) as server:
-        first = await server.chat(a1, max_tokens=6)
-        await server.chat(opening("b"), max_tokens=6)
-        damage(server, first_of(server, a1), where)
-        a2 = turn_after(a1, first.text)
-        second = await server.chat(a2, max_tokens=6)
-        assert (second.cache, second.reused) == ("cold", 0)
-        assert "restore failed" in second.headers["x-parkd-why"]
-        b2 = turn_after(opening("b"), "x")
-        third = await server.chat(b2, max_tokens=6)
-        assert third.cache == "restored-ram"
+    a2 = b2 = a1
+    # The comparison does not know models; one place is enough where answers take seconds.
+    for where in ("head", "middle", "end") if engine.info.model_name == TINY else ("middle",):
+        engine.reset()
+        async with running(engine) as server:
+            first = await server.chat(a1, max_tokens=6)
+            await server.chat(opening("b"), max_tokens=6)
+            damage(server, first_of(server, a1), where)
+            a2 = turn_after(a1, first.text)
+            second = await server.chat(a2, max_tokens=6)
+            assert (second.cache, second.reused) == ("cold", 0), where
+            assert "restore failed" in second.headers["x-parkd-why"]
+            b2 = turn_after(opening("b"), "x")
+            third = await server.chat(b2, max_tokens=6)
+            assert third.cache == "restored-ram"
     assert (await uninterrupted(engine, a2))[0] == second.text
     assert (await uninterrupted(engine, opening("b"), b2))[1] == third.text
 
@@ -224,14 +240,28 @@ def damage(server: Running, parked, where: str) -> None:
 
 
 async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    a1 = opening("a")
+    """Report 15: it is told as a failure, and what the library had taken of it is gone before anything is read."""
+    a1, restore, left = opening("a"), engine.restore, []
+
+    def restored(transfer) -> None:
+        try:
+            restore(transfer)
+        finally:
+            left.append((engine.position, engine._sequence.position, engine.checkpoints))
+
     async with running(engine) as server:
         first = await server.chat(a1, max_tokens=6)
         await server.chat(opening("b"), max_tokens=6)
-        monkeypatch.setattr(engine._sequence, "write_state", lambda *_: False)
-        second = await server.chat(turn_after(a1, first.text), max_tokens=6)
+        write = engine._sequence.write_state
+        monkeypatch.setattr(engine._sequence, "write_state", lambda *given: write(*given) and False)
+        monkeypatch.setattr(engine, "restore", restored)
+        a2 = turn_after(a1, first.text)
+        second = await server.chat(a2, max_tokens=6)
         assert (second.cache, second.reused) == ("cold", 0)
         assert "refused" in second.headers["x-parkd-why"]
+        assert left == [(0, 0, ())]
+    monkeypatch.undo()
+    assert (await uninterrupted(engine, a2))[0] == second.text
 
 
 async def test_a_client_that_leaves_stops_the_batch_and_what_was_read_stays(engine, monkeypatch) -> None:
@@ -284,6 +314,20 @@ async def test_a_batch_is_aborted_inside_and_the_position_is_exact(engine) -> No
     engine.reset()
     engine.extend(ids, cancel=threading.Event())
     assert after_abort == engine.position == len(ids)
+
+
+async def test_what_was_kept_of_a_conversation_goes_with_it(engine) -> None:
+    """Report 4: however many take turns, none is cut to a state of another one."""
+    one, other = (np.arange(60, dtype=np.int64) * step % 200 + 3 for step in (3, 7))
+    engine.extend(one, cancel=threading.Event(), checkpoint_at=(20, 40))
+    engine.reset()
+    assert engine.checkpoints == ()
+    engine.extend(other, cancel=threading.Event(), checkpoint_at=(30,))
+    if engine.info.layout.fixed_bytes:
+        assert engine.checkpoints == (30,)
+    if engine.rewind_floor > 40:
+        with pytest.raises(ValueError, match="not exact"):
+            engine.truncate(40)
 
 
 async def test_the_plan_s_sizes_are_those_that_the_library_reports(engine) -> None:

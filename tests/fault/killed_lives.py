@@ -1,0 +1,280 @@
+"""parkd over llama.cpp, or before a llama-server, killed under load: `python -m tests.fault.killed_lives --lives 40`.
+
+    life    start what is down -> two clients go on with their conversations -> SIGKILL -> the next life
+    end     start, one more turn of every conversation, SIGTERM: exit code 0 and no half-written file
+
+Whose process is killed is the way: parkd that computes in process, parkd before a server, the server, or both. Every
+answer is compared with that of an engine, or a server, which holds nothing of the conversation when it is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.servers import Server, free_port, running, upstream_server
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+
+WAYS = ("in process", "parkd", "upstream", "both")
+CONTEXT_TOKENS = 2048
+ANSWER_TOKENS = 6
+NAMES = "abcdef"
+DISK_MIB = 64
+MOST_MESSAGES = 12
+LIFE_S = (0.5, 1.5)
+"""How long clients go on before the kill, at least and at most."""
+CLIENT_DEADLINE_S = 30.0
+RETRY_S = 0.05
+UPSTREAM_TIMEOUT_S = 20
+
+Messages = list[dict[str, str]]
+Said = Callable[[Messages], str]
+
+
+@dataclass
+class Talks:
+    """Conversations that outlive the processes, as their clients hold them."""
+
+    by_name: dict[str, Messages] = field(default_factory=dict)
+    told: list[tuple[Messages, str]] = field(default_factory=list)
+    """Prompts and what was answered, still to be compared."""
+    caches: Counter[str] = field(default_factory=Counter)
+    failures: Counter[int] = field(default_factory=Counter)
+    """Statuses other than 200; 0 is a connection that broke."""
+
+
+def opening(name: str) -> Messages:
+    document = " ".join(f"{name}{number}" for number in range(60))
+    return [{"role": "system", "content": f"{name}: be brief."}, {"role": "user", "content": document}]
+
+
+def turn_after(messages: Messages, answer: str) -> Messages:
+    question = f"Question {len(messages)}?"
+    return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+
+
+class Client(threading.Thread):
+    """Goes on with one of its conversations after another until told to stop; an error is asked again."""
+
+    def __init__(self, url: str, talks: Talks, names: str, seed: int) -> None:
+        super().__init__(daemon=True)
+        self._url, self._talks, self._names, self._random = url, talks, names, random.Random(seed)
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=CLIENT_DEADLINE_S, trust_env=False) as client:
+            while not self.stop.is_set():
+                if not ask(client, self._talks, self._random.choice(self._names)):
+                    self.stop.wait(RETRY_S)
+
+
+def ask(client: httpx.Client, talks: Talks, name: str) -> bool:
+    """One more turn of a conversation; False if it was not answered."""
+    messages = talks.by_name[name]
+    body = {"messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+    try:
+        answer = client.post("/v1/chat/completions", json=body)
+    except httpx.HTTPError:
+        talks.failures[0] += 1
+        return False
+    if answer.status_code != 200:
+        talks.failures[answer.status_code] += 1
+        return False
+    document = answer.json()
+    text = document["choices"][0]["message"]["content"]
+    talks.caches[document["timings"]["cache"]] += 1
+    talks.told.append((messages, text))
+    if len(messages) < MOST_MESSAGES:
+        talks.by_name[name] = turn_after(messages, text)
+    return True
+
+
+class Processes:
+    """parkd, and the server it stands before, each at one port for all of its lives."""
+
+    def __init__(self, way: str, folder: Path, model: Path) -> None:
+        self.way, self._folder, self._model = way, folder, model
+        self._ports = {"parkd": free_port(), "upstream": free_port()}
+        self._up: dict[str, tuple[Server, ExitStack]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("parkd",) if self.way == "in process" else ("upstream", "parkd")
+
+    @property
+    def victims(self) -> tuple[str, ...]:
+        return {"in process": ("parkd",), "both": ("upstream", "parkd")}.get(self.way, (self.way,))
+
+    @property
+    def park_dir(self) -> Path:
+        return self._folder / "park" if self.way == "in process" else self._folder / "slots" / "parkd"
+
+    @property
+    def url(self) -> str:
+        return self._up["parkd"][0].base_url
+
+    def start(self) -> None:
+        for name in self.names:
+            if name not in self._up:
+                stack = ExitStack()
+                self._up[name] = stack.enter_context(self._process(name)), stack
+
+    def kill(self) -> None:
+        for name in self.victims:
+            server, _ = self._up[name]
+            server.process.send_signal(signal.SIGKILL)
+        for name in self.victims:
+            server, stack = self._up.pop(name)
+            server.process.wait(20)
+            stack.close()
+
+    def end(self) -> int:
+        """Stops all, parkd first as a user would; its exit code."""
+        codes = {}
+        for name in reversed(self.names):
+            if name in self._up:
+                server, stack = self._up.pop(name)
+                server.process.send_signal(signal.SIGTERM)
+                codes[name] = server.process.wait(40)
+                stack.close()
+        return codes.get("parkd", 0)
+
+    @contextmanager
+    def _process(self, name: str) -> Iterator[Server]:
+        slots = self._folder / "slots"
+        port = self._ports[name]
+        if name == "upstream":
+            slots.mkdir(exist_ok=True)
+            given: dict[str, Any] = {"context_tokens": CONTEXT_TOKENS, "slots": 2, "port": port, "model": self._model}
+            with upstream_server(slots, threads=1, **given) as server:
+                yield server
+            return
+        command = [sys.executable, "-m", "parkd", "--port", str(port)]
+        command += ["--conversation-cache-disk-mib", str(DISK_MIB)]
+        if self.way == "in process":
+            command += ["--engine", "llama.cpp", "--model", str(self._model), "--park-dir", str(self.park_dir)]
+            command += ["--ctx-size", str(CONTEXT_TOKENS), "--threads", "1", "--conversation-cache-mib", "8"]
+        else:
+            command += ["--upstream", f"http://127.0.0.1:{self._ports['upstream']}", "--slot-save-path", str(slots)]
+            command += ["--upstream-timeout", str(UPSTREAM_TIMEOUT_S)]
+        with running("parkd", command, port, 1) as server:
+            yield server
+
+
+@contextmanager
+def alone(way: str, folder: Path, model: Path) -> Iterator[Said]:
+    """Says what is answered by an engine of the same kind that was reset, or by a server that reuses nothing."""
+    if way == "in process":
+        import llama_cpp_kit
+        import numpy as np
+
+        from parkd.types import SamplingParams
+
+        with llama_cpp_kit.loaded("tiny", folder) as engine:
+
+            def of_engine(messages: Messages) -> str:
+                ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {})), dtype=np.int64)
+                engine.reset()
+                engine.extend(ids[:-1], cancel=threading.Event())
+                said: list[int] = []
+                for step in engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids):
+                    said += step
+                    if len(said) == ANSWER_TOKENS or said[-1] in engine.info.end_token_ids:
+                        break
+                return str(engine.tokenizer.decode([token for token in said if token not in engine.info.end_token_ids]))
+
+            yield of_engine
+        return
+    slots = folder / "reference"
+    slots.mkdir()
+    with upstream_server(slots, context_tokens=CONTEXT_TOKENS, threads=1, model=model) as server:
+
+        def of_server(messages: Messages) -> str:
+            body = {"messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "cache_prompt": False}
+            answer = httpx.post(f"{server.base_url}/v1/chat/completions", json=body, timeout=60).json()
+            return str(answer["choices"][0]["message"]["content"])
+
+        yield of_server
+
+
+def live(way: str, folder: Path, lives: int, seed: int = 0) -> Talks:
+    """Raises AssertionError where something is wrong."""
+    import tiny_gguf
+
+    model = folder / "tiny.gguf"
+    tiny_gguf.write_tiny_hybrid(model)
+    talks = Talks({name: opening(name) for name in NAMES})
+    processes = Processes(way, folder, model)
+    with alone(way, folder, model) as said:
+        try:
+            for number in range(lives):
+                processes.start()
+                one_life(processes, talks, seed * 1000 + number)
+                compare(talks, said)
+            processes.start()
+            with httpx.Client(base_url=processes.url, timeout=CLIENT_DEADLINE_S, trust_env=False) as client:
+                for name in NAMES:
+                    assert ask(client, talks, name), f"{name} is not answered after the last life: {talks.failures}"
+            compare(talks, said)
+            assert processes.end() == 0
+        finally:
+            processes.end()
+    left = [path.name for path in [*processes.park_dir.iterdir(), *processes.park_dir.parent.glob("parkd-*.slot")]]
+    assert not [name for name in left if name.endswith((".tmp", ".slot"))], left
+    return talks
+
+
+def one_life(processes: Processes, talks: Talks, seed: int) -> None:
+    clients = [Client(processes.url, talks, names, seed * 2 + i) for i, names in enumerate((NAMES[:3], NAMES[3:]))]
+    for client in clients:
+        client.start()
+    time.sleep(random.Random(seed).uniform(*LIFE_S))
+    processes.kill()
+    for client in clients:
+        client.stop.set()
+    for client in clients:
+        client.join(CLIENT_DEADLINE_S + 10)
+        assert not client.is_alive(), "a request of it hangs"
+
+
+def compare(talks: Talks, said: Said) -> None:
+    for messages, text in talks.told:
+        expected = said(messages)
+        assert text == expected, f"{messages[0]['content']} turn {len(messages) // 2}: {text!r}, not {expected!r}"
+    talks.told.clear()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--way", choices=WAYS, action="append", help="may be repeated; all of them if left out")
+    parser.add_argument("--lives", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    for way in given.way or WAYS:
+        began_s = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            talks = live(way, Path(folder), given.lives, given.seed)
+        took_s, answers = time.monotonic() - began_s, sum(talks.caches.values())
+        print(
+            f"{way}: {given.lives} lives in {took_s:.0f} s, {answers} answers right: {dict(talks.caches)}", flush=True
+        )
+        print(f"    not answered (0: the connection broke): {dict(talks.failures)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
