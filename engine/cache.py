@@ -116,8 +116,9 @@ class StageCache(Cache):  # type: ignore[misc]
             if isinstance(layer, TakesPositions):
                 layer.positions = self._positions
         for layer, blocks in arena.index_blocks.items():
-            keys, size = fields[layer, INDEX_KEY], arena.layout.index_block_tokens
-            self._indexes[layer] = LayerIndex(keys, blocks, self._positions, size)
+            if layer < arena.layout.end_layer:  # A draft head's begins a row later, and is its own to keep.
+                keys, size = fields[layer, INDEX_KEY], arena.layout.index_block_tokens
+                self._indexes[layer] = LayerIndex(keys, blocks, self._positions, size)
 
 
 def attention_layer(layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> ArenaAttentionLayer:

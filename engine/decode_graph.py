@@ -107,7 +107,7 @@ class LibraryDecoder(Decoder):
         inputs = {"input_ids": self.token} if self.stage.index == 0 else {"inputs_embeds": self.hidden.view(1, 1, -1)}
         positions = self._place.turn.view(1, 1)
         inner: Any = self.stage.inner
-        with few_kernels(inner, self.stage.head) if self._has_kernels else nullcontext():
+        with few_kernels(inner, self.stage.mixer, self.stage.head) if self._has_kernels else nullcontext():
             out = inner(**inputs, position_ids=positions, cache=self._cache, use_cache=True).last_hidden_state
             if self.logits is not None:
                 self.logits.copy_(self.stage.logits(out))

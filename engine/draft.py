@@ -9,12 +9,14 @@ A row lies beside the model's own of the same token and depends on no later one,
 those can. Row 0 has nothing before it: it is zero and never read. (Multi-token prediction: DeepSeek-V3 technical
 report, section 2.2. The library's `MtpModel` counts rows from 0 at token 1; the numbers are the same.)
 
+Of a head of several layers the first is used, for every token ahead: what it says of one is read by the next guess.
+
 The head runs on the last stage's device, beside the layers whose hidden state it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,10 @@ from transformers.cache_utils import Cache
 from engine.arena import StageArena
 from engine.attention import ATTENTION_NAME
 from engine.cache import attention_layer
-from engine.stages import Stage, moved_twin
+from engine.indexed_layers import IndexPositions, LayerIndex
+from engine.indexer import MakeBlocks, replace_indexers
+from engine.layer_state import INDEX_KEY, INDEX_POSITION
+from engine.stages import MIXER, Stage, moved_twin
 from engine.step_history import StepHistory
 from engine.vision import NO_IMAGES, ChunkImages, PositionOffset
 
@@ -37,13 +42,41 @@ Choose = Callable[[torch.Tensor], int]
 class DraftCache(Cache):  # type: ignore[misc]
     """The library's view of the head's rows from token 1 on."""
 
-    def __init__(self, layer: Any) -> None:
-        super().__init__(layers=[layer])
-        self._layer = layer
+    def __init__(self, layer: int, rows: Mapping[str, torch.Tensor], arena: StageArena) -> None:
+        """`rows` are the fields of the arena's rows that the head uses, by name."""
+        seen = {name: view[1:] for name, view in rows.items()}
+        self._layer: Any = attention_layer(layer, {(layer, name): view for name, view in seen.items()})
+        super().__init__(layers=[self._layer])
+        self._positions: IndexPositions | None = None
+        self._index: LayerIndex | None = None
+        if INDEX_KEY in seen:
+            self._positions = IndexPositions(seen[INDEX_POSITION])
+            size = arena.layout.index_block_tokens
+            self._index = LayerIndex(seen[INDEX_KEY], arena.index_blocks[layer], self._positions, size)
 
-    def begin(self, row: int) -> None:
-        """What comes is written from `row` on, 1 being the first."""
+    def begin(self, row: int, places: torch.Tensor) -> None:
+        """What comes is written from `row` on, 1 being the first, at the rotary positions `places`, `[..., 1, q]`."""
         self._layer.begin(row - 1)
+        self.rows_changed_from(row)
+        if self._positions is not None:
+            # What the model writes there too, once it reads these tokens; guesses come before it.
+            self._positions.position = row - 1
+            self._positions.write(places.expand(3, 1, -1))
+
+    def rows_changed_from(self, row: int) -> None:
+        """Rows from `row` on are, or will be, others than those that went through here."""
+        if self._index is not None:
+            self._index.forget_from(max(row - 1, 0))
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:  # noqa: ARG002
+        """Writes `[1, q, dim]`; returns the view of all from token 1 on."""
+        assert self._index is not None, "the layout has an index"
+        return self._index.write(indexer_key_states, self._layer.position)
+
+    def index_blocks(self, layer_idx: int, count: int, make: MakeBlocks) -> torch.Tensor:  # noqa: ARG002
+        """The first `count` blocks' keys of the index, `[count, dim]`, the missing ones made by `make`."""
+        assert self._index is not None, "the layout has an index"
+        return self._index.blocks(count, make)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         return int(self._layer.position)
@@ -61,7 +94,7 @@ class DraftHead:
     def __init__(
         self, head: Any, stages: Sequence[Stage], arena: StageArena, history: StepHistory, offset: PositionOffset
     ) -> None:
-        """`head` is the library's `MtpModel` of one layer; what it shares with the model comes from the stages.
+        """`head` is the library's `MtpModel`, or ours of streams; what it shares with the model comes from the stages.
         `offset` is the timeline's: the positions of guesses follow the pictures before them."""
         last = stages[-1]
         self._first, self._stage = stages[0], last
@@ -69,12 +102,14 @@ class DraftHead:
         self._offset = offset
         head.config._attn_implementation = ATTENTION_NAME
         self.model: Any = _bare(head, last.device)
+        replace_indexers(self.model)
+        self._mixer: nn.Module = getattr(self.model, MIXER, nn.Identity())
         layer = last.num_layers
         rows = {field.name: arena.field_view(field) for field in arena.layout.row_fields if field.layer == layer}
         self._hidden_rows = rows.pop("hidden", None)
         self._parts = tuple(rows.values())
-        views: dict[tuple[int, str], torch.Tensor] = {(layer, name): view[1:] for name, view in rows.items()}
-        self._cache = DraftCache(attention_layer(layer, views))
+        rows |= {f.name: arena.field_view(f) for f in arena.layout.row_fields if f.name == INDEX_POSITION}
+        self._cache = DraftCache(layer, rows, arena)
         self._hidden = next((arena.fixed_view(f) for f in arena.layout.fixed_fields if f.name == "hidden"), None)
         self._layer = layer
 
@@ -110,17 +145,21 @@ class DraftHead:
         for row in range(position, position + count):
             embedded = self._first.embed(np.array([token], dtype=np.int64)).to(self._stage.device)
             hidden = self._forward(embedded, row, hidden, self._offset.plain(row, row + 1))
-            token = choose(self._stage.logits(hidden))
+            token = choose(self._stage.scores(self._mixer(hidden))[-1])
             guesses.append(token)
         return guesses
 
+    def rows_changed_from(self, position: int) -> None:
+        """Rows from `position` on were written by others."""
+        self._cache.rows_changed_from(position)
+
     def _forward(self, embedded: torch.Tensor, row: int, hidden: torch.Tensor, images: ChunkImages) -> torch.Tensor:
-        self._cache.begin(row)
         # A row has the position that the model gives its token, so pictures lie by row and column here too.
         if images.position_ids is None:
             places = torch.arange(row, row + embedded.shape[1], device=self._stage.device)[None]
         else:
             places = images.position_ids[..., -embedded.shape[1] :].to(self._stage.device)
+        self._cache.begin(row, places)
         output: torch.Tensor = self.model.forward_layer(0, hidden, places, self._cache, inputs_embeds=embedded)
         return output
 

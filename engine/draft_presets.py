@@ -13,33 +13,34 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.initialization import no_init_weights
-from transformers.modeling_layers import MtpModel
 
+from engine.draft_loading import head_settings
 from engine.hybrid_presets import HYBRID_PRESETS
 from engine.random_weights import SEED, draw_weights
+from engine.stream_head import StreamHead, head_class
 from engine.vision_presets import VISION_PRESETS
 
 WITH_HEAD = "-mtp"
 ECHO = "-echo"
+WITH_HEADS = (
+    *("tiny-qwen3-next", "tiny-qwen3.5", "tiny-qwen3.5-vl", "tiny-qwen4-exp", "tiny-deepseek-v3", "tiny-glm4-lite"),
+    *("qwen3.5-27b", "qwen4-exp-small"),
+)
 ECHO_GAIN = 0.003
 """How much layers add: guesses are then right more often than not, but not always."""
-_HEAD: Mapping[str, Any] = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
 
 
 def _with_head(name: str) -> tuple[str, Mapping[str, Any]]:
     kind, settings = {**HYBRID_PRESETS, **VISION_PRESETS}[name]
     if "text_config" in settings:
-        return kind, {**settings, "text_config": {**settings["text_config"], **_HEAD}}
-    return kind, {**settings, **_HEAD}
+        return kind, {**settings, "text_config": {**settings["text_config"], **head_settings(f"{kind}_text")}}
+    return kind, {**settings, **head_settings(kind)}
 
 
 DRAFT_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        f"{name}{WITH_HEAD}{ending}": _with_head(name)
-        for name in ("tiny-qwen3.5", "tiny-qwen3.5-vl", "tiny-qwen3-next", "qwen3.5-27b")
-        for ending in ("", ECHO)
-    }
+    {f"{name}{WITH_HEAD}{ending}": _with_head(name) for name in WITH_HEADS for ending in ("", ECHO)}
 )
 
 
@@ -54,18 +55,31 @@ def layer_gain(name: str) -> float:
 
 
 def random_head(model: Any, name: str) -> Any:
-    """A head beside a random model, whose weights are drawn as the model's are: the library's `MtpModel`."""
+    """A head beside a random model, whose weights are drawn as the model's are."""
     device, dtype, gain = model.device, model.dtype, layer_gain(name)
     with torch.device(device), no_init_weights():
-        head = MtpModel(model, 1).to(dtype)
-    draw_weights(head.layers, torch.Generator(device).manual_seed(SEED + 1), gain)
+        head = head_class(model.config)(model, 1).to(dtype)
+    generator = torch.Generator(device).manual_seed(SEED + 1)
+    for part in own_parts(head):
+        draw_weights(part, generator, gain)
     if name.endswith(ECHO):
-        hand_on(head)
+        hand_on(head, model)
     return head.eval()
 
 
-def hand_on(head: Any) -> None:
+def own_parts(head: Any) -> list[nn.Module]:
+    """The modules of a head that it does not share with its model, its layers first."""
+    shared = ("embed_tokens", "shared_head", "rotary_emb")
+    return [head.layers, *(part for name, part in head.named_children() if name not in ("layers", *shared))]
+
+
+def hand_on(head: Any, model: Any) -> None:
     """The head's layer gets the embedding of the token and nothing of the hidden state before it."""
     with torch.no_grad():
-        weight = head.layers[0].eh_proj.weight
-        weight.zero_()[:, : weight.shape[0]].fill_diagonal_(1.0)
+        if isinstance(head, StreamHead):
+            head.hyper_connection_mixer.load_state_dict(model.get_decoder().hyper_connection_mixer.state_dict())
+            head.fc_hidden.weight.zero_()
+            head.fc_embedding.weight.zero_().fill_diagonal_(1.0)
+        else:
+            weight = head.layers[0].eh_proj.weight
+            weight.zero_()[:, : weight.shape[0]].fill_diagonal_(1.0)

@@ -32,6 +32,22 @@ _TINY_DELTA_NET: Mapping[str, Any] = MappingProxyType(
         "linear_value_head_dim": 16,
     }
 )
+_TINY_LATENT: Mapping[str, Any] = MappingProxyType(
+    {
+        **_TINY,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    }
+)
 
 HYBRID_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -85,24 +101,9 @@ HYBRID_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
                 "lm_head_multiplier": 0.5,
             },
         ),
-        "tiny-deepseek-v3": (
-            "deepseek_v3",
-            {
-                **_TINY,
-                "num_key_value_heads": 4,
-                "kv_lora_rank": 32,
-                "q_lora_rank": 32,
-                "qk_nope_head_dim": 16,
-                "qk_rope_head_dim": 16,
-                "v_head_dim": 24,
-                "n_routed_experts": 4,
-                "num_experts_per_tok": 2,
-                "n_group": 1,
-                "topk_group": 1,
-                "moe_intermediate_size": 32,
-                "first_k_dense_replace": 1,
-            },
-        ),
+        "tiny-deepseek-v2": ("deepseek_v2", {**_TINY_LATENT, "q_lora_rank": None}),
+        "tiny-deepseek-v3": ("deepseek_v3", {**_TINY_LATENT, "q_lora_rank": 32}),
+        "tiny-glm4-lite": ("glm4_moe_lite", {**_TINY_LATENT, "q_lora_rank": 32}),
         "tiny-qwen4-exp": (
             "qwen4_exp_text",
             {

@@ -25,6 +25,8 @@ WINDOW_FIELDS = ("window_key", "window_value")
 LATENT_FIELDS = ("latent", "rotary_key")
 INDEX_KEY = "index_key"
 INDEX_POSITION = "index_position"
+STREAMS = "hc_count"
+"""Configuration entry: residual streams that go side by side through all layers, in families that have several."""
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
 """Layers some of whose state is true at one position only."""
 LATENT_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
@@ -109,17 +111,17 @@ def hybrid_state(config: Any, layer: int, types: StateTypes) -> LayerState:
 
 
 def draft_state(config: Any, layer: int, types: StateTypes) -> LayerState:
-    """A draft head: keys and values like full attention's, and the hidden state behind the token, which the next row
-    of the head is made from.
+    """A draft head: what a layer of its kind keeps, and the hidden state behind the token (of all residual streams),
+    which the next row of the head is made from.
 
     That hidden state is a field of every row where the timeline can be cut to any token, so that the head goes on from
     there too; where fixed state forbids that, it is part of it, and costs no row anything.
     """
-    rows = attention_state(config, layer, types).row
-    hidden = FieldSpec("hidden", types.compute, (int(config.hidden_size),))
+    state = LAYER_KINDS[config.mtp_layer_types[0]](config, layer, types)
+    hidden = FieldSpec("hidden", types.compute, (int(config.hidden_size) * streams_of(config),))
     if RECURRENT_KINDS & set(layer_kinds(config)):
-        return LayerState(row=rows, fixed=(hidden,))
-    return LayerState(row=(*rows, hidden))
+        return LayerState(state.row, (hidden,), state.row_once)
+    return LayerState((*state.row, hidden), (), state.row_once)
 
 
 LAYER_KINDS: Mapping[str, LayerKind] = MappingProxyType(
@@ -146,6 +148,11 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     if kinds is None:
         return ("full_attention",) * int(config.num_hidden_layers)
     return tuple(kinds)
+
+
+def streams_of(config: Any) -> int:
+    """Residual streams of a model; the library's configuration of its text."""
+    return int(getattr(config, STREAMS, 1))
 
 
 def draft_layers(config: Any) -> int:

@@ -15,8 +15,11 @@ FORGETTING = "A_log"
 """Name of the logarithm of how fast a head of a recurrent layer forgets."""
 SLOW_AND_FAST = (-6.0, 0.0)
 """Over the heads: some remember hundreds of tokens, some only the last few."""
-LAYER_ENDINGS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
-"""Projections whose output a layer adds to what it read."""
+LAYER_ENDINGS = (
+    *("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj"),
+    *("ple.value_proj.weight", "ple.conv1d.weight"),
+)
+"""Projections whose output a layer adds to what it read; of n-grams also a convolution of what was normed."""
 
 
 def draw_weights(

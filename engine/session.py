@@ -177,6 +177,8 @@ class Session:
         self.fixed_state.forget_beyond(min(kept, position - 1))
         for cache in self._caches:
             cache.rows_changed_from(kept)
+        if self.draft is not None:
+            self.draft.rows_changed_from(kept)
         self.fixed_state.unpack(position)
         self._images.forget_beyond(kept)
         self._images.offset.reload()

@@ -24,19 +24,20 @@ from engine.cache import StageCache
 from engine.delta_net import choose_by_device
 from engine.errors import InvalidSplit
 from engine.indexer import replace_indexers
+from engine.layer_state import STREAMS, streams_of
 from engine.layer_weights import layer_weights
 from engine.multimodal import language_config, language_model
 
 if TYPE_CHECKING:
     from engine.vision import ChunkImages
 
-FINAL_NORMS = ("norm", "embedding_norm", "final_layernorm", "hyper_connection_mixer")
-"""What families call the norm behind the last layer, or what makes one hidden state of several residual streams."""
+FINAL_NORMS = ("norm", "embedding_norm", "final_layernorm")
+"""What families call the norm behind the last layer."""
+MIXER = "hyper_connection_mixer"
+"""What makes one hidden state of several residual streams, in place of that norm."""
 TUPLE_LAYERS = frozenset({"falcon_h1"})
 """Families that take the first of what a layer gives."""
 EMBEDDING_SCALE = "embedding_multiplier"
-STREAMS = "hc_count"
-"""Residual streams that go side by side through all layers, in families that have several."""
 
 
 class PassThrough(nn.Module):
@@ -64,6 +65,7 @@ class Stage:
         logit_scale: float = 1.0,
         streams: int = 1,
         logit_factor: float = 1.0,
+        mixer: nn.Module | None = None,
     ) -> None:
         self.index = index
         self.first_layer = first_layer
@@ -72,6 +74,8 @@ class Stage:
         self.inner = inner
         self.head = head
         """Hidden states to logits; only in the last stage."""
+        self.mixer = mixer
+        """Several residual streams to one hidden state, before the head."""
         self.logit_scale = logit_scale
         """Some families divide what the head gives, others multiply it."""
         self.logit_factor = logit_factor
@@ -109,8 +113,8 @@ class Stage:
 
         `inputs` are token ids, int64 `[1, q]`, in the first stage, and the stage before's hidden states,
         `[1, q, hidden]` (of all streams side by side), in the others; on any device. `images` is what the chunk has
-        besides. `token_ids` is needed by stages that `needs_ids`. Returns hidden states `[1, q, hidden]` on this
-        stage's device, after the final norm in the last stage.
+        besides. `token_ids` is needed by stages that `needs_ids`. Returns hidden states `[1, q, hidden]` (of all
+        streams) on this stage's device, after the final norm in the last stage.
         """
         # To the CPU the copy must be waited for: nothing orders what the CPU reads after what a card still sends.
         inputs = inputs.to(self.device, non_blocking=self.device.type == "cuda")
@@ -147,11 +151,15 @@ class Stage:
         return embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[vocab]` for the last token of `hidden`; last stage only."""
+        """float32 `[vocab]` for the last token of `hidden`, as `forward` gives it; last stage only."""
         return self.every_logits(hidden[:, -1:])[-1]
 
     def every_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[q, vocab]` for all tokens of `hidden`, `[1, q, hidden]`; last stage only."""
+        """float32 `[q, vocab]` for all tokens of `hidden`, as `forward` gives it; last stage only."""
+        return self.scores(hidden if self.mixer is None else self.mixer(hidden))
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 `[q, vocab]` for hidden states `[1, q, hidden]`, of streams those that were mixed."""
         assert self.head is not None, "only the last stage has the head"
         logits: torch.Tensor = self.head(hidden)
         if self.logit_scale != 1.0:
@@ -258,8 +266,10 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
         head = _moved(model.get_output_embeddings(), device, moved) if is_last else None
         scale = float(getattr(model.config, "logits_scaling", None) or 1.0)
         factor = float(getattr(model.config, "lm_head_multiplier", None) or 1.0)
-        streams = int(getattr(decoder.config, STREAMS, 1))
-        stages.append(Stage(index, first, end, device, _moved(inner, device, moved), head, scale, streams, factor))
+        streams = streams_of(decoder.config)
+        mixer = _moved(decoder._modules[MIXER], device, moved) if is_last and streams > 1 else None
+        moved_inner = _moved(inner, device, moved)
+        stages.append(Stage(index, first, end, device, moved_inner, head, scale, streams, factor, mixer))
     return stages
 
 
@@ -282,7 +292,10 @@ def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: boo
             # What comes in is all streams already, and not one to be repeated. Layers know their number themselves.
             twin.config = copy.copy(twin.config)
             setattr(twin.config, STREAMS, 1)
-    if not is_last:
+    if MIXER in twin._modules:
+        # The last stage hands streams on too: to what mixes them for the head, and to a draft head.
+        twin._modules[MIXER] = nn.Identity()
+    elif not is_last:
         name = next(name for name in FINAL_NORMS if name in twin._modules)
         twin._modules[name] = nn.Identity()
     return twin

@@ -3,8 +3,8 @@
     step     start ---- t ---- g1 ---- g2            three tokens at once: one that is sure, two guesses
     kept            after t  after g1   (live)       the timeline can be cut to start + 1, start + 2
 
-A layer whose state moves on with every token (a recurrence, a convolution) is given the tokens of such a step one at a
-time, through the path that decoding takes; all else in the model sees them at once. So the state kept after a token
+What keeps state that moves on with every token (a recurrence, a convolution) is given the tokens of such a step one at
+a time, through the path that decoding takes; all else in the model sees them at once. So the state kept after a token
 has not seen the guesses behind it, in the same bits whatever they were.
 """
 
@@ -23,8 +23,14 @@ from engine.layout import OFFSET_FIELD
 if TYPE_CHECKING:
     from engine.stages import Stage
 
-MIXERS: Mapping[str, str] = MappingProxyType({"qwen3_next": "linear_attn", "qwen3_5_text": "linear_attn"})
+MIXERS: Mapping[str, str] = MappingProxyType(
+    {"qwen3_next": "linear_attn", "qwen3_5_text": "linear_attn", "qwen4_exp_text": "linear_attn"}
+)
 """`model_type` -> what its layers call the module that keeps such state. Families with draft heads of their own."""
+NGRAMS = "ple"
+"""What a layer calls a module that keeps some too, beside that one. Then the layer goes step by step."""
+GIVEN_IDS = "ple_input_ids"
+"""What such a layer is given of every token, beside hidden states."""
 
 
 class StepHistory:
@@ -98,7 +104,10 @@ def step_by_step(stage: Stage, history: StepHistory) -> None:
     noted. The stage's modules are its own, whoever else has their weights."""
     inner: Any = stage.inner
     for index in range(stage.first_layer, stage.end_layer):
-        module = getattr(inner.layers[index], MIXERS.get(inner.config.model_type, ""), None)
+        layer = inner.layers[index]
+        module = getattr(layer, MIXERS.get(inner.config.model_type, ""), None)
+        if getattr(layer, NGRAMS, None) is not None:
+            module = layer
         if module is not None:
             module.forward = _stepped(module.forward, history, index)
 
@@ -108,7 +117,10 @@ def _stepped(forward: Callable[..., torch.Tensor], history: StepHistory, layer: 
         if not history.is_recording:
             return forward(hidden_states, *arguments, **named)
         outputs = []
+        ids = named.get(GIVEN_IDS)
         for index in range(hidden_states.shape[1]):
+            if ids is not None:
+                named[GIVEN_IDS] = ids[:, index : index + 1]
             outputs.append(forward(hidden_states[:, index : index + 1], *arguments, **named))
             history.note(layer, index)
         return torch.cat(outputs, dim=1)

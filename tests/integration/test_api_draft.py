@@ -17,19 +17,21 @@ from parkd.types import TokenMask, TurnRequest
 
 pytestmark = pytest.mark.anyio
 MODEL = "random:tiny-qwen3.5-mtp-echo"
+OTHERS = ("random:tiny-qwen4-exp-mtp-echo", "random:tiny-deepseek-v3-mtp-echo", "random:tiny-glm4-lite-mtp-echo")
+"""Heads with an index, and of latents."""
 A1: Messages = [{"role": "user", "content": "A server holds one conversation in memory. " * 8}]
 B1: Messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 6}]
 SCHEMA = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"], "additionalProperties": False}
 
 
-def load(folder: Path, draft_tokens: int | None) -> TorchEngine:
+def load(folder: Path, draft_tokens: int, model: str = MODEL) -> TorchEngine:
     layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=768, batch_tokens=256, draft_tokens=draft_tokens)
-    return TorchEngine.load(TorchEngineConfig(MODEL, folder, layout=layout), fresh_seed=lambda: 4)
+    return TorchEngine.load(TorchEngineConfig(model, folder, layout=layout), fresh_seed=lambda: 4)
 
 
 @pytest.fixture(scope="module")
 def guessing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
-    engine = load(tmp_path_factory.mktemp("cache"), None)
+    engine = load(tmp_path_factory.mktemp("cache"), 2)
     yield engine
     engine.close()
 
@@ -63,6 +65,20 @@ async def counted(server: Running, messages: Messages) -> tuple[str, int, int]:
 
 
 async def test_a_b_a_guesses_as_well_as_if_it_had_stayed(guessing: TorchEngine, plain: TorchEngine) -> None:
+    await guesses_stay_as_good(guessing, plain)
+
+
+@pytest.mark.parametrize("model", OTHERS)
+async def test_so_do_heads_of_other_makes(model: str, tmp_path: Path) -> None:
+    engines = [load(tmp_path, guesses, model) for guesses in (2, 0)]
+    try:
+        await guesses_stay_as_good(*engines)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+async def guesses_stay_as_good(guessing: TorchEngine, plain: TorchEngine) -> None:
     answers: list[list[tuple[str, int, int]]] = []
     for leaves in (False, True):
         guessing.reset()

@@ -20,19 +20,18 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer
-from transformers.modeling_layers import MtpModel
 from vision_models import picture_logits, processor_of
 
 from engine import EngineConfig, Session, open_session
+from engine.draft_presets import own_parts
 from engine.layer_state import draft_layers
 from engine.multimodal import language_config
+from engine.stream_head import head_class
 from engine.vision import PromptImage
 
 VOCAB = 97
 LAYERS = 4
 CONTEXT = 1536
-HEAD = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
-"""What a configuration says of a model with a draft head."""
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -68,7 +67,11 @@ def tiny_session(
     kv_dtype: torch.dtype | None = None,
 ) -> Session:
     config = EngineConfig(
-        devices=("cpu",) * stages, context_tokens=context, batch_tokens=batch_tokens, kv_dtype=kv_dtype
+        devices=("cpu",) * stages,
+        context_tokens=context,
+        batch_tokens=batch_tokens,
+        kv_dtype=kv_dtype,
+        draft_tokens=2,
     )
     model = tiny_model() if model is None else model
     return open_session(model, config, processor_of(model), draft_model=head_of(model))
@@ -79,9 +82,9 @@ def head_of(model: Any) -> Any:
     if not draft_layers(language_config(model.config)):
         return None
     torch.manual_seed(5)
-    head = MtpModel(model, 1).eval()
+    head = head_class(model.config)(model, 1).eval()
     with torch.no_grad():
-        for parameter in head.layers.parameters():
+        for parameter in (each for part in own_parts(head) for each in part.parameters()):
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 1.2 / parameter.shape[-1] ** 0.5)
     return head

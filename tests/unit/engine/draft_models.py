@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -10,19 +12,24 @@ import numpy.typing as npt
 import torch
 from core_models import VOCAB, tiny_model, token_ids
 from hybrid_models import hybrid_model
-from transformers.modeling_layers import MtpModel
 from vision_models import processor_of
 
 from engine import EngineConfig, Session, open_session
 from engine.decoding import Decoder
 from engine.draft_loading import declare_head
-from engine.draft_presets import hand_on
+from engine.draft_presets import hand_on, own_parts
 from engine.random_weights import LAYER_ENDINGS
 from engine.sampling import Sampler
+from engine.stages import MIXER
+from engine.stream_head import head_class
 from parkd.types import SamplingParams
 
-FAMILIES = ("qwen3", "qwen3.5")
-"""One whose hidden states are in rows, and one where they are in fixed state. `qwen3-next` adds experts."""
+RECURRENT = ("qwen3.5", "qwen4-exp")
+"""Their hidden states are in fixed state; those of the last go by several streams, and its head has an index."""
+FAMILIES = ("qwen3", *RECURRENT, "deepseek-v3", "glm4-lite")
+"""Those whose hidden states are in rows, one of keys and values and two of latents; and the others."""
+EXPERTS = ("qwen3-next", "qwen4-exp", "deepseek-v3", "glm4-lite")
+"""They take the tokens of a step together, those of wrong guesses among them."""
 PROMPT = 45
 
 
@@ -30,8 +37,9 @@ def head_for(model: Any, *, seed: int = 5) -> Any:
     """A head whose guesses depend on the whole prompt."""
     declare_head(model.config)
     torch.manual_seed(seed)
-    head = MtpModel(model, 1).eval()
-    redraw(head.layers)
+    head = head_class(model.config)(model, 1).eval()
+    for part in own_parts(head):
+        redraw(part)
     return head
 
 
@@ -56,7 +64,7 @@ def drafting(family: str, *, echo: bool = False) -> tuple[Any, Any]:
                 for name, parameter in part.named_parameters():
                     if name.endswith(LAYER_ENDINGS):
                         parameter.mul_(0.12)
-        hand_on(head)
+        hand_on(head, model)
     return model, head
 
 
@@ -110,13 +118,32 @@ def prompt_ids(seed: int = 1) -> npt.NDArray[np.int64]:
 def oracle_guess(model: Any, head: Any, ids: npt.NDArray[np.int64]) -> torch.Tensor:
     """The head's scores for what follows `ids`, `[vocab]`: everything read anew, by the library alone."""
     tokens = torch.from_numpy(np.asarray(ids))[None]
-    with torch.inference_mode():
-        hidden = model.base_model(tokens, use_cache=False).last_hidden_state
+    mixed_by, streams = getattr(head, MIXER, None), []
+    with torch.inference_mode(), librarys_attention(head):
+        decoder = model.get_decoder()
+        if mixed_by is not None:  # Of several streams the head reads what the model mixes at its end.
+            hook = decoder.hyper_connection_mixer.register_forward_pre_hook(lambda _, given: streams.append(given[0]))
+        hidden = decoder(tokens, use_cache=False).last_hidden_state
+        if mixed_by is not None:
+            hook.remove()
+            hidden = streams[0]
         places = torch.arange(1, tokens.shape[1])[None]
         embedded = model.get_input_embeddings()(tokens[:, 1:])
-        output = head.forward_layer(0, hidden[:, :-1], places, None, inputs_embeds=embedded)
+        output = head.forward_layer(0, hidden[:, :-1], places, None, inputs_embeds=embedded)[:, -1:]
+        output = output if mixed_by is None else mixed_by(output)
         logits: torch.Tensor = model.get_output_embeddings()(output[:, -1])[0]
     return logits
+
+
+@contextmanager
+def librarys_attention(head: Any) -> Iterator[None]:
+    """Inside, the head makes the library's masks, and so its index chooses by the library's code."""
+    before = head.config._attn_implementation
+    head.config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        head.config._attn_implementation = before
 
 
 def guessed(session: Session, token_id: int, count: int = 1) -> list[torch.Tensor]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from core_models import CONTEXT, HEAD, VOCAB
+from core_models import CONTEXT, VOCAB
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_models import GEMMA_VISION, MROPE, QWEN_VISION
 
+from engine.draft_loading import head_settings
 from engine.multimodal import VISION_FAMILIES
 
 WINDOW = 24
@@ -61,7 +62,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3.5": ("qwen3_5_text", _DELTA_NET),
-    "qwen3.5-mtp": ("qwen3_5_text", {**_DELTA_NET, **HEAD}),
+    "qwen3.5-mtp": ("qwen3_5_text", {**_DELTA_NET, **head_settings("qwen3_5_text")}),
     "qwen4-exp": (
         "qwen4_exp_text",
         {

@@ -13,8 +13,10 @@ import pytest
 import torch
 from core_models import VOCAB, assert_same, token_ids
 from draft_models import (
+    EXPERTS,
     FAMILIES,
     PROMPT,
+    RECURRENT,
     decoder,
     drafting,
     drafting_session,
@@ -135,8 +137,15 @@ def test_a_head_that_is_always_right_answers_several_tokens_a_step(
 
 @pytest.fixture
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arithmetic whose sums do not depend on how many tokens are run at once, which a matrix product's do."""
+    """Arithmetic that does not depend on how many tokens are run at once, as sums of a matrix product do, and functions
+    of which a processor takes several numbers at a time, and the rest by another way."""
     product, attend = functional.linear, engine_attention._attend
+
+    def row_for_row(compute: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def every(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return torch.stack([compute(row) for row in states.reshape(-1, states.shape[-1])]).view(states.shape)
+
+        return every
 
     def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         flat = rows.reshape(-1, 1, rows.shape[-1])
@@ -156,7 +165,11 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat(outputs, dim=2)
 
     monkeypatch.setattr(functional, "linear", linear)
+    monkeypatch.setattr(functional, "silu", row_for_row(functional.silu))
+    for place in (torch, torch.Tensor):
+        monkeypatch.setattr(place, "sigmoid", row_for_row(torch.sigmoid))
     monkeypatch.setattr(engine_attention, "_attend", attention)
+    monkeypatch.setattr(engine_attention, "FEW", 0)  # Keys chosen by an index are gathered, query by query.
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -201,7 +214,7 @@ def test_without_that_only_the_number_of_tokens_shows(family: str) -> None:
         session.truncate(PROMPT + 2)
     plain.step(3)
     plain.step(4)
-    if family != "qwen3-next":  # Its experts take their tokens together: those of wrong guesses are in the product.
+    if family not in EXPERTS:
         assert_same_state(left, right)
     mine, other = state_of(left), state_of(plain)
     for key in mine:
@@ -212,7 +225,7 @@ def test_without_that_only_the_number_of_tokens_shows(family: str) -> None:
 def test_a_step_is_taken_back_only_until_more_is_read(family: str) -> None:
     session = drafting_session(family)
     session.extend(prompt_ids())
-    exact_once = family != "qwen3"
+    exact_once = family in RECURRENT
     session.verify([1, 2, 3])
     assert session.rewind_floor == (PROMPT + 1 if exact_once else 0)
     session.truncate(PROMPT + 2)
@@ -440,14 +453,20 @@ def test_penalties_count_what_was_guessed_before() -> None:
 
 
 def test_the_head_is_counted_where_state_is() -> None:
-    """A row of keys and values; the hidden state in rows, or in fixed state where there is some."""
-    for family, row_bytes, fixed_bytes in (("qwen3", 4 * 48, 0), ("qwen3.5", 0, 4 * 48)):
+    """A row as of a layer of its kind; the hidden state in rows, or in fixed state where there is some. Of several
+    streams all are kept, and positions where the stage has none of its own."""
+    keys, latents = {"key", "value"}, {"latent", "rotary_key"}
+    for family, names, kept, row_bytes, fixed_bytes in (
+        ("qwen3", keys, 2 * 2 * 16 * 4, 4 * 48, 0),
+        ("qwen3.5", keys, 2 * 2 * 16 * 4, 0, 4 * 48),
+        ("qwen4-exp", {*keys, "index_key"}, (2 * 2 + 1) * 16 * 4, 0, 3 * 4 * 48),
+        ("deepseek-v3", latents, (24 + 8) * 4, 4 * 48, 0),
+    ):
         model, _ = drafting(family)
         session = drafting_session(family)
-        kept = 2 * 2 * 16 * 4
         [last] = [arena.layout for arena in session.arenas if arena.layout.end_layer == 4]
         mine = [field for field in (*last.row_fields, *last.fixed_fields) if field.layer == 4]
-        assert {field.name for field in mine} == {"key", "value", "hidden"}
+        assert {field.name for field in mine} == {*names, "hidden"}
         assert sum(field.nbytes for field in last.row_fields if field.layer == 4) == kept + row_bytes
         assert sum(field.nbytes for field in last.fixed_fields if field.layer == 4) == fixed_bytes
         assert all(field.name not in WINDOW_FIELDS for field in mine)

@@ -13,33 +13,45 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, LoadConfig, LoadedModel, ModelLoadError, load_model, open_session, presets
-from engine.draft_loading import INDEX_FILE
+from engine.draft_loading import INDEX_FILE, drop_head
 from engine.draft_presets import random_head
 from engine.fingerprint import fingerprint
 from engine.multimodal import language_config
 from engine.plan import plan_model
+from engine.stream_head import StreamHead
 
 OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 """The library's names of a head's own parts -> those in Qwen's checkpoints."""
 
 
-def head_weights(head: Any) -> dict[str, torch.Tensor]:
-    """As Qwen's checkpoints name them: the decoder layer under `mtp.layers.0`, the rest beside it."""
+def head_weights(head: Any, kind: str, layers: int) -> dict[str, torch.Tensor]:
+    """As checkpoints name them. Qwen's: the decoder layer under `mtp.layers.0`, the rest beside it. Others: all as one
+    layer more than the model's, with the embedding and the output once more."""
+    if isinstance(head, StreamHead):
+        own = [(name, part) for name, part in head.named_children() if name not in ("embed_tokens", "shared_head")]
+        return {f"mtp.{name}.{rest}": each for name, part in own for rest, each in part.state_dict().items()}
+    is_qwen = kind.startswith("qwen")
+    layer = "mtp.layers.0" if is_qwen else f"model.layers.{layers}"
     named = {}
     for name, weight in head.layers[0].state_dict().items():
         part, _, rest = name.partition(".")
-        if part == "mtp_block" and "experts.gate_up_proj" in rest:
+        if rest == "mlp.experts.gate_up_proj":
             for index, both in enumerate(weight):
                 gate, up = both.chunk(2)
-                named[f"mtp.layers.0.mlp.experts.{index}.gate_proj.weight"] = gate.contiguous()
-                named[f"mtp.layers.0.mlp.experts.{index}.up_proj.weight"] = up.contiguous()
-        elif part == "mtp_block" and "experts.down_proj" in rest:
+                named[f"{layer}.mlp.experts.{index}.gate_proj.weight"] = gate.contiguous()
+                named[f"{layer}.mlp.experts.{index}.up_proj.weight"] = up.contiguous()
+        elif rest == "mlp.experts.down_proj":
             for index, down in enumerate(weight):
-                named[f"mtp.layers.0.mlp.experts.{index}.down_proj.weight"] = down.contiguous()
+                named[f"{layer}.mlp.experts.{index}.down_proj.weight"] = down.contiguous()
         elif part == "mtp_block":
-            named[f"mtp.layers.0.{rest}"] = weight
-        else:
+            named[f"{layer}.{rest}"] = weight
+        elif is_qwen:
             named[f"mtp.{OUTER[part]}.{rest}"] = weight
+        else:
+            named[f"{layer}.{'shared_head.norm' if part == 'post_norm' else part}.{rest}"] = weight
+    if not is_qwen:
+        named[f"{layer}.embed_tokens.weight"] = head.embed_tokens.weight.clone()
+        named[f"{layer}.shared_head.head.weight"] = head.shared_head.weight.clone()
     return named
 
 
@@ -48,13 +60,13 @@ def save_checkpoint(name: str, path: Path, *, sharded: bool = False) -> Any:
     config = presets.preset_config(f"random:{name}")
     model = presets.random_model(config, torch.float32, torch.device("cpu"))
     head = random_head(model, name)
-    for entry in ("num_mtp_layers", "mtp_layer_types"):
-        delattr(language_config(model.config), entry)
+    text = language_config(model.config)
+    drop_head(model.config)
     model.save_pretrained(path)
     presets.preset_tokenizer(config).save_pretrained(path)
     if (processor := presets.preset_processor(f"random:{name}", config)) is not None:
         processor.save_pretrained(path)
-    weights, extra = load_file(path / "model.safetensors"), head_weights(head)
+    weights, extra = load_file(path / "model.safetensors"), head_weights(head, text.model_type, text.num_hidden_layers)
     if sharded:
         shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
         (path / "model.safetensors").rename(path / shards[0])
@@ -71,26 +83,34 @@ def load(path: Path | str, **settings: Any) -> LoadedModel:
 
 
 @pytest.mark.parametrize(
-    ("name", "sharded"), [("tiny-qwen3.5-mtp", False), ("tiny-qwen3-next-mtp", True), ("tiny-qwen3.5-vl-mtp", False)]
+    ("name", "sharded"),
+    [
+        ("tiny-qwen3.5-mtp", False),
+        ("tiny-qwen3-next-mtp", True),
+        ("tiny-qwen3.5-vl-mtp", False),
+        ("tiny-qwen4-exp-mtp", True),
+        ("tiny-deepseek-v3-mtp", False),
+        ("tiny-glm4-lite-mtp", True),
+    ],
 )
 def test_a_head_is_loaded_with_its_model(name: str, sharded: bool, tmp_path: Path) -> None:
     head = save_checkpoint(name, tmp_path / "model", sharded=sharded)
     loaded = load(tmp_path / "model")
     assert (loaded.images is not None) == ("-vl" in name)
-    expected = dict(head.layers.named_parameters())
-    found = dict(loaded.draft_model.layers.named_parameters())
+    expected, found = (dict(each.named_parameters()) for each in (head, loaded.draft_model))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     guesses = []
     for draft in (head, loaded.draft_model):
-        session = open_session(loaded.model, EngineConfig(devices=("cpu", "cpu"), context_tokens=64), draft_model=draft)
+        config = EngineConfig(devices=("cpu", "cpu"), context_tokens=64, draft_tokens=2)
+        session = open_session(loaded.model, config, draft_model=draft)
         session.extend(np.arange(20, 50))
         guesses.append(session.guess(7, 2, lambda logits: int(logits.argmax())))
     assert guesses[0] == guesses[1]
     assert len(guesses[0]) == 2
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3.5-mtp", "tiny-qwen3.5-vl-mtp"])
+@pytest.mark.parametrize("name", ["tiny-qwen3.5-mtp", "tiny-qwen3.5-vl-mtp", "tiny-glm4-lite-mtp"])
 def test_a_head_is_left_out_when_asked_and_part_of_what_state_depends_on(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path / "model")
     with_head, without = load(tmp_path / "model"), load(tmp_path / "model", draft=False)
@@ -119,22 +139,30 @@ def test_checkpoints_without_a_head_have_none(tmp_path: Path) -> None:
     assert not hasattr(loaded.config, "num_mtp_layers")
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"mtp.layers.1.input_layernorm.weight": torch.ones(64)}, "2 layers"),
-        ({"mtp.embed_tokens.weight": torch.ones(512, 64)}, "embedding of its own"),
-    ],
-)
-def test_a_head_of_another_make_is_not_used(
-    change: dict[str, torch.Tensor], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_of_another_make_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_checkpoint("tiny-qwen3.5-mtp", tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
-    save_file(load_file(file) | change, file, {"format": "pt"})
+    save_file(load_file(file) | {"mtp.embed_tokens.weight": torch.ones(512, 64)}, file, {"format": "pt"})
     with caplog.at_level(logging.WARNING, "parkd.engine"):
         assert load(tmp_path / "model").draft_model is None
-    assert reason in caplog.text
+    assert "embedding of its own" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("tiny-qwen3.5-mtp", "mtp.layers.1"), ("tiny-deepseek-v3-mtp", "model.layers.5")]
+)
+def test_of_a_head_of_several_layers_the_first_is_used(
+    name: str, layer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = save_checkpoint(name, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(file) | {f"{layer}.input_layernorm.weight": torch.ones(64)}, file, {"format": "pt"})
+    with caplog.at_level(logging.INFO, "parkd.engine"):
+        loaded = load(tmp_path / "model")
+    assert "of the 2 layers of the draft head" in caplog.text
+    found = dict(loaded.draft_model.layers.named_parameters())
+    assert all(torch.equal(found[key], each) for key, each in head.layers.named_parameters())
+    assert len(loaded.draft_model.layers) == loaded.config.num_mtp_layers == 1
 
 
 def test_a_head_with_weights_missing_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -149,7 +177,11 @@ def test_a_head_with_weights_missing_is_refused_with_what_to_do(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "name", ["tiny-qwen3.5-mtp", "tiny-qwen3.5-mtp-echo", "tiny-qwen3-next-mtp", "tiny-qwen3.5-vl-mtp"]
+    "name",
+    [
+        *("tiny-qwen3.5-mtp", "tiny-qwen3.5-mtp-echo", "tiny-qwen3-next-mtp", "tiny-qwen3.5-vl-mtp"),
+        *("tiny-qwen4-exp-mtp-echo", "tiny-deepseek-v3-mtp"),
+    ],
 )
 def test_random_models_have_seeded_heads(name: str, tmp_path: Path) -> None:
     first, second = (load_model(LoadConfig(f"random:{name}", tmp_path)) for _ in range(2))
@@ -159,7 +191,12 @@ def test_random_models_have_seeded_heads(name: str, tmp_path: Path) -> None:
 
 
 def test_the_real_shape_counts_its_head() -> None:
-    """One full-attention layer's keys and values more a token, and one hidden state in all."""
-    head, plain = (plan_model(f"random:qwen3.5-27b{ending}", EngineConfig()).stages[0] for ending in ("-mtp", ""))
-    assert head.row_bytes - plain.row_bytes == 2 * 4 * 256 * 4
-    assert head.fixed_bytes - plain.fixed_bytes == 5120 * 4
+    """One layer's keys and values more a token, and one hidden state in all, of four streams with an indexer's key."""
+    for name, row_bytes, fixed_bytes in (
+        ("qwen3.5-27b", 2 * 4 * 256 * 4, 5120 * 4),
+        ("qwen4-exp-small", (2 * 2 * 256 + 128) * 4, 4 * 1024 * 4),
+    ):
+        guessing = EngineConfig(draft_tokens=2)
+        head, plain = (plan_model(f"random:{name}{ending}", guessing).stages[0] for ending in ("-mtp", ""))
+        assert head.row_bytes - plain.row_bytes == row_bytes
+        assert head.fixed_bytes - plain.fixed_bytes == fixed_bytes

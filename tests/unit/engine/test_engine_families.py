@@ -14,7 +14,6 @@ import pytest
 import torch
 from core_models import (
     FAMILIES,
-    HEAD,
     assert_same,
     oracle_logits,
     read_and_decode,
@@ -30,6 +29,7 @@ from vision_models import put_pictures
 
 from engine import EngineConfig, Session, SnapshotPlan, StageFailed, capture, host_plan, open_session, restore
 from engine.architectures import check_config
+from engine.draft_loading import declare_head
 from engine.layout import OFFSET_FIELD, build_layout
 from engine.snapshot import FixedPart, StagePlan
 
@@ -37,6 +37,8 @@ BATCH = 64
 CHUNKING_TOLERANCE = 1e-4
 """Largest difference between logits in float32 when the same tokens were read in other chunks."""
 WINDOWED = ("gemma3", "qwen2-window", "gemma3-vl")
+WITH_HEADS = ("qwen3-mtp", "qwen4-exp-mtp", "deepseek-v3-mtp", "glm4-lite-mtp")
+"""Those named before the ending, with a draft head beside them; so is `qwen3.5-mtp`."""
 LATENT = ("deepseek-v2", "deepseek-v3", "glm4-lite")
 """All of their state is rows: nothing to take checkpoints of."""
 MASKED_BY_LIBRARY = ("gemma3-vl",)
@@ -48,9 +50,11 @@ EVERY_FAMILY = pytest.mark.parametrize("family", list(HYBRIDS))
 
 
 def model_of(family: str) -> Any:
-    if family in HYBRIDS:
-        return hybrid_model(family)
-    return tiny_model("qwen3", **HEAD) if family == "qwen3-mtp" else tiny_model(family)
+    name = family.removesuffix("-mtp") if family in WITH_HEADS else family
+    model = hybrid_model(name) if name in HYBRIDS else tiny_model(name)
+    if family in WITH_HEADS:
+        declare_head(model.config)
+    return model
 
 
 def parked(session: Session, positions: Sequence[int], stop: int) -> SnapshotPlan:
@@ -139,7 +143,7 @@ def test_chunking_does_not_matter(family: str) -> None:
 
 @EVERY_FORMAT
 @EVERY_STAGES
-@pytest.mark.parametrize("family", [*HYBRIDS, *FAMILIES, "qwen3-mtp"])
+@pytest.mark.parametrize("family", [*HYBRIDS, *FAMILIES, *WITH_HEADS])
 def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
     """Live and restored, after another conversation was there, at checkpoints on and off the edges of blocks."""
     model = model_of(family)
@@ -154,7 +158,7 @@ def test_every_checkpoint_resumes_as_if_never_left(family: str, stages: int, kv_
         return step_with_guesses(session, int(ids[120]))
 
     expected = read_on()
-    rewinds = family in (*FAMILIES, "qwen3-mtp", *LATENT)
+    rewinds = family.removesuffix("-mtp") in (*FAMILIES, *LATENT)
     assert session.checkpoints == (() if rewinds else places)
     plan = parked(session, places, 120)
     for place in reversed(places):
