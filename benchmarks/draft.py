@@ -5,8 +5,8 @@
 No checkpoint with a draft head is to be had here, so weights are random, of Qwen3.5's kind. A random head says what
 guessing costs where it gains nothing. The other pair is made to agree, to a degree that is chosen and reported: layers
 add little to what they read (`engine.draft_presets`), while all their arithmetic is done. Answers are greedy, and those
-of every setting are compared with those of single steps. `auto` is what parkd does when it is told no number: it pauses
-while guesses are rarely right.
+of every setting are compared with those of single steps. Only the last setting pauses while guesses are rarely right,
+as parkd does; the others show what such a pause saves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from engine.presets import random_model
 from engine.sampling import Sampler
 from parkd.types import SamplingParams
 
-GUESSES = (0, 1, 2, None)
+GUESSES = ((0, False), (1, False), (2, False), (2, True))
+"""(tokens a step, whether guessing pauses)."""
 SHAPES = {"4 narrow layers": (4, 256), "12 wider layers": (12, 1024)}
 """What a model is called -> its layers and hidden size. A step of the first is mostly calls, one of the second mostly
 reading weights, as in models that people run."""
@@ -69,9 +70,10 @@ def measure(config: Any, gain: float, tokens: int) -> list[dict[str, Any]]:
     prompt = np.random.default_rng(0).integers(3, VOCABULARY, PROMPT_TOKENS)
     found: list[dict[str, Any]] = []
     expected: list[int] = []
-    for guesses in GUESSES:
+    for guesses, pauses in GUESSES:
         config_of_session = EngineConfig(context_tokens=512, batch_tokens=PROMPT_TOKENS, draft_tokens=guesses)
         session = open_session(model, config_of_session, draft_model=head)
+        session.draft_pauses = pauses
         session.extend(prompt[:-1])
         session.checkpoint()
         seconds: list[float] = []
@@ -87,7 +89,7 @@ def measure(config: Any, gain: float, tokens: int) -> list[dict[str, Any]]:
         counts = decoder.counts
         found.append(
             {
-                "guesses": "auto" if guesses is None else guesses,
+                "guesses": f"{guesses}, pausing" if pauses else guesses,
                 "drafted": counts.drafted,
                 "accepted": counts.accepted,
                 "seconds": seconds[1:],
@@ -135,8 +137,8 @@ def main() -> None:
             f"prompt of {PROMPT_TOKENS}; the faster of two runs after one to warm up. A random head gains nothing and "
             f"shows what guessing costs. The others are constructed to agree: layers add the given share to what they "
             f"read, so that model and head mostly follow from the last token alone; all arithmetic is done. How often "
-            f"a trained head is right is not known here. `auto` guesses two a step, and pauses while fewer than a "
-            f"quarter are right."
+            f"a trained head is right is not known here. Without `--draft-tokens` parkd guesses nothing; with it, "
+            f"guessing pauses while fewer than a quarter are right, as in the last line of each table."
         ),
         tables=[table(name, rows) for name, rows in raw.items()],
         raw=raw,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-AUTO_DRAFT_TOKENS = 2
-"""Guesses a step where nothing is said: heads of one layer are asked again for each, and err more every time."""
 MAX_DRAFT_TOKENS = 16
 CPU_BATCH, CARD_BATCH = 512, 2048
 """Tokens of a chunk. On CPUs a longer one is no faster and answers a client that leaves later; a card is not busy with
@@ -44,8 +42,7 @@ class EngineConfig:
     ctx_checkpoints: int = 8
     """Copies of the fixed state that stay on the devices, a position each; for models that have any."""
     draft_tokens: int | None = None
-    """Tokens that a draft head guesses a step; None is `AUTO_DRAFT_TOKENS`, with pauses while few are right, and on
-    cards none; 0 decodes without one."""
+    """Tokens that a draft head guesses a step; None and 0 decode without one."""
     window_slack_tokens: int = 256
     """A sliding window can be cut back by so many tokens without a checkpoint."""
 
@@ -54,11 +51,10 @@ class EngineConfig:
 
     @property
     def guesses(self) -> int:
-        """`draft_tokens`, once chosen. A step that guesses cannot be replayed from recorded graphs, and without those a
-        card launches kernels for longer than it computes: several tokens a step do not make up for that."""
-        if self.draft_tokens is not None:
-            return self.draft_tokens
-        return 0 if _all_cards(self.devices) else AUTO_DRAFT_TOKENS
+        """`draft_tokens`, once chosen. Nobody guesses unasked: on processors a step with guesses costs as much as those
+        steps apart, so few heads gain there, and on cards it cannot be replayed from recorded graphs, without which
+        kernels are launched for longer than they compute."""
+        return self.draft_tokens or 0
 
     def __post_init__(self) -> None:
         if not self.devices:

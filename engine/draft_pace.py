@@ -11,8 +11,8 @@ from __future__ import annotations
 
 TRIAL_STEPS = 8
 LEAST_RIGHT = 0.25
-"""Share of the guesses. With fewer right guessing cannot pay where a step with two guesses costs half as much again as
-one without; on processors, where it costs more than twice as much, more would have to be right."""
+"""Share of the guesses. With fewer right guessing cannot pay even where a step with two guesses costs half as much
+again as one without."""
 SHORTEST_PAUSE = 32
 LONGEST_PAUSE = 256
 

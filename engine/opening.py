@@ -44,7 +44,6 @@ def open_session(
         tower,
         draft_model=draft_model,
         draft_tokens=config.guesses,
-        draft_pauses=config.draft_tokens is None,
         peer_access=config.peer_access,
     )
 

@@ -55,13 +55,11 @@ class Session:
         *,
         draft_model: Any = None,
         draft_tokens: int = 0,
-        draft_pauses: bool = False,
         peer_access: bool = True,
     ) -> None:
         """`config` is the library's, of the model's text; without it decoding is never recorded. `vision` reads the
         pictures of prompts that have some. `draft_model` is the model's draft head, the library's `MtpModel`, for
-        which the layouts have room; `draft_tokens` are the most it may guess, with
-        `draft_pauses` not while few are right. Without `peer_access` cards hand hidden
+        which the layouts have room; `draft_tokens` are the most it may guess. Without `peer_access` cards hand hidden
         states on through main memory."""
         if len(stages) != len(arenas):
             raise ValueError(f"{len(stages)} stages need as many arenas, not {len(arenas)}")
@@ -89,7 +87,7 @@ class Session:
                 step_by_step(stage, cache.history)
         self.draft_tokens = draft_tokens if draft_model is not None else 0
         """The most tokens that are guessed at once; 0 without a draft head."""
-        self.draft_pauses = draft_pauses
+        self.draft_pauses = True
         """Whether guessing pauses while it is rarely right (`engine.draft_pace`)."""
         self._position = 0
         self._steered = SteeringHooks(self.stages)

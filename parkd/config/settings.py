@@ -136,7 +136,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("lora", "llama.cpp", "FILE", loras, (), "adapter, at scale 1; may be repeated", True),
     Setting("lora-scaled", "llama.cpp", "FILE:SCALE", scaled_loras, (), "the same with its scale", True),
     Setting(
-        "draft-tokens", "model", "N", guesses, None, "tokens that a model's draft head guesses a step, 0: none (auto)"
+        "draft-tokens", "model", "N", guesses, None, "tokens that a model's draft head guesses a step (auto: none)"
     ),
     Setting("draft-max", "model", "N", guesses, None, "as llama.cpp calls it"),
     Setting("control-vector", "model", "[NAME=]FILE", vectors, (), "control vector, at scale 1; may be repeated", True),

@@ -123,7 +123,6 @@ def _opened(config: TorchEngineConfig, loaded: LoadedModel, free: Callable[[str]
         tower,
         draft_model=loaded.draft_model,
         draft_tokens=layout.guesses,
-        draft_pauses=layout.draft_tokens is None,
         peer_access=layout.peer_access,
     )
 

@@ -125,7 +125,7 @@ def test_a_head_is_left_out_when_asked_and_part_of_what_state_depends_on(name: s
         for each in (with_head, without)
     ]
     assert sessions[0].layout_digest != sessions[1].layout_digest
-    for draft_tokens, session in ((None, sessions[0]), (0, sessions[1])):
+    for draft_tokens, session in ((2, sessions[0]), (None, sessions[1])):
         planned = plan_model(str(tmp_path / "model"), EngineConfig(devices=("cpu", "cpu"), draft_tokens=draft_tokens))
         assert planned.stages == tuple(arena.layout for arena in session.arenas)
 
@@ -200,3 +200,4 @@ def test_the_real_shape_counts_its_head() -> None:
         head, plain = (plan_model(f"random:{name}{ending}", guessing).stages[0] for ending in ("-mtp", ""))
         assert head.row_bytes - plain.row_bytes == row_bytes
         assert head.fixed_bytes - plain.fixed_bytes == fixed_bytes
+        assert plan_model(f"random:{name}-mtp", EngineConfig()).stages[0].digest == plain.digest

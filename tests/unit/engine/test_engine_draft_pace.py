@@ -38,12 +38,14 @@ def test_a_head_that_is_right_never_pauses_and_ends_the_growth() -> None:
     assert pattern(0, 8 + 33, pace) == "g" * 8 + "." * 32 + "g"
 
 
-@pytest.mark.parametrize(("draft_tokens", "most"), [(None, 16), (2, 80)])
-def test_only_guessing_that_nobody_asked_for_pauses(draft_tokens: int | None, most: int) -> None:
+@pytest.mark.parametrize(("pauses", "most"), [(True, 16), (False, 80)])
+def test_guessing_that_is_rarely_right_pauses(pauses: bool, most: int) -> None:
     """A random head: 8 steps of two guesses, then single steps. Answers are the same."""
     ids, count = prompt_ids(), 40
     model, head = drafting("qwen3.5")
-    session = open_session(model, EngineConfig(context_tokens=256, draft_tokens=draft_tokens), draft_model=head)
+    session = open_session(model, EngineConfig(context_tokens=256, draft_tokens=2), draft_model=head)
+    assert session.draft_pauses
+    session.draft_pauses = pauses
     session.extend(ids[:-1])
     decoding = Decoder(session, Sampler(SamplingParams(temperature=0.0), int(model.config.vocab_size), ids))
     said = say(decoding, int(ids[-1]), count)
@@ -51,3 +53,9 @@ def test_only_guessing_that_nobody_asked_for_pauses(draft_tokens: int | None, mo
     plain = drafting_session("qwen3.5", 1)
     plain.extend(ids[:-1])
     assert said == greedy(plain, ids, count)
+
+
+@pytest.mark.parametrize("devices", [("cpu",), ("cuda:0", "cuda:1"), ("cuda", "cpu")])
+def test_nobody_guesses_unasked(devices: tuple[str, ...]) -> None:
+    assert EngineConfig(devices=devices).guesses == 0
+    assert EngineConfig(devices=devices, draft_tokens=2).guesses == 2
