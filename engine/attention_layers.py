@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from engine.cache_layers import ArenaLinearLayer
 from engine.indexed_layers import TakesPositions
 from engine.kv_format import KeptStates, QuantisedStates, quantise
-from engine.placed import PlacedStates, TokenPlace
+from engine.placed import PlacedRows, PlacedStates, TokenPlace
 
 
 class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc]
@@ -30,11 +30,17 @@ class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc
         self.value_rows = values
         self.position = 0
         self.place: TokenPlace | None = None
-        """Set while a token's forward is recorded."""
+        """Set while a step's forward is recorded."""
         self.is_initialized = True
 
     def begin(self, position: int) -> None:
         self.position = position
+
+    def placed(self) -> PlacedRows:
+        """While a step's forward is recorded."""
+        assert self.place is not None, "nothing is recorded"
+        scales: torch.Tensor | None = getattr(self, "scale_rows", None)
+        return PlacedRows(self.key_rows, self.value_rows, scales, self.place.position, None)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the arena was allocated before the first forward."""

@@ -46,14 +46,17 @@ class StageCache(Cache):  # type: ignore[misc]
 
     def begin(self, position: int) -> None:
         """The chunk that comes starts at `position`: rows `[0, position)` are its past."""
+        self._moved_to(position)
+        for layer in self._mine:
+            layer.begin(position)
+        if self._positions is not None:
+            self._positions.position = position
+
+    def _moved_to(self, position: int) -> None:
         self.position = position
         if not self.history.is_recording:
             self.history.forget()
-        for layer in self._mine:
-            layer.begin(position)
         self.rows_changed_from(position)
-        if self._positions is not None:
-            self._positions.position = position
 
     def rows_changed_from(self, position: int) -> None:
         """Rows from `position` on are no longer those that went through here."""
@@ -61,18 +64,19 @@ class StageCache(Cache):  # type: ignore[misc]
             index.forget_from(position)
 
     def record(self, place: TokenPlace | None) -> None:
-        """From now on a forward writes one token where `place` says; None: where `begin` said, as ever."""
+        """From now on a forward writes a step's tokens where `place` says; None: where `begin` said, as ever."""
         for layer in self._mine:
             if hasattr(layer, "place"):
                 layer.place = place
 
-    def ready_for_token(self, position: int, turn: int, place: TokenPlace) -> None:
-        """Before a recorded forward is replayed for the token at `position`, turned by `turn`. Only queues work."""
-        self.begin(position)
-        place.position.fill_(position)
-        place.turn.fill_(turn)
+    def ready_for_step(self, position: int, turn: int, place: TokenPlace) -> None:
+        """Before a recorded forward is replayed for tokens from `position` on, turned by `turn` and more. Only queues
+        work. Layers whose state lies where it always does are not told: they take no part in a replay."""
+        self._moved_to(position)
+        place.put(position, turn)
         for layer in self._sliding:
-            layer.ready_for_token(place)
+            layer.begin(position)
+            layer.ready_for_step(place)
 
     def floor(self, position: int) -> int:
         """The lowest position the timeline can be cut to while this stage's state stays exact."""

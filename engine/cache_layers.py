@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from engine.placed import PlacedStates, TokenPlace
+from engine.placed import PlacedRows, PlacedStates, TokenPlace
 
 
 class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -33,7 +33,7 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.slack = slack
         self.position = 0
         self.place: TokenPlace | None = None
-        """Set while a token's forward is recorded."""
+        """Set while a step's forward is recorded."""
         self.is_initialized = True
         self._live = live
         self._packed = packed
@@ -49,11 +49,16 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
         if position == 0:
             self._base = 0
 
-    def ready_for_token(self, place: TokenPlace) -> None:
-        """Makes room for the token at the position, and tells the device where in the buffer it goes."""
-        if self.position - self._base >= len(self._live[0]):
-            self._make_room(1)
+    def ready_for_step(self, place: TokenPlace) -> None:
+        """Makes room for the tokens from the position on, and tells the device where in the buffer they go."""
+        if self.position - self._base + place.tokens > len(self._live[0]):
+            self._make_room(place.tokens)
         place.set_slot(self.window, self.position - self._base)
+
+    def placed(self) -> PlacedRows:
+        """While a step's forward is recorded."""
+        assert self.place is not None, "nothing is recorded"
+        return PlacedRows(*self._live, None, self.place.slot(self.window), self.window)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the buffer was allocated before the first forward."""

@@ -3,7 +3,9 @@
     token, position -> | graph of stage 0 | -> hidden -> | graph of stage 1 | -> logits
                            writes row `position`            writes row `position`
 
-A graph is recorded once and replayed for every token: addresses are fixed, the position is read from the device.
+A graph is recorded once and replayed for every step: addresses are fixed, the position is read from the device. A step
+is one token; where a draft head guesses, there are graphs of a token and its guesses too, and the last stage's graphs
+bring the head's rows up to date (`engine.draft_graph`).
 For the models of `engine.dense` a layer is seven kernels (`engine.kernels`) in place of the library's several dozen; of
 the others the library's own forward is recorded, with rows written and attended to where the device says
 (`engine.placed`), and in fewer kernels what is known how (`engine.one_token`). Rounding differs from the unrecorded
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +26,9 @@ import torch
 
 from engine.cache import StageCache
 from engine.dense import dense_layers
+from engine.draft import DraftHead
+from engine.draft_graph import RecordedGuessing, RecordedReading
+from engine.graphs import recorded
 from engine.handoff import HandOff
 from engine.one_token import few_kernels
 from engine.placed import TokenPlace
@@ -31,63 +36,70 @@ from engine.stages import Stage
 
 log = logging.getLogger("parkd.engine")
 
-WARM_UP_RUNS = 2
-
 Progress = Callable[[str, float], None]
 
 
 class Decoder(ABC):
-    """One stage's forward of one token, over buffers that never move."""
+    """One stage's forward of a step's tokens, over buffers that never move."""
 
-    def __init__(self, stage: Stage, hidden_size: int) -> None:
+    def __init__(self, stage: Stage, hidden_size: int, tokens: int = 1) -> None:
         device = stage.device
         self.stage = stage
-        self.token = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        self.tokens = torch.zeros((1, tokens), dtype=torch.int64, device=device)
         """Read by the first stage."""
-        self.hidden = torch.zeros(hidden_size, dtype=stage.dtype, device=device)
-        """`[hidden]`, what comes in and what goes out."""
+        self.hidden = torch.zeros((tokens, hidden_size), dtype=stage.dtype, device=device)
+        """What comes in and what goes out."""
         self.logits = None
-        """float32 `[vocab]`; last stage only."""
+        """float32 `[tokens, vocab]`; last stage only."""
         if stage.head is not None:
             head: Any = stage.head
-            self.logits = torch.empty(head.weight.shape[0], dtype=torch.float32, device=device)
+            self.logits = torch.empty((tokens, head.weight.shape[0]), dtype=torch.float32, device=device)
         self._graph: Any = None
 
     def record(self) -> None:
         """Compiles the kernels and records the graph. The first rows are written: nothing may be live."""
-        with torch.cuda.device(self.stage.device), torch.inference_mode():
-            side = torch.cuda.Stream(self.stage.device)  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream(self.stage.device))
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP_RUNS):
-                    self.run()
-            torch.cuda.current_stream(self.stage.device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may be registering memory meanwhile: their calls must not spoil the recording.
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                self.run()
-        self._graph = graph
+        self._graph = recorded(self.run, self.stage.device)
 
     def replay(self) -> None:
         self._graph.replay()
 
     @abstractmethod
-    def ready(self, position: int, turn: int) -> None:
-        """Before a replay: the token comes at `position`, and rotary positions give it `turn`. Only queues work."""
+    def ready(self, token_ids: Sequence[int], position: int, turn: int) -> None:
+        """Before a replay: the tokens come from `position` on, and rotary positions give the first `turn`. Only queues
+        work."""
 
     @abstractmethod
     def run(self) -> None:
-        """Queues the kernels of one token."""
+        """Queues the kernels of the step."""
+
+    def _take(self, token_ids: Sequence[int]) -> None:
+        if self.stage.index == 0:
+            for index, token in enumerate(token_ids):
+                self.tokens[0, index].fill_(token)
 
 
 class LibraryDecoder(Decoder):
     """The library's forward."""
 
-    def __init__(self, stage: Stage, cache: StageCache, config: Any) -> None:
-        super().__init__(stage, int(config.hidden_size))
+    def __init__(
+        self,
+        stage: Stage,
+        cache: StageCache,
+        config: Any,
+        tokens: int = 1,
+        draft: DraftHead | None = None,
+        *,
+        together: bool = False,
+    ) -> None:
+        """`draft` is the head that reads on behind the last stage. With `together` a token's bits do not depend on how
+        many there are."""
+        super().__init__(stage, int(config.hidden_size), tokens)
         self._cache = cache
-        self._place = TokenPlace(stage.device)
+        self._place = TokenPlace(stage.device, tokens)
         self._has_kernels = stage.device.type == "cuda"
+        self._together = together or tokens > 1
+        self._note = cache.history.note if tokens > 1 else None
+        self._reading = None if draft is None else RecordedReading(draft, tokens)
 
     def record(self) -> None:
         self._cache.record(self._place)
@@ -95,24 +107,36 @@ class LibraryDecoder(Decoder):
             # Not at 0, where layers of linear attention have no state to go on from.
             with torch.inference_mode():
                 self._cache.begin(0)
-                self.ready(1, 1)
+                self._cache.begin(1)
+                self.ready([0] * self._place.tokens, 1, 1)
+            if self._note is not None:
+                self._cache.history.record(1, self._place.tokens)
             super().record()
         finally:
+            self._cache.history.forget()
             self._cache.record(None)
 
-    def ready(self, position: int, turn: int) -> None:
-        self._cache.ready_for_token(position, turn, self._place)
+    def ready(self, token_ids: Sequence[int], position: int, turn: int) -> None:
+        self._take(token_ids)
+        self._cache.ready_for_step(position, turn, self._place)
+        if self._reading is not None:
+            self._reading.ready(token_ids, position, turn)
 
     def run(self) -> None:
-        inputs = {"input_ids": self.token} if self.stage.index == 0 else {"inputs_embeds": self.hidden.view(1, 1, -1)}
-        positions = self._place.turn.view(1, 1)
+        inputs = {"input_ids": self.tokens} if self.stage.index == 0 else {"inputs_embeds": self.hidden[None]}
+        positions = self._place.turn[None]
         inner: Any = self.stage.inner
-        with few_kernels(inner, self.stage.mixer, self.stage.head) if self._has_kernels else nullcontext():
+        head = None if self._reading is None else self._reading.model
+        modules = (inner, self.stage.mixer, self.stage.head, head)
+        fewer = few_kernels(*modules, together=self._together, note=self._note)
+        with fewer if self._has_kernels else nullcontext():
             out = inner(**inputs, position_ids=positions, cache=self._cache, use_cache=True).last_hidden_state
             if self.logits is not None:
-                self.logits.copy_(self.stage.logits(out))
+                self.logits.copy_(self.stage.every_logits(out))
             else:
-                self.hidden.copy_(out[0, 0])
+                self.hidden.copy_(out[0])
+            if self._reading is not None:
+                self._reading.run(out)
 
 
 class StageDecoder(Decoder):
@@ -136,8 +160,9 @@ class StageDecoder(Decoder):
         self._gated = torch.empty(config.intermediate_size, dtype=dtype, device=device)
         self._attend = DecodeAttention(q_width // dim, kv_heads, dim, device, codes=first.scale_rows is not None)
 
-    def ready(self, position: int, turn: int) -> None:
+    def ready(self, token_ids: Sequence[int], position: int, turn: int) -> None:
         assert turn == position, "models of this kind read no pictures"
+        self._take(token_ids)
         self.position.fill_(position)
 
     def run(self) -> None:
@@ -145,9 +170,9 @@ class StageDecoder(Decoder):
         from engine.kernels.rows import write_rows
 
         inner: Any = self.stage.inner
-        hidden = self.hidden
+        hidden = self.hidden[0]
         if self.stage.index == 0:
-            hidden.copy_(inner.embed_tokens(self.token)[0, 0])
+            hidden.copy_(inner.embed_tokens(self.tokens)[0, 0])
         cos, sin = inner.rotary_emb(hidden.view(1, 1, -1), position_ids=self.position.view(1, 1))
         q, k, v = torch.split(self._qkv[None], [len(self._query), self._kv_width, self._kv_width], dim=1)
         for layer in self.layers:
@@ -180,30 +205,41 @@ class StageDecoder(Decoder):
             gated(hidden, layer.gate, layer.up, self._gated, norm=layer.post_norm, eps=self.eps)
             matvec(self._gated, (layer.down,), hidden, residual=hidden)
         if self.logits is not None:
-            matvec(hidden, (self.stage.head,), self.logits, norm=inner.norm.weight, eps=self.eps)
+            matvec(hidden, (self.stage.head,), self.logits[0], norm=inner.norm.weight, eps=self.eps)
 
 
 class DecodeGraph:
-    """All stages' graphs: a token in, its logits out."""
+    """All stages' graphs: tokens in, the logits behind each out."""
 
-    def __init__(self, decoders: Sequence[Decoder], handoffs: Sequence[HandOff]) -> None:
-        """`handoffs` lead from each stage to the next."""
-        self._decoders = tuple(decoders)
+    def __init__(
+        self,
+        steps: Mapping[int, Sequence[Decoder]],
+        handoffs: Sequence[HandOff],
+        guessing: RecordedGuessing | None = None,
+    ) -> None:
+        """`steps` are the decoders of all stages by the number of a step's tokens; `handoffs` lead from each stage to
+        the next."""
+        self._steps = {tokens: tuple(decoders) for tokens, decoders in steps.items()}
         self._handoffs = tuple(handoffs)
+        self.guessing = guessing
 
-    def step(self, token_id: int, position: int, offset: int = 0) -> torch.Tensor:
-        """Runs one token at `position`, writing that row in every stage; waits for nothing. `offset` is by how much
+    def takes(self, tokens: int) -> bool:
+        """Whether a step of so many tokens was recorded."""
+        return tokens in self._steps
+
+    def step(self, token_ids: Sequence[int], position: int, offset: int = 0) -> torch.Tensor:
+        """Runs tokens from `position` on, writing their rows in every stage; waits for nothing. `offset` is by how much
         rotary positions run ahead of rows.
 
-        Returns its logits, float32 `[vocab]` on the last device.
+        Returns their logits, float32 `[tokens, vocab]` on the last device.
         """
-        self._decoders[0].token.fill_(token_id)
-        for index, decoder in enumerate(self._decoders):
-            decoder.ready(position, position + offset)
+        decoders = self._steps[len(token_ids)]
+        for index, decoder in enumerate(decoders):
+            decoder.ready(token_ids, position, position + offset)
             if index:
-                self._handoffs[index - 1].into(self._decoders[index - 1].hidden, decoder.hidden)
+                self._handoffs[index - 1].into(decoders[index - 1].hidden, decoder.hidden)
             decoder.replay()
-        logits = self._decoders[-1].logits
+        logits = decoders[-1].logits
         assert logits is not None, "the last stage has the head"
         return logits.clone()
 
@@ -216,23 +252,37 @@ def record_decoding(
     progress: Progress | None = None,
     *,
     dense: bool,
+    draft: DraftHead | None = None,
+    guesses: int = 0,
 ) -> DecodeGraph | None:
-    """Records every stage: of few kernels if the model is `dense` (`dense.refusal`), else the library's forward. The
-    first rows of every arena and the fixed state are overwritten.
+    """Records every stage: of few kernels if the model is `dense` (`dense.refusal`), else the library's forward. With a
+    `draft` head also steps of a token and so many `guesses`, and the head. The first rows of every arena and the fixed
+    state are overwritten.
 
     None, with the reason in the log, if a compiler, a driver or the forward will not: the slower way still answers.
     """
-    decoders: list[Decoder] = []
+    steps: dict[int, list[Decoder]] = {1: []} if draft is None else {1: [], 1 + guesses: []}
+    count = 0
     try:
-        for index, (stage, cache) in enumerate(zip(stages, caches, strict=True)):
-            if progress is not None:
-                progress("Preparing the decode kernels", index / len(stages))
-            decoder = StageDecoder(stage, cache, config) if dense else LibraryDecoder(stage, cache, config)
-            decoder.record()
-            decoders.append(decoder)
+        for tokens, decoders in steps.items():
+            for stage, cache in zip(stages, caches, strict=True):
+                if progress is not None:
+                    progress("Preparing the decode kernels", count / (len(steps) * len(stages)))
+                head = draft if stage is stages[-1] else None
+                decoder: Decoder
+                if dense:
+                    decoder = StageDecoder(stage, cache, config)
+                else:
+                    decoder = LibraryDecoder(stage, cache, config, tokens, head, together=draft is not None)
+                decoder.record()
+                decoders.append(decoder)
+                count += 1
+        guessing = None if draft is None else RecordedGuessing(draft)
+        if guessing is not None:
+            guessing.record()
     except Exception as error:
         log.warning("decoding without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
         return None
     if progress is not None:
         progress("Preparing the decode kernels", 1.0)
-    return DecodeGraph(decoders, handoffs)
+    return DecodeGraph(steps, handoffs, guessing)

@@ -31,6 +31,7 @@ from engine.cache import attention_layer
 from engine.indexed_layers import IndexPositions, LayerIndex
 from engine.indexer import MakeBlocks, replace_indexers
 from engine.layer_state import INDEX_KEY, INDEX_POSITION
+from engine.placed import TokenPlace
 from engine.stages import MIXER, Stage, moved_twin
 from engine.step_history import StepHistory
 from engine.vision import NO_IMAGES, ChunkImages, PositionOffset
@@ -78,6 +79,10 @@ class DraftCache(Cache):  # type: ignore[misc]
         assert self._index is not None, "the layout has an index"
         return self._index.blocks(count, make)
 
+    def record(self, place: TokenPlace | None) -> None:
+        """From now on rows are written where `place` says; None: where `begin` said."""
+        self._layer.place = place
+
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         return int(self._layer.position)
 
@@ -113,6 +118,34 @@ class DraftHead:
         self._hidden = next((arena.fixed_view(f) for f in arena.layout.fixed_fields if f.name == "hidden"), None)
         self._layer = layer
 
+    @property
+    def device(self) -> torch.device:
+        return self._stage.device
+
+    @property
+    def output(self) -> nn.Module | None:
+        """Hidden states to logits; the model's own."""
+        return self._stage.head
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """What the next row is made from lies in one place, whatever the position."""
+        return self._hidden is not None
+
+    @property
+    def kept_hidden(self) -> torch.Tensor:
+        """`[hidden]`, that behind the last token, where `can_be_recorded`."""
+        assert self._hidden is not None, "every row has its own"
+        return self._hidden
+
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """`[1, q, hidden]` on the head's device."""
+        return self._first.embed(np.array(token_ids, dtype=np.int64)).to(self._stage.device)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 `[vocab]` of the guess behind the last of the head's `hidden`, `[1, q, hidden]`."""
+        return self._stage.scores(self._mixer(hidden))[-1]
+
     def read(
         self,
         token_ids: npt.NDArray[np.int64],
@@ -143,15 +176,35 @@ class DraftHead:
             return guesses
         hidden, token = self._behind(position), token_id
         for row in range(position, position + count):
-            embedded = self._first.embed(np.array([token], dtype=np.int64)).to(self._stage.device)
-            hidden = self._forward(embedded, row, hidden, self._offset.plain(row, row + 1))
-            token = choose(self._stage.scores(self._mixer(hidden))[-1])
+            hidden = self._forward(self.embed([token]), row, hidden, self._offset.plain(row, row + 1))
+            token = choose(self.logits(hidden))
             guesses.append(token)
         return guesses
 
     def rows_changed_from(self, position: int) -> None:
         """Rows from `position` on were written by others."""
         self._cache.rows_changed_from(position)
+
+    def ready(self, position: int, turn: int, place: TokenPlace) -> None:
+        """Before what was recorded over `place` is replayed for tokens from `position` on, not 0."""
+        place.put(position - 1, turn)  # The cache's rows begin with token 1's.
+
+    def read_placed(self, embedded: torch.Tensor, hidden: torch.Tensor, place: TokenPlace) -> None:
+        """`read` of embeddings `[1, q, hidden]`, with rows where `place` says."""
+        self.placed(embedded, torch.cat([self.kept_hidden.view(1, 1, -1), hidden[:, :-1]], dim=1), place)
+        self._keep(0, hidden[0])
+
+    def placed(self, embedded: torch.Tensor, hidden: torch.Tensor, place: TokenPlace) -> torch.Tensor:
+        """The head's hidden states `[1, q, hidden]` of tokens whose embeddings are given, and what was behind those
+        before them. Writes their rows where `place` says."""
+        self._cache.record(place)
+        try:
+            output: torch.Tensor = self.model.forward_layer(
+                0, hidden, place.turn[None], self._cache, inputs_embeds=embedded
+            )
+        finally:
+            self._cache.record(None)
+        return output
 
     def _forward(self, embedded: torch.Tensor, row: int, hidden: torch.Tensor, images: ChunkImages) -> torch.Tensor:
         # A row has the position that the model gives its token, so pictures lie by row and column here too.

@@ -45,20 +45,23 @@ class ModelForward:
         captures: CapturesUnderWay,
         draft: DraftHead | None,
         *,
+        guesses: int = 0,
         peer_access: bool = True,
     ) -> None:
-        """Without `peer_access` cards hand hidden states on through main memory."""
+        """`guesses` are the most that the draft head makes at once. Without `peer_access` cards hand hidden states on
+        through main memory."""
         self._stages = tuple(stages)
         self._arenas = tuple(arenas)
         self._caches = tuple(caches)
         self._config = config
         self._captures = captures
         self._draft = draft
+        self._guesses = guesses
         self._handoffs = [
             HandOff(one.device, other.device, peer_access=peer_access) for one, other in pairwise(self._stages)
         ]
         self.decode_graph: DecodeGraph | None = None
-        """None: every token goes through `run`."""
+        """None: every step goes through `run`."""
         self.dense: Sequence[DenseStage] = ()
 
     def record(self, progress: Callable[[str, float], None] | None = None) -> bool:
@@ -67,8 +70,8 @@ class ModelForward:
         False if nothing was tried, because of what the model or the devices are.
         """
         reason = no_recording(self._config, self._stages)
-        if self._draft is not None:
-            reason = "the draft head reads hidden states, which recorded decoding leaves out"
+        if self._draft is not None and not self._draft.can_be_recorded:
+            reason = "the draft head goes on from another place behind every token"
         if reason is not None:
             if any(stage.device.type == "cuda" for stage in self._stages):  # on a CPU nobody expects it
                 log.info("decoding is not recorded: %s", reason)
@@ -77,16 +80,22 @@ class ModelForward:
             log.info("the library's own forward is used: %s", reason)
         is_dense = reason is None
         self.decode_graph = record_decoding(
-            self._config, self._stages, self._caches, self._handoffs, progress, dense=is_dense
+            self._config,
+            self._stages,
+            self._caches,
+            self._handoffs,
+            progress,
+            dense=is_dense,
+            draft=self._draft,
+            guesses=self._guesses,
         )
         if is_dense and self.decode_graph is not None:
             self.dense = [DenseStage(*pair, self._config) for pair in zip(self._stages, self._caches, strict=True)]
         return True
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether what was recorded stands for the layers as they are now."""
-        return self.decode_graph is not None and not self._has_hooks
+    def is_recorded(self, tokens: int) -> bool:
+        """Whether a step of so many was recorded, and what was stands for the layers as they are now."""
+        return self.decode_graph is not None and self.decode_graph.takes(tokens) and not self._has_hooks
 
     @property
     def _has_hooks(self) -> bool:
@@ -133,23 +142,31 @@ class ModelForward:
         except Exception as error:
             raise StageFailed(len(self._stages) - 1, "decode", error) from error
 
-    def step_recorded(self, token_id: int, position: int, offset: int) -> torch.Tensor:
-        """One token through the recorded graphs; float32 `[vocab]`. `offset` is that of rotary positions. Raises
-        StageFailed."""
+    def step_recorded(self, token_ids: Sequence[int], position: int, offset: int) -> torch.Tensor:
+        """A step's tokens through the recorded graphs; float32 `[q, vocab]`. `offset` is that of rotary positions.
+        Raises StageFailed."""
         assert self.decode_graph is not None, "nothing was recorded"
         try:
             for stage in self._stages:
-                self._before_write(stage, position, position + 1)
+                self._before_write(stage, position, position + len(token_ids))
             with torch.inference_mode():
-                return self.decode_graph.step(token_id, position, offset)
+                logits = self.decode_graph.step(token_ids, position, offset)
+            for cache in self._caches:
+                cache.history.was_replayed()
+            return logits
         except Exception as error:
             raise StageFailed(len(self._stages) - 1, "decode", error) from error
 
-    def guess(self, draft: DraftHead, token_id: int, position: int, count: int, choose: Choose) -> list[int]:
+    def guess(
+        self, draft: DraftHead, token_id: int, position: int, offset: int, count: int, choose: Choose
+    ) -> list[int]:
         """The head's guesses of what follows a token at `position`. Raises StageFailed."""
+        guessing = None if self.decode_graph is None else self.decode_graph.guessing
         self._before_write(self._stages[-1], position, position + count)
         try:
             with torch.inference_mode():
+                if guessing is not None and position > 0:
+                    return guessing.guess(token_id, position, offset, count, choose)
                 return draft.guess(token_id, position, count, choose)
         except EngineError:
             raise

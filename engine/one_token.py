@@ -1,14 +1,17 @@
-"""A token's forward in fewer kernels, for models that run through the library's code.
+"""A step's forward in fewer kernels, for models that run through the library's code.
 
-While a forward is recorded (`engine.decode_graph`), modules whose work for one token is known to a kernel of
+While a forward is recorded (`engine.decode_graph`), modules whose work for one token, or a few, is known to a kernel of
 `engine.kernels` are run by that:
 
     a matrix                     one product at memory speed
     a norm                       one kernel where the library launches seven
     gate, up, silu, product      one kernel, and the product down
     a gated delta net            four products, its window, its memory and gate, one product: 7 kernels of some 30
+    a layer of Gemma 3           9 kernels of some 30 (`engine.gemma_layer`)
 
-Everything else stays the library's, and so does every chunk of a prompt.
+Where a draft head guesses, a step may be of several tokens. Each is computed as it would be alone, to the bit: products
+read the weights once for all (`engine.kernels.few_tokens`), the rest is done token by token. Everything else stays the
+library's, and so does every chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ import torch
 from torch import nn
 
 Forward = Callable[..., Any]
-NORM, GATED, DELTA_NET = "norm", "gated", "delta net"
+Note = Callable[[int, int], None]
+"""Told (layer, token) when a layer's state is that behind the token."""
+NORM, GATED, DELTA_NET, GEMMA_LAYER = "norm", "gated", "delta net", "gemma layer"
 KNOWN: Mapping[str, str] = MappingProxyType(
     {
         "Qwen3_5RMSNorm": NORM,
@@ -30,6 +35,7 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "Gemma3RMSNorm": NORM,
         "Qwen3_5MLP": GATED,
         "Qwen3_5GatedDeltaNet": DELTA_NET,
+        "Gemma3DecoderLayer": GEMMA_LAYER,
     }
 )
 """The library's class -> what it does."""
@@ -37,33 +43,40 @@ SILU = "silu"
 
 
 @contextmanager
-def few_kernels(*modules: nn.Module | None) -> Iterator[None]:
-    """Inside, `modules` and all in them run one token in few kernels, where that is known how. They must be on a card
-    and hold bf16 or f16."""
-    changed = []
+def few_kernels(*modules: nn.Module | None, together: bool = False, note: Note | None = None) -> Iterator[None]:
+    """Inside, `modules` and all in them run a step in few kernels, where that is known how: of one token, or with
+    `together` of as many as there are, in the same bits for each. `note` is told of recurrent state behind each token.
+    They must be on a card and hold bf16 or f16."""
+    changed: list[tuple[Any, Forward | None]] = []
     try:
         for root in modules:
             for module in () if root is None else root.modules():
-                forward = _one_token(module)
-                if forward is not None and "forward" not in module.__dict__:
+                forward = _in_few_kernels(module, note, together=together)
+                if forward is not None:
+                    changed.append((module, module.__dict__.get("forward")))
                     module.forward = forward
-                    changed.append(module)
         yield
     finally:
-        for module in changed:
+        for module, earlier in reversed(changed):
             del module.forward
+            if earlier is not None:
+                module.forward = earlier
 
 
-def _one_token(module: Any) -> Forward | None:
+def _in_few_kernels(module: Any, note: Note | None, *, together: bool) -> Forward | None:
     if type(module) is nn.Linear:
-        return _product(module)
+        return _products(module) if together else _product(module)
     kind = KNOWN.get(type(module).__name__)
     if kind == NORM:
         return _norm(module)
     if kind == GATED and module.config.hidden_act == SILU:
-        return _gated(module)
+        return _gated_together(module) if together else _gated(module)
     if kind == DELTA_NET and module.activation == SILU and _has_even_heads(module):
-        return _delta_net(module)
+        return _delta_net(module, note)
+    if kind == GEMMA_LAYER:
+        from engine.gemma_layer import is_known, one_token
+
+        return one_token(module) if is_known(module) else None
     return None
 
 
@@ -85,11 +98,25 @@ def _product(linear: Any) -> Forward:
     return forward
 
 
+def _products(linear: Any) -> Forward:
+    from engine.kernels.few_tokens import MOST_TOKENS, products
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        vectors = x.reshape(-1, linear.in_features)
+        if len(vectors) > MOST_TOKENS or x.dtype != linear.weight.dtype:
+            return torch.nn.functional.linear(x, linear.weight, linear.bias)
+        out = x.new_empty((*x.shape[:-1], linear.out_features))
+        products(vectors, linear, out.view(-1, linear.out_features))
+        return out
+
+    return forward
+
+
 def _norm(norm: Any) -> Forward:
     from engine.kernels.pointwise import offset_norm
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, -2) if x.dim() > 2 else x  # One token's heads: evenly apart, also where half are a gate.
+        rows = x.flatten(0, -2) if x.dim() > 2 else x  # Tokens' heads: evenly apart, also where half are a gate.
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         offset_norm(rows, norm.weight, out.view(rows.shape), norm.eps)
         return out
@@ -110,19 +137,36 @@ def _gated(mlp: Any) -> Forward:
     return forward
 
 
-def _delta_net(net: Any) -> Forward:
+def _gated_together(mlp: Any) -> Forward:
+    from engine.kernels.pointwise import gate
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        gates, ups = mlp.gate_proj(x), mlp.up_proj(x)
+        gate(gates, ups)
+        down: torch.Tensor = mlp.down_proj(gates)
+        return down
+
+    return forward
+
+
+def _delta_net(net: Any, note: Note | None) -> Forward:
     from engine.kernels.delta import move_memory, move_window
 
     def forward(hidden_states: torch.Tensor, cache: Any = None, **_: Any) -> torch.Tensor:
-        projected = net.in_proj_qkv(hidden_states).view(-1)
-        z, beta, decay = (part(hidden_states).view(-1) for part in (net.in_proj_z, net.in_proj_b, net.in_proj_a))
-        qkv, out = torch.empty_like(projected), torch.empty_like(z)
+        projected = net.in_proj_qkv(hidden_states)[0]
+        z, beta, decay = (part(hidden_states)[0] for part in (net.in_proj_z, net.in_proj_b, net.in_proj_a))
+        out = torch.empty_like(z)
         window = cache.get_conv_state(net.layer_idx, state_idx=0)[0]
         memory = cache.get_recurrent_state(net.layer_idx, state_idx=0)[0]
-        move_window(projected, window, net.conv1d.weight.squeeze(1), qkv)
         eps = net.norm.variance_epsilon
-        move_memory(qkv, z, beta, decay, net.dt_bias, net.A_log, net.norm.weight, memory, out, eps)
-        result: torch.Tensor = net.out_proj(out.view(1, 1, -1))
+        for token in range(len(projected)):
+            qkv = torch.empty_like(projected[token])
+            move_window(projected[token], window, net.conv1d.weight.squeeze(1), qkv)
+            given = (qkv, z[token], beta[token], decay[token])
+            move_memory(*given, net.dt_bias, net.A_log, net.norm.weight, memory, out[token], eps)
+            if note is not None:
+                note(net.layer_idx, token)
+        result: torch.Tensor = net.out_proj(out[None])
         return result
 
     return forward

@@ -23,7 +23,13 @@ from engine.hybrid_presets import HYBRID_PRESETS
 from engine.images import processor_class
 from engine.multimodal import family_of
 from engine.random_weights import SEED, draw_weights
-from engine.vision_presets import PROCESSORS, VISION_PRESETS, VISION_TOKENS, vision_template
+from engine.vision_presets import (
+    LARGE_VISION_PRESETS,
+    PROCESSORS,
+    VISION_PRESETS,
+    VISION_TOKENS,
+    vision_template,
+)
 
 PREFIX = "random:"
 RECIPE_VERSION = 2
@@ -68,8 +74,9 @@ _TINY = {
     "tie_word_embeddings": False,
 }
 
+_SHAPES = {**HYBRID_PRESETS, **VISION_PRESETS, **LARGE_VISION_PRESETS, **DRAFT_PRESETS}
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {name: Preset(*shape) for name, shape in {**HYBRID_PRESETS, **VISION_PRESETS, **DRAFT_PRESETS}.items()}
+    {name: Preset(*shape) for name, shape in _SHAPES.items()}
     | {
         "tiny-llama": Preset("llama", _TINY),
         "tiny-qwen2": Preset("qwen2", {name: value for name, value in _TINY.items() if name != "head_dim"}),

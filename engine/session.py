@@ -92,7 +92,14 @@ class Session:
         self._position = 0
         self._steered = SteeringHooks(self.stages)
         self._forward = ModelForward(
-            self.stages, self.arenas, self._caches, config, self.captures, self.draft, peer_access=peer_access
+            self.stages,
+            self.arenas,
+            self._caches,
+            config,
+            self.captures,
+            self.draft,
+            guesses=self.draft_tokens,
+            peer_access=peer_access,
         )
 
     @property
@@ -236,10 +243,7 @@ class Session:
         Returns the logits of what follows it, float32 `[vocab]`, on the last device. Raises ContextFull, StageFailed.
         """
         self._check_room(1)
-        # At 0 a layer of linear attention has no state to go on from, which is another computation than was recorded.
-        if self._forward.is_recorded and (self._position > 0 or not self.fixed_state.is_exact_once):
-            return self._step_recorded(token_id)
-        return self._decoded(np.array([token_id], dtype=np.int64))[0]
+        return self._decoded([token_id])[0]
 
     def guess(self, token_id: int, count: int, choose: Choose) -> list[int]:
         """Tokens that the draft head guesses to follow `token_id`, which comes at the position: `count`, or fewer where
@@ -248,7 +252,7 @@ class Session:
         count = min(count, self.draft_tokens, self.context_tokens - start - 1)
         if self.draft is None or count < 1:
             return []
-        return self._forward.guess(self.draft, token_id, start, count, choose)
+        return self._forward.guess(self.draft, token_id, start, self._images.offset.value, count, choose)
 
     def verify(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Runs a token and guesses of what follows it, at most `draft_tokens`, all at once.
@@ -259,20 +263,21 @@ class Session:
         """
         self._check_room(len(token_ids))
         with self.fixed_state.recorded(self._position, len(token_ids)):
-            return self._decoded(np.array(token_ids, dtype=np.int64))
+            return self._decoded(token_ids)
 
-    def _decoded(self, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
-        chunk = self._images.offset.plain(self._position, self._position + len(token_ids))
+    def _decoded(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Float32 `[q, vocab]`."""
+        forward, start, offset = self._forward, self._position, self._images.offset
+        # At 0 a layer of linear attention has no state to go on from, which is another computation than was recorded.
+        goes_on = start > 0 or not self.fixed_state.is_exact_once
         with self._recovering():
-            logits = self._forward.logits(self._forward.run(token_ids, self._position, "decode", chunk))
-            self.fixed_state.check_step()
+            if goes_on and forward.is_recorded(len(token_ids)):
+                logits = forward.step_recorded(token_ids, start, offset.value)
+            else:
+                chunk, ids = offset.plain(start, start + len(token_ids)), np.array(token_ids, dtype=np.int64)
+                logits = forward.logits(forward.run(ids, start, "decode", chunk))
+                self.fixed_state.check_step()
         self._position += len(token_ids)
-        return logits
-
-    def _step_recorded(self, token_id: int) -> torch.Tensor:
-        with self._recovering():
-            logits = self._forward.step_recorded(token_id, self._position, self._images.offset.value)
-        self._position += 1
         return logits
 
     @contextmanager

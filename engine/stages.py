@@ -83,6 +83,8 @@ class Stage:
         """Residual streams between layers, side by side in what stages hand on."""
         self.needs_ids = bool(getattr(getattr(inner, "config", None), "ple_layer_ids", None))
         """Layers look up n-grams of token ids, whichever stage they are in."""
+        layers: Any = inner.layers
+        self._layers = tuple(layers[index] for index in range(first_layer, end_layer))
 
     @property
     def num_layers(self) -> int:
@@ -92,9 +94,7 @@ class Stage:
     @property
     def has_hooks(self) -> bool:
         """Whether something was hung on a layer that only the library's forward knows of."""
-        inner: Any = self.inner
-        layers = [inner.layers[index] for index in range(self.first_layer, self.end_layer)]
-        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -74,6 +74,10 @@ class StepHistory:
         if self.is_recording and (silent := [layer for layer, noted in self._noted.items() if noted != count]):
             raise RuntimeError(f"layers {silent} did not keep their state after each of the step's {count} tokens")
 
+    def was_replayed(self) -> None:
+        """The step ran as it was recorded: every layer told of its states there."""
+        self._noted = dict.fromkeys(self._spans, self._stop - self._start)
+
     def finish(self) -> None:
         """The step is over, and the timeline at its end."""
         self.is_recording = False

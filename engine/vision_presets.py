@@ -1,4 +1,4 @@
-"""Shapes of tiny models that read pictures, and what stands around pictures in their prompts.
+"""Shapes of models that read pictures, and what stands around pictures in their prompts.
 
 Ids 0 to 2 are the tokens of every preset's template; the image tokens follow in the order of `VISION_TOKENS`.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+from engine.hybrid_presets import HYBRID_PRESETS
 
 VISION_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -39,6 +41,7 @@ _TEXT: Mapping[str, Any] = MappingProxyType(
         "tie_word_embeddings": False,
     }
 )
+_IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 _VISION: Mapping[str, Any] = MappingProxyType({"hidden_size": 32, "intermediate_size": 64, "patch_size": 8})
 
 VISION_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
@@ -97,7 +100,21 @@ VISION_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         ),
     }
 )
-"""Name -> the library's `model_type` and settings."""
+"""Name -> the library's `model_type` and settings: tiny ones."""
+
+LARGE_VISION_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "qwen3.5-27b-vl": (
+            "qwen3_5",
+            {
+                "text_config": HYBRID_PRESETS["qwen3.5-27b"][1],
+                "vision_config": {"out_hidden_size": HYBRID_PRESETS["qwen3.5-27b"][1]["hidden_size"]},
+                **{name: VISION_PRESETS["tiny-qwen3.5-vl"][1][name] for name in _IDS},
+            },
+        )
+    }
+)
+"""Of a published size; the tower's is the library's default."""
 
 PROCESSORS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -108,6 +125,12 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
         },
         "tiny-gemma3-vl": {"size": {"height": 48, "width": 48}},
+        "qwen3.5-27b-vl": {
+            "patch_size": 16,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
+        },
     }
 )
 """Name -> settings of the library's processor of pictures."""

@@ -23,8 +23,11 @@ TILINGS = [
     Tiling(rows, columns, warps)
     for rows, columns, warps in ((8, 512, 4), (4, 2048, 8), (4, 512, 4), (2, 1024, 4), (4, 1024, 8), (2, 4096, 8))
 ]
-MORE = ((10_240, 5120), (6144, 5120), (5120, 6144), (5120, 17_408))
-"""Matrices of a 27B model with gated delta nets."""
+MORE = (
+    *((10_240, 5120), (6144, 5120), (5120, 6144), (5120, 17_408)),
+    *((4096, 2560), (2560, 2048), (20_480, 2560), (2560, 10_240), (262_208, 2560)),
+)
+"""Matrices of a 27B model with gated delta nets, and of a 4B model of Gemma 3's."""
 COPIES = 6
 """Sets of weights that are used in turn, so that none is still in the cache."""
 

@@ -26,18 +26,22 @@ class Tiling:
     warps: int
 
 
-NARROW, MIDDLE, WIDE = Tiling(4, 2048, 8), Tiling(2, 1024, 4), Tiling(8, 512, 4)
-NARROW_COLUMNS, MIDDLE_COLUMNS = 4096, 8192
+NARROW, UNEVEN, MIDDLE, WIDE = Tiling(4, 2048, 8), Tiling(4, 512, 4), Tiling(2, 1024, 4), Tiling(8, 512, 4)
+NARROW_COLUMNS, MIDDLE_COLUMNS, WIDE_ROWS = 4096, 8192, 4096
 """The best of those in `benchmarks/gpu/kernels.py`, H200, bf16: 3.1 and 4.5 TB/s for 6144 and 151,936 rows of 4096, 3.7
 and 4.6 for 10,240 and 248,320 rows of 5120, 4.0 for 5120 rows of 17,408, and 3.8 for the gate's two of 12,288 rows of
-4096 (the last two wide)."""
+4096 (the last two wide). Of 2560 columns 2.3 for 4096 rows and 4.5 for 262,208 (uneven);
+2.9 for 2560 rows of 10,240, too few to be cut wide."""
 
 
-def tiling_for(columns: int) -> Tiling:
-    """How products with matrices of so many columns are cut."""
+def tiling_for(rows: int, columns: int) -> Tiling:
+    """How products with matrices of this shape are cut."""
     if columns <= NARROW_COLUMNS:
-        return NARROW
-    return MIDDLE if columns <= MIDDLE_COLUMNS else WIDE
+        return NARROW if columns % NARROW.columns == 0 else UNEVEN
+    return MIDDLE if columns <= MIDDLE_COLUMNS or rows < WIDE_ROWS else WIDE
+
+
+SQRT_8_OVER_PI, CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
 
 
 @triton.jit
@@ -58,6 +62,7 @@ def _matvec_kernel(
     eps,
     K: tl.constexpr,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -86,14 +91,14 @@ def _matvec_kernel(
             x = tl.load(x_ptr + columns).to(tl.float32)
             if NORM:
                 squares += x * x
-                x *= tl.load(norm_ptr + columns).to(tl.float32)
+                x *= tl.load(norm_ptr + columns).to(tl.float32) + OFFSET
         else:
             there = columns < K
             w = tl.load(weights + starts[:, None] + columns[None, :], mask=inside[:, None] & there[None, :], other=0.0)
             x = tl.load(x_ptr + columns, mask=there, other=0.0).to(tl.float32)
             if NORM:
                 squares += x * x
-                x *= tl.load(norm_ptr + columns, mask=there, other=0.0).to(tl.float32)
+                x *= tl.load(norm_ptr + columns, mask=there, other=0.0).to(tl.float32) + OFFSET
         sums += w.to(tl.float32) * x[None, :]
     y = tl.sum(sums, axis=1)
     if NORM:
@@ -120,6 +125,8 @@ def _gated_kernel(
     eps,
     K: tl.constexpr,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GELU: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -139,7 +146,7 @@ def _gated_kernel(
         x = tl.load(x_ptr + columns, mask=there, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
-            x *= tl.load(norm_ptr + columns, mask=there, other=0.0).to(tl.float32)
+            x *= tl.load(norm_ptr + columns, mask=there, other=0.0).to(tl.float32) + OFFSET
         gates += gate.to(tl.float32) * x[None, :]
         ups += up.to(tl.float32) * x[None, :]
     gate_out, up_out = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
@@ -150,7 +157,9 @@ def _gated_kernel(
     dtype = gate_ptr.dtype.element_ty
     gate_out = gate_out.to(dtype).to(tl.float32)
     up_out = up_out.to(dtype).to(tl.float32)
-    act = (gate_out * tl.sigmoid(gate_out)).to(dtype).to(tl.float32)
+    # The approximation of GELU by a hyperbolic tangent is x sigmoid(2 u), as 1 + tanh(u) = 2 sigmoid(2 u).
+    turned = SQRT_8_OVER_PI * (gate_out + CUBIC * gate_out * gate_out * gate_out) if GELU else gate_out
+    act = (gate_out * tl.sigmoid(turned)).to(dtype).to(tl.float32)
     tl.store(out_ptr + rows, (act * up_out).to(dtype), mask=inside)
 
 
@@ -165,6 +174,7 @@ def matvec(
     out: torch.Tensor,
     *,
     norm: torch.Tensor | None = None,
+    offset: bool = False,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     tiling: Tiling | None = None,
@@ -173,10 +183,10 @@ def matvec(
 
     `x` is `[k]`, weights `[n_i, k]`, `out` `[sum of n_i]`, in the weights' dtype or float32 (then rounded to the
     weights' dtype first, as a product in that dtype would be). With `norm` `[k]`, `x` is first divided by the root of
-    its mean square plus `eps`, and multiplied by `norm`. `out` may be `residual` itself.
+    its mean square plus `eps`, and multiplied by `norm` (plus one if `offset`). `out` may be `residual` itself.
     """
     weights = [linear.weight for linear in linears]
-    tiling = tiling or tiling_for(weights[0].shape[1])
+    tiling = tiling or tiling_for(*weights[0].shape)
     sizes = [weight.shape[0] for weight in weights] + [0, 0]
     others = [_distance(weights[0], weight) for weight in weights[1:]] + [0, 0]
     biases = [linear.bias for linear in linears]
@@ -202,6 +212,7 @@ def matvec(
         eps,
         K=weights[0].shape[1],
         NORM=norm is not None,
+        OFFSET=float(offset),
         BIAS=has_bias,
         RESIDUAL=residual is not None,
         ROWS=tiling.rows,
@@ -217,11 +228,13 @@ def gated(
     out: torch.Tensor,
     *,
     norm: torch.Tensor | None = None,
+    offset: bool = False,
     eps: float = 0.0,
+    gelu: bool = False,
     tiling: Tiling = WIDE,
 ) -> None:
-    """`out = silu(G x') * (U x')` with `x'` the `x` `[k]`, normed if there is a `norm`; weights `[n, k]` without bias,
-    `out` `[n]`."""
+    """`out = silu(G x') * (U x')`, or with the tanh kind of `gelu`, with `x'` the `x` `[k]`, normed as in `matvec` if
+    there is a `norm`; weights `[n, k]` without bias, `out` `[n]`."""
     rows = gate.weight.shape[0]
     _gated_kernel[(triton.cdiv(rows, tiling.rows),)](
         x,
@@ -233,6 +246,8 @@ def gated(
         eps,
         K=gate.weight.shape[1],
         NORM=norm is not None,
+        OFFSET=float(offset),
+        GELU=gelu,
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         num_warps=tiling.warps,

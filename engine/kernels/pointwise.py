@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a prompt's chunk: sums with norms, and the gate."""
+"""What stands between matrix products: sums with norms, and the gate."""
 
 from __future__ import annotations
 
@@ -41,6 +41,18 @@ def _offset_norm_kernel(x_ptr, row_stride, weight_ptr, out_ptr, eps, WIDTH: tl.c
 
 
 @triton.jit
+def _add_offset_norm_kernel(hidden_ptr, delta_ptr, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    dtype = hidden_ptr.dtype.element_ty
+    delta = tl.load(delta_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    hidden = tl.load(hidden_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    weight = 1.0 + tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    delta *= tl.rsqrt(tl.sum(delta * delta, axis=0) / WIDTH + eps)
+    tl.store(out_ptr + i, (hidden + (delta * weight).to(dtype).to(tl.float32)).to(dtype), mask=inside)
+
+
+@triton.jit
 def _gate_kernel(gate_ptr, up_ptr, BLOCK: tl.constexpr, size):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -77,6 +89,15 @@ def offset_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: f
     _offset_norm_kernel[(rows,)](
         x, x.stride(0), weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8 if block >= 2048 else 4
     )
+
+
+def add_offset_norm(
+    hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float
+) -> None:
+    """`out = hidden + delta / rms(delta) * (1 + weight)`, each rounded; all `[width]`, contiguous."""
+    (width,) = hidden.shape
+    block = triton.next_power_of_2(width)
+    _add_offset_norm_kernel[(1,)](hidden, delta, weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8)
 
 
 def gate(gates: torch.Tensor, ups: torch.Tensor) -> None:

@@ -53,6 +53,7 @@ def _write_rows_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     QUANTISED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -93,8 +94,12 @@ def _write_rows_kernel(
                 norm_low = tl.load(k_norm_ptr + i, mask=inside, other=0.0)
                 norm_high = tl.load(k_norm_ptr + HALF + i, mask=inside, other=0.0)
             # Rounded where the library rounds: keys then differ from its own as little as may be.
-            a = ((a * scale).to(dtype).to(tl.float32) * norm_low.to(tl.float32)).to(dtype).to(tl.float32)
-            b = ((b * scale).to(dtype).to(tl.float32) * norm_high.to(tl.float32)).to(dtype).to(tl.float32)
+            if OFFSET:
+                a = (a * scale * (1.0 + norm_low.to(tl.float32))).to(dtype).to(tl.float32)
+                b = (b * scale * (1.0 + norm_high.to(tl.float32))).to(dtype).to(tl.float32)
+            else:
+                a = ((a * scale).to(dtype).to(tl.float32) * norm_low.to(tl.float32)).to(dtype).to(tl.float32)
+                b = ((b * scale).to(dtype).to(tl.float32) * norm_high.to(tl.float32)).to(dtype).to(tl.float32)
         turn = token * 2 * HALF + i
         cos_low = tl.load(cos_ptr + turn, mask=inside, other=0.0).to(tl.float32)
         cos_high = tl.load(cos_ptr + turn + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -131,9 +136,10 @@ def write_rows(
     *,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
+    offset: bool = False,
     eps: float,
 ) -> None:
-    """Norms queries and keys a head, turns them, and writes all three.
+    """Norms queries and keys a head (by the weights plus one if `offset`), turns them, and writes all three.
 
     `q` is `[n, q_heads * dim]`, `k` and `v` `[n, kv_heads * dim]`, `cos` and `sin` `[n, dim]`, `positions` int64 `[n]`
     on the device; `query` `[n, q_heads * dim]` is written, and the rows `positions` of `key_rows` and `value_rows`,
@@ -168,6 +174,7 @@ def write_rows(
         HALF=dim // 2,
         BLOCK=triton.next_power_of_2(dim // 2),
         NORM=q_norm is not None,
+        OFFSET=offset,
         QUANTISED=scale_rows is not None,
         num_warps=1,
     )

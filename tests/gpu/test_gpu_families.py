@@ -212,9 +212,53 @@ async def test_the_draft_heads_state_comes_back_as_it_was(
 
 
 @EVERY_SPLIT
-def test_on_cards_decoding_is_recorded_and_no_head_guesses_unless_asked(
-    devices: tuple[str, ...], tmp_path: Path
+@EVERY_FORMAT
+def test_a_recorded_step_with_guesses_is_single_steps_to_the_bit(
+    devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
+    """Logits, rows, fixed state and what the head guesses next, in bf16."""
+    session = opened("drafting-echo", devices, tmp_path, kv_dtype=kv_dtype, draft_tokens=2)._session
+    assert session.draft is not None
+    assert session._forward.is_recorded(1)
+    assert session._forward.is_recorded(3)
+    prompt, step = ids(700, 1), [5, 9, 11]
+    session.extend(prompt)
+    session.checkpoint()
+    single = torch.stack([session.step(token) for token in step])
+    expected = [*guessed(session, 7), session.step(7), *state(session)]
+    for kept in (1, 2, 3):
+        session.truncate(len(prompt))
+        logits = session.verify([*step[:kept], *(3, 4, 5)[kept:]])
+        assert torch.equal(logits[:kept], single[:kept])
+        session.truncate(len(prompt) + kept)
+        for token in step[kept:]:
+            session.step(token)
+        assert_same([*guessed(session, 7), session.step(7), *state(session)], expected)
+
+
+def guessed(session: Session, token: int) -> list[torch.Tensor]:
+    """The scores of two guesses behind a token."""
+    scores: list[torch.Tensor] = []
+
+    def choose(logits: torch.Tensor) -> int:
+        scores.append(logits)
+        return int(logits.argmax())
+
+    session.guess(token, 2, choose)
+    return scores
+
+
+def state(session: Session) -> list[torch.Tensor]:
+    """Every field up to the position; the bytes between fields are nobody's."""
+    found = []
+    for arena in session.arenas:
+        found += [arena.field_view(field)[: session.position].clone() for field in arena.layout.row_fields]
+        found += [arena.fixed_view(field).clone() for field in arena.layout.fixed_fields]
+    return found
+
+
+@EVERY_SPLIT
+def test_on_cards_no_head_guesses_unless_asked(devices: tuple[str, ...], tmp_path: Path) -> None:
     session = opened("drafting-echo", devices, tmp_path)._session
     assert session.draft is None
     assert session._forward.decode_graph is not None

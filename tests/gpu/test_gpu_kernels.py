@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -79,6 +79,45 @@ def test_the_gated_product(dtype: torch.dtype) -> None:
         gated(x, gate, up, out, norm=weight, eps=1e-6)
     vector = normed(x, weight)
     close(out, silu(gate.weight.float() @ vector) * (up.weight.float() @ vector), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [96, 2048, 5120, 10_240])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tokens", [2, 3, 16])
+def test_a_few_tokens_give_what_each_gives_alone(dtype: torch.dtype, width: int, bias: bool, tokens: int) -> None:
+    """To the bit."""
+    from engine.kernels.few_tokens import products
+
+    layer = linear(333, width, dtype, bias=bias)
+    x = torch.randn((tokens, width), device=LAST).to(dtype)
+    together, alone = torch.full((2, tokens, 333), float("nan"), device=LAST, dtype=dtype)
+    with torch.cuda.device(LAST):
+        products(x, layer, together)
+        for token in range(tokens):
+            products(x[token][None], layer, alone[token][None])
+    assert torch.equal(together, alone)
+    close(together, x.float() @ layer.weight.float().T + (layer.bias.float() if bias else 0.0), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_by_weights_plus_one_and_gelu(dtype: torch.dtype) -> None:
+    from engine.kernels.matvec import gated, matvec
+    from engine.kernels.pointwise import add_offset_norm
+
+    gate, up = linear(333, 2560, dtype), linear(333, 2560, dtype)
+    x, hidden = torch.randn((2, 2560), device=LAST).to(dtype)
+    weight = torch.randn(2560, device=LAST).to(dtype) / 4
+    vector = normed(x, 1.0 + weight.float())
+    product, gates = torch.empty((2, 333), device=LAST, dtype=dtype)
+    added = torch.empty_like(hidden)
+    with torch.cuda.device(LAST):
+        matvec(x, (gate,), product, norm=weight, offset=True, eps=1e-6)
+        gated(x, gate, up, gates, norm=weight, offset=True, eps=1e-6, gelu=True)
+        add_offset_norm(hidden, x, weight, added, 1e-6)
+    close(product, gate.weight.float() @ vector, dtype)
+    close(gates, gelu(gate.weight.float() @ vector, approximate="tanh") * (up.weight.float() @ vector), dtype)
+    close(added, hidden.float() + vector, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

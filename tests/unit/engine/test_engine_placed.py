@@ -35,7 +35,7 @@ def reference_attention(
     keys, values = key_rows[first:last].float(), value_rows[first:last].float()
     if scale_rows is not None:
         keys, values = (r * scale_rows[:last, part, :, None].float() for part, r in enumerate((keys, values)))
-    heads = query.view(1, -1, 1, key_rows.shape[2])
+    heads = query.view(1, -1, 1, key_rows.shape[2]).float()
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     out.copy_(scaled_dot_product_attention(heads, keys, values, scale=scale, enable_gqa=True).flatten())
 
@@ -82,14 +82,13 @@ def test_a_recorded_forward_is_the_librarys(preset: str, kv_dtype: torch.dtype |
 
 
 def run(decoders: list[LibraryDecoder], token: int, position: int) -> torch.Tensor:
-    decoders[0].token.fill_(token)
     with torch.inference_mode():
         for index, decoder in enumerate(decoders):
             decoder._cache.record(decoder._place)
-            decoder.ready(position, position)
+            decoder.ready([token], position, position)
             if index:
                 decoder.hidden.copy_(decoders[index - 1].hidden)
             decoder.run()
             decoder._cache.record(None)
     assert decoders[-1].logits is not None
-    return decoders[-1].logits
+    return decoders[-1].logits[0]

@@ -24,6 +24,7 @@ from core_models import (
 from hybrid_models import hybrid_model
 from safetensors.torch import save_file
 
+from engine.decode_graph import DecodeGraph
 from engine.dense import DenseStage
 from engine.errors import ModelLoadError, UnknownVector
 from engine.steering import Steering, SteeringBank, VectorFile, load_vector, load_vectors
@@ -131,13 +132,13 @@ def test_recorded_decoding_is_not_used_while_steered(bank: SteeringBank, monkeyp
     session = tiny_session(1)
     used: list[int] = []
 
-    def recorded(token: int, position: int, _offset: int) -> torch.Tensor:
+    def recorded(tokens: list[int], position: int, _offset: int) -> torch.Tensor:
         assert position == session.position
-        used.append(token)
-        return torch.zeros(1)
+        used.extend(tokens)
+        return torch.zeros((1, 1))
 
     dense = [DenseStage(*pair, session.config) for pair in zip(session.stages, session._caches, strict=True)]
-    monkeypatch.setattr(session._forward, "decode_graph", object())
+    monkeypatch.setattr(session._forward, "decode_graph", DecodeGraph({1: ()}, ()))
     monkeypatch.setattr(session._forward, "dense", dense)
     monkeypatch.setattr(session._forward, "step_recorded", recorded)
     session.step(1)

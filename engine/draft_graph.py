@@ -1,0 +1,87 @@
+"""A draft head's part of recorded decoding: bringing its rows up to date behind a step, and guessing.
+
+    the last stage's graph     hidden states of the step -> the head's rows of its tokens, and what is behind the last
+    the head's graph           a token, what is behind the one before -> its row, what is behind it, the guess's logits
+
+The embeddings of tokens come from the first stage's device, before a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from engine.draft import Choose, DraftHead
+from engine.graphs import recorded
+from engine.one_token import few_kernels
+from engine.placed import TokenPlace
+
+
+class RecordedReading:
+    """The head reads the tokens that the model has just read."""
+
+    def __init__(self, draft: DraftHead, tokens: int) -> None:
+        self._draft = draft
+        self._place = TokenPlace(draft.device, tokens)
+        self._embedded: torch.Tensor | None = None
+
+    @property
+    def model(self) -> Any:
+        return self._draft.model
+
+    def ready(self, token_ids: Sequence[int], position: int, turn: int) -> None:
+        """Before a replay; `position` is that of the first token, not 0."""
+        embedded = self._draft.embed(token_ids)
+        if self._embedded is None:
+            self._embedded = embedded.clone()
+        else:
+            self._embedded.copy_(embedded)
+        self._draft.ready(position, turn, self._place)
+
+    def run(self, hidden: torch.Tensor) -> None:
+        """Queues it; `hidden` `[1, tokens, hidden]` is what the model made of them."""
+        assert self._embedded is not None, "ready first"
+        self._draft.read_placed(self._embedded, hidden, self._place)
+
+
+class RecordedGuessing:
+    """One guess, replayed for each."""
+
+    def __init__(self, draft: DraftHead) -> None:
+        self._draft = draft
+        self._place = TokenPlace(draft.device)
+        self._behind = draft.kept_hidden.clone().view(1, 1, -1)
+        """What is behind the token before; the guess leaves there what is behind its own."""
+        self._embedded = torch.zeros_like(self._behind)
+        self._logits: torch.Tensor | None = None
+        self._graph: Any = None
+
+    def record(self) -> None:
+        self._draft.ready(1, 1, self._place)
+        self._graph = recorded(self.run, self._draft.device)
+
+    def run(self) -> None:
+        """Queues one guess."""
+        model, head = self._draft.model, self._draft.output
+        with few_kernels(model, head) if self._draft.device.type == "cuda" else nullcontext():
+            hidden = self._draft.placed(self._embedded, self._behind, self._place)
+            logits = self._draft.logits(hidden)
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+            self._logits.copy_(logits)
+            self._behind.copy_(hidden)
+
+    def guess(self, token_id: int, position: int, offset: int, count: int, choose: Choose) -> list[int]:
+        """As `DraftHead.guess`, behind a position that is not 0; `offset` is that of rotary positions."""
+        self._behind.copy_(self._draft.kept_hidden.view(1, 1, -1))
+        guesses: list[int] = []
+        for row in range(position, position + count):
+            self._embedded.copy_(self._draft.embed([guesses[-1] if guesses else token_id]))
+            self._draft.ready(row, row + offset, self._place)
+            self._graph.replay()
+            assert self._logits is not None, "recorded first"
+            guesses.append(choose(self._logits.clone()))
+        return guesses

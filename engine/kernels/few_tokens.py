@@ -1,0 +1,82 @@
+"""Products of weight matrices with the vectors of a few tokens, on the tensor cores: the weights are read once.
+
+    weights [32 rows, 256 columns] x tokens [256 columns, 16]      a program; tokens that are not there are zeros
+
+A token's sums are made by themselves, in an order that does not depend on how many are beside it. So where a head
+guesses, single steps and steps with guesses give a token the same bits, and a guess is held to what would have been
+said. For one alone `matvec` is faster, by a twentieth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+MOST_TOKENS = 16
+ROWS, COLUMNS, WARPS, STEPS_AHEAD = 32, 256, 2, 4
+"""The best of twelve ways, H200, bf16, one token as three: 3.8 TB/s for 17,408 rows of 5120 and 5120 of 17,408, 3.4 for
+10,240 of 5120, 4.5 for 248,320."""
+
+
+@triton.jit
+def _products_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    n,
+    K,
+    WHOLE: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS_AHEAD: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    starts = rows.to(tl.int64) * K
+    token = tl.arange(0, PLACES)
+    is_there = token < TOKENS
+    sums = tl.zeros([ROWS, PLACES], dtype=tl.float32)
+    for start in tl.range(0, K, COLUMNS, num_stages=STEPS_AHEAD):
+        columns = start + tl.arange(0, COLUMNS)
+        weights_mask = inside[:, None]
+        tokens_mask = is_there[None, :]
+        if not WHOLE:
+            weights_mask = weights_mask & (columns < K)[None, :]
+            tokens_mask = tokens_mask & (columns < K)[:, None]
+        w = tl.load(weight_ptr + starts[:, None] + columns[None, :], mask=weights_mask, other=0.0)
+        x = tl.load(x_ptr + token[None, :] * K + columns[:, None], mask=tokens_mask, other=0.0)
+        sums = tl.dot(w, x, sums)
+    if BIAS:
+        sums += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+    at = token[None, :] * n + rows[:, None]
+    tl.store(out_ptr + at, sums.to(out_ptr.dtype.element_ty), mask=inside[:, None] & is_there[None, :])
+
+
+def products(x: torch.Tensor, linear: Any, out: torch.Tensor) -> None:
+    """`out[t] = W x[t] + b`: `x` is `[tokens, k]`, `out` `[tokens, n]` in the weights' dtype, both contiguous, of up to
+    `MOST_TOKENS` tokens."""
+    weight = linear.weight
+    rows, columns = weight.shape
+    _products_kernel[(triton.cdiv(rows, ROWS),)](
+        x,
+        weight,
+        weight if linear.bias is None else linear.bias,
+        out,
+        rows,
+        columns,
+        WHOLE=columns % COLUMNS == 0,
+        BIAS=linear.bias is not None,
+        TOKENS=x.shape[0],
+        PLACES=MOST_TOKENS,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        STEPS_AHEAD=STEPS_AHEAD,
+        num_warps=WARPS,
+    )
