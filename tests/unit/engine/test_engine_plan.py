@@ -19,6 +19,7 @@ def test_the_layout_is_that_of_the_loaded_model(family: str, kv_dtype: torch.dty
     config = hybrid_config(family)
     config.architectures = [type(hybrid_model(family)).__name__]
     config.save_pretrained(tmp_path)
-    planned = plan_model(str(tmp_path), EngineConfig(devices=("cpu", "cpu"), kv_dtype=kv_dtype))
+    layout = EngineConfig(devices=("cpu", "cpu"), kv_dtype=kv_dtype, draft_tokens=2)
+    planned = plan_model(str(tmp_path), layout)
     session = tiny_session(2, hybrid_model(family), kv_dtype=kv_dtype)
     assert planned.stages == tuple(arena.layout for arena in session.arenas)
