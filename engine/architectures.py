@@ -30,6 +30,7 @@ TESTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "DeepseekV3ForCausalLM": "deepseek_v3",
         "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
         "Qwen3_5ForConditionalGeneration": "qwen3_5",
+        "Qwen4ExpForConditionalGeneration": "qwen4_exp",
         "Gemma3ForConditionalGeneration": "gemma3",
     }
 )

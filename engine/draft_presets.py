@@ -25,7 +25,8 @@ from engine.vision_presets import VISION_PRESETS
 WITH_HEAD = "-mtp"
 ECHO = "-echo"
 WITH_HEADS = (
-    *("tiny-qwen3-next", "tiny-qwen3.5", "tiny-qwen3.5-vl", "tiny-qwen4-exp", "tiny-deepseek-v3", "tiny-glm4-lite"),
+    *("tiny-qwen3-next", "tiny-qwen3.5", "tiny-qwen3.5-vl", "tiny-qwen4-exp"),
+    *("tiny-qwen4-exp-vl", "tiny-deepseek-v3", "tiny-glm4-lite"),
     *("qwen3.5-27b", "qwen4-exp-small"),
 )
 ECHO_GAIN = 0.003

@@ -29,6 +29,7 @@ class VisionFamily:
 VISION_FAMILIES: Mapping[str, VisionFamily] = MappingProxyType(
     {
         "qwen3_5": VisionFamily("Qwen2VLImageProcessorPil", sees_itself=False, by_grid=True),
+        "qwen4_exp": VisionFamily("Qwen2VLImageProcessorPil", sees_itself=False, by_grid=True),
         "gemma3": VisionFamily("Gemma3ImageProcessorPil", sees_itself=True, by_grid=False),
     }
 )

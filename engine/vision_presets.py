@@ -11,9 +11,11 @@ from typing import Any
 
 from engine.hybrid_presets import HYBRID_PRESETS
 
+_QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "qwen3_5": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        "qwen3_5": _QWEN_TOKENS,
+        "qwen4_exp": _QWEN_TOKENS,
         "gemma3": ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     }
 )
@@ -43,6 +45,30 @@ _TEXT: Mapping[str, Any] = MappingProxyType(
 )
 _IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 _VISION: Mapping[str, Any] = MappingProxyType({"hidden_size": 32, "intermediate_size": 64, "patch_size": 8})
+_MROPE: Mapping[str, Any] = MappingProxyType(
+    {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 1.0,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    }
+)
+_QWEN_VISION: Mapping[str, Any] = MappingProxyType(
+    {
+        "vision_config": {
+            **_VISION,
+            "depth": 2,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+        },
+        "vision_start_token_id": 3,
+        "vision_end_token_id": 4,
+        "image_token_id": 5,
+        "video_token_id": 6,
+    }
+)
 
 VISION_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -55,25 +81,20 @@ VISION_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
                     "linear_num_value_heads": 4,
                     "linear_key_head_dim": 16,
                     "linear_value_head_dim": 16,
-                    "rope_parameters": {
-                        "rope_type": "default",
-                        "rope_theta": 10_000.0,
-                        "partial_rotary_factor": 1.0,
-                        "mrope_section": [3, 3, 2],
-                        "mrope_interleaved": True,
-                    },
+                    "rope_parameters": dict(_MROPE),
                 },
-                "vision_config": {
-                    **_VISION,
-                    "depth": 2,
-                    "num_heads": 2,
-                    "out_hidden_size": 64,
-                    "num_position_embeddings": 64,
+                **_QWEN_VISION,
+            },
+        ),
+        "tiny-qwen4-exp-vl": (
+            "qwen4_exp",
+            {
+                "text_config": {
+                    **HYBRID_PRESETS["tiny-qwen4-exp"][1],
+                    "max_position_embeddings": 4096,
+                    "rope_parameters": dict(_MROPE),
                 },
-                "vision_start_token_id": 3,
-                "vision_end_token_id": 4,
-                "image_token_id": 5,
-                "video_token_id": 6,
+                **_QWEN_VISION,
             },
         ),
         "tiny-gemma3-vl": (
@@ -116,14 +137,18 @@ LARGE_VISION_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxy
 )
 """Of a published size; the tower's is the library's default."""
 
+_QWEN_PROCESSOR: Mapping[str, Any] = MappingProxyType(
+    {
+        "patch_size": 8,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
+    }
+)
 PROCESSORS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "tiny-qwen3.5-vl": {
-            "patch_size": 8,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
-        },
+        "tiny-qwen3.5-vl": _QWEN_PROCESSOR,
+        "tiny-qwen4-exp-vl": _QWEN_PROCESSOR,
         "tiny-gemma3-vl": {"size": {"height": 48, "width": 48}},
         "qwen3.5-27b-vl": {
             "patch_size": 16,
@@ -139,5 +164,5 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def vision_template(model_type: str) -> str:
     """The chat template of a preset: Qwen writes begin, image and end of a picture, Gemma its begin alone."""
     start, end, image = VISION_TOKENS[model_type][:3]
-    written = f"{start}{image}{end}" if model_type == "qwen3_5" else start
+    written = start if model_type == "gemma3" else f"{start}{image}{end}"
     return f"{{% set image = '{written}' %}}{VISION_TEMPLATE}"

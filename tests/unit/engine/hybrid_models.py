@@ -48,6 +48,26 @@ _LATENT = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+_SPARSE = {
+    **_DELTA_NET,
+    "eos_token_id": 1,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "hc_count": 3,
+    "hc_lowrank": 8,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 32,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 50,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", _GEMMA),
     "qwen2-window": ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
@@ -63,29 +83,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5": ("qwen3_5_text", _DELTA_NET),
     "qwen3.5-mtp": ("qwen3_5_text", {**_DELTA_NET, **head_settings("qwen3_5_text")}),
-    "qwen4-exp": (
-        "qwen4_exp_text",
-        {
-            **_DELTA_NET,
-            "eos_token_id": 1,
-            "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "hc_count": 3,
-            "hc_lowrank": 8,
-            "ple_layer_ids": [1, 3],
-            "ple_embed_dim": 32,
-            "heads_per_ngram": 4,
-            "ngram_vocab_size_base": 50,
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 8,
-            "indexer_compress_ratio": 4,
-        },
-    ),
+    "qwen4-exp": ("qwen4_exp_text", _SPARSE),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "granite-h": (
         "granitemoehybrid",
@@ -119,17 +117,18 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek_v2", {**_LATENT, "q_lora_rank": None}),
     "deepseek-v3": ("deepseek_v3", {**_LATENT, "q_lora_rank": 24, "num_mtp_layers": 1}),
     "glm4-lite": ("glm4_moe_lite", {**_LATENT, "q_lora_rank": 24}),
+    "qwen4-exp-vl": ("qwen4_exp", {**_SPARSE, "rope_parameters": MROPE}),
     "qwen3.5-vl": ("qwen3_5", {**_DELTA_NET, "rope_parameters": MROPE}),
     "gemma3-vl": ("gemma3", _GEMMA),
 }
 """Name -> `model_type` and settings, of the text where there are pictures too."""
-_VISION = {"qwen3_5": QWEN_VISION, "gemma3": GEMMA_VISION}
+_VISION = {"qwen3_5": QWEN_VISION, "qwen4_exp": QWEN_VISION, "gemma3": GEMMA_VISION}
 
 
 def hybrid_config(family: str, **changes: Any) -> Any:
     model_type, settings = HYBRIDS[family]
     if model_type in VISION_FAMILIES:
-        text = {**_SHAPE, **settings, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        text = {**_SHAPE, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, **settings}
         whole = {"architectures": changes.pop("architectures", None)}
         return AutoConfig.for_model(model_type, text_config={**text, **changes}, **_VISION[model_type], **whole)
     return AutoConfig.for_model(model_type, **{**_SHAPE, **settings, **changes})

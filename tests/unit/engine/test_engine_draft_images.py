@@ -17,12 +17,14 @@ from engine import Session, capture, host_plan, restore
 from engine.vision import PromptImage
 
 FAMILY = "qwen3.5-vl"
+BOTH = pytest.mark.parametrize("family", [FAMILY, "qwen4-exp-vl"])
+"""The second head is ours, and reads residual streams through an index."""
 PROMPT = 130
 Pictures = tuple[PromptImage, ...]
 
 
-def prompt() -> tuple[npt.NDArray[np.int64], Pictures]:
-    ids, images = put_pictures(drafting(FAMILY)[0], token_ids(PROMPT, 3))
+def prompt(family: str = FAMILY) -> tuple[npt.NDArray[np.int64], Pictures]:
+    ids, images = put_pictures(drafting(family)[0], token_ids(PROMPT, 3))
     assert len(images) == 2
     return ids, images
 
@@ -70,9 +72,10 @@ def test_guesses_are_those_of_the_librarys_head(stages: int, batch_tokens: int) 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_greedy_answers_are_those_without_guessing(stages: int, kv_dtype: torch.dtype | None) -> None:
-    ids, images = prompt()
-    session = drafting_session(FAMILY, stages, echo=True, kv_dtype=kv_dtype)
+@BOTH
+def test_greedy_answers_are_those_without_guessing(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
+    ids, images = prompt(family)
+    session = drafting_session(family, stages, echo=True, kv_dtype=kv_dtype)
     read(session, ids, images)
     expected = greedy(session, ids, 20)
     read(session, ids, images)
@@ -81,10 +84,11 @@ def test_greedy_answers_are_those_without_guessing(stages: int, kv_dtype: torch.
     assert 0 < decoding.counts.accepted < decoding.counts.drafted
 
 
-def test_guesses_are_the_same_after_a_restore() -> None:
+@BOTH
+def test_guesses_are_the_same_after_a_restore(family: str) -> None:
     """Of a conversation with pictures, after one without: scores to the bit, answers, and guesses that were right."""
-    ids, images = prompt()
-    session = drafting_session(FAMILY, echo=True)
+    ids, images = prompt(family)
+    session = drafting_session(family, echo=True)
     results = []
     for leaves in (False, True):
         read(session, ids, images)

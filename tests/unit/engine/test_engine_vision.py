@@ -18,7 +18,7 @@ from engine import EngineConfig, EngineError, Session, StageFailed, capture, hos
 from engine.errors import UnreadableImage
 from engine.vision import PromptImage
 
-BOTH = pytest.mark.parametrize("family", ["qwen3.5-vl", "gemma3-vl"])
+BOTH = pytest.mark.parametrize("family", ["qwen3.5-vl", "qwen4-exp-vl", "gemma3-vl"])
 Ids = npt.NDArray[np.int64]
 
 

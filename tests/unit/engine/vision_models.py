@@ -43,7 +43,8 @@ MROPE = {
     "mrope_section": [3, 3, 2],
     "mrope_interleaved": True,
 }
-PICTURES = {"qwen3_5": ((18, 96, 32), (78, 48, 96)), "gemma3": ((18, 50, 70), (80, 33, 20))}
+_QWEN_PICTURES = ((18, 96, 32), (78, 48, 96))
+PICTURES = {"qwen3_5": _QWEN_PICTURES, "qwen4_exp": _QWEN_PICTURES, "gemma3": ((18, 50, 70), (80, 33, 20))}
 """`model_type` -> (position, width, height) of the pictures in a prompt."""
 
 
@@ -63,7 +64,7 @@ def processor_of(model: Any) -> ImageProcessor | None:
         transformers.Qwen2VLImageProcessorPil(
             patch_size=8, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 32 * 32, "longest_edge": 128**2}
         )
-        if model.config.model_type == "qwen3_5"
+        if model.config.model_type.startswith("qwen")
         else transformers.Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
     )
     return ImageProcessor(library, model.config, ImageTokens("<image>", "<image>", IMAGE_ID))
