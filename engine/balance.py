@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engine.config import EngineConfig
 from engine.errors import InvalidSplit
+from engine.layer_split import shared_layers, split_layers
 from engine.layout import build_layout
 from engine.memory import usable_bytes
 from engine.multimodal import family_of, language_config
 from engine.opening import window_room
-from engine.stages import shared_layers, split_layers
 
 
 @dataclass(frozen=True, slots=True)

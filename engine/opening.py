@@ -8,10 +8,11 @@ from engine.architectures import check_config
 from engine.arena import StageArena, WindowRoom
 from engine.config import EngineConfig
 from engine.images import ImageProcessor
+from engine.layer_split import split_layers
 from engine.layout import build_layout
 from engine.multimodal import language_config, longest_span
 from engine.session import Session
-from engine.stages import place, split_layers
+from engine.stages import place
 from engine.vision import VisionTower
 
 

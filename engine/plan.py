@@ -17,10 +17,10 @@ from engine.draft_loading import INDEX_FILE, drop_head, find_head
 from engine.errors import ModelLoadError
 from engine.gguf_convert import config_of
 from engine.gguf_metadata import read_metadata
+from engine.layer_split import split_layers
 from engine.layout import StageStateLayout, build_layout
 from engine.loader import checked_config
 from engine.multimodal import language_config
-from engine.stages import split_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +21,8 @@ from torch import nn
 from engine.attention import ATTENTION_NAME, register_attention
 from engine.cache import StageCache
 from engine.delta_net import choose_by_device
-from engine.errors import InvalidSplit
 from engine.indexer import replace_indexers
 from engine.layer_state import STREAMS, streams_of
-from engine.layer_weights import layer_weights
 from engine.multimodal import language_config, language_model
 
 if TYPE_CHECKING:
@@ -167,80 +164,6 @@ class Stage:
         if self.logit_factor != 1.0:
             logits = logits * self.logit_factor
         return logits[0].float()
-
-
-def split_layers(config: Any, stages: int, layer_split: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
-    """Layer ranges `[first, end)` of every stage.
-
-    `layer_split` names the first layer of each later stage; None balances the parameters, each layer counted by its
-    own, the embedding in the first stage and the head in the last. Raises InvalidSplit.
-    """
-    config = language_config(config)
-    layers = int(config.num_hidden_layers)
-    if stages > layers:
-        raise InvalidSplit(f"{layers} layers cannot make {stages} stages; name {layers} devices or fewer")
-    glued = shared_layers(config)
-    if layer_split is None:
-        starts = _balanced_starts(config, stages, forbidden=range(glued[0] + 1, glued[1]))
-    else:
-        starts = (0, *layer_split)
-    edges = (*starts, layers)
-    if len(starts) != stages or any(first >= end for first, end in pairwise(edges)):
-        raise InvalidSplit(
-            f"layer split {','.join(map(str, starts[1:]))} does not cut {layers} layers in {stages} stages: name "
-            f"{stages - 1} ascending first layers between 1 and {layers - 1}"
-        )
-    for start in starts[1:]:
-        if glued[0] < start < glued[1]:
-            raise InvalidSplit(
-                f"layers {glued[0]} to {glued[1] - 1} share keys and values and must stay in one stage; "
-                f"a stage cannot begin at layer {start}"
-            )
-    return tuple(zip(starts, edges[1:], strict=True))
-
-
-def shared_layers(config: Any) -> tuple[int, int]:
-    """The range `[first, end)` of layers that share keys and values, `(0, 0)` if none do.
-
-    A layer that reuses reads what the last layers before all the reusing ones wrote, one for each kind of attention.
-    """
-    modes = getattr(config, "kv_sharing_modes", None) or ()
-    reusing = [layer for layer, mode in enumerate(modes) if mode == "reuse"]
-    if not reusing:
-        return 0, 0
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(modes)
-    wanted = {kinds[layer] for layer in reusing}
-    first = min(max((k for k in range(reusing[0]) if kinds[k] == kind), default=0) for kind in wanted)
-    return first, reusing[-1] + 1
-
-
-def _balanced_starts(config: Any, stages: int, forbidden: range) -> tuple[int, ...]:
-    """First layers of the stages that make the heaviest stage as light as possible."""
-    layers = int(config.num_hidden_layers)
-    if stages == 1:
-        return (0,)
-    weights = layer_weights(config)
-    before = [0, *accumulate(weights.layers)]
-
-    def weight(first: int, end: int) -> int:
-        return before[end] - before[first] + weights.first * (first == 0) + weights.last * (end == layers)
-
-    # best[end]: (weight of the heaviest stage, starts of all stages) for the layers [0, end) in the stages so far.
-    best: dict[int, tuple[int, tuple[int, ...]]] = {end: (weight(0, end), (0,)) for end in range(1, layers + 1)}
-    for _ in range(1, stages):
-        grown: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for end in range(1, layers + 1):
-            options = [
-                (max(best[cut][0], weight(cut, end)), (*best[cut][1], cut))
-                for cut in range(1, end)
-                if cut in best and cut not in forbidden
-            ]
-            if options:
-                grown[end] = min(options)
-        best = grown
-    if layers not in best:
-        raise InvalidSplit(f"{layers} layers, some of which must stay together, cannot make {stages} stages")
-    return best[layers][1]
 
 
 def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str | torch.device]) -> list[Stage]:

@@ -11,9 +11,9 @@ from engine import presets
 from engine.architectures import check_config
 from engine.draft_presets import DRAFT_PRESETS
 from engine.hybrid_presets import HYBRID_PRESETS
+from engine.layer_split import split_layers
 from engine.layout import build_layout
 from engine.multimodal import family_of
-from engine.stages import split_layers
 
 CPU = torch.device("cpu")
 TINY = [name for name in presets.PRESETS if name.startswith("tiny")]

@@ -10,10 +10,10 @@ import torch
 from core_models import tiny_config, tiny_model
 from hybrid_models import hybrid_config, hybrid_model
 
-from engine import EngineConfig, InvalidSplit
-from engine import stages as stages_module
+from engine import EngineConfig, InvalidSplit, layer_split
+from engine.layer_split import split_layers
 from engine.layer_weights import LayerWeights, layer_weights
-from engine.stages import PassThrough, place, split_layers
+from engine.stages import PassThrough, place
 
 
 def test_a_given_split_names_first_layers() -> None:
@@ -65,7 +65,7 @@ def sharing_config() -> Any:
 
 @pytest.mark.parametrize("start", [3, 4, 5])
 def test_layers_that_share_keys_stay_together(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages_module, "layer_weights", lambda config: LayerWeights((100,) * 6, 10, 10))
+    monkeypatch.setattr(layer_split, "layer_weights", lambda config: LayerWeights((100,) * 6, 10, 10))
     with pytest.raises(InvalidSplit, match="share keys and values"):
         split_layers(sharing_config(), 2, (start,))
     assert split_layers(sharing_config(), 2) == ((0, 2), (2, 6))
