@@ -30,9 +30,11 @@ from engine.vision import PromptImage
 
 MOST_TOKENS = 160
 TOLERANCE = 1e-4
-"""Of logits in float32; bits depend on how a prompt was cut."""
-GUESS_TOLERANCE = 5e-4
-"""Of the draft head's, which normalises the model's last hidden state and so widens its roundings."""
+"""Of logits in float32, a draft head's too; bits depend on how a prompt was cut."""
+SLOW_TOLERANCE = 5e-4
+"""The same where memories forget slowly and so add up what is rounded. The library alone, reading 40 prompts once whole
+and once in pieces of 1, 3 and 16 tokens, differs by up to 2.8e-4 in the logits of `qwen3.5`, by 1.8e-4 in the hidden
+states that a head goes on from, and by 3e-7 and 2e-6 in those of `qwen3`, which has no such memories."""
 SIZES = ((32, 32), (64, 48), (33, 90))
 """Width and height of the pictures that a prompt may have."""
 PICTURE = st.integers(0, 2 * len(SIZES) - 1)
@@ -61,6 +63,7 @@ class Failing:
 
 class Timeline(RuleBasedStateMachine):
     family = "qwen3"
+    tolerance = TOLERANCE
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +157,8 @@ class Timeline(RuleBasedStateMachine):
             self.tokens.append(token)
             if guesses:
                 expected = oracle_guess(self.model, self.head, np.array(self.tokens))
-                torch.testing.assert_close(guesses[0], expected, atol=GUESS_TOLERANCE, rtol=0)
-            torch.testing.assert_close(logits, self.oracle(self.tokens), atol=TOLERANCE, rtol=0)
+                torch.testing.assert_close(guesses[0], expected, atol=self.tolerance, rtol=0)
+            torch.testing.assert_close(logits, self.oracle(self.tokens), atol=self.tolerance, rtol=0)
 
     @precondition(lambda self: self.tokens and (self.session.draft or not self.session.fixed_state.is_exact_once))
     @rule(count=st.integers(2, 3), kept=st.integers(1, 3))
@@ -166,7 +169,7 @@ class Timeline(RuleBasedStateMachine):
             return
         for index, logits in enumerate(self.session.verify(more)):
             expected = self.oracle(self.tokens + more[: index + 1])
-            torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(logits, expected, atol=self.tolerance, rtol=0)
         self.tokens += more[:kept]
         self.session.truncate(min(start + kept, start + len(more)))
 
@@ -227,7 +230,8 @@ MACHINES = (
 
 @pytest.mark.parametrize("family", MACHINES)
 def test_a_timeline_is_always_what_its_tokens_say(family: str) -> None:
-    machine = type(f"Timeline_{family}", (Timeline,), {"family": family})
+    tolerance = SLOW_TOLERANCE if family.startswith("qwen3.5") else TOLERANCE
+    machine = type(f"Timeline_{family}", (Timeline,), {"family": family, "tolerance": tolerance})
     run_state_machine_as_test(
         machine,
         settings=settings(
