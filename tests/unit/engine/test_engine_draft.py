@@ -87,6 +87,25 @@ def test_guesses_are_those_of_the_librarys_head(family: str, stages: int) -> Non
     torch.testing.assert_close(mine, oracle_guess(model, head, ids[:21]), atol=1e-4, rtol=0)
 
 
+@EVERY_FAMILY
+def test_guesses_far_ahead_do_not_depend_on_what_lay_there(family: str) -> None:
+    """In fresh memory, and where the model has read other tokens meanwhile: positions of an index among them. Nor does
+    what comes then depend on them, blocks of an index among it."""
+    ids, others = prompt_ids(), token_ids(40, seed=8)
+    session, plain = (drafting_session(family, draft_tokens=9) for _ in range(2))
+    for arena in session.arenas:
+        arena.rows.fill_(7)
+    for each in (session, plain):
+        each.extend(ids[:-1], checkpoint_at=(PROMPT - 1,))
+    fresh = guessed(session, int(ids[-1]), 9)
+    assert len(fresh) == 9
+    for each in (session, plain):
+        each.extend(others)
+    assert_same(guessed(session, 5, 9), guessed(plain, 5, 9))
+    session.truncate(PROMPT - 1)
+    assert_same(guessed(session, int(ids[-1]), 9), fresh)
+
+
 @EVERY_FORMAT
 @EVERY_STAGES
 @EVERY_FAMILY
