@@ -52,8 +52,7 @@ class EngineConfig:
     @property
     def guesses(self) -> int:
         """`draft_tokens`, once chosen. Nobody guesses unasked: on processors a step with guesses costs as much as those
-        steps apart, so few heads gain there, and on cards it cannot be replayed from recorded graphs, without which
-        kernels are launched for longer than they compute."""
+        steps apart, and on cards it pays for a head that is right often enough, which nobody knows beforehand."""
         return self.draft_tokens or 0
 
     def __post_init__(self) -> None:
