@@ -16,9 +16,10 @@ from enum import IntEnum
 
 UNIT_BYTES = 8
 HASH_BYTES = 128
-"""A prefix hash, its place in the conversation's path, and in that of the index."""
+"""A prefix hash, its place in the conversation's path, and in that of the index: 71 to 75 bytes were measured. Charges
+are not below what `tests/unit/store/test_store_metadata.py` measures; they leave room for another interpreter."""
 BLOCK_BYTES = 512
-"""A block's record, its checksums, and its entries in the tables."""
+"""A block's record, its checksums, and its entries in the tables: 215 to 275 bytes were measured, by stages."""
 CONVERSATION_BYTES = 3072
 """A conversation's record without its units, hashes and blocks, and an explanation once it is gone."""
 
