@@ -44,7 +44,9 @@ class FileStore(TieredStore):
         assert request.sizes is not None
         ref = self.queue.new_extent(request.sizes.whole)
         file = StateFile(self._path_of(ref.name), ref.size)
-        # No lineage: a file belongs to one conversation, so that it is written anew.
+        # No lineage: a file belongs to one conversation, so that it is written anew. Nothing is written twice for it: a
+        # state that cannot be cut descends from a parked one only at its very end, and whoever parks that again is told
+        # by its id that it is there, and asks for nothing.
         capture = super().begin_capture(replace(request, file=file, lineage=(), covered=0))
         if isinstance(capture, Capture):
             self.disk.charge(ref.taken_bytes)
