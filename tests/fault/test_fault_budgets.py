@@ -11,7 +11,7 @@ from store_kit import (
     make_layout,
     make_units,
 )
-from tier_kit import Machine, away, evict, parked, promote, pump, rows_of
+from tier_kit import away, evict, parked, promote, pump, rows_of, started
 
 from parkd.store.disk_jobs import MarkJob, mark
 from parkd.store.policy import Costs, GdsfPolicy, ValuePolicy
@@ -20,8 +20,7 @@ from parkd.store.records import ConversationGone, Parked, Refused, Tier
 
 def test_a_promotion_reserves_before_it_reads() -> None:
     """Report 29: no room, no read; and nobody goes for nothing."""
-    machine = Machine(ram_bytes=140_000)
-    store = machine.start()
+    machine, store = started(ram_bytes=140_000)
     there, _ = away(machine, store, 1, 60)
     leases = []
     for seed in range(2, 9):
@@ -40,8 +39,7 @@ def test_a_promotion_reserves_before_it_reads() -> None:
 def test_what_fits_only_in_part_of_a_block_is_read_up_to_the_block_before() -> None:
     """A checksum covers a whole block; a part of one would not match it."""
     for ram_bytes in range(60_000, 140_000, 700):
-        machine = Machine(ram_bytes=ram_bytes)
-        store = machine.start()
+        machine, store = started(ram_bytes=ram_bytes)
         machine.ram_bytes = 1 << 20
         full = machine.start()
         there, rows = away(machine, full, 1, 150)
@@ -58,8 +56,7 @@ def test_what_fits_only_in_part_of_a_block_is_read_up_to_the_block_before() -> N
 
 def test_no_tail_is_kept_without_its_head() -> None:
     """Report 53: conversations share files, and a file goes when the last that needs it is gone."""
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     engine = machine.engine().read(make_units(1, 16))
     first = engine.park(store)
     pump(store, machine.fs)
@@ -78,8 +75,7 @@ def test_no_tail_is_kept_without_its_head() -> None:
 
 
 def test_the_disk_budget_holds_and_the_least_recently_used_goes() -> None:
-    machine = Machine(disk_bytes=110_000)
-    store = machine.start()
+    machine, store = started(disk_bytes=110_000)
     ids = [parked(machine, store, 1)[0].id]
     pump(store, machine.fs)
     for seed in range(2, 9):
@@ -95,8 +91,7 @@ def test_the_disk_budget_holds_and_the_least_recently_used_goes() -> None:
 
 
 def test_a_smaller_budget_is_enforced_before_anything_is_served() -> None:
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     for seed in range(1, 6):
         parked(machine, store, seed)
         pump(store, machine.fs)
@@ -109,8 +104,7 @@ def test_a_smaller_budget_is_enforced_before_anything_is_served() -> None:
 @pytest.mark.parametrize("changed", ["weights", "stages"])
 def test_of_other_weights_or_stages_is_kept_but_goes_first(changed: str) -> None:
     """Report 12."""
-    machine = Machine(disk_bytes=100_000)
-    store = machine.start()
+    machine, store = started(disk_bytes=100_000)
     old, _ = parked(machine, store, 1)
     pump(store, machine.fs)
     if changed == "weights":
@@ -131,8 +125,7 @@ def test_of_other_weights_or_stages_is_kept_but_goes_first(changed: str) -> None
 
 
 def test_too_old_is_forgotten_in_both_tiers() -> None:
-    machine = Machine(max_age_s=3600)
-    store = machine.start()
+    machine, store = started(max_age_s=3600)
     there, _ = parked(machine, store, 1)
     pump(store, machine.fs)
     machine.times.now += 3500
@@ -148,8 +141,7 @@ def test_too_old_is_forgotten_in_both_tiers() -> None:
 
 
 def test_when_it_was_last_used_outlives_a_restart() -> None:
-    machine = Machine(max_age_s=3600)
-    store = machine.start()
+    machine, store = started(max_age_s=3600)
     kept, _ = parked(machine, store, 1)
     pump(store, machine.fs)
     parked(machine, store, 2)
@@ -174,8 +166,7 @@ def test_when_it_was_last_used_outlives_a_restart() -> None:
 
 
 def test_the_more_recently_used_stays_when_the_budget_shrinks_over_a_restart() -> None:
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     first, _ = (parked(machine, store, seed)[0] for seed in (1, 2))
     pump(store, machine.fs)
     store.touch(first.id)
@@ -186,8 +177,7 @@ def test_the_more_recently_used_stays_when_the_budget_shrinks_over_a_restart() -
 
 @pytest.mark.parametrize("lie", ["future", "past", "lost", "unreadable"])
 def test_a_time_that_lies_does_no_harm(lie: str) -> None:
-    machine = Machine(max_age_s=3600)
-    store = machine.start()
+    machine, store = started(max_age_s=3600)
     old, _ = parked(machine, store, 1)
     pump(store, machine.fs)
     mark(machine.fs, store.next_marks())
@@ -214,8 +204,7 @@ def _unreadable() -> dict[str, float]:
 
 def test_when_the_allowance_is_short_only_what_came_back_is_written() -> None:
     """Report 32."""
-    machine = Machine(write_bytes_per_day=200_000)
-    store = machine.start()
+    machine, store = started(write_bytes_per_day=200_000)
     for seed in range(1, 20):
         parked(machine, store, seed)
         pump(store, machine.fs)
@@ -231,8 +220,7 @@ def test_when_the_allowance_is_short_only_what_came_back_is_written() -> None:
 
 
 def test_the_index_of_the_disk_is_bounded() -> None:
-    machine = Machine(index_bytes=30_000)
-    store = machine.start()
+    machine, store = started(index_bytes=30_000)
     for seed in range(1, 12):
         parked(machine, store, seed, 20)
         pump(store, machine.fs)
@@ -241,8 +229,7 @@ def test_the_index_of_the_disk_is_bounded() -> None:
 
 
 def test_pinned_stays_on_disk() -> None:
-    machine = Machine(disk_bytes=110_000)
-    store = machine.start()
+    machine, store = started(disk_bytes=110_000)
     there, _ = parked(machine, store, 1)
     store.pin(there.id)
     pump(store, machine.fs)
@@ -258,8 +245,7 @@ COSTS = Costs(read_s=1e-3, bytes_per_s=8e9, disk_bytes_per_s=1e9)
 @pytest.mark.parametrize("policy", [ValuePolicy(), GdsfPolicy()], ids=lambda policy: policy.name)
 def test_what_is_on_disk_leaves_memory_first(policy) -> None:
     """Of equals the one goes whose return costs a promotion only."""
-    machine = Machine(policy=policy)
-    store = machine.start()
+    machine, store = started(policy=policy)
     there, _ = parked(machine, store, 1, 40)
     assert pump(store, machine.fs) == []
     waiting, _ = parked(machine, store, 2, 40)

@@ -12,7 +12,7 @@ from store_kit import (
     assert_same_rows,
     leased_rows,
 )
-from tier_kit import Machine, away, evict, parked, promote, pump, rows_of
+from tier_kit import Machine, away, evict, parked, promote, pump, rows_of, started
 
 from parkd.store import write_queue
 from parkd.store.records import Parked
@@ -21,8 +21,7 @@ from parkd.store.records import Parked
 @pytest.mark.parametrize("nth", range(1, 9))
 def test_a_failed_write_is_never_visible(nth: int) -> None:
     """Report 49."""
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     there, rows = parked(machine, store, 1)
     machine.fs.fault = Fault(machine.fs.operations + nth)
     assert len(pump(store, machine.fs, 1)) == 1
@@ -39,8 +38,7 @@ def test_a_failed_write_is_never_visible(nth: int) -> None:
 
 
 def test_after_a_failure_writes_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     parked(machine, store, 1)
     monkeypatch.setattr(write_queue, "FIRST_PAUSE_S", 300.0)  # each look at the test's clock takes a second
     machine.fs.fault = Fault(machine.fs.operations + 1, code=errno.ENOSPC, sticky=True)
@@ -57,8 +55,7 @@ def test_after_a_failure_writes_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_broken_disk_costs_memory_nothing() -> None:
     """After the second failure in a row nothing is kept waiting: parking in memory goes on as without a disk."""
-    machine = Machine(ram_bytes=140_000)
-    store = machine.start()
+    machine, store = started(ram_bytes=140_000)
     machine.fs.fault = Fault(machine.fs.operations + 1, sticky=True)
     for seed in range(1, 12):
         there, rows = parked(machine, store, seed, 60)
@@ -71,8 +68,7 @@ def test_a_broken_disk_costs_memory_nothing() -> None:
 
 def test_a_failed_read_is_a_miss_and_a_second_gives_it_up() -> None:
     """Report 52: no livelock; each look-up tries once, and what fails twice is gone."""
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     there, _ = away(machine, store, 1)
     for _ in range(2):
         assert store.candidates(KEY, there.prefix_hashes)
@@ -87,8 +83,7 @@ def test_a_failed_read_is_a_miss_and_a_second_gives_it_up() -> None:
 
 
 def test_one_failed_read_costs_no_conversation() -> None:
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     there, rows = away(machine, store, 1)
     machine.fs.fault = Fault(machine.fs.operations + 2)
     assert promote(store, machine.fs, there) is None
@@ -98,8 +93,7 @@ def test_one_failed_read_costs_no_conversation() -> None:
 def test_what_a_start_finds_is_there_after_a_crash() -> None:
     """A name whose sync failed, and that could not be removed either, is seen by the next process: once that one has
     opened the directory, it may be relied on."""
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     there, rows = parked(machine, store, 1)
     syncs = [number for number, step in enumerate(_steps_of_a_write(), 1) if step == "sync directory"]
     machine.fs.fault = Fault(machine.fs.operations + syncs[0], sticky=True)
@@ -119,8 +113,7 @@ def test_a_directory_that_can_not_be_synced_is_not_opened() -> None:
 
 
 def _steps_of_a_write() -> list[str]:
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     parked(machine, store, 1)
     before = len(machine.fs.log)
     pump(store, machine.fs)

@@ -16,7 +16,7 @@ from store_kit import (
     make_layout,
     make_units,
 )
-from tier_kit import Machine, away, evict, parked, promote, pump, rows_of, run
+from tier_kit import away, evict, parked, promote, pump, rows_of, run, started
 from workload import FIXED
 
 from parkd.store.admission import Decision
@@ -26,8 +26,7 @@ from parkd.store.records import ConversationGone, Refused, Tier
 
 
 def test_a_conversation_keeps_its_id_and_its_blocks_in_every_tier() -> None:
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     there, rows = parked(machine, store, 1)
     assert there.tier is Tier.RAM
     pump(store, machine.fs)
@@ -43,8 +42,7 @@ def test_a_conversation_keeps_its_id_and_its_blocks_in_every_tier() -> None:
 
 
 def test_only_what_is_new_is_written_when_a_conversation_grows() -> None:
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     engine = machine.engine().read(make_units(1, 40))
     engine.park(store)
     pump(store, machine.fs)
@@ -59,8 +57,7 @@ def test_only_what_is_new_is_written_when_a_conversation_grows() -> None:
 
 def test_live_rows_that_left_ram_are_copied_back_under_their_ids() -> None:
     """The live conversation goes on descending from blocks that are on disk only."""
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     engine = machine.engine().read(make_units(1, 12))
     first = engine.park(store)
     pump(store, machine.fs)
@@ -76,8 +73,7 @@ def test_live_rows_that_left_ram_are_copied_back_under_their_ids() -> None:
 
 
 def test_a_head_of_a_long_conversation_is_read_alone() -> None:
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     long, rows = away(machine, store, 1, 60)
     head = promote(store, machine.fs, long, 9)
     assert head.id != long.id
@@ -94,8 +90,7 @@ def test_a_head_of_a_long_conversation_is_read_alone() -> None:
 
 def test_a_last_block_may_reach_further_than_its_conversation() -> None:
     """Memory was short, so only seven tokens of a longer conversation were parked, over blocks that were held."""
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     engine = machine.engine().read(make_units(1, 24))
     long = engine.park(store)
     pump(store, machine.fs)
@@ -116,8 +111,7 @@ def test_a_last_block_may_reach_further_than_its_conversation() -> None:
 
 
 def test_fixed_state_comes_whole() -> None:
-    machine = Machine(layout=FIXED)
-    store = machine.start()
+    machine, store = started(layout=FIXED)
     engine = machine.engine().read(make_units(1, 9), checkpoint=True)
     engine.extend(make_units(2, 8), checkpoint=True)
     there = engine.park(store)
@@ -134,8 +128,7 @@ def test_fixed_state_comes_whole() -> None:
 
 def test_a_checkpoint_is_on_disk_only_if_its_bytes_are() -> None:
     """Two conversations over the same blocks may have other fixed state at one position: it was computed twice."""
-    machine = Machine(layout=FIXED)
-    store = machine.start()
+    machine, store = started(layout=FIXED)
     engine = machine.engine().read(make_units(1, 8), checkpoint=True)
     engine.extend(make_units(2, 8), checkpoint=True)
     first, of_first = engine.park(store), engine.fixed[8]
@@ -160,8 +153,7 @@ def test_a_checkpoint_is_on_disk_only_if_its_bytes_are() -> None:
 
 def test_what_waits_for_the_disk_is_served_from_memory() -> None:
     """Report 30: evicted and not yet written was unreadable. Here it is not evicted before it is written."""
-    machine = Machine(ram_bytes=140_000)
-    store = machine.start()
+    machine, store = started(ram_bytes=140_000)
     there, rows = parked(machine, store, 1, 60)
     assert store.has_writes
     others = [parked(machine, store, seed, 60)[0] for seed in range(2, 9)]
@@ -178,8 +170,7 @@ def test_what_waits_for_the_disk_is_served_from_memory() -> None:
 
 def test_buffers_of_a_read_under_way_are_nobody_elses() -> None:
     """Report 51: no buffer is reused before its transfer is complete, whatever happens to the conversation."""
-    machine = Machine(ram_bytes=140_000)
-    store = machine.start()
+    machine, store = started(ram_bytes=140_000)
     there, rows = away(machine, store, 1, 60)
     promotion = store.promote(there.id, 60)
     assert isinstance(promotion, Promotion)
@@ -196,8 +187,7 @@ def test_buffers_of_a_read_under_way_are_nobody_elses() -> None:
 
 
 def test_rows_that_are_being_written_are_not_overwritten() -> None:
-    machine = Machine(ram_bytes=140_000)
-    store = machine.start()
+    machine, store = started(ram_bytes=140_000)
     there, rows = parked(machine, store, 1, 60)
     job = store.next_job()
     assert isinstance(job, WriteJob)
@@ -217,8 +207,7 @@ def test_rows_that_are_being_written_are_not_overwritten() -> None:
 
 
 def test_keys_do_not_meet_on_disk() -> None:
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     there, _ = parked(machine, store, 1)
     pump(store, machine.fs)
     store = machine.start()
@@ -228,8 +217,7 @@ def test_keys_do_not_meet_on_disk() -> None:
 
 
 def test_two_promotions_of_one_block_do_not_meet() -> None:
-    machine = Machine()
-    store = machine.start()
+    machine, store = started()
     engine = machine.engine().read(make_units(1, 16))
     first = engine.park(store)
     pump(store, machine.fs)
@@ -249,8 +237,7 @@ def test_two_promotions_of_one_block_do_not_meet() -> None:
 
 
 def test_bytes_in_a_file_are_those_of_the_rows_and_zeros() -> None:
-    machine = Machine(FaultFs(), make_layout())
-    store = machine.start()
+    machine, store = started(FaultFs(), make_layout())
     there, rows = parked(machine, store, 1, 11)
     pump(store, machine.fs)
     (name,) = [name for name in machine.fs.names() if name.endswith(".extent")]

@@ -89,6 +89,12 @@ class Machine:
         return CopyEngine(self.layout, BLOCK_TOKENS, seed=seed)
 
 
+def started(*args: object, **options: object) -> tuple[Machine, TieredStore]:
+    """A machine and its first process; the options are the machine's."""
+    machine = Machine(*args, **options)  # type: ignore[arg-type]
+    return machine, machine.start()
+
+
 def run(store: TieredStore, fs: FaultFs, job: WriteJob | RemoveJob) -> Exception | None:
     """One job, as the worker does it."""
     if isinstance(job, RemoveJob):
@@ -167,4 +173,17 @@ def away(machine: Machine, store: TieredStore, seed: int, tokens: int = 11) -> t
     return store.get(there.id), rows
 
 
-__all__ = ["BLOCK_BYTES", "KEY", "Machine", "NoRoom", "away", "evict", "parked", "promote", "pump", "rows_of", "run"]
+__all__ = [
+    "BLOCK_BYTES",
+    "KEY",
+    "Machine",
+    "NoRoom",
+    "away",
+    "evict",
+    "parked",
+    "promote",
+    "pump",
+    "rows_of",
+    "run",
+    "started",
+]
