@@ -89,6 +89,7 @@ def load(path: Path | str, **settings: Any) -> LoadedModel:
         ("tiny-qwen3-next-mtp", True),
         ("tiny-qwen3.5-vl-mtp", False),
         ("tiny-qwen4-exp-mtp", True),
+        ("tiny-qwen4-exp-vl-mtp", False),
         ("tiny-deepseek-v3-mtp", False),
         ("tiny-glm4-lite-mtp", True),
     ],
