@@ -5,7 +5,9 @@ are always the last `q` positions of the keys.
 
     CPU     256 queries at a time over the keys they see, with one [256, kv] bias; no larger mask exists
     images  where the tokens of a picture see each other, a bias that says so; pictures lie wholly in a chunk
-    window  the same on every device, since no kernel here knows windows; a window no key falls out of is not one
+    window  the same on every device, since no kernel here knows windows; a window no key falls out of is not one. On
+            cards a chunk's are taken more at a time, since launching takes longer than computing, and heads of keys
+            are repeated: the kernel that takes a bias knows no groups
     index   sparse attention: the same, with the keys that the index chose; where these are few they are gathered
     CUDA    the lower-right causal bias, which keeps the flash kernel; never cuDNN's, which plans anew for every length
             (2.3 ms a layer and token where the kernel itself takes 0.07), and which did not repeat itself over
@@ -33,6 +35,8 @@ from engine.placed import PlacedStates
 ATTENTION_NAME = "parkd"
 QUERY_BLOCK = 256
 """Queries a block on CPU, where a causal bias has to be written out."""
+WINDOW_QUERIES = 1024
+"""The same of a window on a card."""
 
 CUDA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
@@ -164,6 +168,13 @@ def _attend(
     return _blocked(query, key, value, scaling, grouped, hidden, spans)
 
 
+def _piece(query: torch.Tensor, key: KeptStates, hidden: Hidden) -> tuple[int, int]:
+    """Queries at a time, and how often a KV head is repeated."""
+    if isinstance(hidden, int) and query.device.type == "cuda" and query.shape[2] > 1:
+        return WINDOW_QUERIES, query.shape[1] // key.shape[1]
+    return QUERY_BLOCK, 1
+
+
 def _blocked(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -173,11 +184,12 @@ def _blocked(
     hidden: Hidden,
     spans: Spans,
 ) -> torch.Tensor:
-    """Attends `QUERY_BLOCK` queries at a time; returns `[1, heads, q, dim]`."""
+    """Attends `QUERY_BLOCK` queries at a time, or `WINDOW_QUERIES`; returns `[1, heads, q, dim]`."""
     past = key.shape[2] - query.shape[2]
+    step, repeats = _piece(query, key, hidden)
     outputs = []
-    for start in range(0, query.shape[2], QUERY_BLOCK):
-        block = query[:, :, start : start + QUERY_BLOCK]
+    for start in range(0, query.shape[2], step):
+        block = query[:, :, start : start + step]
         end = start + block.shape[2]
         ahead = [span for span in spans if span[0] < end and start < span[1]]
         stop = past + max([end, *(span[1] for span in ahead)])
@@ -193,10 +205,12 @@ def _blocked(
             bias.masked_fill_(gone, -torch.inf)
         elif hidden is not None:
             bias.masked_fill_(~hidden.mask(start, end), -torch.inf)
-        seen = slice(first, stop)
+        keys, values = (states[:, :, first:stop] for states in (key, value))
+        if repeats > 1:
+            keys, values = (states.repeat_interleave(repeats, dim=1) for states in (keys, values))
         outputs.append(
             scaled_dot_product_attention(
-                block, key[:, :, seen], value[:, :, seen], attn_mask=bias, scale=scaling, enable_gqa=grouped
+                block, keys, values, attn_mask=bias, scale=scaling, enable_gqa=grouped and repeats == 1
             )
         )
     return torch.cat(outputs, dim=2)

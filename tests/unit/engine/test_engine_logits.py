@@ -20,7 +20,7 @@ from core_models import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from engine import UnsupportedModel
+from engine import UnsupportedModel, attention
 from engine.attention import QUERY_BLOCK, arena_attention, lower_right_bias
 
 
@@ -88,6 +88,20 @@ def test_no_mask_is_larger_than_a_query_block() -> None:
     assert (QUERY_BLOCK, 856) in masks
     assert max(shape[0] for shape in masks) == QUERY_BLOCK
     assert (600, 600) not in log.shapes
+
+
+@pytest.mark.parametrize("piece", [(256, 1), (16, 3), (7, 3), (1000, 3)])
+def test_windows_are_the_same_in_pieces_of_any_size(piece: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with heads of keys repeated, as on cards, where pieces are large."""
+    monkeypatch.setattr(attention, "_piece", lambda *_: piece)
+    window, queries, keys = 24, 40, 90
+    q, k, v = (torch.randn(1, heads, tokens, 8) for heads, tokens in ((6, queries), (2, keys), (2, keys)))
+    mine, _ = arena_attention(torch.nn.Linear(1, 1), q, k, v, None, sliding_window=window)
+    at = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    scores = (q @ k.repeat_interleave(3, dim=1).transpose(2, 3)) * 8**-0.5
+    weights = scores.masked_fill((at < 0) | (at >= window), -torch.inf).softmax(-1)
+    expected = (weights @ v.repeat_interleave(3, dim=1)).transpose(1, 2)
+    torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_one_query_needs_no_mask() -> None:
