@@ -62,8 +62,8 @@ class LiveEngine:
     async def wake(self) -> None:
         """Before a turn decides how to start: an engine that is another process may have lost what was live."""
         if isinstance(self.engine, RemoteEngine):
-            await self.call(self.engine.awake)
-            await self.check()
+            _, position = await self._call_and_look(self.engine.awake)
+            await self._believe(position)
 
     async def advance(self, key: ConversationKey, units: Units) -> None:
         """Takes over the engine's position after it read from `units`; resets if it is somewhere it cannot be."""
@@ -76,35 +76,42 @@ class LiveEngine:
 
     async def check(self) -> None:
         """After a failure: what is live is at most what the engine still holds."""
-        position = await self._look()
+        await self._believe(await self._look())
+
+    async def truncate(self, position: int) -> None:
+        try:
+            await self._call_and_look(self.engine.truncate, position)
+        except RestoreFailed:  # it is empty now
+            self.conversation = LiveConversation()
+            raise
+        self.conversation = self.conversation.truncate(position)
+
+    async def checkpoint(self) -> None:
+        """Keeps the fixed state where the engine is, if its model has any."""
+        if self.engine.info.layout.fixed_bytes and self.conversation.position not in self.checkpoints:
+            await self._call_and_look(self.engine.checkpoint)
+
+    async def _believe(self, position: int) -> None:
+        """`position` is where the engine says that it is."""
         if position > self.conversation.position:
             await self.reset()
         else:
             self.conversation = self.conversation.truncate(position)
 
-    async def truncate(self, position: int) -> None:
-        try:
-            await self.call(self.engine.truncate, position)
-        except RestoreFailed:  # it is empty now
-            self.conversation = LiveConversation()
-            raise
-        self.conversation = self.conversation.truncate(position)
-        await self._look()
-
-    async def checkpoint(self) -> None:
-        """Keeps the fixed state where the engine is, if its model has any."""
-        if self.engine.info.layout.fixed_bytes and self.conversation.position not in self.checkpoints:
-            await self.call(self.engine.checkpoint)
-            await self._look()
-
     async def _look(self) -> int:
         """Asks the engine where it can be cut to; returns its position."""
-        position, self.checkpoints, self.rewind_floor = await self.call(self._cuts)
+        _, position = await self._call_and_look(lambda: None)
         return position
 
-    def _cuts(self) -> tuple[int, tuple[int, ...], int]:
-        """On the engine's thread."""
-        return self.engine.position, self.engine.checkpoints, self.engine.rewind_floor
+    async def _call_and_look(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, int]:
+        """One engine call, and where the engine then is and can be cut to: threads change twice, not four times."""
+
+        def both() -> tuple[T, int, tuple[int, ...], int]:
+            result, engine = function(*args, **kwargs), self.engine
+            return result, engine.position, engine.checkpoints, engine.rewind_floor
+
+        result, position, self.checkpoints, self.rewind_floor = await self.call(both)
+        return result, position
 
     async def reset(self) -> None:
         """Raises EngineLost if even that fails."""

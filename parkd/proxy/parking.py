@@ -133,8 +133,8 @@ class LiveState(LiveEngine):
         if not isinstance(self.engine, RemoteEngine):
             return report
         promised = self.conversation.position
-        position = await self.call(self.engine.begin_prompt, token_ids, sampling, mask, limit)
-        await self.check()
+        position, reached = await self._call_and_look(self.engine.begin_prompt, token_ids, sampling, mask, limit)
+        await self._believe(reached)
         if position >= promised:
             return report
         why = f"the engine still held {position} of the {promised} tokens that were expected"

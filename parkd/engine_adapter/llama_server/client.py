@@ -13,10 +13,12 @@ API: llama.cpp, `tools/server/README.md`.
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import httpx
 import orjson
@@ -95,10 +97,11 @@ class UpstreamClient:
         self._deadlines = deadlines
         self._monotonic = monotonic
         self._connections = 0
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
-            timeout=httpx.Timeout(deadlines.answer_s, connect=deadlines.connect_s),
+        self._headers = _headers(httpx.URL(self.url), api_key)
+        self._urls: dict[str, httpx.URL] = {}
+        """By path: there are few."""
+        # Not a client of the library: redirects, cookies and its other services cost a third of each request's time.
+        self._http = httpx.HTTPTransport(
             limits=httpx.Limits(max_connections=MOST_CONNECTIONS, keepalive_expiry=IDLE_CONNECTION_S),
             trust_env=False,  # a proxy named for the internet has no part between two processes of one machine
         )
@@ -223,15 +226,19 @@ class UpstreamClient:
     def _sent(self, request: httpx.Request) -> httpx.Response:
         """Sent once more where no answer began: the server may close a connection in the moment it is used again."""
         try:
-            return self._http.send(request, stream=True)
+            response = self._http.handle_request(request)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            return self._http.send(request, stream=True)
+            response = self._http.handle_request(request)
+        response.request = request
+        return response
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: httpx.Timeout) -> httpx.Request:
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = httpx.URL(self.url + path)
         content = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        headers = {} if body is None else {"content-type": "application/json"}
         extensions = {"trace": self._trace, "timeout": timeout.as_dict()}
-        return self._http.build_request(method, path, content=content, headers=headers, extensions=extensions)
+        return httpx.Request(method, url, headers=self._headers, content=content, extensions=extensions)
 
     def _trace(self, event: str, _info: Mapping[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
@@ -285,3 +292,13 @@ class UpstreamClient:
         return UpstreamFailed(
             f"What answers at {self.url}{path} is not a llama-server that parkd knows: {what}. Check --upstream."
         )
+
+
+def _headers(url: httpx.URL, api_key: str | None) -> httpx.Headers:
+    """Of every request; a name and password in the address stand for a key."""
+    headers = {"accept": "*/*", "content-type": "application/json"}
+    if api_key is not None:
+        headers["authorization"] = f"Bearer {api_key}"
+    elif url.userinfo:
+        headers["authorization"] = f"Basic {b64encode(unquote_to_bytes(url.userinfo)).decode()}"
+    return httpx.Headers(headers)
