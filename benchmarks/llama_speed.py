@@ -124,7 +124,7 @@ def _bare_reading(engine: Any, ids: Any) -> None:
 def _uncancellable(engine: Any, ids: Any) -> None:
     """As the engine reads, but that nothing can stop it."""
     for start in range(0, len(ids), BATCH_TOKENS):
-        engine._decode(ids[start : start + BATCH_TOKENS], None)
+        engine._timeline.decode(ids[start : start + BATCH_TOKENS], None)
 
 
 def _cancellable(engine: Any, ids: Any) -> None:
@@ -142,7 +142,7 @@ def _bare_answer(engine: Any, last: int, _ids: Any) -> None:
             raise RuntimeError("llama.cpp did not decode")
         one[0] = low.llama_sampler_sample(sampler, context, -1)
     low.llama_sampler_free(sampler)
-    engine._position = engine._sequence.position
+    engine._timeline.position = engine._sequence.position
 
 
 def _answer(engine: Any, last: int, ids: Any) -> None:

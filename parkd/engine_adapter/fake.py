@@ -6,29 +6,31 @@ a row is computed from the row before it as the arena holds it. So state that is
     chain[t] = chain[t-1] + mix(token[t], t, steering) (64-bit, wrapping)
     row[s, t] = words (chain[t] ^ salt[s], mix(chain[t], s), ...)
     next token = mix(sum of all words of rows [0, position) of all stages)
-
-Ids 0..255 are the bytes of UTF-8 text, the ids above are special tokens, so text made from ids is tokenised to the
-same ids again.
 """
 
 from __future__ import annotations
 
-import codecs
-import json
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, ImageReader, TextPiece
+from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, ImageReader
 from parkd.engine_adapter.fake_fixed import FakeFixedState
-from parkd.engine_adapter.fake_images import IMAGE_TOKEN, FakeImages, shown, whole_end, with_images
+from parkd.engine_adapter.fake_images import IMAGE_TOKEN, FakeImages, whole_end, with_images
+from parkd.engine_adapter.fake_text import (
+    END_TOKEN_ID,
+    FIRST_SPECIAL_ID,
+    SPECIAL_TOKENS,
+    FakeTemplate,
+    FakeTextStream,
+    FakeTokenizer,
+)
+from parkd.engine_adapter.kept_states import chunk_end
 from parkd.errors import InvalidRequest, RestoreFailed
 from parkd.types import Checksums, ImageSpan, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
 
@@ -36,13 +38,9 @@ Words = npt.NDArray[np.uint64]
 Hook = Callable[[str, int], None]
 Script = Callable[[str], str | None]
 
-SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
-FIRST_SPECIAL_ID = 256
-END_TOKEN_ID = FIRST_SPECIAL_ID + SPECIAL_TOKENS.index("<|im_end|>")
 LETTERS = b"abcdefghijklmnopqrstuvwxyz      "
 END_ODDS = 97
 """One in so many next tokens is the end token."""
-ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
 def mix(values: Words) -> Words:
@@ -60,91 +58,12 @@ def row_words(chain: Words, stage: int, words: int) -> Words:
     return np.stack(columns, axis=1)
 
 
-class FakeTokenizer:
-    """UTF-8 bytes and a few special tokens."""
-
-    def __init__(self, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> None:
-        self.special_tokens = special_tokens
-        self._pattern = re.compile("(" + "|".join(re.escape(token) for token in special_tokens) + ")")
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for piece in self._pattern.split(text):
-            if piece in self.special_tokens:
-                ids.append(FIRST_SPECIAL_ID + self.special_tokens.index(piece))
-            else:
-                ids.extend(piece.encode())
-        return ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        parts = (
-            bytes([i]) if i < FIRST_SPECIAL_ID else self.special_tokens[i - FIRST_SPECIAL_ID].encode()
-            for i in token_ids
-        )
-        return b"".join(parts).decode(errors="replace")
-
-
-class FakeTemplate:
-    """A plain chat template: `<|im_start|>role\\ncontent<|im_end|>\\n`, tools as JSON in front."""
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        kwargs: Mapping[str, Any],  # noqa: ARG002 - the Protocol's
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        start, end = SPECIAL_TOKENS
-        parts = [f"{start}tools\n{json.dumps(list(tools), sort_keys=True)}{end}\n"] if tools else []
-        for message in messages:
-            role = message["role"]
-            if role not in ROLES:
-                raise InvalidRequest(f"The chat template knows no role {role!r}.", param="messages")
-            calls = message.get("tool_calls")
-            text = f"{shown(message.get('content') or '')}{json.dumps(calls, sort_keys=True) if calls else ''}"
-            parts.append(f"{start}{role}\n{text}{end}\n")
-        return "".join(parts) + (f"{start}assistant\n" if add_generation_prompt else "")
-
-
 def _allowed(mask: TokenMask, token_id: int) -> int:
     """The token if the mask allows it; else the end if that is allowed, else the last that is."""
     allowed = mask.allowed()
     if allowed[token_id]:
         return token_id
     return END_TOKEN_ID if allowed[END_TOKEN_ID] else int(np.flatnonzero(allowed)[-1])
-
-
-class FakeTextStream:
-    """Holds back half characters and possible heads of a stop string."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = [text for text in stop if text]
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = ""
-
-    def push(self, token_ids: Sequence[int]) -> TextPiece:
-        data = b"".join(
-            bytes([i]) if i < FIRST_SPECIAL_ID else SPECIAL_TOKENS[i - FIRST_SPECIAL_ID].encode() for i in token_ids
-        )
-        return self._release(self._decoder.decode(data), final=False)
-
-    def flush(self) -> TextPiece:
-        return self._release(self._decoder.decode(b"", final=True), final=True)
-
-    def _release(self, fresh: str, *, final: bool) -> TextPiece:
-        text = self._held + fresh
-        met = [(text.find(stop), stop) for stop in self._stop if stop in text]
-        if met:
-            at, stop = min(met)
-            self._held = ""
-            return TextPiece(text[:at], stop)
-        keep = 0
-        if not final:
-            heads = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
-            keep = max(heads, default=0)
-        self._held = text[len(text) - keep :]
-        return TextPiece(text[: len(text) - keep])
 
 
 class FakeEngine:
@@ -252,9 +171,7 @@ class FakeEngine:
         base = self._position
         while self._position < stop and not cancel.is_set():
             self.hook("chunk", self._position)
-            end = min(stop, (self._position // self._batch + 1) * self._batch)
-            end = min(end, next((place for place in places if place > self._position), end))
-            end = whole_end(self._position, end, images)
+            end = whole_end(self._position, chunk_end(self._position, stop, self._batch, places), images)
             ids, read = with_images(token_ids[self._position - base : end - base], self._position, images)
             self.images_read += read
             self._read(ids)

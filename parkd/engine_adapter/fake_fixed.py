@@ -6,19 +6,19 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from parkd.engine_adapter.kept_states import KeptStates
 from parkd.types import StageTransfer
 
 Words = npt.NDArray[np.uint64]
 
 
 class FakeFixedState:
-    """`words` a stage, and copies of them at earlier positions: the earliest stays, of the others the oldest goes."""
+    """`words` a stage, and copies of them at earlier positions."""
 
     def __init__(self, stages: int, words: int, limit: int) -> None:
         self.words = words
         self.live = [np.zeros(words, dtype=np.uint64) for _ in range(stages)]
-        self._limit = limit
-        self._kept: dict[int, list[Words]] = {}
+        self._kept: KeptStates[list[Words]] = KeptStates(limit)
 
     @property
     def exists(self) -> bool:
@@ -26,39 +26,34 @@ class FakeFixedState:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        return tuple(sorted(self._kept))
+        return self._kept.positions
 
     def keep(self, position: int) -> None:
-        if not self.exists or position == 0:
-            return
-        if position not in self._kept and len(self._kept) >= self._limit:
-            root = min(self._kept)
-            del self._kept[next((place for place in self._kept if place != root), root)]
-        self._kept.pop(position, None)
-        self._kept[position] = [words.copy() for words in self.live]
+        if self.exists:
+            self._kept.keep(position, lambda: [words.copy() for words in self.live])
 
     def held(self, position: int) -> list[Words]:
         """The copy of that position. Raises KeyError."""
-        return self._kept[position]
+        return self._kept.use(position)
 
     def go_back(self, position: int) -> None:
         """To a checkpoint, or to nothing at 0. Raises KeyError for a position that is not held."""
         if self.exists and position:
-            self._kept[position] = self._kept.pop(position)
-            for live, kept in zip(self.live, self._kept[position], strict=True):
+            for live, kept in zip(self.live, self._kept.use(position), strict=True):
                 live[:] = kept
-        self.forget_beyond(position)
+        self._kept.forget_beyond(position)
 
     def forget_beyond(self, position: int) -> None:
-        for place in [place for place in self._kept if place > position]:
-            del self._kept[place]
+        self._kept.forget_beyond(position)
 
     def copy_out(self, stages: tuple[StageTransfer, ...], position: int) -> Words:
         """Fills the parts; returns their checksums `[parts, stages]`. Raises KeyError for a part that is not held."""
         places = [part.position for part in stages[0].fixed]
         sums = np.zeros((len(places), len(stages)), dtype=np.uint64)
         for index, place in enumerate(places):
-            held = self._kept[place] if place in self._kept or place != position else self.live
+            held = self._kept.get(place)
+            if held is None:
+                held = self.live if place == position else self.held(place)
             for number, (stage, words) in enumerate(zip(stages, held, strict=True)):
                 assert stage.fixed[index].position == place
                 stage.fixed[index].buffer[:] = words.view(np.uint8)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from parkd.engine_adapter.fake import FakeEngine
+from parkd.engine_adapter.whole_sums import compare_sums, sums_of
 from parkd.errors import EngineFailure, RestoreFailed
 from parkd.types import Bytes, Checksums, Grain, RowRun, StageLayout, StateLayout, StateSizes, Transfer
 
@@ -45,18 +45,13 @@ class FakeOpaqueEngine(FakeEngine):
         [stage] = transfer.stages
         assert (transfer.start, transfer.stop) == (0, self._position)
         self.hook("capture", transfer.stop)
-        sums, file_bytes = [], 0
-        for run in stage.rows:
-            whole = self._whole()
-            sums.append(part_sum(whole))
-            file_bytes = self._put(run, whole)
-        fixed = []
+        whole = self._whole()
+        file_bytes = max((self._put(run, whole) for run in stage.rows), default=0)
         for part in stage.fixed:
-            state = self._partial(part.position) if part.buffer.nbytes else part.buffer
-            part.buffer[:] = state
-            fixed.append(part_sum(state))
+            part.buffer[:] = self._partial(part.position) if part.buffer.nbytes else part.buffer
+        fixed = sums_of([part.buffer for part in stage.fixed])
         self.transfers.append(("capture", 0, transfer.stop))
-        return Checksums(_column(sums), _column(fixed), file_bytes)
+        return Checksums(sums_of([whole for _ in stage.rows]), fixed, file_bytes)
 
     def restore(self, transfer: Transfer) -> None:
         try:
@@ -74,12 +69,8 @@ class FakeOpaqueEngine(FakeEngine):
         self.hook("restore", transfer.stop)
         whole = run.buffer if run.file is None else np.fromfile(run.file.path, dtype=np.uint8)
         parts = [part for part in stage.fixed if part.buffer.nbytes]
-        sums = transfer.checksums, transfer.fixed_checksums
-        if sums[0] is None or part_sum(whole) != sums[0][0, 0]:
-            raise RestoreFailed("The state's checksum does not match its bytes.")
-        for index, part in enumerate(stage.fixed):
-            if sums[1] is None or part_sum(part.buffer) != sums[1][index, 0]:
-                raise RestoreFailed("The fixed state's checksum does not match its bytes.")
+        compare_sums([whole], transfer.checksums)
+        compare_sums([part.buffer for part in stage.fixed], transfer.fixed_checksums)
         self._fixed.go_back(0)
         self._set_whole(whole.view(np.uint64))
         if self._position != transfer.stop:
@@ -126,11 +117,3 @@ class FakeOpaqueEngine(FakeEngine):
         state.tofile(run.file.path)
         run.file.path.chmod(0o600)
         return state.nbytes
-
-
-def part_sum(data: Bytes) -> int:
-    return int(xxhash.xxh3_64_intdigest(data.tobytes()))
-
-
-def _column(sums: list[int]) -> Words:
-    return np.array(sums, dtype=np.uint64).reshape(len(sums), 1)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from parkd.engine_adapter.fake import SPECIAL_TOKENS, FakeEngine
+from parkd.engine_adapter.fake import FakeEngine
+from parkd.engine_adapter.fake_text import SPECIAL_TOKENS
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.output.base import OutputFormat, ReasoningMarks, ToolFormat
 from parkd.proxy.server import Server

@@ -8,8 +8,9 @@ import pytest
 from api_harness import Gate, Messages, Running, body_of, running, until
 from test_api_switching import never_parked, opening, rows_left_by, turn_after
 
-from parkd.engine_adapter.fake import FakeEngine, FakeTemplate
+from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
+from parkd.engine_adapter.fake_text import FakeTemplate
 from parkd.proxy.checkpoints import CHECKPOINT_STEP_TOKENS, checkpoints_to_take
 from parkd.types import ConversationKey, PromptIdentity
 

@@ -41,7 +41,7 @@ RULES = (
         ("parkd.proxy", "parkd.identity", "parkd.store", "parkd.engine_adapter.base", *SHARED),
         COMPUTE,
     ),
-    Rule("parkd.engine_adapter.base", SHARED, COMPUTE + HTTP),
+    Rule("parkd.engine_adapter.base", ("parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
     Rule("parkd.engine_adapter.torch_engine", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
     Rule("parkd.engine_adapter.torch_loading", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
     Rule("parkd.engine_adapter.torch_words", ("engine", "parkd.engine_adapter", *SHARED), HTTP),

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import xxhash
 
 from parkd.engine_adapter.base import Cancel, ChatTemplate, ImageReader, Tokenizer
 from parkd.engine_adapter.llama_server.completion import Completion, open_completion, settle
+from parkd.engine_adapter.llama_server.parking import SlotParking
 from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
 from parkd.engine_adapter.llama_server.start import LlamaServerConfig, Upstream, connect
 from parkd.engine_adapter.llama_server.states import SlotFiles
@@ -28,7 +28,6 @@ from parkd.engine_adapter.llama_server.text import UpstreamText, UpstreamTokeniz
 from parkd.engine_adapter.llama_server.watch import RunWatch
 from parkd.engine_adapter.llama_server.weights import Progress
 from parkd.errors import (
-    EngineFailure,
     InvalidRequest,
     ParkdError,
     RestoreFailed,
@@ -39,10 +38,6 @@ from parkd.errors import (
 from parkd.types import Checksums, ImageSpan, SamplingParams, StateSizes, TokenIds, TokenMask, Transfer
 
 log = logging.getLogger(__name__)
-
-NO_BYTES_SUM = xxhash.xxh3_64_intdigest(b"")
-SIZE_SPARE_BYTES = 64 * 1024
-"""Reserved for a slot file besides what its length foretells."""
 
 
 class LlamaServerEngine:
@@ -68,8 +63,8 @@ class LlamaServerEngine:
         self.notes = upstream.notes
         """For the operator."""
         self._client = upstream.client
-        self._facts = upstream.facts
         self._files = SlotFiles(upstream.client, config.slot_dir)
+        self._parking = SlotParking(upstream, self._files)
         self._watch = RunWatch(upstream, config, monotonic)
         self._table = SlotTable(upstream.incarnation.slots)
         self._completion: Completion | None = None
@@ -227,31 +222,18 @@ class LlamaServerEngine:
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
         assert not checkpoints
         self._drop()
-        tokens = self.position
-        if not self._slot.is_exact:  # a server that was stopped may be some tokens ahead
-            states = {state.id: state.tokens for state in self._client.slots()}
-            tokens = max(tokens, states.get(self._slot.id) or 0)
-        return StateSizes(self._facts.base_bytes + tokens * self._facts.row_bytes + SIZE_SPARE_BYTES)
+        return self._parking.sizes(self._slot)
 
     def capture(self, transfer: Transfer) -> Checksums:
-        [stage] = transfer.stages
-        [run] = stage.rows
-        assert run.file is not None
         self._look()
-        slot = self._slot
-        if slot.position != transfer.stop:
-            raise EngineFailure("The llama-server lost what was live.")
-        whole = self.info.layout.fixed_bytes != 0
-        checksum, size = self._files.save(slot, run.file.path, run.file.bytes, whole=whole)
-        self._note_saved(slot, checksum)
-        fixed = [[NO_BYTES_SUM]] * len(stage.fixed)
-        return Checksums(
-            np.array([[checksum]], dtype=np.uint64), np.array(fixed, dtype=np.uint64).reshape(len(fixed), 1), size
-        )
+        return self._parking.capture(self._slot, transfer)
 
     def restore(self, transfer: Transfer) -> None:
         try:
-            self._restore(transfer)
+            self._drop()
+            self._parking.check(transfer)
+            self._look()
+            self._parking.restore(self._table, transfer)
         except (UpstreamFailed, OSError) as error:
             self._slot.forget()
             said = error.message if isinstance(error, ParkdError) else f"its file cannot be read: {error.strerror}"
@@ -264,29 +246,6 @@ class LlamaServerEngine:
         self._drop()
         self._template.close()
         self._client.close()
-
-    def _restore(self, transfer: Transfer) -> None:
-        self._drop()
-        if transfer.layout_digest != self.info.layout.digest or transfer.checksums is None:
-            raise RestoreFailed("The parked state has another layout than this llama-server's slots.")
-        [[run]] = (stage.rows for stage in transfer.stages)
-        assert run.file is not None
-        checksum, position = int(transfer.checksums[0, 0]), transfer.position
-        self._look()
-        slot = self._table.holding(checksum, self._client.slots)
-        if slot is not None and (self._table.is_single or 2 * position >= slot.position):
-            self._table.select(slot)  # it never left
-        else:
-            slot = self._table.take()
-            slot.holds(self._files.restore(slot, run.file.path, checksum, transfer.stop))
-            self._note_saved(slot, checksum)
-        if position < slot.position:
-            slot.holds(slot.ids[:position], exact=False)
-
-    def _note_saved(self, slot: Slot, checksum: int) -> None:
-        if slot.is_exact:
-            states = {state.id: state.task for state in self._client.slots()}
-            slot.saved, slot.task = checksum, states.get(slot.id)
 
     def _look(self) -> None:
         """Raises EngineLost, UpstreamFailed."""

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from parkd.engine_adapter.base import TextPiece
+from parkd.engine_adapter.held_text import HeldText
 from parkd.engine_adapter.llama_server.client import UpstreamClient
 
 MOST_SPECIAL_TOKENS = 64
@@ -50,29 +51,14 @@ class UpstreamText:
 
     def __init__(self, stop: Sequence[str], take: Callable[[], str]) -> None:
         """`take` gives the text that came since it was last asked."""
-        self._stop = [text for text in stop if text]
+        self._held = HeldText(stop)
         self._take = take
-        self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:  # noqa: ARG002 - the Protocol's
-        return self._release(self._take(), final=False)
+        return self._held.release(self._take(), final=False)
 
     def flush(self) -> TextPiece:
-        return self._release(self._take(), final=True)
-
-    def _release(self, fresh: str, *, final: bool) -> TextPiece:
-        text = self._held + fresh
-        met = [(text.find(stop), stop) for stop in self._stop if stop in text]
-        if met:
-            at, stop = min(met)
-            self._held = ""
-            return TextPiece(text[:at], stop)
-        keep = 0
-        if not final:
-            heads = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
-            keep = max(heads, default=0)
-        self._held = text[len(text) - keep :]
-        return TextPiece(text[: len(text) - keep])
+        return self._held.release(self._take(), final=True)
 
 
 def first_tokens(client: UpstreamClient) -> list[int]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.fake import END_TOKEN_ID, FIRST_SPECIAL_ID, SPECIAL_TOKENS, FakeTemplate, FakeTokenizer
 from parkd.engine_adapter.fake_images import IMAGE_TOKEN, FakeImages
+from parkd.engine_adapter.fake_text import END_TOKEN_ID, FIRST_SPECIAL_ID, SPECIAL_TOKENS, FakeTemplate, FakeTokenizer
 from parkd.errors import InvalidRequest
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.images import take_out

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.fake import FakeTemplate, FakeTokenizer
+from parkd.engine_adapter.fake_text import FakeTemplate, FakeTokenizer
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, RememberedAnswer, Said, json_key
 from parkd.types import PromptIdentity, TurnRequest

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from identity_fakes import WordTokenizer, make_builder, say, talk
 
-from parkd.engine_adapter.fake import FakeTemplate, FakeTokenizer
+from parkd.engine_adapter.fake_text import FakeTemplate, FakeTokenizer
 from parkd.identity import splice as splicing
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said

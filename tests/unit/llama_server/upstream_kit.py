@@ -17,7 +17,7 @@ import httpx
 import orjson
 import respx
 
-from parkd.engine_adapter.fake import END_TOKEN_ID, FIRST_SPECIAL_ID, FakeTemplate, FakeTokenizer
+from parkd.engine_adapter.fake_text import END_TOKEN_ID, FIRST_SPECIAL_ID, FakeTemplate, FakeTokenizer
 from parkd.engine_adapter.llama_server.client import Deadlines
 from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
 from parkd.engine_adapter.llama_server.start import LlamaServerConfig

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.fake import END_TOKEN_ID, FakeEngine
+from parkd.engine_adapter.fake import FakeEngine
+from parkd.engine_adapter.fake_text import END_TOKEN_ID
 from parkd.errors import EngineFailure
 from parkd.proxy.answer import Answer, AnswerLoop, visible_ids
 from parkd.proxy.output.base import OutputFormat

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.fake import END_TOKEN_ID, SPECIAL_TOKENS, FakeEngine
+from parkd.engine_adapter.fake import FakeEngine
+from parkd.engine_adapter.fake_text import END_TOKEN_ID, SPECIAL_TOKENS
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory
 from parkd.proxy.answer import AnswerLoop

@@ -1,33 +1,13 @@
-"""The one seam between the daemon and an engine.
-
-An adapter is used from one thread only, the engine's own; the event loop never calls it, except for what is marked
-thread-safe. The adapter owns the live state; the daemon owns what that state means (which units are in it).
-
-    arena rows   0 ............ position ................ context_tokens
-                 |-- valid ----|-- whatever was there --|
-
-Engines differ in the grain of their state. Some give rows of each stage, which are cut in blocks and shared; others
-give a conversation whole, as bytes or as a file. All that is above this seam is the same for both.
-"""
+"""What every engine does, and the two kinds that tell how its state moves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from parkd.types import (
-    Checksums,
-    DraftCounts,
-    ImageSpan,
-    Proof,
-    SamplingParams,
-    StateLayout,
-    StateSizes,
-    TokenIds,
-    TokenMask,
-    Transfer,
-)
+from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream, Tokenizer
+from parkd.types import Checksums, ImageSpan, SamplingParams, StateLayout, StateSizes, TokenIds, TokenMask, Transfer
 
 BLOCK_TOKENS = 256
 """Rows in a block, at absolute multiples."""
@@ -64,180 +44,6 @@ class Cancel(Protocol):
     """Asked between chunks and tokens; thread-safe. `threading.Event` is one."""
 
     def is_set(self) -> bool: ...
-
-
-class Tokenizer(Protocol):
-    """Text to ids and back. Thread-safe."""
-
-    special_tokens: tuple[str, ...]
-    """Texts that the tokenizer cuts out before anything else, so that what lies between them is tokenised alone."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a rendered prompt; special tokens in the text are recognised, none is added."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens included: for reports, not for answers."""
-
-
-class UnprovenText(str):
-    """A rendered prompt that is to be confirmed yet: it may be worked with, but nothing of its answer given out."""
-
-    proof: Proof
-
-    def __new__(cls, text: str, proof: Proof) -> UnprovenText:
-        made = super().__new__(cls, text)
-        made.proof = proof
-        return made
-
-
-def proven(text: str) -> str:
-    """The text, once it is confirmed. Raises what speaks against it."""
-    if isinstance(text, UnprovenText):
-        text.proof.result()
-    return str(text)
-
-
-class ChatTemplate(Protocol):
-    """Messages to the text a model reads. Thread-safe."""
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        kwargs: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """May be an `UnprovenText`. Raises InvalidRequest when the template refuses the messages, with its words."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageTokens:
-    """How pictures stand in a prompt."""
-
-    placeholder: str
-    """What the chat template writes for one picture."""
-    wrapped: str
-    """What is tokenised in its place; it holds `token_id` once."""
-    token_id: int
-    """Stands at every position of a picture: what is there is told by the picture alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFacts:
-    """What a prompt's identity needs of a picture."""
-
-    digest: bytes
-    """32 bytes over pixels, size, mode and preprocessing: equal for equal pictures, however their files are packed."""
-    tokens: int
-    """Positions that it takes."""
-
-
-class ImageReader(Protocol):
-    """What an engine does with pictures before they are read. Thread-safe, and slow: not for the event loop."""
-
-    tokens: ImageTokens
-    sees_itself: bool
-    """State inside a picture depends on all of it, so nothing can go on from there."""
-
-    def facts(self, data: bytes) -> ImageFacts:
-        """Of a picture's file. Raises InvalidRequest for one that cannot be read, or is too large."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """What became visible when tokens were pushed."""
-
-    text: str
-    stop_string: str | None = None
-    """Set when a stop string was met: `text` ends before it and nothing comes after."""
-
-
-class TextStream(Protocol):
-    """Turns ids into text a piece at a time. Never gives out half a character, nor text that may turn out to be the
-    head of a stop string."""
-
-    def push(self, token_ids: Sequence[int]) -> TextPiece: ...
-
-    def flush(self) -> TextPiece:
-        """The rest, once no token follows."""
-
-
-class ResponseReader(Protocol):
-    """Reads one answer as the model's own files say it is to be read.
-
-    Events have a `type`, `region_open`, `region_chunk` (with `text`, and `dirty` where only the whole has a meaning) or
-    `region_close` (with `value`), and a `field`, the key of the message.
-    """
-
-    initial: Sequence[Mapping[str, Any]]
-    """What the prompt has opened already."""
-
-    def closing(self, field: str, text: str) -> int:
-        """Length of the mark at the start of `text` that closes the field's region; 0 if there is none."""
-
-    def feed(self, text: str) -> Sequence[Mapping[str, Any]]:
-        """Raises, mostly ValueError, for an answer that does not fit; then the reader is not used again."""
-
-    def finish(self) -> Sequence[Mapping[str, Any]]:
-        """No text follows. Raises as `feed` does."""
-
-
-class CaptureInFlight(Protocol):
-    """A capture that goes on while the engine does other things."""
-
-    def wait(self) -> Checksums:
-        """Blocks until every byte is in the buffers; from any thread. Raises EngineFailure, EngineLost.
-
-        Until it returns, or has raised, the buffers may be written to.
-        """
-
-
-@runtime_checkable
-class OverlappingEngine(Protocol):
-    """What an engine may offer besides: captures that the next prompt does not wait for."""
-
-    def start_capture(self, transfer: Transfer) -> CaptureInFlight | None:
-        """Begins what `capture` does and returns at once; None if this state can only be captured by waiting.
-
-        The engine itself sees to it that no row is overwritten before it is copied.
-        """
-
-
-@runtime_checkable
-class ReadingRestoreEngine(Protocol):
-    """What an engine may offer besides: it reads on while what is restored is still on its way."""
-
-    @property
-    def reads_while_restoring(self) -> bool:
-        """Whether that gains anything where this engine runs."""
-
-    def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
-        """`restore`, then `extend` by `token_ids`, which hold no picture and fit the context, whatever the batch size.
-
-        As with `restore`, the position is committed only once every checksum was compared: of damaged rows, and of what
-        was read behind them, nothing is left. Raises RestoreFailed and EngineFailure, each after a reset.
-        """
-
-
-@runtime_checkable
-class RemoteEngine(Protocol):
-    """What an engine that is another process does besides: it may go away, and it decides itself what it reuses."""
-
-    def awake(self) -> None:
-        """To be called before a turn decides how to start: what was live is gone if the process is another one.
-
-        Raises EngineFailure; EngineLost if it serves another model now.
-        """
-
-    def begin_prompt(
-        self, token_ids: TokenIds, sampling: SamplingParams, mask: TokenMask | None, limit: int | None
-    ) -> int:
-        """Sends the whole prompt ahead; `extend` and `generate` then follow the answer to it. `limit` is the longest.
-
-        Returns the position at which the engine really starts, which is `position` then: less than before if the
-        process did not hold what it was believed to. Raises EngineFailure, InvalidRequest; then nothing is live.
-        """
 
 
 class Engine(Protocol):
@@ -335,15 +141,6 @@ class Engine(Protocol):
         """Makes the transfer's state live and `position` its position. Raises RestoreFailed after a reset."""
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class DraftingEngine(Protocol):
-    """What an engine may offer besides: it guesses tokens ahead, and says how well it did."""
-
-    @property
-    def drafts(self) -> DraftCounts:
-        """Of the answer generated last."""
 
 
 class RowEngine(Engine, Protocol):

@@ -1,0 +1,87 @@
+"""Tokens and text of the deterministic engine.
+
+Ids 0..255 are the bytes of UTF-8 text, the ids above are special tokens, so text made from ids is tokenised to the
+same ids again.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from parkd.engine_adapter.base import TextPiece
+from parkd.engine_adapter.fake_images import shown
+from parkd.engine_adapter.held_text import HeldText
+from parkd.errors import InvalidRequest
+
+SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
+FIRST_SPECIAL_ID = 256
+END_TOKEN_ID = FIRST_SPECIAL_ID + SPECIAL_TOKENS.index("<|im_end|>")
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+class FakeTokenizer:
+    """UTF-8 bytes and a few special tokens."""
+
+    def __init__(self, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> None:
+        self.special_tokens = special_tokens
+        self._pattern = re.compile("(" + "|".join(re.escape(token) for token in special_tokens) + ")")
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self._pattern.split(text):
+            if piece in self.special_tokens:
+                ids.append(FIRST_SPECIAL_ID + self.special_tokens.index(piece))
+            else:
+                ids.extend(piece.encode())
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        parts = (
+            bytes([i]) if i < FIRST_SPECIAL_ID else self.special_tokens[i - FIRST_SPECIAL_ID].encode()
+            for i in token_ids
+        )
+        return b"".join(parts).decode(errors="replace")
+
+
+class FakeTemplate:
+    """A plain chat template: `<|im_start|>role\\ncontent<|im_end|>\\n`, tools as JSON in front."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],  # noqa: ARG002 - the Protocol's
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        start, end = SPECIAL_TOKENS
+        parts = [f"{start}tools\n{json.dumps(list(tools), sort_keys=True)}{end}\n"] if tools else []
+        for message in messages:
+            role = message["role"]
+            if role not in ROLES:
+                raise InvalidRequest(f"The chat template knows no role {role!r}.", param="messages")
+            calls = message.get("tool_calls")
+            text = f"{shown(message.get('content') or '')}{json.dumps(calls, sort_keys=True) if calls else ''}"
+            parts.append(f"{start}{role}\n{text}{end}\n")
+        return "".join(parts) + (f"{start}assistant\n" if add_generation_prompt else "")
+
+
+class FakeTextStream:
+    """Holds back half characters and possible heads of a stop string."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._held = HeldText(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        data = b"".join(
+            bytes([i]) if i < FIRST_SPECIAL_ID else SPECIAL_TOKENS[i - FIRST_SPECIAL_ID].encode() for i in token_ids
+        )
+        return self._held.release(self._decoder.decode(data), final=False)
+
+    def flush(self) -> TextPiece:
+        return self._held.release(self._decoder.decode(b"", final=True), final=True)

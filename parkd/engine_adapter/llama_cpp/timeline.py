@@ -1,0 +1,161 @@
+"""Where the sequence is, and where it can go back to.
+
+    full attention     cut anywhere                                 [0 .............. position]
+    sliding windows    cut as far back as the windows still reach   [0 .. floor ..... position]   else a checkpoint
+    recurrent layers   exact at the end                             [0 .............. position]   else a checkpoint
+
+What the library refuses leaves it empty, which is exact.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+
+from parkd.engine_adapter.base import Cancel
+from parkd.engine_adapter.kept_states import KeptStates
+from parkd.engine_adapter.llama_cpp.library import LlamaModel
+from parkd.engine_adapter.llama_cpp.sequence import PARTIAL
+from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
+from parkd.errors import EngineFailure, RestoreFailed
+from parkd.types import Bytes, TokenIds
+
+_NOWHERE = -1
+"""In place of a position that nothing was noted at."""
+
+
+class Timeline:
+    """One sequence, its position and its checkpoints (partial states)."""
+
+    def __init__(self, model: LlamaModel, sequence: TokenSequence, ctx_checkpoints: int) -> None:
+        self._model = model
+        self._sequence = sequence
+        self.window = model.window_tokens
+        self.has_fixed_state = model.is_recurrent or self.window > 0
+        self.limit = ctx_checkpoints if self.has_fixed_state else 0
+        """Checkpoints at most."""
+        self._kept: KeptStates[Bytes] = KeptStates(self.limit)
+        self._before_batch: tuple[int, Bytes] = (_NOWHERE, np.empty(0, dtype=np.uint8))
+        """The partial state in front of the batch that runs, and its position."""
+        self.position = 0
+        """As the memory last reported it; the tests of what moves it are in `_settle`."""
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        return self._kept.positions
+
+    @property
+    def rewind_floor(self) -> int:
+        if self._model.is_recurrent:
+            return self.position
+        if not self.window:
+            return 0
+        first = self._sequence.first
+        return 0 if first <= 0 else min(self.position, first + self.window)
+
+    def checkpoint(self) -> None:
+        """Raises EngineFailure."""
+        self._kept.keep(self.position, self._partial)
+
+    def held(self, position: int) -> Bytes:
+        """The checkpoint's partial state. Raises EngineFailure."""
+        held = self._kept.get(position)
+        if held is None:
+            raise EngineFailure(f"The engine holds no checkpoint at {position}.")
+        return held
+
+    def reset(self) -> None:
+        self._sequence.clear()
+        self._kept.clear()
+        self.position = 0
+
+    def truncate(self, position: int) -> None:
+        """Raises RestoreFailed, with all gone, if the library refuses what should be possible."""
+        if not 0 <= position <= self.position:
+            raise ValueError(f"cannot keep {position} of {self.position} tokens")
+        if position == self.position:
+            return
+        if position == 0:
+            self.reset()
+            return
+        if position < self.rewind_floor:
+            if position not in self._kept:
+                raise ValueError(f"the state at {position} is not exact")
+            self.set(self._kept.use(position), PARTIAL, position)
+        self.cut(position)
+
+    def set(self, state: Bytes, flags: int, position: int) -> None:
+        """Raises RestoreFailed, with all gone, unless the library took all of it and is where it should be."""
+        taken = self._sequence.write_state(state, flags)
+        reached = self._sequence.position
+        if not taken or reached != position:
+            self.reset()
+            raise RestoreFailed(
+                f"llama.cpp refused the state of {position} tokens: {self._model.last_words()}"
+                if not taken
+                else f"The state brought llama.cpp to {reached} tokens, not to {position}."
+            )
+        self.position = reached
+
+    def cut(self, position: int) -> None:
+        """Raises RestoreFailed, with all gone."""
+        if not self._sequence.cut(position):
+            self.reset()
+            raise RestoreFailed(f"llama.cpp refused to cut its memory at {position} tokens.")
+        self.position = position
+        self._kept.forget_beyond(position)
+
+    def decode(self, token_ids: TokenIds, cancel: Cancel | None) -> bool:
+        """Computes tokens behind the position. False if it was cancelled meanwhile; then, as after an error, the
+        position is one at which the state is exact. Raises EngineFailure."""
+        start = self.position
+        if cancel is not None and self._model.is_recurrent and start:
+            self._note_start()
+        else:
+            self._before_batch = (_NOWHERE, self._before_batch[1])
+        try:
+            done = self._sequence.decode(token_ids, start, is_cancelled=None if cancel is None else cancel.is_set)
+        except EngineFailure:
+            self._settle(start)
+            raise
+        if done:
+            self.position = start + len(token_ids)
+        else:
+            self._settle(start)
+        return done
+
+    def _partial(self) -> Bytes:
+        held = np.empty(self._sequence.state_size(PARTIAL), dtype=np.uint8)
+        if not self._sequence.read_state(held, PARTIAL):
+            raise EngineFailure("llama.cpp did not give the partial state it announced.")
+        return held
+
+    def _note_start(self) -> None:
+        """Keeps the partial state in front of a batch: one that is stopped inside has left it in some layers."""
+        size = self._sequence.state_size(PARTIAL)
+        held = self._before_batch[1]
+        if held.nbytes != size:
+            held = np.empty(size, dtype=np.uint8)
+        is_whole = self._sequence.read_state(held, PARTIAL)
+        self._before_batch = (self.position if is_whole else _NOWHERE, held)
+
+    def _settle(self, start: int) -> None:
+        """After a batch that did not end: back to its beginning if that is exact still, else to the last checkpoint."""
+        if self._model.is_recurrent and self._before_batch[0] == start:
+            self._go_back(self._before_batch[1], start)
+            return
+        if not self._model.is_recurrent and self._sequence.cut(start):
+            self.position = start
+            if start >= self.rewind_floor:
+                return
+        place = self._kept.last(start)
+        if place == 0:
+            self.reset()
+        else:
+            self._go_back(self.held(place), place)
+
+    def _go_back(self, state: Bytes, position: int) -> None:
+        with suppress(RestoreFailed):  # Empty is exact.
+            self.set(state, PARTIAL, position)
+            self.cut(position)

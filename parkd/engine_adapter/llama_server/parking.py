@@ -1,0 +1,76 @@
+"""Between a slot and the store: what goes into a transfer, and what of one is made live."""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
+from parkd.engine_adapter.llama_server.start import Upstream
+from parkd.engine_adapter.llama_server.states import SlotFiles
+from parkd.errors import EngineFailure, RestoreFailed
+from parkd.types import Checksums, StateSizes, Transfer
+
+NO_BYTES_SUM = xxhash.xxh3_64_intdigest(b"")
+SIZE_SPARE_BYTES = 64 * 1024
+"""Reserved for a slot file besides what its length foretells."""
+
+
+class SlotParking:
+    """Runs on the engine's thread, behind whoever made sure that the server is the one that it was."""
+
+    def __init__(self, upstream: Upstream, files: SlotFiles) -> None:
+        self._client = upstream.client
+        self._facts = upstream.facts
+        self._layout = upstream.info.layout
+        self._files = files
+
+    def sizes(self, slot: Slot) -> StateSizes:
+        """The most that the slot's file may take. Raises UpstreamFailed."""
+        tokens = slot.position
+        if not slot.is_exact:  # a server that was stopped may be some tokens ahead
+            states = {state.id: state.tokens for state in self._client.slots()}
+            tokens = max(tokens, states.get(slot.id) or 0)
+        return StateSizes(self._facts.base_bytes + tokens * self._facts.row_bytes + SIZE_SPARE_BYTES)
+
+    def capture(self, slot: Slot, transfer: Transfer) -> Checksums:
+        """Leaves the slot's state in the transfer's file. Raises EngineFailure."""
+        [stage] = transfer.stages
+        [run] = stage.rows
+        assert run.file is not None
+        if slot.position != transfer.stop:
+            raise EngineFailure("The llama-server lost what was live.")
+        whole = self._layout.fixed_bytes != 0
+        checksum, size = self._files.save(slot, run.file.path, run.file.bytes, whole=whole)
+        self._note_saved(slot, checksum)
+        fixed = [[NO_BYTES_SUM]] * len(stage.fixed)
+        return Checksums(
+            np.array([[checksum]], dtype=np.uint64), np.array(fixed, dtype=np.uint64).reshape(len(fixed), 1), size
+        )
+
+    def check(self, transfer: Transfer) -> None:
+        """What can be known before the server is asked. Raises RestoreFailed."""
+        if transfer.layout_digest != self._layout.digest or transfer.checksums is None:
+            raise RestoreFailed("The parked state has another layout than this llama-server's slots.")
+
+    def restore(self, table: SlotTable, transfer: Transfer) -> None:
+        """Makes the state of a checked transfer the current slot's. Raises RestoreFailed, UpstreamFailed, OSError; what
+        that slot holds is unknown then."""
+        assert transfer.checksums is not None
+        [[run]] = (stage.rows for stage in transfer.stages)
+        assert run.file is not None
+        checksum, position = int(transfer.checksums[0, 0]), transfer.position
+        slot = table.holding(checksum, self._client.slots)
+        if slot is not None and (table.is_single or 2 * position >= slot.position):
+            table.select(slot)  # it never left
+        else:
+            slot = table.take()
+            slot.holds(self._files.restore(slot, run.file.path, checksum, transfer.stop))
+            self._note_saved(slot, checksum)
+        if position < slot.position:
+            slot.holds(slot.ids[:position], exact=False)
+
+    def _note_saved(self, slot: Slot, checksum: int) -> None:
+        if slot.is_exact:
+            states = {state.id: state.task for state in self._client.slots()}
+            slot.saved, slot.task = checksum, states.get(slot.id)
