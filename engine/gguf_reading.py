@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from threading import RLock, get_ident
 from typing import Any
 
 import gguf
@@ -18,6 +19,8 @@ import numpy as np
 from engine.errors import ModelLoadError
 
 _LENGTH = struct.Struct("<Q")
+_ONE_LOAD = RLock()
+"""Two that each put back what they found would leave the other's behind."""
 _ARRAY_HEAD_BYTES = 4 + 8
 """Element type and length."""
 
@@ -60,11 +63,21 @@ class QuickReader(gguf.GGUFReader):  # type: ignore[misc]
 def quick_library_reader() -> Iterator[None]:
     """The library reads GGUF files through `QuickReader`, and makes a model's tensor names once, not once a module.
 
-    For the whole process, since the library takes no reader as an argument; put back at the end.
+    The library takes no reader as an argument, so the package's names are changed while this lasts, one load at a time.
+    They answer so to this thread alone: to any other they are what they were.
     """
-    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = QuickReader, lru_cache(maxsize=4)(names)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
+    with _ONE_LOAD:
+        reader, names, owner = gguf.GGUFReader, gguf.get_tensor_name_map, get_ident()
+        kept_names = lru_cache(maxsize=4)(names)
+
+        class ReaderHere(QuickReader):
+            def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+                kind = QuickReader if get_ident() == owner else reader
+                return kind._get_field_parts(self, orig_offs, raw_type)
+
+        gguf.GGUFReader = ReaderHere
+        gguf.get_tensor_name_map = lambda *given: (kept_names if get_ident() == owner else names)(*given)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader, gguf.get_tensor_name_map = reader, names

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -69,3 +71,37 @@ def test_a_text_that_passes_the_end_is_damage(length: int, tmp_path: Path) -> No
         file.write(length.to_bytes(8, "little"))
     with pytest.raises(ModelLoadError, match="passes the end"):
         QuickReader(path)
+
+
+def test_another_thread_sees_the_package_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, looks, reader = write(tmp_path / "m.gguf"), [], gguf.GGUFReader
+    look, names = reader._get, gguf.get_tensor_name_map
+    monkeypatch.setattr(reader, "_get", lambda self, *given, **named: looks.append(1) or look(self, *given, **named))
+    with ThreadPoolExecutor(1) as other, quick_library_reader():
+        made = other.submit(gguf.GGUFReader, path).result()
+        assert len(looks) > len(WORDS)
+        kind = gguf.MODEL_ARCH.GEMMA3
+        assert gguf.get_tensor_name_map(kind, 2) is gguf.get_tensor_name_map(kind, 2)
+        first, second = (other.submit(gguf.get_tensor_name_map, kind, 2).result() for _ in range(2))
+        assert first is not second
+    assert isinstance(made, reader)
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (reader, names)
+
+
+def test_loads_that_overlap_put_back_the_package_s_own(tmp_path: Path) -> None:
+    path, reader, inside, both = write(tmp_path / "m.gguf"), gguf.GGUFReader, threading.Event(), threading.Event()
+
+    def load() -> None:
+        with quick_library_reader():
+            inside.set()
+            both.wait(0.05)
+            load_gguf_checkpoint(str(path))
+
+    with ThreadPoolExecutor(2) as loads:
+        first = loads.submit(load)
+        inside.wait(5)
+        second = loads.submit(load)
+        first.result()
+        both.set()
+        second.result()
+    assert gguf.GGUFReader is reader
