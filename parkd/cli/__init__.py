@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING
 
 from parkd import arguments
 from parkd.cli.compose import compose, open_files, store_config_of
-from parkd.cli.model import MemoryShare, choose_engine, find_model, load_engine, load_llama_cpp, load_upstream
+from parkd.cli.model import (
+    MemoryShare,
+    card_notes,
+    choose_engine,
+    find_model,
+    has_card,
+    load_engine,
+    load_llama_cpp,
+    load_upstream,
+)
 from parkd.cli.planning import plan, sizes_of
 from parkd.config import Config, load
 from parkd.errors import ConfigError, ModelError
@@ -88,13 +97,15 @@ def serve(config: Config) -> int:
         engine: AnyEngine
         if is_upstream:
             engine = load_upstream(config, progress)
-            for note in engine.notes:
-                print(f"note: {note}", file=sys.stderr)
+            notes = engine.notes
         elif name == "llama.cpp":
             engine = load_llama_cpp(config, model, progress, is_demo=is_demo)
+            notes = card_notes(config.model.llama.gpu_layers, engine.build_has_cards, has_card())
         else:
             load = partial(load_engine, model=model, memory=memory, progress=progress, is_demo=is_demo)
-            engine = split_memory.load(config, model, files, load)
+            engine, notes = split_memory.load(config, model, files, load), ()
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
         store_config = store_config_of(config, memory)
         services = compose(config, engine, store_config, named_keys, files, rules, behind=behind)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)

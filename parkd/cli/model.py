@@ -87,8 +87,12 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
     name, why = config.engine, "--engine names it"
     if name == "auto":
         wants = f"--{config.llama.given[0]} is its flag" if config.llama.given else ""
-        if config.devices or config.layer_split or not is_gguf:
-            name, why = "torch", "--devices names its stages" if config.devices else "the model is no GGUF file"
+        if config.devices:
+            name, why = "torch", "--devices names its stages"
+        elif config.layer_split:
+            name, why = "torch", "--layer-split is its flag"
+        elif not is_gguf:
+            name, why = "torch", "the model is no GGUF file"
         elif not has_library:
             name, why = "torch", f"llama.cpp is not installed: {LLAMA_HINT}"
         elif is_demo and not wants:
@@ -111,6 +115,23 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
 def cache_type_name(asked: str | None) -> str:
     """In llama.cpp's words: its own default, and its name for what torch calls int8."""
     return {None: "f16", "int8": "q8_0"}.get(asked, asked or "")
+
+
+def has_card() -> bool:
+    """That torch sees."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def card_notes(gpu_layers: int | None, build_has_cards: bool, has_card: bool) -> tuple[str, ...]:
+    """What a build of llama.cpp for the processor alone leaves unused."""
+    if build_has_cards or gpu_layers == 0 or not (has_card or gpu_layers):
+        return ()
+    what = "--gpu-layers has no effect" if gpu_layers else "the cards here are not used"
+    return (
+        f"this llama-cpp-python was built for the processor alone, {what}: docs/LLAMA_CPP.md, or use --engine torch",
+    )
 
 
 def load_llama_cpp(

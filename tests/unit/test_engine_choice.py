@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from parkd import cli
-from parkd.cli.model import LLAMA_HINT, LLAMA_PACKAGE, choose_engine
+from parkd.cli.model import LLAMA_HINT, LLAMA_PACKAGE, card_notes, choose_engine
 from parkd.config import load
 from parkd.errors import ConfigError, ModelError
 
@@ -41,6 +41,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
         ({"devices": "cpu,cpu"}, GGUF, False, True, "torch", "--devices names its stages"),
         ({"devices": "cpu"}, HUB, False, True, "torch", "--devices names its stages"),
         ({"devices": "cpu,cpu", "layer-split": "2"}, GGUF, False, True, "torch", "--devices names its stages"),
+        ({"layer-split": "2"}, GGUF, False, True, "torch", "--layer-split is its flag"),
         ({}, GGUF, True, True, "torch", "the demo shows stages"),
         ({}, GGUF, True, False, "torch", f"llama.cpp is not installed: {LLAMA_HINT}"),
         ({"gpu-layers": "3"}, GGUF, True, True, "llama.cpp", "--gpu-layers is its flag"),
@@ -132,3 +133,23 @@ def test_the_first_line_says_it_and_that_engine_is_the_one_loaded(
     told = capsys.readouterr()
     assert told.out.splitlines()[0] == f"engine    {engine}, since {why}"
     assert f"{engine} was loaded" in told.err
+
+
+@pytest.mark.parametrize(
+    ("gpu_layers", "build_has_cards", "has_card", "said"),
+    [
+        (None, True, True, ""),
+        (None, False, False, ""),
+        (0, False, True, ""),
+        (None, False, True, "the cards here are not used"),
+        (9, False, False, "--gpu-layers has no effect"),
+        (9, False, True, "--gpu-layers has no effect"),
+        (9, True, False, ""),
+    ],
+)
+def test_a_build_for_the_processor_alone_is_told_where_cards_were_meant(
+    gpu_layers: int | None, build_has_cards: bool, has_card: bool, said: str
+) -> None:
+    notes = card_notes(gpu_layers, build_has_cards, has_card)
+    assert len(notes) == bool(said)
+    assert all(said in note and "--engine torch" in note for note in notes)
