@@ -87,12 +87,8 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
     name, why = config.engine, "--engine names it"
     if name == "auto":
         wants = f"--{config.llama.given[0]} is its flag" if config.llama.given else ""
-        if config.devices:
-            name, why = "torch", "--devices names its stages"
-        elif config.layer_split:
-            name, why = "torch", "--layer-split is its flag"
-        elif not is_gguf:
-            name, why = "torch", "the model is no GGUF file"
+        if config.devices or not is_gguf:  # --layer-split goes with --devices only
+            name, why = "torch", "--devices names its stages" if config.devices else "the model is no GGUF file"
         elif not has_library:
             name, why = "torch", f"llama.cpp is not installed: {LLAMA_HINT}"
         elif is_demo and not wants:
