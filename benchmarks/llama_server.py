@@ -27,7 +27,7 @@ OVERHEAD_REQUESTS = 30
 WORDS_A_TOKEN = 0.55
 KINDS = ("parkd", "llama-server", "both")
 ALL_CORES, SPARE_CORE = "every core", "all cores but one"
-"""What the server's model computes with. With every one, its threads spin where a process between is to be woken."""
+"""What the server's model computes with: whether what stands between must share its cores."""
 
 Messages = list[dict[str, str]]
 
