@@ -7,6 +7,7 @@
     ├── Unauthorized          401  no key or a wrong one
     ├── Forbidden             403  the request comes from where it may not (Host, Origin)
     ├── NotFound              404
+    ├── BodyStalled           408  it stopped coming in
     ├── BodyTooLarge          413
     ├── QueueFull             503  with a retry-after
     ├── ShuttingDown          503
@@ -82,6 +83,13 @@ class Forbidden(ParkdError):
 class NotFound(ParkdError):
     status = 404
     code = "not_found"
+
+
+class BodyStalled(ParkdError):
+    """Clients send a request again that was answered so."""
+
+    status = 408
+    code = "request_timeout"
 
 
 class BodyTooLarge(ParkdError):

@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -26,7 +27,7 @@ from starlette.types import ASGIApp
 
 from parkd.errors import Cancelled, ContextOverflow, EngineLost
 from parkd.proxy.access import authenticate, narrowed
-from parkd.proxy.bodies import BodyRoom
+from parkd.proxy.bodies import BodyRoom, Charge
 from parkd.proxy.config import Services
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
@@ -57,9 +58,9 @@ log = logging.getLogger(__name__)
 FINGERPRINT_CHARACTERS = 12
 """Of the model's fingerprint, shown as `system_fingerprint`."""
 FLUSH_DEADLINE_S = 10.0
+"""How long writes to disk that wait may take when the server stops."""
 MARK_DEADLINE_S = 1.0
 """For the last uses, behind the flush."""
-"""How long writes to disk that wait may take when the server stops."""
 CUT_WAIT_S = 5.0
 """How long a cut turn may take to reach its next chunk or token."""
 
@@ -158,7 +159,7 @@ class Proxy:
         if not len(self.resends):  # one that takes over a turn needs no room of its own
             self.lane.check_room()
         with self.bodies.charge() as charge:
-            body = await parse_object(await read_body(request, config.body_limit_bytes, charge))
+            body = await self.body_of(request, charge)
             parsed = dialect.parse(body, request.headers)
             turn_request = dataclasses.replace(parsed, namespace=narrowed(caller.namespace, parsed.cache.salt))
             model, created_s = turn_request.model or self.model_id, int(services.wall())
@@ -191,12 +192,17 @@ class Proxy:
         turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
         self.requests.add(turn.explained)
 
+    async def body_of(self, request: Request, charge: Charge) -> Mapping[str, Any]:
+        """Raises ParkdError for a body that cannot be read."""
+        config = self.config
+        return await parse_object(await read_body(request, config.body_limit_bytes, config.body_silence_s, charge))
+
     async def count_tokens(self, request: Request, dialect: AnthropicMessages) -> int:
         """Tokens of the prompt that the same body would make as a turn."""
         config = self.services.config
         caller = authenticate(request.headers, config.api_keys, config.named_keys)
         with self.bodies.charge() as charge:
-            body = await parse_object(await read_body(request, config.body_limit_bytes, charge))
+            body = await self.body_of(request, charge)
             parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
             counted = dataclasses.replace(parsed, response_schema=None, tool_choice=ToolChoice())
             prompt, _ = await self.prompts.build(counted)

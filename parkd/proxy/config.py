@@ -35,6 +35,8 @@ class ProxyConfig:
     body_limit_bytes: int = DEFAULT_BODY_LIMIT_BYTES
     bodies_limit_bytes: int = 256 * 1024 * 1024
     """What the bodies of requests that are read, wait or run may hold together; one alone has its own limit."""
+    body_silence_s: float = 60.0
+    """A body of which nothing came for so long is given up, and the room that it holds with it."""
     first_byte_deadline_s: float = 10.0
     """A streamed answer's headers go out by then, with `pending` if the start is not settled."""
     keep_alive_s: float = 10.0

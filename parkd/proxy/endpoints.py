@@ -20,7 +20,7 @@ from parkd.proxy.access import Caller, authenticate
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.guard import Handler
-from parkd.proxy.requests import id_headers, parse_object, read_body
+from parkd.proxy.requests import id_headers
 from parkd.types import ConversationKey
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Endpoints:
 
     async def _body(self, request: Request) -> Mapping[str, Any]:
         with self._proxy.bodies.charge() as charge:
-            return await parse_object(await read_body(request, self._config.body_limit_bytes, charge))
+            return await self._proxy.body_of(request, charge)
 
     def _caller(self, request: Request) -> Caller:
         return authenticate(request.headers, self._config.api_keys, self._config.named_keys)

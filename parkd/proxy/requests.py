@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import anyio
 import anyio.to_thread
 import orjson
 from starlette.requests import Request
 
-from parkd.errors import BodyTooLarge, InvalidRequest
+from parkd.errors import BodyStalled, BodyTooLarge, InvalidRequest
 from parkd.proxy.bodies import Charge
 
 LARGE_BODY_BYTES = 1024 * 1024
@@ -32,9 +33,10 @@ def id_headers(request_id: str) -> dict[str, str]:
     return {"x-request-id": request_id, "request-id": request_id}
 
 
-async def read_body(request: Request, limit_bytes: int, charge: Charge) -> bytes:
+async def read_body(request: Request, limit_bytes: int, silence_s: float, charge: Charge) -> bytes:
     """Raises BodyTooLarge as soon as it is known, at the latest `limit_bytes` in; ClientDisconnect if it leaves;
-    QueueFull where the bodies held are too much together; InvalidRequest if this one is compressed."""
+    QueueFull where the bodies held are too much together; InvalidRequest if this one is compressed; BodyStalled once
+    nothing came for `silence_s`, since what was charged for it keeps others out."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise InvalidRequest(f"The body is compressed ({encoding[:20]!r}). Send it as plain JSON.")
@@ -42,13 +44,20 @@ async def read_body(request: Request, limit_bytes: int, charge: Charge) -> bytes
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
     charge.reach(int(declared) if declared.isdecimal() else 0)
-    body = bytearray()
-    async for piece in request.stream():
+    body, pieces = bytearray(), aiter(request.stream())
+    while (piece := await _next_piece(pieces, silence_s)) is not None:
         if len(body) + len(piece) > limit_bytes:
             raise _too_large(limit_bytes)
         charge.reach(len(body) + len(piece))
         body += piece
     return bytes(body)
+
+
+async def _next_piece(pieces: AsyncIterator[bytes], silence_s: float) -> bytes | None:
+    """None at the end. Raises BodyStalled."""
+    with anyio.move_on_after(silence_s):
+        return await anext(pieces, None)
+    raise BodyStalled(f"Nothing of the body came for {silence_s:g} s. Send the request again.")
 
 
 async def parse_object(body: bytes) -> Mapping[str, Any]:

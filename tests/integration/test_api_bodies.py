@@ -107,6 +107,24 @@ async def test_whatever_the_answer_nothing_is_held_behind_it(path: str, body: di
         await until(lambda: server.server.proxy.bodies.held_bytes == 0)
 
 
+@pytest.mark.parametrize(("path", "kind"), [(CHAT, b"invalid_request_error"), ("/v1/messages", b"timeout_error")])
+async def test_a_body_that_stops_coming_gives_its_room_back(path: str, kind: bytes) -> None:
+    """What it declared is charged from its first byte on, so that a few such would keep all others out."""
+    config = ProxyConfig(bodies_limit_bytes=LIMIT_BYTES, body_silence_s=0.3)
+    async with running(FakeEngine(), config=config) as server:
+        url, bodies = server.client.base_url, server.server.proxy.bodies
+        head = f"POST {path} HTTP/1.1\r\nhost: {url.host}\r\ncontent-length: 19000\r\n\r\n{{"
+        async with await anyio.connect_tcp(url.host, url.port or 80) as stalled:
+            await stalled.send(head.encode())
+            await until(lambda: bodies.held_bytes == 19_000)
+            with anyio.fail_after(10):
+                refused = await stalled.receive()
+        assert refused.startswith(b"HTTP/1.1 408 ")
+        assert kind in refused
+        await until(lambda: bodies.held_bytes == 0)
+        assert (await server.client.post(CHAT, json=body_of(LARGE))).status_code == 200
+
+
 async def test_a_turn_taken_over_holds_its_body_until_its_answer_is_out() -> None:
     gate = Gate("chunk")
     async with running(FakeEngine(hook=gate), config=ProxyConfig(resend_grace_s=5)) as server:
