@@ -24,7 +24,8 @@ from parkd.store.shelf import Entry, Shelf
 from parkd.types import StateLayout
 
 QUEUE_SHARE = 2
-"""Conversations that wait for the disk hold at most one part in so many of the memory budget."""
+"""Conversations that wait for the disk hold at most one part in so many of the memory budget. One that waits alone may
+hold more: else what is larger would never come to disk, which is wanted most where memory holds two of them at most."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 600.0
 """Without writes, after one that failed; doubled with each failure in a row."""
@@ -109,7 +110,8 @@ class WriteQueue:
         worth = worth_writing(size, allowance.left_bytes, allowance.share, has_returned=returned)
         queued = sum(waiting.bytes for waiting in self._waiting.values())
         is_broken = self._failed_in_a_row > FAILURES_BORNE and self.is_paused
-        if not worth or is_broken or queued + size > self._limit_bytes:
+        is_full = len(self) > 0 and queued + size > self._limit_bytes
+        if not worth or is_broken or is_full:
             self.not_written += 1
             return
         self._waiting[parked.id] = _Waiting(entry, size, self._shelf.lease(entry, self._clock()))

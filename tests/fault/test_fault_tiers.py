@@ -23,6 +23,7 @@ from parkd.store.admission import Decision
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
 from parkd.store.promotions import Promotion
 from parkd.store.records import ConversationGone, Refused, Tier
+from parkd.store.write_queue import QUEUE_SHARE
 
 
 def test_a_conversation_keeps_its_id_and_its_blocks_in_every_tier() -> None:
@@ -166,6 +167,28 @@ def test_what_waits_for_the_disk_is_served_from_memory() -> None:
         pump(store, machine.fs)
     assert store.get(there.id).tier is Tier.DISK
     assert_same_rows(rows_of(store, machine.fs, store.get(there.id)), rows)
+
+
+def test_what_is_larger_than_the_queue_is_written_when_nothing_else_waits() -> None:
+    machine, store = started(ram_bytes=200_000)
+    there, rows = parked(machine, store, 1, 280)
+    assert 280 * machine.layout.row_bytes > 200_000 / QUEUE_SHARE
+    assert pump(store, machine.fs) == []
+    evict(store, there)
+    assert_same_rows(rows_of(store, machine.fs, store.get(there.id)), rows)
+
+
+def test_what_is_larger_than_the_queue_does_not_wait_behind_others() -> None:
+    machine, store = started(ram_bytes=400_000)
+    parked(machine, store, 1, 20)
+    assert len(store.queue) == 1
+    large, _ = parked(machine, store, 2, 560)
+    assert large.position == 560
+    assert len(store.queue) == 1, "memory that waits is memory that nothing else may have"
+    assert store.disk_stats().not_written_total == 1
+    store.next_job()
+    parked(machine, store, 3, 560)
+    assert len(store.queue) == 1, "what is being written waits, too"
 
 
 def test_buffers_of_a_read_under_way_are_nobody_elses() -> None:
