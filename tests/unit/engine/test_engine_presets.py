@@ -14,6 +14,7 @@ from engine.hybrid_presets import HYBRID_PRESETS
 from engine.layer_split import split_layers
 from engine.layout import build_layout
 from engine.multimodal import family_of
+from engine.vision_presets import LARGE_VISION_PRESETS
 
 CPU = torch.device("cpu")
 TINY = [name for name in presets.PRESETS if name.startswith("tiny")]
@@ -50,7 +51,9 @@ def test_real_shapes_are_known_and_split(name: str) -> None:
         ranges = split_layers(config, stages)
         layouts = build_layout(config, ranges, torch.bfloat16, torch.bfloat16)
         assert sum(layout.row_bytes for layout in layouts) > 10_000
-        assert any(layout.fixed_bytes for layout in layouts) == (name in {**HYBRID_PRESETS, **DRAFT_PRESETS})
+        assert any(layout.fixed_bytes for layout in layouts) == (
+            name in {**HYBRID_PRESETS, **DRAFT_PRESETS, **LARGE_VISION_PRESETS}
+        )
 
 
 def test_the_27b_shape_keeps_what_that_model_is_known_to_keep() -> None:
