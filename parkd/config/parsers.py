@@ -50,9 +50,10 @@ def origins(text: str) -> tuple[str, ...]:
 
 
 def url(text: str) -> str:
+    """A server's address. The `/v1` behind it that clients of such a server are given may be there too."""
     if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", text):
         raise ValueError("expected an address such as http://127.0.0.1:8081")
-    return text.rstrip("/")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def file(text: str) -> Path:

@@ -163,6 +163,25 @@ async def test_a_restore_that_fails_is_a_cold_answer(upstream: FakeLlama, fault:
         assert (await check(server, again)).cache == "live"
 
 
+async def test_a_server_that_is_down_when_it_should_restore_costs_no_entry(upstream: FakeLlama) -> None:
+    """It is told at once, and the conversation is restored once the server is back."""
+    async with before(upstream) as server:
+        a = opening("a")
+        first = await check(server, a)
+        await check(server, opening("b"))
+        upstream.answers["restore"] = raising(DOWN)
+        again = turn_after(a, first.text, "And?")
+        for _ in range(2):
+            failed = await server.client.post("/v1/chat/completions", json=body_of(again, LIMIT))
+            assert failed.status_code == 503
+            assert failed.json()["error"]["code"] == "upstream_down"
+        upstream.answers.clear()
+        upstream.restart()
+        answer = await check(server, again)
+        assert answer.cache.startswith("restored")
+        assert answer.reused >= len(server.prompt_tokens(a))
+
+
 @pytest.mark.parametrize(
     "fault",
     [refusal(500, "Unable to save slot", "server_error"), GARBAGE, SLOW, EARLY, DOWN],

@@ -98,6 +98,8 @@ def test_missing_file_is_refused() -> None:
         ("control-vector-layer-range", "20 10", "first and the last layer"),
         ("control-vector-layer-range", "0 10", "from 1 up"),
         ("control-vector-layer-range", "10", "first and the last layer"),
+        ("upstream", "127.0.0.1:8081", "such as http://127.0.0.1:8081"),
+        ("slot-save-path", "/nowhere", "no such directory"),
     ],
 )
 def test_bad_value_names_its_place_and_what_is_expected(name: str, text: str, hint: str) -> None:
@@ -107,6 +109,14 @@ def test_bad_value_names_its_place_and_what_is_expected(name: str, text: str, hi
         assert hint in message
     assert f"--{name}" in refusal({name: text})
     assert variable in refusal({}, {variable: text})
+
+
+@pytest.mark.parametrize("text", ["http://h:8081", "http://h:8081/", "http://h:8081/v1", "http://h:8081/v1/"])
+def test_a_servers_address_may_be_that_of_its_clients(tmp_path: Path, text: str) -> None:
+    flags = {"upstream": text, "slot-save-path": str(tmp_path), "conversation-cache-disk-mib": "8"}
+    upstream = load(flags, {}).model.upstream
+    assert upstream is not None
+    assert upstream.url == "http://h:8081"
 
 
 @pytest.mark.parametrize(

@@ -229,11 +229,15 @@ class LlamaServerEngine:
         return self._parking.capture(self._slot, transfer)
 
     def restore(self, transfer: Transfer) -> None:
+        """Besides RestoreFailed, raises UpstreamDown: what is parked is as good as before then, and stays."""
         try:
             self._drop()
             self._parking.check(transfer)
             self._look()
             self._parking.restore(self._table, transfer)
+        except UpstreamDown:
+            self._forget(self._slot)
+            raise
         except (UpstreamFailed, OSError) as error:
             self._slot.forget()
             said = error.message if isinstance(error, ParkdError) else f"its file cannot be read: {error.strerror}"
