@@ -38,10 +38,12 @@ def full() -> Iterator[Served]:
     """One turn runs, one waits, and there is room for no other."""
     with serving("Hi.", config=ProxyConfig(max_queue=1, resend_grace_s=0), hook=(gate := Gate("chunk"))) as served:
         lane = served.server.proxy.lane
-        with holding(served, LONG), holding(served, HELLO):
-            anyio.run(until, lambda: gate.reached.is_set() and lane.waiting == 1)
-            yield served
-            gate.opened.set()
+        with holding(served, LONG):
+            anyio.run(until, gate.reached.is_set)  # or else the other, which has no chunk, may come and go before it
+            with holding(served, HELLO):
+                anyio.run(until, lambda: lane.waiting == 1)
+                yield served
+                gate.opened.set()
 
 
 @contextmanager

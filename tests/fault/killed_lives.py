@@ -53,6 +53,8 @@ class Talks:
     told: list[tuple[Messages, str]] = field(default_factory=list)
     """Prompts and what was answered, still to be compared."""
     caches: Counter[str] = field(default_factory=Counter)
+    why_cold: Counter[str] = field(default_factory=Counter)
+    """The first words of why an answer was read from its start."""
     failures: Counter[int] = field(default_factory=Counter)
     """Statuses other than 200; 0 is a connection that broke."""
 
@@ -96,7 +98,10 @@ def ask(client: httpx.Client, talks: Talks, name: str) -> bool:
         return False
     document = answer.json()
     text = document["choices"][0]["message"]["content"]
-    talks.caches[document["timings"]["cache"]] += 1
+    timings = document["timings"]
+    talks.caches[timings["cache"]] += 1
+    if timings["cache"] == "cold":
+        talks.why_cold[" ".join(timings["why"].split()[:4])] += 1
     talks.told.append((messages, text))
     if len(messages) < MOST_MESSAGES:
         talks.by_name[name] = turn_after(messages, text)
@@ -273,6 +278,7 @@ def main() -> int:
             f"{way}: {given.lives} lives in {took_s:.0f} s, {answers} answers right: {dict(talks.caches)}", flush=True
         )
         print(f"    not answered (0: the connection broke): {dict(talks.failures)}", flush=True)
+        print(f"    cold, since: {dict(talks.why_cold)}", flush=True)
     return 0
 
 

@@ -41,9 +41,7 @@ def after(messages: Messages, answer: str, question: str) -> Messages:
 
 
 def say(server: Server, messages: Messages) -> Answer:
-    answer = ask(server.base_url, messages, output_tokens=6)
-    time.sleep(1.0)  # parking behind the reply
-    return answer
+    return ask(server.base_url, messages, output_tokens=6)
 
 
 def test_a_conversation_outlives_a_switch_and_a_restart_of_the_server(tmp_path: Path, model: Path) -> None:
@@ -59,6 +57,7 @@ def test_a_conversation_outlives_a_switch_and_a_restart_of_the_server(tmp_path: 
             first = say(parkd, a)
             say(parkd, b)
             second = say(parkd, after(a, first.text, "And?"))
+            time.sleep(1.0)  # what is parked behind the reply is to be parked before the server goes
         with upstream_server(tmp_path, **settings):
             third = say(parkd, after(a, first.text, "So?"))
     assert [first.text, second.text, third.text] == never_left
@@ -67,3 +66,31 @@ def test_a_conversation_outlives_a_switch_and_a_restart_of_the_server(tmp_path: 
     for answer in (second, third):
         assert answer.reused_tokens >= first.prompt_tokens
     assert not list(tmp_path.glob("parkd-*.slot"))
+
+
+@pytest.mark.parametrize("model", ["full attention"], indirect=True)  # a hybrid's file is of use at its end alone
+def test_agents_branches_and_damage_on_a_real_server(tmp_path: Path, model: Path) -> None:
+    """Reports 1, 4 and 11: three agents on two slots, a branch of the first, and a file whose bytes have changed."""
+    openings = {name: opening(name) for name in ("alpha", "beta", "gamma")}
+    with ExitStack() as stack:
+        upstream = stack.enter_context(upstream_server(tmp_path, context_tokens=CONTEXT_TOKENS, slots=2, model=model))
+        parkd = stack.enter_context(sidecar_server(upstream.base_url, tmp_path))
+        first = {name: say(parkd, messages) for name, messages in openings.items()}
+        for name, messages in openings.items():
+            answer = say(parkd, after(messages, first[name].text, "And?"))
+            assert answer.reused_tokens >= first[name].prompt_tokens, name
+        branch = say(parkd, after(openings["alpha"], first["alpha"].text, "Or?"))
+        assert branch.reused_tokens >= first["alpha"].prompt_tokens
+        back = say(parkd, after(openings["alpha"], first["alpha"].text, "And?"))
+        assert back.reused_tokens >= back.prompt_tokens - 1
+        for name in ("beta", "gamma"):  # both slots are others', so that A must come from its file
+            say(parkd, after(openings[name], first[name].text, "And?"))
+        time.sleep(1.0)
+        for path in (tmp_path / "parkd").glob("*.extent"):
+            data = bytearray(path.read_bytes())
+            data[-9] ^= 0x20
+            path.write_bytes(data)
+        damaged = say(parkd, after(openings["alpha"], first["alpha"].text, "And?"))
+        assert damaged.reused_tokens < first["alpha"].prompt_tokens // 2
+        whole = say(parkd, after(openings["alpha"], first["alpha"].text, "And?"))
+        assert whole.reused_tokens == whole.prompt_tokens - 1

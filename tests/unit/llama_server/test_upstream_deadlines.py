@@ -85,16 +85,14 @@ def first_of(answer: Any) -> object:
     return answer.next() if isinstance(answer, CompletionStream) else answer
 
 
-@pytest.mark.parametrize("call", [CALLS[name][0] for name in ("tokenize", "save", "restore", "complete")])
+@pytest.mark.parametrize("name", ["tokenize", "save", "restore", "complete"])
 @pytest.mark.parametrize("status", [200, 500])
-def test_an_answer_that_comes_byte_by_byte_is_given_up(
-    router: respx.Router, call: Callable[[UpstreamClient], object], status: int
-) -> None:
+def test_an_answer_that_comes_byte_by_byte_is_given_up(router: respx.Router, name: str, status: int) -> None:
     """A deadline between two bytes is none: it bounds the whole answer, or the silence before an event."""
     router.route().mock(return_value=httpx.Response(status, headers=SSE, stream=Events(drips())))
     client = UpstreamClient(URL, deadlines=DEADLINES, monotonic=Clock(1.0))
     with pytest.raises(UpstreamTimeout, match="--upstream-timeout"):
-        first_of(call(client))
+        first_of(CALLS[name][0](client))
 
 
 def test_a_save_may_take_longer_than_other_answers(router: respx.Router) -> None:
