@@ -107,8 +107,8 @@ class StagePlan:
 class SnapshotPlan:
     """One move of the rows `[start, stop)` of every stage.
 
-    The rows are cut in blocks at absolute multiples of `block_tokens`; `start` is such a multiple. Each stage's part
-    of each block (the rows of it inside `[start, stop)`) has a checksum.
+    The rows are cut in blocks at absolute multiples of `block_tokens`; `start` is such a multiple, or `stop` where the
+    fixed state alone moves. Each stage's part of each block (the rows of it inside `[start, stop)`) has a checksum.
     """
 
     layout_digest: bytes

@@ -35,7 +35,9 @@ def check(session: Session, plan: Plan) -> None:
         raise SnapshotMismatch("the snapshot's layout is not this engine's")
     if len(plan.stages) != len(session.arenas):
         raise SnapshotMismatch(f"the snapshot has {len(plan.stages)} stages, the engine {len(session.arenas)}")
-    if plan.block_tokens < 1 or plan.start % plan.block_tokens or not 0 <= plan.start <= plan.stop:
+    # Fixed state alone, of a position whose rows the store holds already, may lie anywhere.
+    has_rows = plan.start != plan.stop
+    if plan.block_tokens < 1 or (has_rows and plan.start % plan.block_tokens) or not 0 <= plan.start <= plan.stop:
         raise SnapshotMismatch(f"rows [{plan.start}, {plan.stop}) do not begin at a block of {plan.block_tokens}")
     if plan.stop > session.context_tokens:
         raise SnapshotMismatch(f"{plan.stop} rows do not fit a context of {session.context_tokens}")

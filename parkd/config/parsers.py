@@ -44,8 +44,11 @@ def keys(text: str) -> tuple[str, ...]:
 
 def origins(text: str) -> tuple[str, ...]:
     found = tuple(origin.strip().rstrip("/") for origin in text.split(","))
-    if not all(re.fullmatch(r"https?://[^/\s]+", origin) for origin in found):
-        raise ValueError("expected an origin such as https://chat.example, or several with commas between")
+    # Apps and browser extensions send schemes of their own: app://..., chrome-extension://...
+    if not all(re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) for origin in found):
+        raise ValueError(
+            "expected an origin such as https://chat.example or chrome-extension://ID, or several with commas between"
+        )
     return found
 
 

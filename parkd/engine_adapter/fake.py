@@ -220,6 +220,7 @@ class FakeEngine:
     def capture(self, transfer: Transfer) -> Checksums:
         assert transfer.layout_digest == self.info.layout.digest
         assert transfer.stop <= self._position
+        assert transfer.start % BLOCK_TOKENS == 0 or transfer.start == transfer.stop
         self.hook("capture", transfer.stop)
         for stage, part in enumerate(transfer.stages):
             for run in part.rows:

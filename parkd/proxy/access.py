@@ -81,7 +81,10 @@ def check_origin(headers: Mapping[str, str], *, bound_host: str, allowed_origins
         return
     name = _name_of(origin)
     if not is_loopback(name) and name != host:
-        raise Forbidden("Web pages of this origin may not use this server.")
+        raise Forbidden(
+            "Web pages, apps and browser extensions of this origin may not use this server. If they should, start "
+            "parkd with --cors-origin and the origin that they send."
+        )
 
 
 def is_loopback(host: str) -> bool:

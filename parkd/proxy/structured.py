@@ -44,9 +44,9 @@ class GrammarMask:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineFailure(
-                f"The answer could not be held to its schema: {self._matcher.get_error()} Try a simpler schema."
-            )
+            # Behind its first line the library prints its parser's state.
+            what = self._matcher.get_error().partition("\n")[0]
+            raise EngineFailure(f"The answer could not be held to its schema: {what}. Try a simpler schema.")
 
 
 class StructuredOutput:
@@ -142,7 +142,13 @@ class StructuredOutput:
         """What is wrong with a part of `root`, alone but with the definitions it may refer to."""
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root and part is not root}
         matcher = self._matcher(f"start: {json_rule({**part, **definitions})}\n")
-        return " ".join(matcher.get_error().split()) + "." if matcher.is_error() else None
+        if matcher.is_error():
+            return " ".join(matcher.get_error().split()) + "."
+        if part is root:
+            matcher.compute_bitmask()  # only here does it notice a schema that refers to itself and to nothing else
+            if matcher.is_error():
+                return "it refers to itself without end, so that no answer could obey it."
+        return None
 
 
 def _tools_to_allow(request: TurnRequest, output: OutputFormat) -> Sequence[Mapping[str, Any]]:

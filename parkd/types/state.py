@@ -147,8 +147,9 @@ class Transfer:
     """One atomic move of a conversation's state between the arenas and host memory, every stage in it.
 
     The rows `[start, stop)` are cut in blocks of `block_tokens` at absolute multiples; each block of each stage has a
-    checksum of its own. For a capture `checksums` is None and the engine returns the array; for a restore the engine
-    recomputes and compares before it commits.
+    checksum of its own. `start` is such a multiple, unless no row moves but the fixed state alone. For a capture
+    `checksums` is None and the engine returns the array; for a restore the engine recomputes and compares before it
+    commits.
     """
 
     layout_digest: bytes

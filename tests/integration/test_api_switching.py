@@ -106,8 +106,9 @@ async def test_branches_of_one_prefix_both_stay() -> None:
     """Report 1: a restore copies, so the branch that shares A's prefix does not consume it."""
     async with running(FakeEngine()) as server:
         root = opening("root", 2000)
-        left = [*root[:1], {"role": "user", "content": root[1]["content"] + " left?"}]
-        right = [*root[:1], {"role": "user", "content": root[1]["content"] + " right?"}]
+        # So long that reading one of them anew costs more than a restore, however fast the fake engine reads.
+        left = [*root[:1], {"role": "user", "content": root[1]["content"] + " left?" * 60}]
+        right = [*root[:1], {"role": "user", "content": root[1]["content"] + " right?" * 60}]
         first = {name: await server.chat(branch) for name, branch in (("left", left), ("right", right))}
         for _ in range(2):
             for name, branch in (("left", left), ("right", right)):

@@ -229,6 +229,8 @@ def test_answers_that_come_back_are_remembered_within_a_bound_or_rendered() -> N
 def test_web_pages_that_may_call_are_named_one_by_one() -> None:
     origins = load({"cors-origin": "https://a.example/,http://b.example:3000"}, {}).server.cors_origins
     assert origins == ("https://a.example", "http://b.example:3000")
+    apps = "chrome-extension://abc,app://obsidian.md"
+    assert load({"cors-origin": apps}, {}).server.cors_origins == tuple(apps.split(","))
     assert load({}, {}).server.cors_origins == ()
     for wrong in ("*", "a.example", "https://a.example/page"):
         assert "an origin such as" in refusal({"cors-origin": wrong})

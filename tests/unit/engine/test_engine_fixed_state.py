@@ -80,6 +80,22 @@ def test_it_cannot_be_captured_or_restored_at_another_position() -> None:
     assert session.position == 70
 
 
+def test_it_may_be_captured_alone_where_the_rows_are_held_already() -> None:
+    """A part-parked conversation: its rows are those of blocks of another one, which go on behind its position."""
+    session = session_with_fixed_state()
+    rows = parked(session)
+    alone = host_plan(session, 70, start=70, block_tokens=32)
+    alone = replace(alone, stages=tuple(StagePlan((), stage.fixed) for stage in alone.stages))
+    sums = capture(session, alone)
+    assert (sums.rows.shape, sums.fixed.shape) == ((0, 2), (1, 2))
+    joined = [StagePlan(held.rows, fresh.fixed) for held, fresh in zip(rows.stages, alone.stages, strict=True)]
+    before = [arena.fixed.clone() for arena in session.arenas]
+    session.arenas[1].fixed.zero_()
+    session.reset()
+    restore(session, replace(rows, stages=tuple(joined), fixed_checksums=sums.fixed))
+    assert all(arena.fixed.equal(fixed) for arena, fixed in zip(session.arenas, before, strict=True))
+
+
 def test_rows_alone_may_be_captured_anywhere() -> None:
     session = session_with_fixed_state()
     plan = host_plan(session, 64, block_tokens=32)

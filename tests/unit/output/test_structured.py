@@ -128,8 +128,9 @@ def test_a_token_outside_the_mask_is_an_error(made: tuple[Tokenizer, StructuredO
     words, structured = made
     mask = structured.mask(asked(response_schema=SCHEMA), OutputFormat(), "")
     assert mask is not None
-    with pytest.raises(EngineFailure):
+    with pytest.raises(EngineFailure) as caught:
         mask.accept(words.token_to_id("x"))
+    assert "<state>" not in caught.value.message
 
 
 def accepts(words: Tokenizer, mask: TokenMask | None, text: str) -> bool:
@@ -225,6 +226,7 @@ def test_free_answers_have_no_mask(made: tuple[Tokenizer, StructuredOutput]) -> 
         ({"$defs": {"d": {"type": "null"}}, "type": "object",
           "properties": {"good": {"$ref": "#/$defs/d"}, "bad": {"not": {}}}}, "schema.properties.bad"),
         ({"$ref": "#/nowhere"}, "schema"),
+        ({"$ref": "#"}, "schema"),
     ],
 )  # fmt: skip
 def test_a_schema_that_cannot_be_enforced_is_refused_by_its_part(

@@ -69,11 +69,13 @@ def test_local_programs_and_pages_may_ask(headers: dict[str, str]) -> None:
         {"host": "localhost", "origin": "https://evil.example"},
         {"host": "localhost", "origin": "null"},
         {"host": "localhost", "origin": "http://["},
+        {"host": "localhost", "origin": "chrome-extension://abc"},
     ],
 )
 def test_other_pages_may_not(headers: dict[str, str]) -> None:
-    with pytest.raises(Forbidden):
-        check_origin(headers, bound_host="127.0.0.1", allowed_origins=())
+    with pytest.raises(Forbidden) as refused:
+        check_origin(headers, bound_host="127.0.0.1", allowed_origins=("https://ui.example",))
+    assert "--cors-origin" in refused.value.message or "origin" not in headers
 
 
 def test_a_server_for_others_takes_any_name_and_the_pages_it_allows() -> None:
@@ -81,6 +83,8 @@ def test_a_server_for_others_takes_any_name_and_the_pages_it_allows() -> None:
     check_origin({"host": "box.lan", "origin": "http://box.lan"}, bound_host="0.0.0.0", allowed_origins=())
     page = {"host": "box.lan", "origin": "https://ui.example"}
     check_origin(page, bound_host="0.0.0.0", allowed_origins=("https://ui.example",))
+    extension = {"host": "localhost", "origin": "chrome-extension://abc"}
+    check_origin(extension, bound_host="127.0.0.1", allowed_origins=("chrome-extension://abc",))
     with pytest.raises(Forbidden):
         check_origin(page, bound_host="0.0.0.0", allowed_origins=())
 
