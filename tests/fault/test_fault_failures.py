@@ -11,11 +11,15 @@ from store_kit import (
     assert_counts,
     assert_same_rows,
     leased_rows,
+    make_units,
 )
 from tier_kit import Machine, away, evict, parked, promote, pump, rows_of, started
+from whole_kit import whole_layout
+from workload import check_files
 
 from parkd.store import write_queue
 from parkd.store.records import Parked
+from parkd.types import Grain
 
 
 @pytest.mark.parametrize("nth", range(1, 9))
@@ -64,6 +68,38 @@ def test_a_broken_disk_costs_memory_nothing() -> None:
         pump(store, machine.fs)
     assert store.disk_stats().write_failures_total >= 2
     assert store.stats().evictions_total > 0
+
+
+def test_files_that_waited_for_a_broken_disk_are_gone_from_memory_too() -> None:
+    machine, store = started(layout=whole_layout(Grain.FILE))
+    there = [parked(machine, store, seed)[0] for seed in range(3)]
+    for _ in range(2):
+        machine.times.now += write_queue.LONGEST_PAUSE_S
+        machine.fs.fault = Fault(machine.fs.operations + 1)
+        assert len(pump(store, machine.fs)) == 1
+    assert [store.get(known.id) for known in there] == [None] * 3, "the last waited, and was given up with the second"
+    assert (machine.fs.names(), store.disk.bytes_in_use) == ([], 0)
+
+
+def test_a_file_that_waits_is_read_as_long_as_it_is() -> None:
+    """It was reserved longer."""
+    machine, store = started(layout=whole_layout(Grain.FILE))
+    there, rows = parked(machine, store, 1)
+    read_back = rows_of(store, machine.fs, there)
+    assert read_back is not None
+    assert_same_rows(read_back, rows)
+
+
+def test_a_file_that_is_superseded_while_it_waits_goes() -> None:
+    machine, store = started(layout=whole_layout(Grain.FILE))
+    engine = machine.engine()
+    engine.extend(make_units(1, 9), checkpoint=True)
+    engine.park(store)
+    engine.extend(make_units(2, 3), checkpoint=True)
+    grown = engine.park(store)
+    pump(store, machine.fs)
+    check_files(store, machine.fs, machine.disk_bytes)
+    assert list(store.disk.entries) == [grown.id]
 
 
 def test_a_failed_read_is_a_miss_and_a_second_gives_it_up() -> None:
