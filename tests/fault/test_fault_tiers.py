@@ -17,6 +17,7 @@ from store_kit import (
     make_units,
 )
 from tier_kit import away, evict, parked, promote, pump, rows_of, run, started
+from whole_kit import whole_layout
 from workload import FIXED
 
 from parkd.store.admission import Decision
@@ -24,6 +25,7 @@ from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
 from parkd.store.promotions import Promotion
 from parkd.store.records import ConversationGone, Refused, Tier
 from parkd.store.write_queue import QUEUE_SHARE
+from parkd.types import Grain
 
 
 def test_a_conversation_keeps_its_id_and_its_blocks_in_every_tier() -> None:
@@ -274,3 +276,27 @@ def test_bytes_in_a_file_are_those_of_the_rows_and_zeros() -> None:
             assert offset % 4096 == 0
             covered[offset : offset + len(expected)] = True
     assert not np.frombuffer(data, np.uint8)[~covered].any()
+
+
+@pytest.mark.parametrize("grain", [Grain.ROWS, Grain.OPAQUE])
+def test_rows_that_are_not_those_on_disk_never_take_their_place(grain: Grain) -> None:
+    """A live state is parked anew under what it descends from, but its bytes have come to differ."""
+    machine, store = started(layout=make_layout() if grain is Grain.ROWS else whole_layout(grain))
+    engine = machine.engine(1)
+    units = make_units(1, 8)
+    engine.extend(units)
+    first = engine.park(store)
+    pump(store, machine.fs)
+    evict(store, first)
+    lineage = engine.lineage
+    engine.arenas[0][2] ^= 1
+    if grain is Grain.ROWS:
+        engine.extend(make_units(2, 4))
+    engine.lineage = lineage
+    second, rows = engine.park(store), engine.rows()
+    pump(store, machine.fs)
+    if store.get(second.id).tier is not Tier.DISK:
+        evict(store, second)
+    found = rows_of(store, machine.fs, store.get(second.id)) if store.get(second.id) is not None else None
+    if found is not None:
+        assert_same_rows(found, rows)

@@ -77,6 +77,20 @@ def test_the_oldest_file_goes_for_a_new_one_once_memory_has_admitted_it() -> Non
     assert [store.get(each.id) is not None for each in (first, second, third)] == [False, True, True]
 
 
+def test_a_file_that_is_being_restored_from_stays() -> None:
+    store = make_file_store()
+    first, second = park(store, 1), park(store, 2)
+    with store.lease(first.id, first.position):
+        store.touch(second.id)
+        assert isinstance(store.begin_capture(request_of(3)), Refused)
+        work(store)
+        assert [store.get(each.id) is not None for each in (first, second)] == [True, False], "though used before"
+    park(store, 3)
+    refused = store.begin_capture(request_of(4))
+    assert isinstance(refused, Refused)
+    assert store.get(first.id) is None, "now it may"
+
+
 def test_what_memory_refuses_costs_nobody_a_file() -> None:
     store = make_file_store(slots=2)
     parked = [park(store, seed) for seed in (1, 2)]

@@ -136,9 +136,12 @@ def test_checkpoints_have_sizes_of_their_own_and_are_inherited_by_what_descends(
     assert [part.position for part in capture.transfer.stages[0].fixed] == [28]
     second = store.commit(capture, fill(capture.transfer, 2))
     assert [checkpoint.position for checkpoint in second.checkpoints] == [8, 16, 28]
-    store.drop(first.id, "test")
     with store.lease(second.id, 8) as lease:
         assert [part.buffer.nbytes for part in lease.transfer.stages[0].fixed] == [300]
+    # A lineage of its own inherits of its own segment alone, whatever is parked of the same tokens.
+    other = park(store, request_of(units[:24], 5_000, fixed={4: 200, 24: 0}, layout=layout), 3)
+    grown = request_of(units, 7_000, fixed={40: 0}, layout=layout, lineage=other.blocks, covered=24)
+    assert [checkpoint.position for checkpoint in park(store, grown, 4).checkpoints] == [4, 40]
     # Another lineage has nothing to inherit, whatever its tokens are.
     third = park(store, request_of(fork, 6_000, fixed={28: 0}, layout=layout))
     assert [checkpoint.position for checkpoint in third.checkpoints] == [28]
