@@ -18,8 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engine.config import EngineConfig
-from engine.errors import InvalidSplit
-from engine.layer_split import shared_layers, split_layers
+from engine.layer_split import least_worst, shared_layers, split_layers
 from engine.layout import build_layout
 from engine.memory import usable_bytes
 from engine.multimodal import family_of, language_config
@@ -85,35 +84,14 @@ def balanced_split(
         fitting = room / row if row and room > 0 else context_tokens if room >= 0 else room / free[index]
         return -min(fitting, context_tokens)
 
-    missing, _ = _least_worst(len(free), layers, forbidden, shortfall)
+    missing, _ = least_worst(len(free), layers, forbidden, shortfall)
     tokens = max(0, int(-missing))
 
     def fullness(index: int, first: int, end: int) -> float:
         constant, row = stage(first, end)
         return (constant + tokens * row) / max(1, free[index])
 
-    return _least_worst(len(free), layers, forbidden, fullness)[1]
-
-
-def _least_worst(
-    stages: int, layers: int, forbidden: range, cost: Callable[[int, int, int], float]
-) -> tuple[float, tuple[int, ...]]:
-    """The cut whose costliest stage costs least: that cost, and the first layers. `cost` is told stage, first, end."""
-    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0, 0, end), ()) for end in range(1, layers + 1)}
-    for index in range(1, stages):
-        grown: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for end in range(1, layers + 1):
-            options = [
-                (max(best[cut][0], cost(index, cut, end)), (*best[cut][1], cut))
-                for cut in range(1, end)
-                if cut in best and cut not in forbidden
-            ]
-            if options:
-                grown[end] = min(options)
-        best = grown
-    if layers not in best:
-        raise InvalidSplit(f"{layers} layers, some of which must stay together, cannot make {stages} stages")
-    return best[layers]
+    return least_worst(len(free), layers, forbidden, fullness)[1]
 
 
 def _sums(need: ModelNeed) -> tuple[list[int], list[int]]:

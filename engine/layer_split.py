@@ -6,7 +6,7 @@ stages   |-- 0 ----|-- 1 ----|-- 2 ------|        the embedding counts in the fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -71,13 +71,22 @@ def _balanced_starts(config: Any, stages: int, forbidden: range) -> tuple[int, .
     def weight(first: int, end: int) -> int:
         return before[end] - before[first] + weights.first * (first == 0) + weights.last * (end == layers)
 
-    # best[end]: (weight of the heaviest stage, starts of all stages) for the layers [0, end) in the stages so far.
-    best: dict[int, tuple[int, tuple[int, ...]]] = {end: (weight(0, end), (0,)) for end in range(1, layers + 1)}
-    for _ in range(1, stages):
-        grown: dict[int, tuple[int, tuple[int, ...]]] = {}
+    return (0, *least_worst(stages, layers, forbidden, lambda _, first, end: weight(first, end))[1])
+
+
+def least_worst(
+    stages: int, layers: int, forbidden: range, cost: Callable[[int, int, int], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The cut whose costliest stage costs least: that cost, and the first layers. `cost` is told stage, first, end.
+
+    No stage begins inside `forbidden`. Raises InvalidSplit."""
+    # best[end]: the same for the layers [0, end) in the stages so far.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0, 0, end), ()) for end in range(1, layers + 1)}
+    for index in range(1, stages):
+        grown: dict[int, tuple[float, tuple[int, ...]]] = {}
         for end in range(1, layers + 1):
             options = [
-                (max(best[cut][0], weight(cut, end)), (*best[cut][1], cut))
+                (max(best[cut][0], cost(index, cut, end)), (*best[cut][1], cut))
                 for cut in range(1, end)
                 if cut in best and cut not in forbidden
             ]
@@ -86,4 +95,4 @@ def _balanced_starts(config: Any, stages: int, forbidden: range) -> tuple[int, .
         best = grown
     if layers not in best:
         raise InvalidSplit(f"{layers} layers, some of which must stay together, cannot make {stages} stages")
-    return best[layers][1]
+    return best[layers]

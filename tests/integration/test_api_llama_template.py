@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import respx
 from api_harness import body_of
-from disk_harness import running_on
+from sidecar_kit import before, mounted
 
 from parkd.errors import UpstreamFailed
 from parkd.types import TurnRequest
@@ -23,17 +21,9 @@ LIMIT = 8
 
 @pytest.fixture
 def upstream(tmp_path: Path) -> Iterator[FakeLlama]:
-    (tmp_path / "parkd").mkdir(mode=0o700)
-    upstream = FakeLlama(tmp_path, slots=1)
-    upstream.template = PLAIN
-    with respx.mock(assert_all_called=False) as router:
-        upstream.mount(router)
-        router.route(host="127.0.0.1").pass_through()
+    with mounted(tmp_path) as upstream:
+        upstream.template = PLAIN
         yield upstream
-
-
-def before(upstream: FakeLlama) -> Any:
-    return running_on(upstream.slot_dir / "parkd", upstream.engine(silence_s=5.0))
 
 
 def said(text: str) -> list[dict[str, str]]:
