@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.copies import CaptureInFlight
+from engine.capture_in_flight import CaptureInFlight
 
 
 class CapturesUnderWay:

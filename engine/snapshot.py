@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.capture_in_flight import CaptureInFlight, StageCapture
 from engine.checksum import WeightedSum
-from engine.copies import CaptureInFlight, StageCapture
 from engine.errors import EngineError, SnapshotDamaged, StageFailed
 from engine.session import Session
 from engine.snapshot_checks import check, check_capture, check_restore, compare

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from engine.capture_in_flight import CaptureInFlight
 from engine.chat import ChatTemplate as EngineTemplate
-from engine.copies import CaptureInFlight
 from engine.errors import EngineError, TemplateRefused, UnknownVector, UnreadableImage
 from engine.images import ImageProcessor
 from engine.text import Piece, TextAssembler
