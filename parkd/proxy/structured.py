@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -179,10 +178,3 @@ def _children(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
         child = schema.get(keyword)
         if isinstance(child, Mapping):
             yield keyword, child
-
-
-def tokenizer_text(tokenizer: Any) -> str:
-    """The `tokenizer.json` text of a Hugging Face fast tokenizer, tokens added later included."""
-    document = json.loads(tokenizer.backend_tokenizer.to_str())
-    document["truncation"] = document["padding"] = None
-    return json.dumps(document)

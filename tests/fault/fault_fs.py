@@ -14,7 +14,7 @@ syncs nothing, as real ones do.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -269,6 +269,3 @@ def _put(data: bytearray, offset: int, piece: bytes) -> None:
     if len(data) < offset + len(piece):
         data.extend(bytes(offset + len(piece) - len(data)))
     data[offset : offset + len(piece)] = piece
-
-
-Check = Callable[[], None]

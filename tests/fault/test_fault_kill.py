@@ -19,7 +19,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "integration"))
 ROUNDS = 5
 NAMES = "abcdef"
-START_DEADLINE_S = 60.0
 
 
 @contextmanager

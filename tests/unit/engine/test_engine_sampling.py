@@ -13,8 +13,6 @@ from engine.errors import BadLogits
 from engine.sampling import Sampler
 from parkd.types import SamplingParams
 
-NOTHING = np.empty(0, dtype=np.int64)
-
 
 def sampler(history: list[int] | None = None, *, vocab: int = 6, fresh_seed: int = 0, **settings: object) -> Sampler:
     ids = np.array(history or [], dtype=np.int64)
