@@ -9,6 +9,7 @@
     ├── NotFound              404
     ├── BodyStalled           408  it stopped coming in
     ├── BodyTooLarge          413
+    ├── UpgradeRefused        426  a WebSocket was asked for
     ├── QueueFull             503  with a retry-after
     ├── ShuttingDown          503
     ├── Cancelled             499  the client left; nobody reads the answer
@@ -95,6 +96,13 @@ class BodyStalled(ParkdError):
 class BodyTooLarge(ParkdError):
     status = 413
     code = "request_too_large"
+
+
+class UpgradeRefused(ParkdError):
+    """Codex goes on over HTTP at once if it is told this status, and after several attempts if another."""
+
+    status = 426
+    code = "upgrade_refused"
 
 
 class QueueFull(ParkdError):

@@ -37,6 +37,9 @@ class ProxyConfig:
     """What the bodies of requests that are read, wait or run may hold together; one alone has its own limit."""
     body_silence_s: float = 60.0
     """A body of which nothing came for so long is given up, and the room that it holds with it."""
+    idle_connection_s: int = 75
+    """A connection is closed after this long without a request; longer than clients keep theirs, so that they do not
+    race it. Headers that are not whole by then are no request."""
     first_byte_deadline_s: float = 10.0
     """A streamed answer's headers go out by then, with `pending` if the start is not settled."""
     keep_alive_s: float = 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 
 from starlette.exceptions import HTTPException
@@ -9,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from parkd.errors import InvalidRequest, NotFound, ParkdError
+from parkd.errors import InvalidRequest, NotFound, ParkdError, UpgradeRefused
 from parkd.proxy.access import check_origin
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
@@ -19,6 +20,8 @@ from parkd.proxy.elsewhere import advice
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.requests import id_headers, request_id_of
 from parkd.proxy.sse import unforeseen
+
+log = logging.getLogger(__name__)
 
 ANTHROPIC_PATH = "/v1/messages"
 PATH_SHOWN = 200
@@ -66,6 +69,8 @@ def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Res
         assert isinstance(error, HTTPException)
         if error.status_code == 405 and request.method == "OPTIONS":
             return Response(status_code=204, headers=error.headers)
+        if request.headers.get("upgrade", "").lower() == "websocket":
+            return _refused_websocket(request, metrics)
         refused: ParkdError
         if error.status_code == 404:
             refused = NotFound(f"There is nothing at {request.url.path[:PATH_SHOWN]}. {advice(request.url.path)}")
@@ -78,6 +83,17 @@ def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Res
         return response
 
     return handler
+
+
+def _refused_websocket(request: Request, metrics: Metrics) -> Response:
+    """The protocol to use instead stands in `upgrade`, as RFC 9110, 15.5.22 has it."""
+    path = request.url.path[:PATH_SHOWN]
+    refused = UpgradeRefused(f"No WebSocket is spoken at {path}: send a POST over HTTP, with `stream` for a stream.")
+    log.info("a client asked for a WebSocket at %r and was told to use HTTP", path)
+    metrics.requests.labels(refused.code).inc()
+    response = _error_response(spoken_by(request), refused, request_id_of(request.headers))
+    response.headers.update({"upgrade": "HTTP/1.1", "connection": "upgrade"})
+    return response
 
 
 async def server_error(request: Request, _error: Exception) -> Response:

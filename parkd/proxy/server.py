@@ -12,18 +12,20 @@ import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
 
 from parkd.proxy.app import CUT_WAIT_S, Proxy, create_app
 from parkd.proxy.config import Services
+from parkd.proxy.connections import Connection, Lobby
 
 log = logging.getLogger(__name__)
 
 EXIT_LOST = 1
-IDLE_CONNECTION_S = 75
-"""An unused connection is closed after this; longer than clients keep theirs, so that they do not race it."""
+TICKS_A_SWEEP = 10
+"""uvicorn ticks every tenth of a second."""
 EXIT_MARGIN_S = 2 * CUT_WAIT_S
 """Over the proxy's own deadline, so that uvicorn cuts only what the proxy could not."""
 
@@ -41,6 +43,14 @@ class CutRequests(logging.Filter):
         return False
 
 
+class UpgradeAdvice(logging.Filter):
+    """uvicorn reports a request for another protocol as a fault of the installation, and says what to install. Such a
+    request is answered over HTTP (`guard.http_error`), which says what to know of it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(("Unsupported upgrade request", "No supported WebSocket library"))
+
+
 class Server(uvicorn.Server):
     """`on_started` is told the base URL once requests are answered."""
 
@@ -50,6 +60,7 @@ class Server(uvicorn.Server):
         app = app or create_app(services)
         self.proxy: Proxy = app.state.parkd
         self._on_started = on_started
+        self._lobby = Lobby(services.config.idle_connection_s)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -60,7 +71,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=IDLE_CONNECTION_S,
+                timeout_keep_alive=services.config.idle_connection_s,
                 timeout_graceful_shutdown=int(services.config.shutdown_deadline_s + EXIT_MARGIN_S),
             )
         )
@@ -86,6 +97,12 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._on_started(self.url)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_A_SWEEP == 0:
+            connections = cast(set[Connection], self.server_state.connections)
+            self._lobby.sweep(connections, self.proxy.services.monotonic())
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.proxy.begin_shutdown()
@@ -113,10 +130,12 @@ def serve(
         on_started(url)
 
     server = Server(services, on_started=started)
-    cut, uvicorns = CutRequests(), logging.getLogger("uvicorn.error")
-    uvicorns.addFilter(cut)
+    filters, uvicorns = (CutRequests(), UpgradeAdvice()), logging.getLogger("uvicorn.error")
+    for words in filters:
+        uvicorns.addFilter(words)
     try:
         server.run(sockets=None if listener is None else [listener])
     finally:
-        uvicorns.removeFilter(cut)
+        for words in filters:
+            uvicorns.removeFilter(words)
     return server.exit_code
