@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,14 @@ def total_memory_bytes(root: Path = Path("/")) -> int:
     """What the machine has, or what the cgroup grants, whichever is less."""
     limits = (_number(folder / maximum) for folder, maximum, _, _ in _levels(root))
     return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
+
+
+def return_freed_memory() -> None:
+    """Lets the system have what was freed and is still held for later. glibc keeps it by thread, without a bound of its
+    own: what one large request took stays taken. Does nothing where there is no such call (musl, macOS)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def cgroup_free_bytes(root: Path = Path("/")) -> int | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parkd.cli.model import MemoryShare
 from parkd.config import Config
 from parkd.errors import ConfigError
-from parkd.memory import free_memory_bytes, total_memory_bytes
+from parkd.memory import free_memory_bytes, return_freed_memory, total_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.cli.model import AnyEngine
@@ -146,6 +146,7 @@ def compose(
         normaliser=NormaliserConfig(not config.server.keeps_billing_header, rules),
         answers=answers,
         images=engine.images,
+        context_tokens=engine.info.context_tokens,
     )
     store = None
     if store_config.budget_bytes:
@@ -166,6 +167,7 @@ def compose(
         chat_template=engine.template_source,
         build_mask=build_mask,
         prepare=prepare,
+        return_memory=return_freed_memory,
         config=ProxyConfig(
             host=server.host,
             port=server.port,

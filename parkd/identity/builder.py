@@ -13,6 +13,7 @@ from parkd.engine_adapter.base import ChatTemplate, ImageReader, Tokenizer
 from parkd.errors import InvalidRequest
 from parkd.identity.chain import ChainMemo
 from parkd.identity.images import PromptImages, take_out
+from parkd.identity.lengths import check_length
 from parkd.identity.normalise import Normaliser, NormaliserConfig
 from parkd.identity.output_memory import GENERATION, OutputMemory, Said
 from parkd.identity.render import Renderer
@@ -55,12 +56,14 @@ class IdentityBuilder:
         normaliser: NormaliserConfig | None = None,
         answers: OutputMemory | None = None,
         images: ImageReader | None = None,
+        context_tokens: int | None = None,
     ) -> None:
         """`answers` are spliced into the prompts that repeat them; None renders everything. Without `images` requests
-        that hold some are refused."""
+        that hold some are refused. With `context_tokens` texts of far more are refused before they are tokenised."""
+        self._context_tokens = context_tokens
         self._images = images
         self._fingerprint = fingerprint
-        self._decode = tokenizer.decode
+        self._text = tokenizer
         self._splicer = None if answers is None else Splicer(answers)
         self._renderer = Renderer(template, Normaliser(normaliser or NormaliserConfig()))
         self._chains = ChainMemo(block_tokens, memo_bytes // 4)
@@ -77,7 +80,8 @@ class IdentityBuilder:
         return self._tokenizer.by_segment
 
     def build(self, request: TurnRequest, *, steering: bytes = b"") -> PromptIdentity:
-        """Raises InvalidRequest when the template refuses the messages or nothing is left to read."""
+        """Raises InvalidRequest when the template refuses the messages or nothing is left to read, ContextOverflow for
+        a text that is far too long."""
         return self.build_timed(request, steering=steering)[0]
 
     def build_timed(self, request: TurnRequest, *, steering: bytes = b"") -> tuple[PromptIdentity, BuildTimings]:
@@ -87,6 +91,8 @@ class IdentityBuilder:
         images = PromptImages(pictures, self._images)
         prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
         prompt = replace(prompt, text=images.wrapped(prompt.text))
+        if self._context_tokens is not None:
+            check_length(self._text, prompt.text, self._context_tokens)
         rendered_s = time.perf_counter()
         tokenised = images.expanded(self._tokenizer.tokenise(prompt.text))
         if not len(tokenised.ids):
@@ -120,8 +126,8 @@ class IdentityBuilder:
         last = prompt.segments[-1] if prompt.segments else None
         if last is None or last.label != GENERATION:
             return
-        opener = self._decode(prompt.token_ids[last.start :].tolist())
-        self._tokenizer.expect(opener + self._decode(list(answer_ids)))
+        opener = self._text.decode(prompt.token_ids[last.start :].tolist())
+        self._tokenizer.expect(opener + self._text.decode(list(answer_ids)))
         if said.reasoning:
             self._tokenizer.expect(self._renderer.profile.openers.get("assistant", opener) + "".join(said.runs).strip())
 

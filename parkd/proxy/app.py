@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 
 from parkd.errors import Cancelled, ContextOverflow, EngineLost
 from parkd.proxy.access import authenticate, narrowed
-from parkd.proxy.bodies import BodyRoom, Charge
+from parkd.proxy.bodies import BodyRoom, Charge, MemoryReturn
 from parkd.proxy.config import Services
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
@@ -103,7 +103,8 @@ class Proxy:
         self.requests = RequestMemory()
         self.resends = Resends(self.lane, config.resend_grace_s, self._give_up)
         self.prompts = Prompts(services)
-        self.bodies = BodyRoom(config.bodies_limit_bytes, self.lane.retry_after_s)
+        self.bodies = BodyRoom(config.bodies_limit_bytes, self.lane.retry_after_s, self._large_body_gone)
+        self._memory_return = MemoryReturn(services.return_memory)
         self._tasks: anyio.abc.TaskGroup | None = None
 
     @asynccontextmanager
@@ -146,6 +147,10 @@ class Proxy:
         if self.lane.leave(turn):
             self.log.record(turn, Cancelled("The client left while it waited."))
 
+    def _large_body_gone(self) -> None:
+        if self._tasks is not None:
+            self._memory_return.ask(self._tasks)
+
     def begin_shutdown(self) -> None:
         """Called on the event loop when a stop was asked for: nothing new starts, what runs may end in time."""
         if self._tasks is not None and not self.lane.closed:
@@ -167,8 +172,8 @@ class Proxy:
             meta = ResponseMeta(turn.request_id if turn is not None else request_id, model, created_s)
             encoder = dialect.encoder(turn_request, body, meta)
             if turn is None:
-                prompt, mask = await self.prompts.build(turn_request)
                 try:
+                    prompt, mask = await self.prompts.build(turn_request)
                     self.prompts.check_fits(len(prompt), turn_request)
                 except ContextOverflow as overflow:
                     if turn_request.stream and overflow.code in dialect.streamed_errors:

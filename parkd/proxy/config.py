@@ -105,5 +105,7 @@ class Services:
     """Where a `TieredStore` keeps its files; None: the store is of RAM alone."""
     trace: TurnTrace | None = None
     """Told of every turn; None: nothing is recorded."""
+    return_memory: Callable[[], None] = lambda: None
+    """Lets the system have what was freed; run in a worker thread behind large bodies."""
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time

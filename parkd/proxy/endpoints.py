@@ -147,7 +147,7 @@ class Endpoints:
             )
         with_pieces = fields.flag(body, "with_pieces", default=False)
         tokenizer = self._services.engine.tokenizer
-        ids = await anyio.to_thread.run_sync(tokenizer.encode, content, limiter=self._proxy.prompts.limiter)
+        ids = await self._proxy.prompts.tokenise(content)
         if not with_pieces:
             return _json({"tokens": ids}, request_id)
         if len(ids) > PIECE_LIMIT:

@@ -6,6 +6,7 @@ import anyio
 import anyio.to_thread
 
 from parkd.errors import ContextOverflow, InvalidRequest
+from parkd.identity.lengths import check_length
 from parkd.proxy.config import Services
 from parkd.proxy.one_turn import prompt_tail
 from parkd.types import PromptIdentity, TokenMask, TurnRequest
@@ -22,11 +23,21 @@ class Prompts:
         self.limiter = anyio.CapacityLimiter(BUILD_THREADS)
 
     async def build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
-        """The prompt's identity and what its answer must obey. Raises InvalidRequest."""
+        """The prompt's identity and what its answer must obey. Raises InvalidRequest, and ContextOverflow for a prompt
+        that is far too long; one that is a little too long `check_fits` finds."""
         if request.response_schema is not None and self._services.build_mask is None:
             advice = "This server gives free text only. Leave out `response_format` and ask for JSON in the messages."
             raise InvalidRequest(advice, param="response_format")
         return await anyio.to_thread.run_sync(self._build, request, limiter=self.limiter)
+
+    async def tokenise(self, text: str) -> list[int]:
+        """Ids of a plain text. Raises ContextOverflow for one that is far too long for any prompt."""
+        return await anyio.to_thread.run_sync(self._tokenise, text, limiter=self.limiter)
+
+    def _tokenise(self, text: str) -> list[int]:
+        engine = self._services.engine
+        check_length(engine.tokenizer, text, engine.info.context_tokens)
+        return engine.tokenizer.encode(text)
 
     def _build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
         services = self._services

@@ -13,10 +13,8 @@ import orjson
 from starlette.requests import Request
 
 from parkd.errors import BodyStalled, BodyTooLarge, InvalidRequest
-from parkd.proxy.bodies import Charge
+from parkd.proxy.bodies import LARGE_BODY_BYTES, Charge
 
-LARGE_BODY_BYTES = 1024 * 1024
-"""A body from this size up is parsed in a worker thread, so that the event loop goes on."""
 DEPTH_LIMIT = 100
 """Objects and lists inside each other; agents' tool schemas reach some twenty."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")

@@ -176,6 +176,7 @@ def make_services(
         answers=answers,
         normaliser=normaliser,
         images=engine.images,
+        context_tokens=engine.info.context_tokens,
     )
     serial = count(1)
     store = ConversationStore(

@@ -11,7 +11,8 @@ from api_harness import Gate, Running, body_of, running, until
 
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.errors import QueueFull
-from parkd.proxy.bodies import BodyRoom
+from parkd.identity import lengths
+from parkd.proxy.bodies import LARGE_BODY_BYTES, BodyRoom, MemoryReturn
 from parkd.proxy.config import ProxyConfig
 
 pytestmark = pytest.mark.anyio
@@ -141,3 +142,58 @@ async def test_a_turn_taken_over_holds_its_body_until_its_answer_is_out() -> Non
             assert 12_000 < bodies.held_bytes < 24_000
             gate.opened.set()
         await until(lambda: bodies.held_bytes == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "said"),
+    [
+        (CHAT, "messages", b"context_length_exceeded"),
+        ("/v1/completions", "prompt", b"context_length_exceeded"),
+        ("/v1/messages", "messages", b"prompt is too long: "),
+        ("/v1/messages/count_tokens", "messages", b"prompt is too long: "),
+        ("/v1/responses", "input", b"context_length_exceeded"),
+        ("/tokenize", "content", b"context_length_exceeded"),
+    ],
+)
+async def test_a_text_far_beyond_the_context_is_an_overflow_and_is_never_tokenised_whole(
+    path: str, field: str, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lengths, "LEAST_CHARS", 1000)
+    monkeypatch.setattr(lengths, "PIECE_CHARS", 100)
+    engine, longest = FakeEngine(), [0]
+    encode = engine.tokenizer.encode
+
+    def watched(text: str) -> list[int]:
+        longest[0] = max(longest[0], len(text))
+        return encode(text)
+
+    async with running(engine) as server:
+        monkeypatch.setattr(engine.tokenizer, "encode", watched)
+        text = "x" * 200_000
+        value = [{"role": "user", "content": text}] if field == "messages" else text
+        answer = await server.client.post(path, json={field: value, "max_tokens": 8, "stream": True})
+        assert answer.status_code == (200 if path == "/v1/responses" else 400), "Responses tell it in the stream"
+        assert said in answer.content
+        assert longest[0] <= 100
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens", "/tokenize", "/apply-template"])
+async def test_memory_is_returned_behind_a_large_body_however_it_ended(path: str) -> None:
+    async with running(FakeEngine()) as server:
+        asked: list[str] = []
+        server.server.proxy._memory_return = MemoryReturn(lambda: asked.append("return"), delay_s=0.05)
+        await server.client.post(path, content=b"x" * 1000)
+        await server.client.post(path, content=b"x" * LARGE_BODY_BYTES)
+        await server.client.post(path, json={"x": "x" * LARGE_BODY_BYTES, "content": "x", **body_of(SMALL)})
+        await until(lambda: len(asked) > 0)
+        assert server.server.proxy.bodies.held_bytes == 0
+
+
+async def test_several_that_ask_for_memory_to_be_returned_are_one() -> None:
+    asked: list[str] = []
+    returns = MemoryReturn(lambda: asked.append("return"), delay_s=0.05)
+    for expected in (1, 2):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(5):
+                returns.ask(tasks)
+        assert len(asked) == expected

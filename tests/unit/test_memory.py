@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import ctypes
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
-from parkd.memory import cgroup_free_bytes, free_memory_bytes
+from parkd.memory import cgroup_free_bytes, free_memory_bytes, return_freed_memory
 
 MIB = 1024 * 1024
 
@@ -86,3 +88,25 @@ def test_used_beyond_the_limit_leaves_nothing(tmp_path: Path) -> None:
 def test_without_cgroups_the_machine_decides(tmp_path: Path) -> None:
     assert cgroup_free_bytes(tmp_path) is None
     assert 0 < free_memory_bytes(tmp_path) <= psutil.virtual_memory().total
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_what_a_thread_freed_goes_back_to_the_system() -> None:
+    """Its last piece stays, and with it all that the thread's arena has below it, unless it is told."""
+    kept: list[bytes] = []
+
+    def work() -> None:
+        pieces = [bytes(1000) for _ in range(200_000)]
+        kept.append(pieces[-1])
+
+    def resident() -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    before = resident()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    held = resident() - before
+    assert held > 100 * MIB, "nothing was held: this test shows nothing here"
+    return_freed_memory()
+    assert resident() - before < held / 4

@@ -101,6 +101,7 @@ def make_builder(
     template: ChatMl | None = None,
     memo_bytes: int = 1 << 20,
     answers: OutputMemory | None = None,
+    context_tokens: int | None = None,
 ) -> IdentityBuilder:
-    words = tokenizer or WordTokenizer()
-    return IdentityBuilder(words, template or ChatMl(), FINGERPRINT, BLOCK, memo_bytes, answers=answers)
+    words, chat = tokenizer or WordTokenizer(), template or ChatMl()
+    return IdentityBuilder(words, chat, FINGERPRINT, BLOCK, memo_bytes, answers=answers, context_tokens=context_tokens)
