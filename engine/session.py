@@ -127,11 +127,6 @@ class Session:
         """Of what steers from here on; empty when nothing does."""
         return self._steered.steering.digest
 
-    @property
-    def is_steered(self) -> bool:
-        """Then every forward must go through the layers' own modules: what was recorded knows nothing of directions."""
-        return bool(self._steered.steering.sums)
-
     def steer(self, steering: Steering) -> None:
         """From now on forwards are steered so. Rows stay: what they were made under is the caller's to know.
 

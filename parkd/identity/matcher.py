@@ -24,7 +24,6 @@ __all__ = [
     "cold_start",
     "common_prefix",
     "divergence_of",
-    "explain_divergence",
     "image_at",
     "outside_images",
     "resumable_position",
@@ -125,24 +124,11 @@ def choose_start(options: Sequence[StartOption], cost: CostModel) -> Start:
     return min(starts, key=lambda start: (start.cost_s, start.option.move_bytes, -start.option.position))
 
 
-def explain_divergence(identity: PromptIdentity, other_units: Units, tokenizer: Tokenizer) -> str:
-    """Says for people where a prompt leaves another one: position, segment and the first differing text.
-
-    The text holds a few tokens of both prompts, so it is for their owner, never for a log.
-    """
-    divergence = divergence_of(identity, other_units, tokenizer)
-    if divergence is not None:
-        return str(divergence)
-    common = min(len(identity.units), len(other_units))
-    if common == len(identity.units) == len(other_units):
-        return f"nothing differs: both are the same {common} tokens"
-    if common == len(other_units):
-        return f"nothing differs: the known conversation ends after {common} tokens and the prompt goes on"
-    return f"nothing differs: the prompt ends after {common} tokens and the known conversation goes on"
-
-
 def divergence_of(identity: PromptIdentity, other_units: Units, tokenizer: Tokenizer) -> Divergence | None:
-    """Where a prompt leaves another one; None if one is the head of the other."""
+    """Where a prompt first differs from another one; None if one is the head of the other.
+
+    The result quotes a few tokens of both prompts, so it is for their owner, never for a log.
+    """
     common = common_prefix(identity.units, other_units)
     if common == min(len(identity.units), len(other_units)):
         return None

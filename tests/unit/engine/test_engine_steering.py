@@ -82,7 +82,7 @@ def test_logits_equal_a_hand_written_hook(family: str, stages: int, bank: Steeri
     plain = read_and_decode(session, IDS, decoded=3)
     session.reset()
     session.steer(bank.select({"calm": 0.5, "terse": -2.0}))
-    assert session.is_steered
+    assert session.steering_digest
     steered = read_and_decode(session, IDS, decoded=3)
     expected = {layer: tensor * 0.5 for layer, tensor in directions(1).items()}
     expected[2] = expected[2] + directions(2, (2,))[2] * -2.0
@@ -93,7 +93,7 @@ def test_logits_equal_a_hand_written_hook(family: str, stages: int, bank: Steeri
     assert (steered[-1] - plain[-1]).abs().max() > 1e-3
     session.reset()
     session.steer(Steering())
-    assert not session.is_steered
+    assert not session.steering_digest
     assert_same(read_and_decode(session, IDS, decoded=3), plain)
 
 

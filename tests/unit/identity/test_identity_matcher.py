@@ -16,7 +16,7 @@ from parkd.identity.matcher import (
     choose_start,
     cold_start,
     common_prefix,
-    explain_divergence,
+    divergence_of,
     resumable_position,
 )
 from parkd.identity.units import units_of
@@ -119,20 +119,20 @@ def test_a_divergence_names_the_token_its_text_and_its_message() -> None:
     old = builder.build(talk(say("system", clock.format("tenone")), say("user", "hello there")))
     new = builder.build(talk(say("system", clock.format("tentwo")), say("user", "hello there")))
     common = common_prefix(new.units, old.units)
-    told = explain_divergence(new, old.units, tokenizer)
+    told = str(divergence_of(new, old.units, tokenizer))
     assert tokenizer.decode([int(new.token_ids[common])]) == " tentwo"
     assert told.startswith(f"token {common} in system is the first that differs: ' tentwo")
     assert "' tenone" in told
     later = builder.build(talk(say("system", clock.format("tenone")), say("user", "hello you")))
-    assert "in message 2 (user)" in explain_divergence(later, old.units, tokenizer)
+    assert "in message 2 (user)" in str(divergence_of(later, old.units, tokenizer))
 
 
-def test_prefixes_and_images_are_told_as_such() -> None:
+def test_a_prefix_is_no_divergence_and_an_image_is_told_as_one() -> None:
     tokenizer = WordTokenizer()
     identity = make_builder(tokenizer, ChatMl()).build(talk(say("user", "one two three four")))
-    assert "known conversation ends after 3 tokens" in explain_divergence(identity, identity.units[:3], tokenizer)
+    assert divergence_of(identity, identity.units[:3], tokenizer) is None
     longer = np.append(identity.units, np.uint64(1))
-    assert "the prompt ends after" in explain_divergence(identity, longer, tokenizer)
-    assert "both are the same" in explain_divergence(identity, identity.units, tokenizer)
+    assert divergence_of(identity, longer, tokenizer) is None
+    assert divergence_of(identity, identity.units, tokenizer) is None
     image = units_of(identity.token_ids.copy(), [ImageSpan(2, 5, hashlib.sha256(b"i").digest())])
-    assert "where an image was known" in explain_divergence(identity, image, tokenizer)
+    assert "where an image was known" in str(divergence_of(identity, image, tokenizer))
