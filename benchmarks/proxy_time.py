@@ -33,8 +33,8 @@ from parkd.identity.builder import IdentityBuilder
 from parkd.identity.matcher import CostModel
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.proxy.dialects.openai_chat import OpenAIChat
-from parkd.proxy.live import LiveConversation
-from parkd.proxy.start import decide_start
+from parkd.proxy.live_conversation import LiveConversation
+from parkd.proxy.start_plan import decide_start
 from parkd.store.index import PrefixIndex
 from parkd.store.records import Parked
 from parkd.store.store import CANDIDATE_LIMIT

@@ -85,11 +85,11 @@ def serve(config: Config) -> int:
     is_upstream = config.model.upstream is not None
     model, is_demo = ("", False) if is_upstream else find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound:
-        from parkd.identity.behind import Behind
+        from parkd.identity.background import BackgroundWork
         from parkd.proxy import server
         from parkd.store.tiers import TieredStore
 
-        memory, behind = MemoryShare(config.cache.budget_bytes), Behind()
+        memory, background = MemoryShare(config.cache.budget_bytes), BackgroundWork()
         files = open_files(config)
         progress = startup.ProgressPrinter(sys.stderr)
         name, why = choose_engine(config.model, model, is_demo=is_demo)
@@ -107,13 +107,13 @@ def serve(config: Config) -> int:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         store_config = store_config_of(config, memory)
-        services = compose(config, engine, store_config, named_keys, files, rules, behind=behind)
+        services = compose(config, engine, store_config, named_keys, files, rules, background=background)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
         url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
         lines = startup.describe(engine.info, budget, url, needs_key=needs_key)
         if isinstance(services.store, TieredStore):
             lines.insert(-2, startup.disk_line(services.store.disk_stats(), config.cache.disk.directory))
-        with contextlib.closing(behind), recording(config, engine, services) as services:
+        with contextlib.closing(background), recording(config, engine, services) as services:
             return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
 
 

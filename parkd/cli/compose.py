@@ -16,7 +16,7 @@ from parkd.memory import free_memory_bytes, return_freed_memory, total_memory_by
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.cli.model import AnyEngine
-    from parkd.identity.behind import Behind
+    from parkd.identity.background import BackgroundWork
     from parkd.identity.builder import IdentityBuilder
     from parkd.identity.normalise import RewriteRule
     from parkd.identity.output_memory import OutputMemory, Said
@@ -44,7 +44,7 @@ def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
     return StoreConfig(memory.budget_bytes, BLOCK_TOKENS, config.cache.slots, min_free_bytes=floor)
 
 
-def answer_memory(config: Config, engine: AnyEngine, behind: Behind) -> OutputMemory | None:
+def answer_memory(config: Config, engine: AnyEngine, background: BackgroundWork) -> OutputMemory | None:
     """The memory of what was generated, beside what is parked on disk; None if answers that come back are rendered. Its
     file is written behind the replies."""
     from parkd.identity.answer_file import NAME, AnswerFile
@@ -58,14 +58,14 @@ def answer_memory(config: Config, engine: AnyEngine, behind: Behind) -> OutputMe
         return OutputMemory(config.cache.answer_bytes, end_texts)
     file = AnswerFile(directory / NAME, config.cache.answer_bytes)
     memory = OutputMemory(
-        config.cache.answer_bytes, end_texts, on_new=lambda answer: _submit(behind, file.append, answer, memory)
+        config.cache.answer_bytes, end_texts, on_new=lambda answer: _submit(background, file.append, answer, memory)
     )
     file.open(memory)
     return memory
 
 
-def _submit(behind: Behind, work: Callable[..., None], *given: Any) -> None:
-    behind.submit(partial(work, *given))
+def _submit(background: BackgroundWork, work: Callable[..., None], *given: Any) -> None:
+    background.submit(partial(work, *given))
 
 
 def open_files(config: Config) -> FileSystem | None:
@@ -128,7 +128,7 @@ def compose(
     files: FileSystem | None = None,
     rules: tuple[RewriteRule, ...] = (),
     *,
-    behind: Behind,
+    background: BackgroundWork,
 ) -> Services:
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.identity.builder import IdentityBuilder
@@ -136,7 +136,7 @@ def compose(
     from parkd.proxy.config import ProxyConfig, Services
     from parkd.proxy.output.formats import output_format
 
-    answers = answer_memory(config, engine, behind)
+    answers = answer_memory(config, engine, background)
     identity = IdentityBuilder(
         engine.tokenizer,
         engine.template,
@@ -155,7 +155,7 @@ def compose(
             store.grow_ahead()
     server = config.server
     output = replace(output_format(engine.template_source), reader=engine.response_reader)
-    build_mask, prepare = masks_of(engine, output)
+    build_mask, prepare = mask_builder(engine, output)
     return Services(
         engine=engine,
         build_identity=identity.build,
@@ -163,7 +163,7 @@ def compose(
         files=files,
         output=output,
         render=identity.render,
-        remember=None if answers is None else partial(_remember, answers, identity, behind),
+        remember=None if answers is None else partial(_remember, answers, identity, background),
         chat_template=engine.template_source,
         build_mask=build_mask,
         prepare=prepare,
@@ -186,17 +186,17 @@ def compose(
 def _remember(
     answers: OutputMemory,
     identity: IdentityBuilder,
-    behind: Behind,
+    background: BackgroundWork,
     prompt: PromptIdentity,
     ids: Sequence[int],
     said: Said,
 ) -> None:
     """Before the client sees the answer's end it is known; that it will be read fast next time can wait."""
     answers.remember(prompt, ids, said)
-    behind.submit(partial(identity.expect, prompt, ids, said))
+    background.submit(partial(identity.expect, prompt, ids, said))
 
 
-def masks_of(engine: AnyEngine, output: OutputFormat) -> tuple[BuildMask, Callable[[], None] | None]:
+def mask_builder(engine: AnyEngine, output: OutputFormat) -> tuple[BuildMask, Callable[[], None] | None]:
     """What holds answers to a schema, and thinking to its budget, and what gets it ready. An engine that is a server of
     its own does the first itself, and knows no budget."""
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine

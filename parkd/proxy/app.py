@@ -42,14 +42,14 @@ from parkd.proxy.explain import Explained, PromptParts, RequestMemory
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.lane import Lane
 from parkd.proxy.metrics import Metrics
-from parkd.proxy.one_turn import Turn, proved
 from parkd.proxy.parking import LiveState
 from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
 from parkd.proxy.resend import Resends
 from parkd.proxy.sse import STREAM_HEADERS, TurnResponse
-from parkd.proxy.turn import TurnRunner
+from parkd.proxy.turn import Turn, await_proof
 from parkd.proxy.turn_log import TurnLog
+from parkd.proxy.turn_runner import TurnRunner
 from parkd.store.tiers import TieredStore
 from parkd.types import ToolChoice
 
@@ -211,7 +211,7 @@ class Proxy:
             parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
             counted = dataclasses.replace(parsed, response_schema=None, tool_choice=ToolChoice())
             prompt, _ = await self.prompts.build(counted)
-            await proved(prompt)
+            await await_proof(prompt)
         return len(prompt)
 
     @property

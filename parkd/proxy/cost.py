@@ -40,7 +40,7 @@ class CostMeter:
         speeds = self._bytes_per_s
         return Costs(read_s, growth_s, speeds[CacheOutcome.RESTORED_RAM], speeds[CacheOutcome.RESTORED_DISK])
 
-    def has_read(self, tokens: int, seconds: float, start: int = 0) -> None:
+    def note_read(self, tokens: int, seconds: float, start: int = 0) -> None:
         """The tokens `[start, start + tokens)` took so long."""
         if tokens < MIN_READ_TOKENS or seconds <= 0:
             return
@@ -62,7 +62,7 @@ class CostMeter:
         slope = min(slope, (1 - LEAST_FLAT_SHARE) * token_s / depth)
         return token_s - slope * depth, slope
 
-    def has_moved(self, outcome: CacheOutcome, moved_bytes: int, seconds: float) -> None:
+    def note_move(self, outcome: CacheOutcome, moved_bytes: int, seconds: float) -> None:
         if moved_bytes >= MIN_MOVED_BYTES and seconds > 0:
             mean = self._bytes_per_s[outcome]
             self._bytes_per_s[outcome] = mean + NEWEST_WEIGHT * (moved_bytes / seconds - mean)

@@ -126,7 +126,7 @@ class DiskWorker:
         parked = self._store.promoted(promotion, error)
         self._wake.set()  # what is damaged is to be removed
         if parked is not None:
-            self._costs.has_moved(CacheOutcome.RESTORED_DISK, promotion.job.bytes, self._monotonic() - began_s)
+            self._costs.note_move(CacheOutcome.RESTORED_DISK, promotion.job.bytes, self._monotonic() - began_s)
         return parked
 
     async def _work(self) -> bool:

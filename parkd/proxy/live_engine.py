@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 from parkd.engine_adapter.base import Engine, RemoteEngine
 from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
 from parkd.proxy.engine_thread import EngineThread
-from parkd.proxy.live import LiveConversation
+from parkd.proxy.live_conversation import LiveConversation
 from parkd.types import ConversationKey, Units
 
 log = logging.getLogger(__name__)
@@ -62,12 +62,12 @@ class LiveEngine:
     async def wake(self) -> None:
         """Before a turn decides how to start: an engine that is another process may have lost what was live."""
         if isinstance(self.engine, RemoteEngine):
-            _, position = await self._call_and_look(self.engine.awake)
-            await self._believe(position)
+            _, position = await self._call_and_refresh(self.engine.awake)
+            await self._reconcile(position)
 
     async def advance(self, key: ConversationKey, units: Units) -> None:
         """Takes over the engine's position after it read from `units`; resets if it is somewhere it cannot be."""
-        position = await self._look()
+        position = await self._refresh()
         if position > len(units):
             log.error("the engine is at %d but only %d tokens are known; it is reset", position, len(units))
             await self.reset()
@@ -76,11 +76,11 @@ class LiveEngine:
 
     async def check(self) -> None:
         """After a failure: what is live is at most what the engine still holds."""
-        await self._believe(await self._look())
+        await self._reconcile(await self._refresh())
 
     async def truncate(self, position: int) -> None:
         try:
-            await self._call_and_look(self.engine.truncate, position)
+            await self._call_and_refresh(self.engine.truncate, position)
         except RestoreFailed:  # it is empty now
             self.conversation = LiveConversation()
             raise
@@ -89,21 +89,21 @@ class LiveEngine:
     async def checkpoint(self) -> None:
         """Keeps the fixed state where the engine is, if its model has any."""
         if self.engine.info.layout.fixed_bytes and self.conversation.position not in self.checkpoints:
-            await self._call_and_look(self.engine.checkpoint)
+            await self._call_and_refresh(self.engine.checkpoint)
 
-    async def _believe(self, position: int) -> None:
+    async def _reconcile(self, position: int) -> None:
         """`position` is where the engine says that it is."""
         if position > self.conversation.position:
             await self.reset()
         else:
             self.conversation = self.conversation.truncate(position)
 
-    async def _look(self) -> int:
+    async def _refresh(self) -> int:
         """Asks the engine where it can be cut to; returns its position."""
-        _, position = await self._call_and_look(lambda: None)
+        _, position = await self._call_and_refresh(lambda: None)
         return position
 
-    async def _call_and_look(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, int]:
+    async def _call_and_refresh(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, int]:
         """One engine call, and where the engine then is and can be cut to: threads change twice, not four times."""
 
         def both() -> tuple[T, int, tuple[int, ...], int]:

@@ -16,11 +16,11 @@ from parkd.identity.chain import prefix_hashes
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.engine_thread import EngineThread
-from parkd.proxy.live import LiveConversation, restored
+from parkd.proxy.live_conversation import LiveConversation, restored
 from parkd.proxy.live_engine import LiveEngine
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.prompt_tail import PromptTail, read_while_restoring
-from parkd.proxy.start import StartPlan
+from parkd.proxy.start_plan import StartPlan
 from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
 from parkd.store.store import ConversationStore
 from parkd.types import (
@@ -90,7 +90,7 @@ class LiveState(LiveEngine):
         EngineFailure.
         """
         if plan.parked is None:
-            await self._park_if_lost(plan.keep_rows)
+            await self._park_before_loss(plan.keep_rows)
             self._check_kept(plan.keep_rows)
             if plan.option.position == 0:
                 await self.reset()
@@ -104,7 +104,7 @@ class LiveState(LiveEngine):
         except ConversationGone as gone:
             raise RestoreFailed("The parked conversation has just gone.") from gone
         with held as lease:
-            await self._park_if_lost(plan.keep_rows)
+            await self._park_before_loss(plan.keep_rows)
             self._check_kept(plan.keep_rows)
             try:
                 return await self._restore(lease, plan.parked, plan.option.outcome, key, tail)
@@ -133,8 +133,8 @@ class LiveState(LiveEngine):
         if not isinstance(self.engine, RemoteEngine):
             return report
         promised = self.conversation.position
-        position, reached = await self._call_and_look(self.engine.begin_prompt, token_ids, sampling, mask, limit)
-        await self._believe(reached)
+        position, reached = await self._call_and_refresh(self.engine.begin_prompt, token_ids, sampling, mask, limit)
+        await self._reconcile(reached)
         if position >= promised:
             return report
         why = f"the engine still held {position} of the {promised} tokens that were expected"
@@ -158,14 +158,14 @@ class LiveState(LiveEngine):
             return
         try:
             await self.checkpoint()
-            checkpoints, sizes = await self._parts(live.position)
+            checkpoints, sizes = await self._checkpoints_to_park(live.position)
         except EngineLost:
             raise
         except EngineFailure as error:
             log.warning("not parked: its state could not be kept: %s", error.message)
             await self.check()
             return
-        capture = await self._reserved(
+        capture = await self._reserve(
             store,
             CaptureRequest(
                 key_digest=live.key.digest,
@@ -188,7 +188,7 @@ class LiveState(LiveEngine):
             return
         began_s = self._monotonic()
         try:
-            in_flight = await self._started(capture)
+            in_flight = await self._start_capture(capture)
             if in_flight is not None:
                 self._background = BackgroundPark(capture, in_flight, live, began_s, intact=live.position)
                 self._background.task = asyncio.create_task(self._finish(store, self._background))
@@ -203,7 +203,7 @@ class LiveState(LiveEngine):
         parked = self._commit(store, capture, checksums, began_s)
         self.conversation = live.captured(parked.blocks, parked.position, parked.id)
 
-    async def _parts(self, position: int) -> tuple[tuple[int, ...], StateSizes | None]:
+    async def _checkpoints_to_park(self, position: int) -> tuple[tuple[int, ...], StateSizes | None]:
         """The checkpoints to park, and what an opaque state takes. One at the end has no bytes: the whole holds it."""
         places = tuple(place for place in self.checkpoints if place <= position)
         if not isinstance(self.engine, WholeState):
@@ -215,7 +215,7 @@ class LiveState(LiveEngine):
             return (), sizes
         return (*inner, position), StateSizes(sizes.whole, (*sizes.checkpoints, 0))
 
-    async def _reserved(self, store: ConversationStore, request: CaptureRequest) -> Capture | Refused:
+    async def _reserve(self, store: ConversationStore, request: CaptureRequest) -> Capture | Refused:
         """Room for a capture. What waits to be written to disk is not evicted; so if that is in the way, it is waited
         for, a while."""
         until_s = self._monotonic() + WRITE_WAIT_S
@@ -231,7 +231,7 @@ class LiveState(LiveEngine):
         if self._background is not None and self._background.task is not None:
             await self._background.task
 
-    async def _started(self, capture: Capture) -> CaptureInFlight | None:
+    async def _start_capture(self, capture: Capture) -> CaptureInFlight | None:
         if not isinstance(self.engine, OverlappingEngine):
             return None
         return await self.call(self.engine.start_capture, capture.transfer)
@@ -264,7 +264,7 @@ class LiveState(LiveEngine):
             log.info("parked the first %d of %d tokens: the budget holds no more", parked.position, position)
         return parked
 
-    async def _park_if_lost(self, keep_rows: int) -> None:
+    async def _park_before_loss(self, keep_rows: int) -> None:
         background = self._background
         if background is not None and background.live is self.conversation and background.capture.is_whole:
             return  # Every row is being copied already, and is not overwritten before it is.
@@ -293,7 +293,7 @@ class LiveState(LiveEngine):
             raise RestoreFailed(f"the engine came to {position} where {lease.stop} was restored")
         took_s = self._monotonic() - began_s
         whole = lease.stop == parked.position
-        await self._look()
+        await self._refresh()
         self._rows_lost(transfer.start)
         is_opaque = self.engine.info.layout.is_opaque
         parked_id = parked.id if whole else None
@@ -301,5 +301,5 @@ class LiveState(LiveEngine):
         if position > lease.stop and tail is not None:
             await self.advance(key, tail.prompt.units)
         self._metrics.moved("restore", transfer.bytes, took_s)
-        self._costs.has_moved(outcome, transfer.bytes, took_s)
+        self._costs.note_move(outcome, transfer.bytes, took_s)
         return took_s

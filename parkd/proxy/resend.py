@@ -12,7 +12,7 @@ from collections.abc import Callable
 import anyio
 
 from parkd.proxy.lane import Lane
-from parkd.proxy.one_turn import Turn
+from parkd.proxy.turn import Turn
 from parkd.types import TurnRequest
 
 

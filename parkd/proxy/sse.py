@@ -17,9 +17,9 @@ from parkd.errors import EngineFailure, ParkdError
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.base import Dialect, Encoder
 from parkd.proxy.lane import Lane
-from parkd.proxy.one_turn import Turn
 from parkd.proxy.requests import id_headers
 from parkd.proxy.resend import Resends
+from parkd.proxy.turn import Turn
 from parkd.proxy.turn_log import TurnLog
 from parkd.types import CacheReport, Finished, Started
 

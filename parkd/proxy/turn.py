@@ -1,296 +1,70 @@
-"""One request's path through the lane.
-
-    decide -> park what would be lost, restore -> read the rest -> generate -> Finished -> park behind the reply
-
-A failed restore reads cold and the client sees only latency. A failed engine call fails this request; the state stays
-valid for the next. A lost engine ends the lane.
-"""
+"""A request on its way: what the HTTP side and the lane both know of it."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import logging
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError
-from parkd.identity.matcher import divergence_of
-from parkd.identity.output_memory import Said
-from parkd.proxy.answer import Answer, AnswerLoop
-from parkd.proxy.checkpoints import checkpoints_to_take
-from parkd.proxy.cost import CostMeter
-from parkd.proxy.disk_worker import DiskWorker
+from parkd.engine_adapter.base import Engine
+from parkd.errors import ParkdError
 from parkd.proxy.events import EventChannel
-from parkd.proxy.explain import diagnose, lasting_tokens
-from parkd.proxy.groups import Groups
-from parkd.proxy.metrics import Metrics
-from parkd.proxy.one_turn import Turn, output_limit, prompt_tail, proved
-from parkd.proxy.output.base import OutputFormat, Parser
-from parkd.proxy.output.formats import call_ids
-from parkd.proxy.output.parser import make_parser
-from parkd.proxy.output.transcript import Transcript
-from parkd.proxy.parking import LiveState
-from parkd.proxy.retention import Retention
-from parkd.proxy.start import StartPlan
-from parkd.proxy.starting import TurnStarter
-from parkd.proxy.turn_log import TurnLog
-from parkd.store.store import ConversationStore
-from parkd.types import (
-    CacheMode,
-    CacheReport,
-    Event,
-    Finished,
-    FinishReason,
-    Progress,
-    PromptIdentity,
-    Started,
-    Timings,
-    Units,
-)
+from parkd.proxy.explain import Explained
+from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnRequest
 
-log = logging.getLogger(__name__)
-CALL_ID_BYTES = 12
+TAIL_TOKENS = 64
+"""Of the prompt's end, enough to tell whether thinking is open."""
 
 
-class TurnRunner:
-    """Runs turns one at a time: the lane's only caller of the engine and the store."""
+@dataclass(eq=False)
+class Turn:
+    """A request from its arrival to its last event."""
 
-    def __init__(
-        self,
-        live: LiveState,
-        store: ConversationStore | None,
-        metrics: Metrics,
-        costs: CostMeter,
-        output: OutputFormat,
-        *,
-        max_output_tokens: int | None,
-        monotonic: Callable[[], float],
-        log: TurnLog,
-        disk: DiskWorker | None = None,
-        remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None,
-    ) -> None:
-        self._live = live
-        self._starter = TurnStarter(live, store, disk, costs, monotonic)
-        self._log = log
-        self._remember = remember
-        self._retention = None if store is None else Retention(store)
-        self._groups = None if store is None else Groups(store)
-        self._store = store
-        self._metrics = metrics
-        self._costs = costs
-        self._output = output
-        self._call_ids = call_ids(output.tools, lambda: secrets.token_hex(CALL_ID_BYTES))
-        self._max_output_tokens = max_output_tokens
-        self._monotonic = monotonic
+    request_id: str
+    caller: str
+    """Of the log line's `key=`."""
+    request: TurnRequest
+    prompt: PromptIdentity
+    arrived_s: float
+    queued_s: float
+    """`arrived_s` and the time to parse, render and tokenise."""
+    mask: TokenMask | None = None
+    channel: EventChannel = field(default_factory=EventChannel)
+    submitted: bool = False
+    """It is, or was, in the lane's hands."""
+    began_s: float | None = None
+    """When the lane took it."""
+    report: CacheReport | None = None
+    timings: Timings = field(default_factory=Timings)
+    explained: Explained | None = None
+    """What is remembered of it for `/parkd/explain`."""
+    earlier: Explained | None = None
+    """The request that it is to be compared with, if that is remembered."""
+    release_awaited: Callable[[], None] = lambda: None
+    """Lets go of what the store keeps for it while it waits; may be called again."""
+    release_body: Callable[[], None] = lambda: None
+    """Its body counts no more among those that are held; may be called again."""
 
-    async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
-        """Reads what a waiting turn would start from into RAM, and has it kept there until its turn comes."""
-        await self._starter.prefetch(turn, is_waiting)
+    def fail(self, error: ParkdError) -> None:
+        self.release_awaited()
+        self.channel.fail(error)
 
-    async def run(self, turn: Turn) -> None:
-        """Pushes the turn's events and ends its channel. Raises EngineLost only."""
-        turn.began_s = self._monotonic()
-        turn.timings = Timings(wait_s=turn.began_s - turn.queued_s)
-        error: ParkdError | None = None
-        try:
-            if self._retention is not None:
-                self._retention.apply(turn.began_s)
-            if turn.channel.cancel.is_set():
-                raise Cancelled("The client left before its turn came.")
-            await self._answer(turn)
-        except ParkdError as raised:
-            error = raised
-        except Exception as raised:
-            log.exception("request %s failed in an unforeseen way", turn.request_id)
-            error = EngineFailure("The request failed in an unforeseen way; the server's log has the details.")
-            error.__cause__ = raised
-        if error is not None:
-            turn.channel.fail(error)
-        self._log.record(turn, error)
-        if isinstance(error, EngineLost):
-            raise error
-        self._log.note(turn, self._live.conversation, error)
-        await self._keep(turn)
-
-    async def _answer(self, turn: Turn) -> None:
-        await self._live.wake()
-        plan, why, from_disk_s = await self._starter.at_hand(turn)
-        report, restore_s = await self._starter.start(turn, plan, why)
-        turn.release_awaited()
-        await self._steer(turn)
-        report = await self._live.begin_prompt(
-            plan, report, turn.prompt.token_ids, turn.request.sampling, turn.mask, self._limit(turn)
-        )
-        report = turn.report = await self._told(turn, plan, report)
-        turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
-        await proved(turn.prompt)
-        self._metrics.started(report)
-        turn.channel.push(Started(report))
-        read_s = await self._read(turn, plan.common)
-        answer = await self._generate(turn, read_s)
-        if answer.reason is FinishReason.CANCELLED:
-            raise Cancelled("The client left; its answer was stopped.")
-        if turn.explained is not None:
-            turn.explained.end = answer.reason.value
-        turn.channel.push(Finished(answer.reason, report, turn.timings, answer.reasoning_tokens, answer.stop_string))
-
-    def _limit(self, turn: Turn) -> int | None:
-        return output_limit(turn.request.max_output_tokens, self._max_output_tokens)
-
-    async def _told(self, turn: Turn, plan: StartPlan, report: CacheReport) -> CacheReport:
-        """The report with what its owner may know besides, also for `/parkd/explain`."""
-        explained = turn.explained
-        if turn.request.cache.mode is CacheMode.USE:
-            lasting = min(lasting_tokens(turn.prompt), len(turn.prompt) - 1)
-            report = dataclasses.replace(report, written_tokens=max(0, lasting - report.reused_tokens))
-        if plan.nearest is not None:
-            tokenizer = self._live.engine.tokenizer
-            # In a thread: a tokenizer may be another process's.
-            divergence = await asyncio.to_thread(divergence_of, turn.prompt, plan.nearest, tokenizer)
-            report = dataclasses.replace(report, divergence=divergence)
-        if explained is not None:
-            if turn.request.cache.compare_to is not None:
-                diagnosis = diagnose(explained, turn.earlier, report.reused_tokens)
-                report = dataclasses.replace(report, diagnosis=diagnosis)
-            explained.state, explained.report = "running", report
-        return report
-
-    async def _steer(self, turn: Turn) -> None:
-        """After the start: what may have been parked on the way was copied, not computed."""
-        in_effect = await self._live.call(self._live.engine.steer, turn.request.steering)
-        if in_effect != turn.prompt.key.steering:
-            raise EngineFailure("The engine steers by another set of control vectors than was asked for. Try again.")
-
-    async def _read(self, turn: Turn, fork: int) -> float:
-        """Reads the prompt, which left what was known at `fork`, up to its last token.
-
-        Returns the seconds. Raises Cancelled with what was read kept.
-        """
-        prompt, channel = turn.prompt, turn.channel
-        start, stop = self._live.conversation.position, len(prompt) - 1
-        if start == stop:
-            already = start - turn.report.reused_tokens if turn.report else 0  # read while the rest was restored
-            turn.timings = dataclasses.replace(turn.timings, prefill_tokens=already)
-            await self._live.checkpoint()
-            return 0.0
-        places = checkpoints_to_take(prompt, start, fork, self._live.engine.info.ctx_checkpoints)
-        emit = self._emitter(channel)
-        began_s = self._monotonic()
-        try:
-            await self._live.call(
-                self._live.engine.extend,
-                prompt.token_ids[start:stop],
-                cancel=channel.cancel,
-                on_chunk=lambda position: emit(Progress(position - start, stop - start)),
-                checkpoint_at=places,
-                **({"images": prompt.images} if prompt.images else {}),
-            )
-        finally:
-            await self._live.advance(prompt.key, prompt.units)
-        took_s = self._monotonic() - began_s
-        read = self._live.conversation.position - start
-        turn.timings = dataclasses.replace(turn.timings, prefill_s=took_s, prefill_tokens=read)
-        self._costs.has_read(read, took_s, start)
-        if self._live.conversation.position < stop:
-            raise Cancelled("The client left while its prompt was read.")
-        return took_s
-
-    async def _generate(self, turn: Turn, read_s: float) -> Answer:
-        limit = self._limit(turn)
-        if limit == 0:
-            return Answer()
-        transcript, push = Transcript(), self._emitter(turn.channel)
-
-        def emit(event: Event) -> None:
-            transcript.feed(event)
-            push(event)
-
-        loop = AnswerLoop(
-            self._live.engine,
-            turn.prompt,
-            turn.request,
-            limit,
-            parser=self._parser(turn),
-            cancel=turn.channel.cancel,
-            emit=emit,
-            monotonic=self._monotonic,
-            mask=turn.mask,
-        )
-        answer = loop.answer
-        began_s = self._monotonic()
-        try:
-            await self._live.call(loop.run)
-        finally:
-            await self._live.advance(turn.prompt.key, _with_ids(turn.prompt, answer.token_ids))
-            first_s = answer.first_token_at_s
-            if first_s is not None:
-                turn.timings = dataclasses.replace(
-                    turn.timings,
-                    first_token_s=first_s - turn.arrived_s,
-                    prefill_s=read_s + first_s - began_s,
-                    prefill_tokens=turn.timings.prefill_tokens + 1,
-                    decode_s=self._monotonic() - first_s,
-                    output_tokens=answer.output_tokens,
-                    drafts=answer.drafts,
-                )
-        self._recognise(turn, answer, transcript)
-        return answer
-
-    def _recognise(self, turn: Turn, answer: Answer, transcript: Transcript) -> None:
-        """Keeps the answer's ids for when it comes back. Of one that a stop string cut, the client has not seen all."""
-        whole = answer.reason is not FinishReason.CANCELLED and answer.stop_string is None
-        if self._remember is None or not whole or turn.request.cache.mode is not CacheMode.USE:
-            return
-        said, ids = transcript.said(), answer.token_ids[: answer.output_tokens]
-        if ids and ids[-1] in self._live.engine.info.end_token_ids:
-            ids = ids[:-1]
-        if said is not None:
-            self._remember(turn.prompt, ids, said)
-
-    def _parser(self, turn: Turn) -> Parser:
-        tail = prompt_tail(self._live.engine, turn.prompt)
-        return make_parser(self._output, turn.request, tail, self._call_ids)
-
-    async def _keep(self, turn: Turn) -> None:
-        """Behind the reply: parks what the turn added, unless its client asked to leave no trace."""
-        try:
-            await self._live.check()
-            if self._store is not None:
-                self._store.measured(self._costs.for_store)
-            if turn.request.cache.mode is CacheMode.USE:
-                if self._groups is not None and turn.request.cache.group is not None:
-                    self._groups.used(turn.request.cache.group, turn.prompt)
-                await self._live.park()
-                self._retain(turn)
-            else:
-                await self._live.forget(turn.report.reused_tokens if turn.report else 0)
-        except EngineLost:
-            raise
-        except ParkdError as error:
-            log.warning("nothing was parked behind request %s: %s", turn.request_id, error.message)
-        except Exception:
-            log.exception("parking behind request %s failed in an unforeseen way", turn.request_id)
-
-    def _retain(self, turn: Turn) -> None:
-        asked_s, retention = turn.request.cache.min_retention_s, self._retention
-        if retention is not None and asked_s is not None:
-            now_s = self._monotonic()
-            retention.wish(turn.prompt, asked_s, now_s)
-            retention.apply(now_s)
-
-    def _emitter(self, channel: EventChannel) -> Callable[[Event], None]:
-        """Pushes from the engine's thread, in order, without waiting."""
-        loop = asyncio.get_running_loop()
-        return lambda event: _post(loop, channel, event)
+    def stop(self) -> None:
+        self.channel.cancel.set()
 
 
-def _post(loop: asyncio.AbstractEventLoop, channel: EventChannel, event: Event) -> None:
-    loop.call_soon_threadsafe(channel.push, event)
+def output_limit(asked: int | None, server_limit: int | None) -> int | None:
+    """The longest answer in tokens; None: up to the context's end."""
+    limits = [limit for limit in (asked, server_limit) if limit is not None]
+    return min(limits, default=None)
 
 
-def _with_ids(prompt: PromptIdentity, token_ids: list[int]) -> Units:
-    """Units of the prompt and what was generated behind it."""
-    return np.concatenate([prompt.units, np.array(token_ids, dtype=np.uint64)])
+def prompt_tail(engine: Engine, prompt: PromptIdentity) -> str:
+    """The end of the rendered prompt. Thread-safe, as the tokenizer is."""
+    return engine.tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:].tolist())
+
+
+async def await_proof(prompt: PromptIdentity) -> None:
+    """Waits until the prompt is known to be what the engine makes of the request. Raises what speaks against it."""
+    if prompt.proof is not None:
+        await asyncio.wrap_future(prompt.proof)

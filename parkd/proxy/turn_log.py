@@ -6,9 +6,9 @@ import logging
 
 from parkd.errors import ParkdError
 from parkd.proxy.config import TurnTrace
-from parkd.proxy.live import LiveConversation
+from parkd.proxy.live_conversation import LiveConversation
 from parkd.proxy.metrics import Metrics
-from parkd.proxy.one_turn import Turn
+from parkd.proxy.turn import Turn
 from parkd.types import CacheMode
 
 requests_log = logging.getLogger("parkd.requests")

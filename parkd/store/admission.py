@@ -80,7 +80,7 @@ class Admission:
         inherited, dropped = bounded(inheritable, request.checkpoints, self.config.checkpoint_limit)
         return OpaquePlan(request, held, inherited, self.config.block_tokens, 0, 0, dropped)
 
-    def settle(
+    def decide(
         self, plan: CapturePlan, in_flight: Sequence[Replaced], history: History, costs: Costs, now_s: float
     ) -> Decision | Refused:
         """The position up to which to park, and who may go for it until `has_room`."""

@@ -95,7 +95,7 @@ class FileStore(TieredStore):
         [ref] = entry.manifest.extents
         return StateFile(self._path_of(ref.name), ref.size)
 
-    def _elsewhere(self, plan: CapturePlan, history: History) -> Refused | None:
+    def _reserve_elsewhere(self, plan: CapturePlan, history: History) -> Refused | None:
         """Makes room on disk."""
         if self._loading is not None:
             return None

@@ -154,11 +154,11 @@ class ConversationStore:
         self._shelf.blocks.hold(owner, plan.held)
         self._shelf.checkpoints.hold(checkpoint.id for checkpoint in plan.inherited)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._let_go, owner, plan)
-            outcome = self._admission.settle(plan, self._replaced_in_flight(), history, self._costs, now_s)
+            undo.callback(self._release_plan, owner, plan)
+            outcome = self._admission.decide(plan, self._replaced_in_flight(), history, self._costs, now_s)
             outcome = self._admission.above_floor(plan, outcome, self._free_memory)
             if isinstance(outcome, Decision):
-                outcome = self._elsewhere(plan, history) or outcome
+                outcome = self._reserve_elsewhere(plan, history) or outcome
             if isinstance(outcome, Decision):
                 self._evict_for(plan, outcome)
                 try:
@@ -249,7 +249,7 @@ class ConversationStore:
         self._captures[owner] = flight
         return capture
 
-    def _elsewhere(
+    def _reserve_elsewhere(
         self,
         plan: CapturePlan,  # noqa: ARG002 - for a store with another tier
         history: History,  # noqa: ARG002
@@ -257,7 +257,7 @@ class ConversationStore:
         """Makes the room that an admitted capture needs outside memory, or says why not."""
         return None
 
-    def _let_go(self, owner: Owner, plan: CapturePlan) -> None:
+    def _release_plan(self, owner: Owner, plan: CapturePlan) -> None:
         """What a capture that comes to nothing holds."""
         self._shelf.blocks.release(owner, plan.held)
         self._shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited)

@@ -174,7 +174,7 @@ async def test_a_b_a_reads_little_of_a_again() -> None:
 async def test_five_conversations_under_a_budget_for_three() -> None:
     async with running(FakeEngine(stages=2), slots=3) as server:
         # Reading costs what is assumed of a model: on a busy machine this engine's is measured below a restore's.
-        server.server.proxy.live._costs.has_read = lambda *_: None
+        server.server.proxy.live._costs.note_read = lambda *_: None
         names = "abcde"
         talks = {name: opening(name, 900) for name in names}
         for _ in range(3):

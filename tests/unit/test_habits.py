@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parkd import arguments, cli
-from parkd.proxy.elsewhere import ADVICE, advice
+from parkd.proxy.foreign_paths import ADVICE, advice
 
 
 def test_short_flags_of_llama_cpp_are_taken() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parkd.proxy.live import LiveConversation, restored
+from parkd.proxy.live_conversation import LiveConversation, restored
 from parkd.types import ConversationKey, Units
 
 KEY = ConversationKey("", b"model")

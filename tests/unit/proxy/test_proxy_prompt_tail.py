@@ -19,7 +19,7 @@ from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.parking import LiveState
 from parkd.proxy.prompt_tail import PromptTail
-from parkd.proxy.start import StartPlan, decide_start, plan_cold
+from parkd.proxy.start_plan import StartPlan, decide_start, plan_cold
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import ConversationKey, PromptIdentity, TokenIds, Transfer

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from parkd.identity.matcher import CostModel
-from parkd.proxy.live import LiveConversation
-from parkd.proxy.start import StartPlan, decide_start, explain
+from parkd.proxy.live_conversation import LiveConversation
+from parkd.proxy.start_plan import StartPlan, decide_start, explain
 from parkd.store.records import Parked, ParkedCheckpoint
 from parkd.types import (
     CacheOutcome,

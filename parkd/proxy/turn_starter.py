@@ -9,10 +9,10 @@ from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import RestoreFailed
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
-from parkd.proxy.one_turn import Turn
 from parkd.proxy.parking import LiveState
 from parkd.proxy.prompt_tail import PromptTail
-from parkd.proxy.start import StartPlan, decide_start, explain, plan_cold
+from parkd.proxy.start_plan import StartPlan, decide_start, explain, plan_cold
+from parkd.proxy.turn import Turn
 from parkd.store.records import Tier
 from parkd.store.store import ConversationStore
 from parkd.types import CacheMode, CacheReport
@@ -37,7 +37,7 @@ class TurnStarter:
         self._costs = costs
         self._monotonic = monotonic
 
-    async def at_hand(self, turn: Turn) -> tuple[StartPlan, str, float]:
+    async def find_start(self, turn: Turn) -> tuple[StartPlan, str, float]:
         """How to start, once what it starts from is in RAM; why the rest is read; and the seconds that reading from
         disk took. What can't be read from disk is done without."""
         plan, why = self._decide(turn)

@@ -21,7 +21,7 @@ from parkd.identity.matcher import (
     outside_images,
     resumable_position,
 )
-from parkd.proxy.live import LiveConversation
+from parkd.proxy.live_conversation import LiveConversation
 from parkd.store.records import Parked, Tier
 from parkd.types import CacheOutcome, PromptIdentity, StateLayout, Units
 

@@ -18,7 +18,7 @@ CLOSE_DEADLINE_S = 5.0
 Work = Callable[[], None]
 
 
-class Behind:
+class BackgroundWork:
     """`submit` never waits; from any thread. A piece of work that fails is logged and costs nothing else."""
 
     def __init__(self, limit: int = QUEUE_LIMIT) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 from identity_fakes import WordTokenizer, make_builder, say, talk
 
-from parkd.identity.behind import Behind
+from parkd.identity.background import BackgroundWork
 from parkd.identity.output_memory import Said
 
 ANSWER = "three and four"
@@ -15,38 +15,38 @@ ANSWER = "three and four"
 
 def test_work_is_done_in_order_and_before_it_closes() -> None:
     done: list[int] = []
-    behind = Behind()
+    background = BackgroundWork()
     for number in range(100):
-        assert behind.submit(lambda number=number: done.append(number))
-    behind.close()
+        assert background.submit(lambda number=number: done.append(number))
+    background.close()
     assert done == list(range(100))
 
 
 def test_what_finds_no_room_is_left_out_and_counted() -> None:
     gate, done = threading.Event(), []
-    behind = Behind(limit=2)
+    background = BackgroundWork(limit=2)
     running = threading.Event()
-    behind.submit(lambda: (running.set(), gate.wait(10)))
+    background.submit(lambda: (running.set(), gate.wait(10)))
     assert running.wait(10)
-    assert [behind.submit(lambda: done.append(1)) for _ in range(3)] == [True, True, False]
-    assert behind.left_out == 1
+    assert [background.submit(lambda: done.append(1)) for _ in range(3)] == [True, True, False]
+    assert background.left_out == 1
     gate.set()
-    behind.close()
+    background.close()
     assert done == [1, 1]
 
 
 def test_a_failure_is_logged_and_the_next_piece_is_done(caplog: pytest.LogCaptureFixture) -> None:
     done: list[int] = []
-    behind = Behind()
-    behind.submit(lambda: done.append(1 // 0))
-    behind.submit(lambda: done.append(1))
-    behind.close()
+    background = BackgroundWork()
+    background.submit(lambda: done.append(1 // 0))
+    background.submit(lambda: done.append(1))
+    background.close()
     assert done == [1]
     assert "work behind a reply failed" in caplog.text
 
 
 def test_closing_what_never_worked_is_nothing() -> None:
-    Behind().close()
+    BackgroundWork().close()
 
 
 class Counting(WordTokenizer):
