@@ -121,6 +121,13 @@ async def test_no_output_asked_for_reads_the_prompt_only() -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
         ({"tool_choice": 7}, "tool_choice"),
         ({"grammar": "root ::= x"}, "grammar"),
+        ({"functions": [{"name": "look", "parameters": {}}]}, "functions"),
+        ({"function_call": {"name": "look"}}, "function_call"),
+        ({"messages": [{"role": "function", "name": "look", "content": "found"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "look"}}]},
+            "messages[0].function_call",
+        ),
     ],
 )
 async def test_what_cannot_be_served_is_a_400_that_names_the_field(
@@ -149,7 +156,14 @@ async def test_unknown_fields_and_parts_of_text_are_welcome() -> None:
         plain = await server.chat(HELLO)
         parts = [{"role": "user", "content": [{"type": "text", "text": "Hello.", "cache_control": {"type": "x"}}]}]
         answer = await server.chat(
-            parts, user="me", metadata={"a": 1}, logprobs=True, store=True, tools=[{"type": "web"}]
+            parts,
+            user="me",
+            metadata={"a": 1},
+            logprobs=True,
+            store=True,
+            tools=[{"type": "web"}],
+            functions=[],
+            function_call="auto",
         )
         assert (answer.text, answer.cache) == (plain.text, "live")
 

@@ -61,6 +61,13 @@ def limit(body: Body, name: str) -> int | None:
     return None if body.get(name) == -1 else whole(body, name, 0, MAX_TOKENS)
 
 
+def only_one(body: Body, name: str) -> None:
+    """Of how many answers are wanted."""
+    if whole(body, name, 1, MAX_TOKENS) not in (None, 1):
+        advice = "this server gives one answer a request. Send more requests for more."
+        raise InvalidRequest(f"`{name}` must be 1: {advice}", param=name)
+
+
 def flag(body: Body, name: str, *, default: bool) -> bool:
     value = body.get(name)
     if value is None:

@@ -98,6 +98,27 @@ def check_named(name: str, tools: Sequence[Mapping[str, Any]], path: str) -> Non
         raise InvalidRequest(f"`{path}` names the tool {name!r}, which is not in `tools`.", param=path)
 
 
+def refuse_functions(body: Mapping[str, Any]) -> None:
+    """Chat's calls from before there were tools. Passed over, the model would not know of them; and who sends them
+    looks for the answer's call in another place than tools have it."""
+    advice = 'Send `tools`, each {"type": "function", "function": ...}, and `tool_choice`.'
+    for name, harmless in (("functions", ([],)), ("function_call", ("", {}, "auto", "none"))):
+        if body.get(name) not in (None, *harmless):
+            raise InvalidRequest(f"`{name}` is an older form that is not supported. {advice}", param=name)
+    messages = body.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, dict):
+            continue
+        path = f"messages[{index}]"
+        if message.get("role") == "function":
+            raise wrong(f"{path}.role", "`tool` for what a function returned, with the call's id in `tool_call_id`")
+        if message.get("function_call") and not message.get("tool_calls"):
+            raise InvalidRequest(
+                f"`{path}.function_call` is an older form. Send the call in `tool_calls`.",
+                param=f"{path}.function_call",
+            )
+
+
 def refuse_grammar(body: Mapping[str, Any]) -> None:
     """Passed over, a grammar would leave a client with an answer of another form than it counts on."""
     if body.get("grammar"):

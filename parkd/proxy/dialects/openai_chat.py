@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from parkd.errors import InvalidRequest, ParkdError
+from parkd.errors import ParkdError
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
@@ -22,6 +22,7 @@ from parkd.proxy.dialects.nested import (
     name_at,
     object_at,
     objects,
+    refuse_functions,
     refuse_grammar,
     response_schema,
     text_at,
@@ -42,7 +43,7 @@ from parkd.types import (
     TurnRequest,
 )
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 NEED_CONTENT = frozenset({"system", "developer", "user"})
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
@@ -60,7 +61,9 @@ class OpenAIChat:
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         """Raises InvalidRequest."""
-        _refuse_unsupported(body)
+        fields.only_one(body, "n")
+        refuse_grammar(body)
+        refuse_functions(body)
         given = fields.items(body, "messages")
         if not given:
             raise wrong("messages", "a list with at least one message")
@@ -223,12 +226,6 @@ def _ms(seconds: float) -> float:
 
 def _finish_reason(finished: Finished) -> str:
     return "stop" if finished.reason is FinishReason.CANCELLED else finished.reason.value
-
-
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    if fields.whole(body, "n", 1, fields.MAX_TOKENS) not in (None, 1):
-        raise InvalidRequest("This server gives one answer a request. Leave out `n` or send more requests.", param="n")
-    refuse_grammar(body)
 
 
 def _response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -1,4 +1,7 @@
-"""OpenAI's legacy completions: raw text in, raw text out, no template."""
+"""OpenAI's legacy completions: raw text in, raw text out, no template.
+
+`logprobs` is passed over and answered with null, as chat does: clients that would only show them go on without.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ DEFAULT_MAX_TOKENS = 16
 REFUSED = {
     "echo": "the answer holds generated text only. Put the prompt before it yourself.",
     "suffix": "write the model's own fill-in-the-middle tokens into `prompt`.",
-    "logprobs": "this server gives no log probabilities. Leave it out.",
 }
 
 
@@ -35,8 +37,7 @@ class OpenAICompletions:
                 raise InvalidRequest(f"`{name}` is not supported: {advice}", param=name)
         refuse_grammar(body)
         for name in ("n", "best_of"):
-            if (fields.whole(body, name, 1, fields.MAX_TOKENS) or 1) != 1:
-                raise InvalidRequest(f"`{name}` must be 1: this server gives one answer a request.", param=name)
+            fields.only_one(body, name)
         fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
         limit = fields.limit(body, "max_tokens")
         return TurnRequest(

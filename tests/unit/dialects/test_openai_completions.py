@@ -63,6 +63,13 @@ def test_the_prompt_is_raw_text() -> None:
     assert parse(max_tokens=0).max_output_tokens == 0
 
 
+def test_log_probabilities_are_answered_with_null() -> None:
+    encoder = OpenAICompletions().encoder(parse(logprobs=3), {}, META)
+    for event in ANSWER:
+        encoder.feed(event)
+    assert encoder.document()["choices"][0]["logprobs"] is None
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -74,7 +81,6 @@ def test_the_prompt_is_raw_text() -> None:
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 3}, "logprobs"),
         ({"stream_options": {"include_usage": 1}}, "include_usage"),
     ],
 )
