@@ -1,11 +1,7 @@
 """A deterministic engine with known state, for tests that are not about a model.
 
-Row t of every stage is a function of all tokens up to t, each next token is a function of all rows of all stages, and
-a row is computed from the row before it as the arena holds it. So state that is wrong anywhere gives wrong text.
-
-    chain[t] = chain[t-1] + mix(token[t], t, steering) (64-bit, wrapping)
-    row[s, t] = words (chain[t] ^ salt[s], mix(chain[t], s), ...)
-    next token = mix(sum of all words of rows [0, position) of all stages)
+Row t of every stage is a function of all tokens up to t (`fake_rows.py`), and each next token is a function of all rows
+of all stages. So state that is wrong anywhere gives wrong text.
 """
 
 from __future__ import annotations
@@ -13,15 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, ImageReader
 from parkd.engine_adapter.fake_fixed import FakeFixedState
 from parkd.engine_adapter.fake_images import IMAGE_TOKEN, FakeImages, whole_end, with_images
+from parkd.engine_adapter.fake_rows import FakeRows, chain_of, mix, row_words
 from parkd.engine_adapter.fake_text import (
     END_TOKEN_ID,
     FIRST_SPECIAL_ID,
@@ -32,30 +26,14 @@ from parkd.engine_adapter.fake_text import (
 )
 from parkd.engine_adapter.kept_states import chunk_end
 from parkd.errors import InvalidRequest, RestoreFailed
-from parkd.types import Checksums, ImageSpan, SamplingParams, StageLayout, StateLayout, TokenIds, TokenMask, Transfer
+from parkd.types import Checksums, ImageSpan, SamplingParams, StateLayout, TokenIds, TokenMask, Transfer
 
-Words = npt.NDArray[np.uint64]
 Hook = Callable[[str, int], None]
 Script = Callable[[str], str | None]
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz      "
 END_ODDS = 97
 """One in so many next tokens is the end token."""
-
-
-def mix(values: Words) -> Words:
-    """The splitmix64 finaliser, element by element."""
-    mixed = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-def row_words(chain: Words, stage: int, words: int) -> Words:
-    """Rows of one stage, `[len(chain), words]`."""
-    salt = mix(np.array([stage + 1], dtype=np.uint64))
-    columns = [chain ^ salt] + [mix(chain + np.uint64(stage * 8 + column)) for column in range(1, words)]
-    return np.stack(columns, axis=1)
 
 
 def _allowed(mask: TokenMask, token_id: int) -> int:
@@ -107,15 +85,8 @@ class FakeEngine:
         self._default_steering = dict(steering or {})
         self._steering = self.steering_digest(None)
         self._position = 0
+        self._rows = FakeRows(stages, context_tokens)
         self._fixed = FakeFixedState(stages, fixed_bytes // 8, ctx_checkpoints)
-        self._words = [2 + stage % 2 for stage in range(stages)]
-        self._arenas = [np.zeros((context_tokens, words), dtype=np.uint64) for words in self._words]
-        layouts = tuple(
-            StageLayout(
-                stage, stage + 1, words * 8, fixed_bytes, blake2b(bytes([stage, words]), digest_size=16).digest()
-            )
-            for stage, words in enumerate(self._words)
-        )
         self.info = EngineInfo(
             model_name="fake",
             architecture="FakeForCausalLM",
@@ -123,10 +94,10 @@ class FakeEngine:
             context_tokens=context_tokens,
             vocab_size=FIRST_SPECIAL_ID + len(self.tokenizer.special_tokens),
             end_token_ids=frozenset({END_TOKEN_ID}),
-            layout=StateLayout(layouts, "xxh3-64"),
+            layout=StateLayout(self._rows.layouts(fixed_bytes), "xxh3-64"),
             devices=("cpu",) * stages,
             weights_bytes=0,
-            arena_bytes=sum(arena.nbytes for arena in self._arenas),
+            arena_bytes=self._rows.bytes,
             ctx_checkpoints=ctx_checkpoints if fixed_bytes else 0,
         )
 
@@ -222,25 +193,20 @@ class FakeEngine:
         assert transfer.stop <= self._position
         assert transfer.start % BLOCK_TOKENS == 0 or transfer.start == transfer.stop
         self.hook("capture", transfer.stop)
-        for stage, part in enumerate(transfer.stages):
-            for run in part.rows:
-                run.buffer[:] = self._arenas[stage][run.start : run.stop].reshape(-1).view(np.uint8)
+        self._rows.copy_out(transfer.stages)
         fixed = self._fixed.copy_out(transfer.stages, self._position)
         self.transfers.append(("capture", transfer.start, transfer.stop))
-        return Checksums(self._checksums(transfer.start, transfer.stop), fixed)
+        return Checksums(self._rows.checksums(transfer.start, transfer.stop), fixed)
 
     def restore(self, transfer: Transfer) -> None:
         try:
             self._check(transfer)
             self.hook("restore", transfer.stop)
-            for stage, part in enumerate(transfer.stages):
-                for run in part.rows:
-                    rows = run.buffer.view(np.uint64).reshape(run.stop - run.start, self._words[stage])
-                    self._arenas[stage][run.start : run.stop] = rows
+            self._rows.copy_in(transfer.stages)
             fixed = self._fixed.copy_in(transfer.stages)
             self.hook("restored", transfer.stop)
             expected = transfer.checksums
-            if expected is None or not np.array_equal(self._checksums(transfer.start, transfer.stop), expected):
+            if expected is None or not np.array_equal(self._rows.checksums(transfer.start, transfer.stop), expected):
                 raise RestoreFailed("A block's checksum does not match its bytes.")
             expected = transfer.fixed_checksums
             if self._fixed.exists and (expected is None or not np.array_equal(fixed, expected)):
@@ -258,31 +224,15 @@ class FakeEngine:
 
     def _check(self, transfer: Transfer) -> None:
         """Raises RestoreFailed before anything is written."""
-        if transfer.layout_digest != self.info.layout.digest or len(transfer.stages) != len(self._arenas):
+        if transfer.layout_digest != self.info.layout.digest or len(transfer.stages) != len(self.info.layout.stages):
             raise RestoreFailed("The parked state has another layout than this engine.")
         if transfer.start > self._position or transfer.stop > self.info.context_tokens:
             raise RestoreFailed("The parked rows do not join the live ones.")
-        for words, part in zip(self._words, transfer.stages, strict=True):
-            at = transfer.start
-            for run in part.rows:
-                if run.start != at or run.buffer.nbytes != (run.stop - run.start) * words * 8:
-                    raise RestoreFailed("The parked rows have a gap or a wrong size.")
-                at = run.stop
-            if at != transfer.stop:
-                raise RestoreFailed("The parked rows end too early.")
+        self._rows.check(transfer.stages, transfer.start, transfer.stop)
+        for part in transfer.stages:
             places = [fixed.position for fixed in part.fixed]
             if places != ([transfer.position] if self._fixed.exists else []):
                 raise RestoreFailed("The parked fixed state is of another position.")
-
-    def _checksums(self, start: int, stop: int) -> Words:
-        """`[blocks, stages]` over the arena's own bytes."""
-        edges = [start, *range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, stop, BLOCK_TOKENS), stop]
-        sums = [
-            [xxhash.xxh3_64_intdigest(arena[first:last].tobytes()) for arena in self._arenas]
-            for first, last in pairwise(edges)
-            if last > first
-        ]
-        return np.array(sums, dtype=np.uint64).reshape(len(sums), len(self._arenas))
 
     def _read(self, token_ids: TokenIds, *, decode: bool = False) -> None:
         """Computes rows behind the position from the tokens and the last row of every stage."""
@@ -292,29 +242,22 @@ class FakeEngine:
         words = token_ids.astype(np.uint64) * np.uint64(1_000_003) + places
         chain = np.cumsum(mix(words + steered), dtype=np.uint64)
         chain += self._last_chain()
-        for stage, arena in enumerate(self._arenas):
-            arena[start:stop] = row_words(chain, stage, self._words[stage])
-            if self._fixed.exists:
-                self._fixed.live[stage][:] = row_words(chain[-1:], stage, self._fixed.words)[0]
+        self._rows.write(start, chain)
+        if self._fixed.exists:
+            for stage, live in enumerate(self._fixed.live):
+                live[:] = row_words(chain[-1:], stage, self._fixed.words)[0]
         self._position = stop
         if not decode:
             self.read_tokens += len(token_ids)
 
     def _last_chain(self) -> np.uint64:
-        """The chain at `position - 1` as the stages hold it; a mixture that matches no run if they disagree."""
+        """The chain at `position - 1`, as the state holds it."""
         if self._position == 0:
             return np.uint64(0)
-        salts = [mix(np.array([stage + 1], dtype=np.uint64))[0] for stage in range(len(self._arenas))]
-        last = self._fixed.live if self._fixed.exists else [arena[self._position - 1] for arena in self._arenas]
-        held = [words[0] ^ salt for words, salt in zip(last, salts, strict=True)]
-        if all(value == held[0] for value in held):
-            return np.uint64(held[0])
-        return np.uint64(mix(np.array([np.bitwise_xor.reduce(held)], dtype=np.uint64))[0])
+        return chain_of(self._fixed.live if self._fixed.exists else self._rows.last(self._position))
 
     def _next_token(self, sampling: SamplingParams) -> int:
-        seen = np.zeros(1, dtype=np.uint64)
-        for arena in self._arenas:
-            seen = mix(seen + arena[: self._position].sum(dtype=np.uint64))
+        seen = self._rows.mixed(self._position)
         if sampling.temperature > 0 and sampling.seed is not None:
             seen = mix(seen + np.uint64(sampling.seed % 2**32))
         value = int(seen[0])

@@ -84,7 +84,7 @@ class FakeOpaqueEngine(FakeEngine):
         self.checkpoint()
 
     def _whole(self) -> Bytes:
-        rows = [arena[: self._position].reshape(-1) for arena in self._arenas]
+        rows = [arena[: self._position].reshape(-1) for arena in self._rows.arenas]
         head = np.array([self._position], dtype=np.uint64)
         return np.concatenate([head, *rows, *self._fixed.live]).view(np.uint8)
 
@@ -93,7 +93,7 @@ class FakeOpaqueEngine(FakeEngine):
 
     def _set_whole(self, words: Words) -> None:
         position, at = int(words[0]), 1
-        for arena, width in zip(self._arenas, self._words, strict=True):
+        for arena, width in zip(self._rows.arenas, self._rows.widths, strict=True):
             arena[:position] = words[at : at + position * width].reshape(position, width)
             at += position * width
         for live in self._fixed.live:
