@@ -2,11 +2,12 @@
 
     commit ──> RAM, waiting ──write──> RAM and disk ──evicted from RAM──> disk ──promote──> RAM and disk
 
-A conversation keeps its id, and its blocks keep theirs, in whichever tier they are; so what is live goes on descending
-from its blocks while these leave RAM and return. A conversation that waits for its write is leased by the queue: until
-its bytes are on disk they are served from memory, and nothing evicts them.
+Conversations and blocks keep their ids in both tiers, so live rows still descend from blocks that leave RAM and return.
+A conversation that waits for its write is leased by the write queue: until its bytes are on disk it is restored from
+RAM, and not evicted.
 
-As synchronous as the store it extends: `next_job` hands out file work, `finished` is told how it ended.
+Like the store that it extends, this class never waits: `next_job` hands out file work, and the caller reports to
+`finished` how it ended. A promotion (a read from disk into RAM) is a capture whose bytes come from a file.
 """
 
 from __future__ import annotations
@@ -15,15 +16,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import MarkJob, RemoveJob, WriteJob
 from parkd.store.disk_layout import read_job
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskEntry, DiskStats, touched
 from parkd.store.planning import CapturePlan
-from parkd.store.promotions import Loading, Promotion, give_up, load_request, sizes_on_disk, unlike_disk
+from parkd.store.promotions import (
+    Loading,
+    Promotion,
+    drop_unlike,
+    end_of_read,
+    give_up,
+    know_checkpoints,
+    load_request,
+    sizes_on_disk,
+)
 from parkd.store.records import (
     BlockId,
     Capture,
@@ -45,11 +53,11 @@ from parkd.types import Checksums, StateFile, StateLayout
 
 EXPIRY_STEP_S = 60.0
 MARK_STEP_S = 300.0
-"""A crash forgets at most about so much of when a conversation was last used."""
+"""How often last uses are written to disk: a crash loses about this much of them."""
 
 
 class TieredStore(ConversationStore):
-    """`ConversationStore` over RAM and disk. `stats` are those of RAM; `disk_stats` the other half."""
+    """`ConversationStore` over RAM and disk. `stats` describes RAM, `disk_stats` the disk."""
 
     def __init__(
         self,
@@ -62,7 +70,7 @@ class TieredStore(ConversationStore):
         allowance: WriteAllowance,
         **options: object,
     ) -> None:
-        """The disk's index is charged to the memory budget. `options` are those of ConversationStore."""
+        """The disk's index is charged to the memory budget. `options` are passed on to ConversationStore."""
         memory = replace(config, budget_bytes=max(0, config.budget_bytes - disk.config.index_bytes))
         super().__init__(memory, layout, clock, **options)  # type: ignore[arg-type]
         self.disk = disk
@@ -71,10 +79,10 @@ class TieredStore(ConversationStore):
         self.queue = WriteQueue(self._shelf, disk, layout, clock, sources, allowance, limit_bytes)
         self._sources = sources
         self._loading: DiskEntry | None = None
-        """Set inside a reservation for its promotion."""
+        """The conversation whose promotion is being reserved, while `begin_capture` runs for it."""
         self._promotions: dict[int, Loading] = {}
         self._sources_of: dict[ConversationId, ConversationId] = {}
-        """Conversations in RAM that are heads of longer ones on disk."""
+        """Conversations in RAM that are the beginning of a longer one on disk, by id, with the id of that one."""
         self._shelf.is_on_disk = lambda known: self._sources_of.get(known, known) in disk.entries
         disk.on_moved = self._shelf.moved
         self._reads: Counter[str] = Counter()
@@ -111,7 +119,7 @@ class TieredStore(ConversationStore):
         self._set_pinned(conversation_id, is_pinned=False)
 
     def lease(self, conversation_id: ConversationId, stop: int, start: int = 0) -> Lease:
-        """As of RAM. A conversation that is only on disk is gone as far as leases go: promote it first."""
+        """As in RAM. Raises ConversationGone for a conversation that is only on disk: promote it first."""
         lease = super().lease(conversation_id, stop, start)
         entry = self._shelf.entries[conversation_id]
         entry.parked = replace(entry.parked, tier=Tier.RAM)
@@ -132,7 +140,7 @@ class TieredStore(ConversationStore):
         loading = self._promotions.get(capture.serial)
         if loading is None:
             flight = self._captures.get(capture.serial)
-            unlike_disk(self.disk, () if flight is None else flight.fresh_blocks, checksums)
+            drop_unlike(self.disk, () if flight is None else flight.fresh_blocks, checksums)
         parked = super().commit(capture, checksums)
         self._promotions.pop(capture.serial, None)
         self.queue.cancel_superseded()
@@ -145,25 +153,23 @@ class TieredStore(ConversationStore):
         super().abort(capture)
 
     def promote(self, conversation_id: ConversationId, stop: int) -> Promotion | Refused:
-        """Reserves room in RAM for what `[0, stop)` of a conversation on disk needs and RAM does not hold.
+        """Reserves room in RAM for the blocks of `[0, stop)` that are only on disk.
 
-        Whole blocks only; everything of a model with fixed state. Less than asked for, if no more fits. Raises
-        ConversationGone.
+        Reserves less than that if no more fits; the whole conversation if its state cannot be cut. Run the promotion's
+        job, then call `promoted`. Raises ConversationGone.
         """
         entry = self.disk.entries.get(conversation_id)
         if entry is None or entry.is_foreign:
             raise ConversationGone(conversation_id)
         parked, size = entry.parked, self.config.block_tokens
-        end = -(-stop // size) * size
-        if self.layout.fixed_bytes or self.layout.is_opaque or end > parked.position:
-            end = parked.position
+        end = end_of_read(parked, stop, size, self.layout)
         blocks = parked.blocks[: -(-end // size)]
         held = [self._shelf.blocks.get(block_id) for block_id in blocks]
         if conversation_id in self._shelf.entries or any(b is not None and b.sums is None for b in held):
             return Refused(RefusalReason.BUSY, "it is being read from disk, or copied")
         capture = self._load(entry, end)
         if isinstance(capture, Capture) and capture.position < end:
-            # A checksum covers a whole block: what fits only as a part of one ends at the block before.
+            # A checksum covers a whole block, so a block that fits only in part cannot be read.
             self.abort(capture)
             end = capture.position // size * size
             if self.layout.fixed_bytes or end == 0:
@@ -174,7 +180,10 @@ class TieredStore(ConversationStore):
         return self._promotion(entry, capture)
 
     def promoted(self, promotion: Promotion, error: Exception | None) -> Parked | None:
-        """Publishes what was read; None if it could not be, and what is damaged is dropped."""
+        """Ends a promotion whose job ended with `error`. Returns what is now in RAM.
+
+        None if the read failed; what it showed to be damaged is dropped.
+        """
         entry = self.disk.entries.get(promotion.source)
         if entry is not None:
             entry.readers -= 1
@@ -185,12 +194,7 @@ class TieredStore(ConversationStore):
             parked = self.commit(promotion.capture, promotion.sums)
             if not promotion.is_whole:
                 self._sources_of[parked.id] = promotion.source
-            # What it inherited in memory may be another state at the same position than the one on disk.
-            places = {place.position: place for place in entry.manifest.checkpoints}
-            for checkpoint in parked.checkpoints:
-                place, sums = places.get(checkpoint.position), self._shelf.checkpoints.checksums(checkpoint.id)
-                if place is not None and np.array_equal(place.sums, sums):
-                    self.disk.know_checkpoint(checkpoint.id, place)
+            know_checkpoints(self.disk, self._shelf, entry.manifest, parked)
             return parked
         self.abort(promotion.capture)
         if error is not None:
@@ -201,24 +205,25 @@ class TieredStore(ConversationStore):
     # File work
 
     def next_job(self) -> WriteJob | RemoveJob | None:
-        """The next thing to do, if any; run it and tell `finished`. One at a time."""
+        """The next job, if there is one. Run it and call `finished`, before the next call of this."""
         self._expire()
         return self.queue.next_job()
 
     def finished(self, job: WriteJob | RemoveJob, error: Exception | None, left: Sequence[str] = ()) -> None:
-        """How a job ended; `left` are files that a removal could not remove."""
+        """Ends a job; `left` are the files that a removal could not remove."""
         if isinstance(job, RemoveJob):
             self.disk.removed(job, left)
         else:
             self.queue.finished(job, error)
 
     def next_marks(self, *, stops: bool = False) -> MarkJob | None:
-        """Last uses to be put down, if any, with no more to be told; all that there are if the process `stops`."""
+        """A job that writes down when conversations were last used, if one is due; `stops`: the process ends, so all of
+        them. Nothing is to be reported about it."""
         return self.disk.marks(self._sources.wall() - self._clock(), 0.0 if stops else MARK_STEP_S)
 
     @property
     def has_writes(self) -> bool:
-        """True while conversations wait for the disk: room in RAM that they hold comes free."""
+        """True while conversations wait for their write. The room in RAM that they hold becomes free."""
         return len(self.queue) > 0
 
     @property
@@ -241,8 +246,8 @@ class TieredStore(ConversationStore):
         return replace(parked, id=loading.parked.id) if is_whole else parked
 
     def _shapes(self, plan: CapturePlan, position: int) -> Sequence[tuple[int, int, bytes]]:
-        """A block that is read has the rows it was written with: one may reach further than the conversation, which was
-        parked only so far because no more of it fitted."""
+        """A block is read with all rows it was written with. These may reach further than the conversation, if it was
+        parked in part because no more fitted."""
         shapes = super()._shapes(plan, position)
         if self._loading is None:
             return shapes
@@ -252,7 +257,7 @@ class TieredStore(ConversationStore):
     def _names(self, request: CaptureRequest, shapes: Sequence[tuple[int, int, bytes]]) -> list[BlockId | None]:
         names: list[BlockId | None] = []
         if self.layout.is_opaque and self._loading is None:
-            return [None] * len(shapes)  # the same tokens need not give the same bytes again
+            return [None] * len(shapes)  # the same tokens computed again need not give the same bytes
         for index, rows, identity in shapes:
             known = request.lineage[index] if index < len(request.lineage) else None
             place = self.disk.blocks.get(known) if known is not None else None
@@ -263,7 +268,7 @@ class TieredStore(ConversationStore):
     def _forget(self, entry: Entry, verb: str, reason: str) -> None:
         source = self._sources_of.pop(entry.parked.id, entry.parked.id)
         if source in self.disk.entries and verb == "evicted":
-            self._shelf.take_off(entry)  # it is not gone: it is on disk
+            self._shelf.take_off(entry)  # not gone: it is still on disk
         else:
             super()._forget(entry, verb, reason)
 
@@ -271,17 +276,17 @@ class TieredStore(ConversationStore):
         return refused if self._loading is not None else super()._refused(request, refused)
 
     def _offer(self, capture: Capture, parked: Parked) -> None:  # noqa: ARG002 - for a store of files
-        """What was captured may be written to disk."""
+        """Offers what was captured to the write queue."""
         self.queue.offer(self._shelf.entries[parked.id])
 
     def _file_on_disk(self, entry: DiskEntry) -> StateFile | None:  # noqa: ARG002
-        """A state that stays in its file; None: its bytes come to RAM."""
+        """The file of a state that stays in its file; None if its bytes are read into RAM."""
         return None
 
     # Reading
 
     def _load(self, entry: DiskEntry, end: int) -> Capture | Refused:
-        """Reserves room for `[0, end)`, whoever has to go for it."""
+        """Reserves room for `[0, end)`. Never refused for value: the conversation is known to return now."""
         selective = self._admission
         self._admission = replace(selective, admits_all=True)
         self._loading = entry
@@ -315,7 +320,7 @@ class TieredStore(ConversationStore):
                 parked = entry.parked
                 self._gone.remember(parked.key_digest, parked.prefix_hashes, "dropped", reason, self._clock())
 
-    # Small things
+    # Bookkeeping of both tiers
 
     def _touch_disk(self, conversation_id: ConversationId) -> None:
         for known in (conversation_id, self._sources_of.get(conversation_id)):
@@ -330,7 +335,7 @@ class TieredStore(ConversationStore):
             self._shelf.entry(conversation_id).is_pinned = is_pinned
 
     def _expire(self) -> None:
-        """Forgets what was not used for too long, in both tiers."""
+        """Drops conversations that were not used for the maximum age, in both tiers."""
         age_s, now_s = self.disk.config.max_age_s, self._clock()
         if age_s is None or now_s < self._expire_at_s:
             return

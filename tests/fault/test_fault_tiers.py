@@ -100,7 +100,7 @@ def test_a_last_block_may_reach_further_than_its_conversation() -> None:
     request = engine.request()
     store._admission = replace(store._admission, admits_all=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store._admission), "settle", lambda *_: Decision(7, None))
+        patch.setattr(type(store._admission), "decide", lambda *_: Decision(7, None))
         short = store.begin_capture(request)
     parked = engine.finish(store, short)
     assert (parked.position, parked.blocks) == (7, long.blocks[:2])
