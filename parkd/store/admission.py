@@ -22,7 +22,7 @@ KIN_LIMIT = 64
 """Conversations searched for checkpoints to inherit."""
 
 LEAST_PART = 8
-"""A conversation that is refused whole is parked as far as it fits, if that adds at least one part in so many."""
+"""A conversation that is refused for worth is parked as far as it fits, if that adds at least one part in so many."""
 
 Replaced = tuple[Entry, ...]
 """Conversations that a capture will supersede."""
@@ -103,11 +103,11 @@ class Admission:
         if not self._surely_fits(plan.need(longest), queue):
             room, freeable = self.shelf.most_room()
             position = longest_position(longest, places, lambda place: self.shelf.fits(plan.need(place), room))
-            known = max((entry.parked.position for entry in prefixes), default=0)
-            if position == 0 or (position < longest and position <= known):
+            known = self._known(plan, prefixes)
+            if position < longest and position < known + self.config.block_tokens:
                 message = f"needs {mib(plan.need_bytes(longest))}, {mib(max(0, freeable))} could be freed"
                 if position:
-                    message += f"; no more than the {known} tokens that are parked already would fit"
+                    message += f"; its first {position} tokens would fit, {known} are parked already"
                 return Refused(RefusalReason.BUDGET, message)
             if position < longest:
                 queue = self._queue(plan, position, prefixes, costs, now_s)
@@ -128,14 +128,19 @@ class Admission:
         prefixes: Sequence[Entry],
     ) -> int:
         """How far it fits without anyone going, if that is worth having; 0 if not."""
-        known = max((entry.parked.position for entry in prefixes), default=0)
-        least = max(known, len(plan.held) * self.config.block_tokens) + -(-longest // LEAST_PART)
+        least = self._known(plan, prefixes) + max(self.config.block_tokens, -(-longest // LEAST_PART))
         room = self.shelf.room()
         # Whoever is refused mostly finds no room at all: one look tells, where a search takes one for each halving.
         if least > longest or not self.has_room(plan, least, in_flight, prefixes, room):
             return 0
         position = longest_position(longest, places, lambda at: self.has_room(plan, at, in_flight, prefixes, room))
         return position if position >= least else 0
+
+    def _known(self, plan: CapturePlan, prefixes: Sequence[Entry]) -> int:
+        """Tokens of its head that are parked already. A part that adds less than a block to them is of no use: to read
+        so few takes no longer than to restore them, and others would go for it."""
+        parked = max((entry.parked.position for entry in prefixes), default=0)
+        return max(parked, len(plan.held) * self.config.block_tokens)
 
     def has_room(
         self,

@@ -19,7 +19,8 @@ from parkd.store.policy import longest_position
 from parkd.store.records import Parked, RefusalReason, Refused
 
 LAYOUT = make_layout((1024, 1024))
-SLOT_BYTES = 4 * 2048
+BLOCK = 4
+SLOT_BYTES = BLOCK * 2048
 
 
 @pytest.fixture
@@ -119,9 +120,34 @@ def test_a_longer_copy_that_fits_no_further_than_the_parked_one_is_refused(engin
     parked = engine.read(make_units(1, 2000)).park(store)
     refused = engine.park(store)
     assert isinstance(refused, Refused)
-    assert f"no more than the {parked.position} tokens" in refused.message
+    assert refused.message.endswith(
+        f"its first {parked.position} tokens would fit, {parked.position} are parked already"
+    )
     assert store.get(parked.id) is not None
     assert_counts(store)
+
+
+@pytest.mark.parametrize(("place", "is_parked"), [(BLOCK - 1, False), (BLOCK, True)])
+def test_a_head_of_less_than_a_block_is_not_parked_and_nobody_goes_for_it(place, is_parked):
+    """A checkpoint behind the first few tokens is a whole copy of the fixed state."""
+    layout = make_layout((1024, 1024), (5000, 5000))
+    store = make_store(100_000, layout)
+    short = CopyEngine(layout).read(make_units(1, 4), checkpoint=True).park(store)
+    engine = CopyEngine(layout).read(make_units(2, place), checkpoint=True)
+    engine.extend(make_units(3, 400), checkpoint=True)
+    head = engine.park(store)
+    if is_parked:
+        assert head.position == place
+    else:
+        assert isinstance(head, Refused)
+        assert head.reason is RefusalReason.BUDGET
+        assert store.get(short.id) is not None
+    assert_counts(store)
+
+
+def test_what_is_short_as_a_whole_is_parked_whole(engine):
+    store = make_store(100_000, LAYOUT)
+    assert engine.read(make_units(1, BLOCK - 1)).park(store).position == BLOCK - 1
 
 
 def test_growth_in_a_full_store_evicts_its_own_ancestor_before_others(engine):
