@@ -1,11 +1,12 @@
 """The conversation in the arenas: what the engine's rows mean.
 
     units     [0 .................................. position)
-    lineage   [block][block][block][tail]            stored blocks the rows descend from; of an opaque state
-    covered   [0 ......................)             one segment, which `covered` may end inside of
+    lineage   [block][block][block][tail]            stored blocks that the rows descend from
+    covered   [0 ......................)
 
-The engine owns the rows, this owns their meaning; `advance` is called after everything that may have moved the
-engine's position, also after failures, so that the two never part.
+An opaque state descends from one segment, and `covered` may end inside it. The engine owns the rows, this value their
+meaning. `advance` is called after everything that may have moved the engine's position, also after failures, so that
+the two always agree.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ class LiveConversation:
     """Ids of the stored blocks that rows `[0, covered)` were restored from or captured into."""
     covered: int = 0
     parked_id: str | None = None
-    """The parked conversation that holds every row; None: some rows are nowhere else."""
+    """The parked conversation that holds every live row; None if some rows are only in the arenas."""
 
     @property
     def position(self) -> int:
         return len(self.units)
 
     def advance(self, key: ConversationKey, units: Units, position: int) -> LiveConversation:
-        """The value after the engine went to `position`, having read from `units` behind what it shares with this one.
+        """The conversation after the engine moved to `position`, whose rows are those of `units[:position]`.
 
-        `units` may be longer than `position`, never shorter. Rows up to the shorter of both are the same rows: the
-        caller truncated before it read anything else.
+        `units` may be longer than `position`, never shorter. Rows that both positions have are unchanged: the caller
+        calls `truncate` before it reads anything else.
         """
         assert position <= len(units)
         if position == 0:
@@ -55,18 +56,18 @@ class LiveConversation:
         return LiveConversation(key, units[:position].copy(), self.lineage[: _blocks(kept)], kept, None)
 
     def truncate(self, position: int) -> LiveConversation:
-        """Only `[0, position)` is left."""
+        """The conversation cut to `[0, position)`."""
         assert position <= self.position
         return self if self.key is None else self.advance(self.key, self.units, position)
 
     def captured(self, blocks: tuple[int, ...], covered: int, parked_id: str) -> LiveConversation:
-        """Rows `[0, covered)` are now in `blocks`."""
+        """The conversation after its rows `[0, covered)` were captured into `blocks`."""
         whole = covered == self.position
         kept = covered if whole else covered // BLOCK_TOKENS * BLOCK_TOKENS
         return LiveConversation(self.key, self.units, blocks[: _blocks(kept)], kept, parked_id if whole else None)
 
     def shared_rows(self, blocks: tuple[int, ...]) -> int:
-        """Rows from the start that are the very rows of `blocks`: a restore may leave them where they are."""
+        """How many rows from the start descend from the same `blocks`. A restore can leave these in the arenas."""
         shared = 0
         for mine, theirs in zip(self.lineage[: self.covered // BLOCK_TOKENS], blocks, strict=False):
             if mine != theirs:
@@ -84,8 +85,8 @@ def restored(
     *,
     is_opaque: bool = False,
 ) -> LiveConversation:
-    """What is live after rows `[0, position)` came back, which descend from `lineage` as far as that reaches: of an
-    opaque state all of it descends from the one segment."""
+    """The conversation after its rows `[0, position)` were restored. They descend from `lineage` as far as that
+    reaches; an opaque state descends wholly from its one segment."""
     covered = position if is_opaque else min(position, len(lineage) * BLOCK_TOKENS)
     return LiveConversation(key, units[:position].copy(), lineage, covered, parked_id)
 
@@ -95,7 +96,7 @@ def _blocks(rows: int) -> int:
 
 
 def _covered_after(covered: int, same_rows: int, position: int) -> int:
-    """A partial tail block stays in the lineage only while the position is exactly its end."""
+    """How many rows still descend from the lineage. A partial last block counts only while the position is its end."""
     if covered == same_rows == position:
         return covered
     return min(covered, same_rows) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -1,6 +1,6 @@
-"""The engine and what its state means, changed together or not at all: everything but parking and restoring.
+"""The engine and the meaning of its state, always changed together. Parking and restoring are in `parking.py`.
 
-The engine's calls run on its thread; what is live is only touched on the event loop.
+Engine calls run on the engine's thread; `conversation` changes only on the event loop.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ T = TypeVar("T")
 
 
 class LiveEngine:
-    """The engine, and what its rows mean. The two change together or not at all."""
+    """The engine, and the conversation that its rows hold."""
 
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
         self.engine = engine
         self.thread = thread
         self._conversation = LiveConversation()
         self.checkpoints: tuple[int, ...] = ()
-        """Where the live state can be cut to, besides `rewind_floor` and what follows it; as the engine last said."""
+        """Positions below `rewind_floor` that the live state can be cut to, as of the last engine call. From
+        `rewind_floor` on, it can be cut anywhere."""
         self.rewind_floor = 0
 
     @property
@@ -44,10 +45,11 @@ class LiveEngine:
         self._rows_lost(conversation.position)
 
     def _rows_lost(self, kept: int) -> None:
-        """Rows behind the first `kept` are no longer what they were."""
+        """Called when live rows from `kept` on change."""
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """One engine call. Raises ParkdError only: an engine's unforeseen error resets it and is an EngineFailure."""
+        """One engine call. Raises only ParkdError: after any other error the engine is reset and EngineFailure
+        raised."""
         try:
             return await self.thread.run(function, *args, **kwargs)
         except ParkdError:
@@ -60,13 +62,13 @@ class LiveEngine:
             ) from error
 
     async def wake(self) -> None:
-        """Before a turn decides how to start: an engine that is another process may have lost what was live."""
+        """Called before a turn decides how to start: an engine that is another process may have lost its live state."""
         if isinstance(self.engine, RemoteEngine):
             _, position = await self._call_and_refresh(self.engine.awake)
             await self._reconcile(position)
 
     async def advance(self, key: ConversationKey, units: Units) -> None:
-        """Takes over the engine's position after it read from `units`; resets if it is somewhere it cannot be."""
+        """Adopts the engine's position after it read from `units`. Resets the engine if that position is impossible."""
         position = await self._refresh()
         if position > len(units):
             log.error("the engine is at %d but only %d tokens are known; it is reset", position, len(units))
@@ -75,7 +77,7 @@ class LiveEngine:
         self.conversation = self.conversation.advance(key, units, position)
 
     async def check(self) -> None:
-        """After a failure: what is live is at most what the engine still holds."""
+        """Called after a failure: keeps only what the engine still holds."""
         await self._reconcile(await self._refresh())
 
     async def truncate(self, position: int) -> None:
@@ -87,24 +89,28 @@ class LiveEngine:
         self.conversation = self.conversation.truncate(position)
 
     async def checkpoint(self) -> None:
-        """Keeps the fixed state where the engine is, if its model has any."""
+        """Takes a checkpoint at the engine's position, if the model has fixed state."""
         if self.engine.info.layout.fixed_bytes and self.conversation.position not in self.checkpoints:
             await self._call_and_refresh(self.engine.checkpoint)
 
     async def _reconcile(self, position: int) -> None:
-        """`position` is where the engine says that it is."""
+        """Cuts the conversation to the engine's `position`; resets the engine if it claims more than is known."""
         if position > self.conversation.position:
             await self.reset()
         else:
             self.conversation = self.conversation.truncate(position)
 
     async def _refresh(self) -> int:
-        """Asks the engine where it can be cut to; returns its position."""
+        """Asks the engine for its checkpoints and rewind floor. Returns its position."""
         _, position = await self._call_and_refresh(lambda: None)
         return position
 
     async def _call_and_refresh(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, int]:
-        """One engine call, and where the engine then is and can be cut to: threads change twice, not four times."""
+        """Calls `function`, then reads the engine's position, checkpoints and rewind floor in the same visit to its
+        thread.
+
+        Returns the result and the position.
+        """
 
         def both() -> tuple[T, int, tuple[int, ...], int]:
             result, engine = function(*args, **kwargs), self.engine
@@ -114,7 +120,7 @@ class LiveEngine:
         return result, position
 
     async def reset(self) -> None:
-        """Raises EngineLost if even that fails."""
+        """Empties the engine. Raises EngineLost if that fails."""
         self.conversation = LiveConversation()
         try:
             await self.thread.run(self.engine.reset)
@@ -122,7 +128,7 @@ class LiveEngine:
             raise EngineLost("The engine cannot be made valid again; the server stops.") from error
 
     async def forget(self, keep_rows: int) -> None:
-        """Leaves at most `keep_rows` live: as many as can be cut to."""
+        """Cuts the live state to `keep_rows`, or to the last position before it that it can be cut to."""
         position = self.conversation.position
         kept = keep_rows
         if keep_rows < min(position, self.rewind_floor):

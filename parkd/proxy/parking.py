@@ -38,13 +38,13 @@ from parkd.types import (
 log = logging.getLogger(__name__)
 
 WRITE_WAIT_S = 10.0
-"""For writes to disk that hold the room a capture needs; then the conversation is not parked."""
+"""Longest wait for writes to disk that hold the room a capture needs; after that the conversation is not parked."""
 _WAITING = (RefusalReason.BUDGET, RefusalReason.SLOTS, RefusalReason.BUSY)
 
 
 @dataclass(eq=False)
 class BackgroundPark:
-    """A capture that the next turn does not wait for."""
+    """A capture whose copy goes on while the next turn runs."""
 
     capture: Capture
     in_flight: CaptureInFlight
@@ -52,12 +52,12 @@ class BackgroundPark:
     """What was live when it began."""
     began_s: float
     intact: int
-    """Rows `[0, intact)` in the arenas are still those that are captured."""
+    """Rows `[0, intact)` in the arenas are still the rows that are being captured."""
     task: asyncio.Task[None] | None = None
 
 
 class LiveState(LiveEngine):
-    """The live state with its way into the store and back."""
+    """The live state, and its captures into the store and restores from it."""
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class LiveState(LiveEngine):
         self._monotonic = monotonic
 
     def _rows_lost(self, kept: int) -> None:
-        """Rows behind the first `kept` are no longer those that a capture under way copies."""
+        """Live rows from `kept` on change: a capture under way no longer matches them there."""
         if self._background is not None:
             self._background.intact = min(self._background.intact, kept)
 
     async def begin(self, plan: StartPlan, key: ConversationKey, tail: PromptTail | None = None) -> float:
         """Carries out `plan`: parks what would be lost, then restores, truncates or resets.
 
-        With a restore `tail` may be read at once, where that saves time: the position is then behind it. Returns the
-        seconds the restore took. Raises RestoreFailed once the bad entry is dropped and the engine is empty;
-        EngineFailure.
+        With a restore, the engine may also read `tail` at once, where that saves time; the position is then at its end.
+        Returns the seconds of the restore. Raises RestoreFailed, after which the damaged conversation is dropped and
+        the engine is empty, and EngineFailure.
         """
         if plan.parked is None:
             await self._park_before_loss(plan.keep_rows)
@@ -98,7 +98,7 @@ class LiveState(LiveEngine):
                 await self.truncate(plan.keep_rows)
             return 0.0
         assert self._store is not None
-        # leased before anything else is parked: room for that must not be made from what is about to return
+        # Leased before the live conversation is parked, which could otherwise evict what is about to be restored.
         try:
             held = self._store.lease(plan.parked.id, plan.option.position, plan.keep_rows)
         except ConversationGone as gone:
@@ -125,10 +125,11 @@ class LiveState(LiveEngine):
         mask: TokenMask | None,
         limit: int | None,
     ) -> CacheReport:
-        """Sends the prompt to an engine that is another process, and corrects the report by what that really holds.
+        """Sends the prompt to an engine that is another process, and corrects the report by what that process really
+        holds.
 
-        A parked conversation of which it held less than was restored is dropped: it would never do better. Raises
-        EngineFailure, InvalidRequest.
+        If it holds less than was restored, the parked conversation is dropped: restoring it again would not help. Other
+        engines are left alone. Raises EngineFailure, InvalidRequest.
         """
         if not isinstance(self.engine, RemoteEngine):
             return report
@@ -145,9 +146,11 @@ class LiveState(LiveEngine):
         return replace(report, outcome=outcome, reused_tokens=position, why="; ".join(filter(None, (report.why, why))))
 
     async def park(self) -> None:
-        """Copies what is live and not yet in the store. A refusal or a failed copy leaves everything as it was.
+        """Copies live state that the store does not hold into it. A refusal or a failed copy leaves everything as it
+        was.
 
-        Where the engine can go on meanwhile, this returns once the copy is under way; `settle` waits for its end.
+        If the engine can overlap the copy with other work, this returns once the copy has begun; `settle` waits for its
+        end. Raises EngineLost.
         """
         await self.settle()
         live, store = self.conversation, self._store
@@ -204,7 +207,8 @@ class LiveState(LiveEngine):
         self.conversation = live.captured(parked.blocks, parked.position, parked.id)
 
     async def _checkpoints_to_park(self, position: int) -> tuple[tuple[int, ...], StateSizes | None]:
-        """The checkpoints to park, and what an opaque state takes. One at the end has no bytes: the whole holds it."""
+        """The checkpoints to park, and the sizes of an opaque state (None for rows). The checkpoint at the end of an
+        opaque state takes no bytes of its own: the whole state includes it."""
         places = tuple(place for place in self.checkpoints if place <= position)
         if not isinstance(self.engine, WholeState):
             return places, None
@@ -216,8 +220,8 @@ class LiveState(LiveEngine):
         return (*inner, position), StateSizes(sizes.whole, (*sizes.checkpoints, 0))
 
     async def _reserve(self, store: ConversationStore, request: CaptureRequest) -> Capture | Refused:
-        """Room for a capture. What waits to be written to disk is not evicted; so if that is in the way, it is waited
-        for, a while."""
+        """Reserves room for a capture. Conversations that wait for their write to disk cannot be evicted; if they are
+        in the way, this waits for the writes, at most `WRITE_WAIT_S`."""
         until_s = self._monotonic() + WRITE_WAIT_S
         while True:
             capture = store.begin_capture(request)
@@ -227,7 +231,7 @@ class LiveState(LiveEngine):
                 return capture
 
     async def settle(self) -> None:
-        """Waits for the capture under way, if there is one: then it is in the store, or given up."""
+        """Waits for the capture under way, if there is one, to be committed or aborted."""
         if self._background is not None and self._background.task is not None:
             await self._background.task
 
@@ -237,12 +241,12 @@ class LiveState(LiveEngine):
         return await self.call(self.engine.start_capture, capture.transfer)
 
     async def _finish(self, store: ConversationStore, background: BackgroundPark) -> None:
-        """Publishes what was captured, once it is; what of it is still live then descends from it."""
+        """Waits for the copy and commits it. Live rows that have not changed meanwhile now descend from its blocks."""
         capture = background.capture
         try:
             checksums = await asyncio.to_thread(background.in_flight.wait)
         except Exception as error:
-            # The next call of the engine meets a lost device too, and says so to who waits for it.
+            # If the device is lost, the next engine call fails too, and reports it to the turn that makes it.
             self._background = None
             store.abort(capture)
             log.warning("not parked: the copy failed: %s", error)
@@ -267,17 +271,17 @@ class LiveState(LiveEngine):
     async def _park_before_loss(self, keep_rows: int) -> None:
         background = self._background
         if background is not None and background.live is self.conversation and background.capture.is_whole:
-            return  # Every row is being copied already, and is not overwritten before it is.
+            return  # Every row is being copied already, and the engine overwrites none before its copy is done.
         if keep_rows < self.conversation.position:
             await self.park()
 
     def _check_kept(self, keep_rows: int) -> None:
-        """A copy that broke the engine may have cost the live rows that the plan builds on."""
+        """Raises RestoreFailed if parking failed and lost live rows that the plan wanted to keep."""
         if self.conversation.position < keep_rows:
             raise RestoreFailed("The live state was lost while it was parked.")
 
     def _restore_rows(self, lease: Lease, tail: PromptTail | None) -> int:
-        """On the engine's thread; the position it came to."""
+        """Runs on the engine's thread. Returns the position it reached."""
         if tail is None or not read_while_restoring(self.engine, lease, tail):
             self.engine.restore(lease.transfer)
         return self.engine.position

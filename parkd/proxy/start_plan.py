@@ -26,34 +26,34 @@ from parkd.store.records import Parked, Tier
 from parkd.types import CacheOutcome, PromptIdentity, StateLayout, Units
 
 DISK_READ_S = 0.001
-"""What a read from disk costs besides its bytes: opening files, and two threads that tell each other."""
+"""Cost of a read from disk besides its bytes: opening files and switching between threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartPlan:
     option: StartOption
     keep_rows: int
-    """Live rows `[0, keep_rows)` that stay; the others are overwritten."""
+    """Live rows `[0, keep_rows)` stay in the arenas; the others are overwritten."""
     parked: Parked | None
-    """What is restored, if anything."""
+    """The conversation to restore; None: none."""
     common: int = 0
-    """The longest prefix shared with anything that is live or parked."""
+    """Tokens of the longest prefix that the prompt shares with anything live or parked."""
     known: int = 0
-    """Length of what shares it."""
+    """Tokens of the conversation that shares it."""
     resumable: int = 0
-    """The deepest position that could have been started from, at any cost."""
+    """The last position that the turn could start from, whatever it costs."""
 
     nearest: Units | None = field(default=None, compare=False, repr=False)
-    """The units that share `common`."""
+    """Units of the conversation that shares `common`."""
 
     @property
     def is_on_disk(self) -> bool:
-        """True: it must be read into RAM first."""
+        """Whether the conversation must be read into RAM first."""
         return self.parked is not None and self.parked.tier is Tier.DISK
 
     @property
     def outcome(self) -> CacheOutcome:
-        """As it is told: what was read from disk for this start came from there."""
+        """For reports: state that was promoted for this start counts as restored from disk."""
         if self.parked is not None and self.parked.tier is not Tier.RAM:
             return CacheOutcome.RESTORED_DISK
         return self.option.outcome
@@ -72,9 +72,9 @@ def decide_start(
 ) -> StartPlan:
     """The cheapest exact start.
 
-    The live state can be cut to `live_checkpoints` and to every position from `rewind_floor` on; None stands for 0
-    without fixed state, and for the end of what is live with it. `has_spare`: another conversation could be live beside
-    it; then what is parked already is not cut to less than half for a few tokens, since it would have to be restored.
+    The live state can be cut to `live_checkpoints` and to every position from `rewind_floor` on. A floor of None means
+    0 without fixed state, and the live position with it. `has_spare`: the engine can keep several conversations live.
+    Then a live conversation that is parked is not cut to less than half, since returning to it would need a restore.
     """
     rewindable = layout.fixed_bytes == 0
     length = len(prompt)
@@ -114,7 +114,7 @@ def plan_cold(prompt: PromptIdentity) -> StartPlan:
 def _restore_plan(parked: Parked, position: int, length: int, live: LiveConversation, layout: StateLayout) -> StartPlan:
     keep = min(live.shared_rows(parked.blocks), position // BLOCK_TOKENS * BLOCK_TOKENS)
     moved = (position - keep) * layout.row_bytes + layout.fixed_bytes
-    if layout.is_opaque:  # set whole, then cut
+    if layout.is_opaque:  # restored whole, then cut
         keep, moved = 0, parked.position * layout.row_bytes + layout.fixed_bytes
     tier = CacheOutcome.RESTORED_DISK if parked.tier is Tier.DISK else CacheOutcome.RESTORED_RAM
     extra_s = DISK_READ_S if parked.tier is Tier.DISK else 0.0
@@ -123,10 +123,10 @@ def _restore_plan(parked: Parked, position: int, length: int, live: LiveConversa
 
 
 def explain(prompt: PromptIdentity, plan: StartPlan, gone: str) -> str:
-    """Why tokens are read although something was known of this prompt, or empty. For the header and the log: it holds
-    no text of the prompt.
+    """Why tokens are read although part of this prompt was known; empty if there is nothing to explain.
 
-    `gone` is the store's word on what it no longer holds beyond the common prefix.
+    For the header and the log, so it contains no text of the prompt. `gone` is the store's explanation of what it no
+    longer holds beyond the common prefix.
     """
     position, length = plan.option.position, len(prompt)
     if position >= length - 1:

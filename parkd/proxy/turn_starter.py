@@ -1,4 +1,4 @@
-"""How a turn begins: what it starts from is found, read from disk if it lies there, and made live."""
+"""How a turn begins: finds the state that it starts from, reads it from disk if need be, and makes it live."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ class TurnStarter:
         self._monotonic = monotonic
 
     async def find_start(self, turn: Turn) -> tuple[StartPlan, str, float]:
-        """How to start, once what it starts from is in RAM; why the rest is read; and the seconds that reading from
-        disk took. What can't be read from disk is done without."""
+        """Decides how to start, and promotes what is needed from disk to RAM; goes without it if that fails.
+
+        Returns the plan, why the rest of the prompt is read, and the seconds that the disk took.
+        """
         plan, why = self._decide(turn)
         if not plan.is_on_disk:
             return plan, why, 0.0
@@ -52,7 +54,7 @@ class TurnStarter:
         return plan, why, self._monotonic() - began_s
 
     async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
-        """Reads what a waiting turn would start from into RAM, and has it kept there until its turn comes."""
+        """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
         if not is_waiting():
             return
         try:
@@ -71,7 +73,7 @@ class TurnStarter:
         await self._disk.promote(plan.parked.id, plan.option.position)
 
     def _decide(self, turn: Turn, *, on_disk: bool = True) -> tuple[StartPlan, str]:
-        """How to start, and why the rest is read. `on_disk`: also from what is not in RAM."""
+        """The plan, and why the rest of the prompt is read. `on_disk`: also consider what is only on disk."""
         prompt, store = turn.prompt, self._store
         if turn.request.cache.mode is CacheMode.OFF:
             return plan_cold(prompt), "the request asked for no cache"
@@ -95,8 +97,11 @@ class TurnStarter:
         return plan, why
 
     async def start(self, turn: Turn, plan: StartPlan, why: str) -> tuple[CacheReport, float]:
-        """Brings the engine to the plan's position, or to the prompt's end if that could be read at once; cold if a
-        restore fails. Returns what is reused and seconds."""
+        """Brings the engine to the plan's position, or to the prompt's end if the engine could read it meanwhile.
+        Starts cold if a restore fails.
+
+        Returns the report and the seconds of the restore. Raises EngineFailure.
+        """
         began_s = self._monotonic()
         tail = PromptTail(turn.prompt, plan.common, turn.request.steering)
         try:
