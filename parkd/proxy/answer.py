@@ -14,15 +14,15 @@ Emit = Callable[[Event], None]
 
 @dataclass
 class Answer:
-    """Filled while it is generated, so that a failure leaves what is known.
+    """Filled while it is generated, so that what is known survives a failure.
 
-    rows    | prompt [0, n) | token_ids[:-1] |        the last id sampled was not read yet
+    rows    | prompt [0, n) | token_ids[:-1] |        the last sampled id has no row yet
     """
 
     token_ids: list[int] = field(default_factory=list)
-    """All ids the engine yielded, also those behind the answer's end: they may be in the state."""
+    """All ids that the engine yielded, including those after the answer's end: they may be in the state."""
     output_tokens: int = 0
-    """Ids that belong to the answer, its end token included."""
+    """Ids that belong to the answer, including its end token."""
     reasoning_tokens: int = 0
     reason: FinishReason = FinishReason.LENGTH
     stop_string: str | None = None
@@ -38,7 +38,7 @@ class AnswerLoop:
     prompt: PromptIdentity
     request: TurnRequest
     limit: int | None
-    """Most tokens of the answer; None: up to the context's end."""
+    """Most tokens of the answer; None: up to the end of the context."""
     parser: Parser
     cancel: Cancel
     emit: Emit
@@ -63,7 +63,7 @@ class AnswerLoop:
         self._emit_all(rest)
 
     def _steps(self) -> TextPiece:
-        """Steps until the answer ends. Returns its last text, which is not parsed yet."""
+        """Runs steps until the answer ends. Returns the last piece of text, which is not parsed yet."""
         answer, engine = self.answer, self.engine
         stream = engine.text_stream(self.request.stop)
         steps = engine.generate(
@@ -104,7 +104,10 @@ class AnswerLoop:
 def visible_ids(
     step: Sequence[int], end_token_ids: frozenset[int], left: int | None
 ) -> tuple[Sequence[int], FinishReason | None]:
-    """The ids of one step that the client sees, and how they end the answer, if they do."""
+    """The ids of one step that belong to the text, and the reason if they end the answer.
+
+    `left`: tokens that the answer may still have; None: no limit.
+    """
     for index, token_id in enumerate(step):
         if token_id in end_token_ids:
             return step[:index], FinishReason.STOP

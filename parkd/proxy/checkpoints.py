@@ -1,11 +1,11 @@
-"""Where the fixed state is kept while a prompt is read: the places a later prompt is likely to go on from. Pure.
+"""Where checkpoints are taken while a prompt is read: where a later prompt is likely to continue. Pure.
 
 |== system, tools ==|== turn ==|== turn ==|== last user message ==|= generation prompt =|x|
                     ^ root     ^          ^ edited message         ^ its tail may change ^ n-1: the same again
 
-Every place inside the prompt ends a chunk early, and a chunk reads all weights however short it is. So a place is left
-out where another serves: the generation prompt's start where later prompts have all of it, and earlier turns' starts
-close behind another place.
+Each checkpoint inside the prompt ends a chunk early, and even a short chunk reads all weights. So a place is left out
+if another serves as well: the start of the generation prompt if later prompts contain all of it, and starts of earlier
+turns that closely follow another place.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from __future__ import annotations
 from parkd.types import PromptIdentity
 
 CHECKPOINT_STEP_TOKENS = 8192
-"""No more than so many tokens are read between two checkpoints, as long as the limit allows."""
+"""Most tokens between two checkpoints, as far as their limit allows."""
 WORTH_A_CUT_TOKENS = 512
-"""An earlier turn's start is kept if that would save a later prompt so many tokens: few ever fork there, and one more
-chunk costs about as much as reading 30."""
+"""The start of an earlier turn gets a checkpoint if that would save a later prompt this many tokens. Few prompts fork
+there, and one more chunk costs about as much as reading 30 tokens."""
 
 
 def checkpoints_to_take(prompt: PromptIdentity, start: int, fork: int, limit: int) -> tuple[int, ...]:
-    """Positions in `(start, n - 1]`, ascending, at most `limit`: the most likely ones first.
+    """At most `limit` positions in `(start, n - 1]`, ascending; if there are more, the most useful are taken.
 
-    `fork` is where this prompt left what was known: others may leave it there too. 0: nowhere.
+    `fork` is where this prompt left what was known, since others may fork there too; 0: nowhere.
     """
     last = len(prompt) - 1
     boundaries = prompt.boundaries[:-1] if prompt.generation_stays else prompt.boundaries

@@ -1,4 +1,4 @@
-"""What reading and moving cost on this machine, measured as turns go by."""
+"""What reading and moving cost on this machine, measured while turns run."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from parkd.store.policy import Costs
 from parkd.types import CacheOutcome
 
 FIRST_READ_S = 1e-3
-"""A token, until one was measured. On the high side: then the first decisions restore."""
+"""Seconds to read a token, until one was measured. High, so that the first decisions restore."""
 FIRST_BYTES_PER_S = {CacheOutcome.RESTORED_RAM: 8e9, CacheOutcome.RESTORED_DISK: 1e9}
 MIN_READ_TOKENS = 512
 MIN_MOVED_BYTES = 8 * 1024 * 1024
-"""Smaller samples measure overhead, not speed."""
+"""Smaller samples would measure overhead, not speed."""
 NEWEST_WEIGHT = 0.3
 MIN_DEPTH_SPREAD = 1024
-"""Tokens, a standard deviation."""
+"""Standard deviation of the depths, in tokens, from which a slope is believed."""
 LEAST_FLAT_SHARE = 0.2
-"""Of a token's mean cost that does not come from its depth."""
+"""The share of a token's mean cost that never counts as depth."""
 
 
 class CostMeter:
-    """Running means of bytes a second, and a running line through seconds a token over depth: attention makes deep
-    tokens cost more."""
+    """Running means of bytes per second, and a running linear fit of seconds per token over depth, since attention
+    makes deep tokens cost more."""
 
     def __init__(self) -> None:
         self._means = (0.0, FIRST_READ_S, 0.0, 0.0)
-        """Of depth, seconds a token, depth squared, depth times seconds."""
+        """Means of depth, seconds per token, depth squared, and depth times seconds."""
         self._bytes_per_s = dict(FIRST_BYTES_PER_S)
 
     @property
@@ -35,25 +35,28 @@ class CostMeter:
 
     @property
     def for_store(self) -> Costs:
-        """What the store's policy judges by."""
+        """The same costs, as the store's eviction policy takes them."""
         read_s, growth_s = self._line()
         speeds = self._bytes_per_s
         return Costs(read_s, growth_s, speeds[CacheOutcome.RESTORED_RAM], speeds[CacheOutcome.RESTORED_DISK])
 
     def note_read(self, tokens: int, seconds: float, start: int = 0) -> None:
-        """The tokens `[start, start + tokens)` took so long."""
+        """Notes that reading the tokens `[start, start + tokens)` took `seconds`."""
         if tokens < MIN_READ_TOKENS or seconds <= 0:
             return
         depth, token_s = start + tokens / 2, seconds / tokens
         sample = (depth, token_s, depth * depth, depth * token_s)
-        # The first sample counts whole for depth: there was none before it, only a guess at the speed.
+        # The first sample replaces the guess.
         weight = NEWEST_WEIGHT if self._means[2] else 1.0
         mean = [old + weight * (new - old) for old, new in zip(self._means, sample, strict=True)]
         self._means = (mean[0], mean[1], mean[2], mean[3])
 
     def _line(self) -> tuple[float, float]:
-        """Seconds of the first token, and more seconds for each token of depth. A slope needs depths that differ; it is
-        never negative, nor so steep that the first token would be free."""
+        """Seconds of the first token, and the additional seconds per token of depth.
+
+        The slope is 0 until depths differ enough; it is never negative, nor so steep that the first token would be
+        free.
+        """
         depth, token_s, depth_squared, product = self._means
         spread = depth_squared - depth * depth
         if spread < MIN_DEPTH_SPREAD**2:
@@ -63,6 +66,7 @@ class CostMeter:
         return token_s - slope * depth, slope
 
     def note_move(self, outcome: CacheOutcome, moved_bytes: int, seconds: float) -> None:
+        """Notes that a restore (RAM) or a promotion (disk) took `seconds`."""
         if moved_bytes >= MIN_MOVED_BYTES and seconds > 0:
             mean = self._bytes_per_s[outcome]
             self._bytes_per_s[outcome] = mean + NEWEST_WEIGHT * (moved_bytes / seconds - mean)

@@ -1,10 +1,10 @@
-"""File work behind the event loop: one thread writes, one reads, and the store is told on the loop how each job ended.
+"""File work off the event loop: one thread writes, one reads, and the store is told on the loop how each job ended.
 
-    writes     behind replies, one at a time, as the store hands them out
-    reads      for the turn that runs or waits, one at a time, each several calls in flight
+    writes     after replies, one job at a time, as the store hands them out
+    reads      for the turn that runs or waits, one job at a time, with several calls in flight
 
-Nothing here decides what is written or read; nothing on the loop waits for a file. Tasks are cancelled only when the
-process ends: until then somebody tells the store how each job went.
+The store decides what is written and read. The loop never waits for a file. Tasks are cancelled only when the process
+ends, so that the store learns how every job ended.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from parkd.types import CacheOutcome
 log = logging.getLogger(__name__)
 
 CALLS_IN_FLIGHT = 4
-"""Of one read or write: enough to keep a drive busy while checksums are computed."""
+"""Calls of one job that run at once: enough to keep a drive busy while checksums are computed."""
 IDLE_STEP_S = 30.0
-"""How often the store is asked for work that only time brings: what is too old, the end of a pause."""
+"""How often the store is asked for work that becomes due by time alone: expired conversations, the end of a pause."""
 ROOM_WAIT_S = 10.0
-"""How long a promotion waits for room that writes under way will free."""
+"""Longest wait of a promotion for room that writes under way will free."""
 STOP_WAIT_S = 2.0
 
 
@@ -53,7 +53,7 @@ class DiskWorker:
         store.queue.on_work = self.wake
 
     async def serve(self) -> None:
-        """Does what the store hands out, until cancelled."""
+        """Runs the store's jobs until cancelled."""
         self._writer.start()
         self._reader.start()
         while True:
@@ -64,11 +64,11 @@ class DiskWorker:
                     await self._wake.wait()
 
     def wake(self) -> None:
-        """There may be work."""
+        """Called when there may be work."""
         self._wake.set()
 
     async def flush(self, deadline_s: float) -> bool:
-        """Returns when nothing waits to be written any more. False if that was not so by the deadline."""
+        """Waits until everything is written. False if the deadline came first."""
         with anyio.move_on_after(deadline_s):
             while self._store.has_writes and not self._store.queue.is_paused:
                 await self._step()
@@ -77,19 +77,19 @@ class DiskWorker:
         return False
 
     async def mark(self, *, stops: bool = False) -> None:
-        """Puts down when conversations were last used, for the next process."""
+        """Writes down when conversations were last used, for the next process."""
         job = self._store.next_marks(stops=stops)
         if job is not None:
             await self._writer.run(mark, self._fs, job)
 
     def stop(self) -> None:
-        """Ends the threads; a call that hangs in the device does not keep the process."""
+        """Ends the threads. A call that hangs in the device does not keep the process from ending."""
         for thread in (self._writer, self._reader):
             thread.stop(STOP_WAIT_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def room(self, wait_s: float) -> bool:
-        """Waits for file work to end, since that frees room. False if none is under way, or none ended in time."""
+        """Waits for the next job to end, since that frees room. False if none is under way, or none ended in time."""
         if not self._store.frees_room:
             return False
         with anyio.move_on_after(wait_s):
@@ -98,7 +98,7 @@ class DiskWorker:
         return False
 
     async def promote(self, conversation_id: ConversationId, stop: int) -> Parked | None:
-        """Reads what `[0, stop)` of a conversation needs into RAM. None if that failed: the turn reads cold."""
+        """Reads the blocks of `[0, stop)` of a conversation into RAM. None if that failed."""
         async with self._reading:
             began_s = self._monotonic()
             while True:
@@ -124,13 +124,13 @@ class DiskWorker:
             log.warning("a conversation on disk could not be read: %s", raised)
             error = raised
         parked = self._store.promoted(promotion, error)
-        self._wake.set()  # what is damaged is to be removed
+        self._wake.set()  # Damaged files are to be removed.
         if parked is not None:
             self._costs.note_move(CacheOutcome.RESTORED_DISK, promotion.job.bytes, self._monotonic() - began_s)
         return parked
 
     async def _work(self) -> bool:
-        """Does the next job. False if there is none."""
+        """Runs the next job. False if there is none."""
         job = self._store.next_job()
         if job is None:
             return False
@@ -154,7 +154,7 @@ class DiskWorker:
         await self._progress.wait()
 
     def _run_all(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Several at once, on whichever thread asks."""
+        """Runs the calls of one job at once, and waits for them. Raises the first error, after all have ended."""
         if len(calls) == 1:
             calls[0]()
             return

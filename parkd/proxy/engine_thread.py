@@ -1,4 +1,4 @@
-"""The engine's own thread. Everything that touches the engine runs here, one call at a time; the event loop awaits."""
+"""The engine's own thread: every engine call runs here, one at a time, while the event loop goes on."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread behind what is queued. False if it was still busy after `timeout_s`."""
+        """Ends the thread after the queued calls. False if it is still busy after `timeout_s`."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result, computed on the engine's thread. Raises what it raises."""
+        """Calls `function` on the thread. Returns what it returns and raises what it raises."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._jobs.put((lambda: function(*args, **kwargs), future, loop))

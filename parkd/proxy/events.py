@@ -2,8 +2,8 @@
 
     engine thread --call_soon_threadsafe--> push ... [unread] ... next --> client
 
-The writer never waits. Text that waits together is joined and only the newest Progress is kept, so that what is
-unread is bounded by its characters: a client that falls `UNREAD_LIMIT_CHARACTERS` behind is given up.
+The writer never waits. Adjacent unread texts are joined and only the newest Progress is kept, so the unread events are
+bounded by their characters: a client that falls `UNREAD_LIMIT_CHARACTERS` behind is disconnected.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from parkd.types import Event, Finished, Progress, ReasoningDelta, TextDelta, To
 
 UNREAD_LIMIT_CHARACTERS = 256 * 1024
 EVENT_CHARACTERS = 64
-"""What an event counts besides its text."""
-
-
-TOLD_CHARACTERS = 16
-"""What an event counts besides its text among those that may be told again."""
+"""What an unread event counts besides its text."""
+HISTORY_CHARACTERS = 16
+"""What an event in the history counts besides its text."""
 
 
 class EventChannel:
@@ -30,14 +28,14 @@ class EventChannel:
 
     def __init__(self) -> None:
         self.cancel = threading.Event()
-        """Set when nobody reads any more; the engine asks it between chunks and tokens."""
+        """Set when nobody reads any more. The engine looks at it between chunks and tokens."""
         self.on_overflow: Callable[[], None] = lambda: None
-        """Told when the reader is given up: it may be stuck in a write to its client."""
+        """Called when the reader has fallen too far behind; it may be stuck in a write to its client."""
         self.overflowed = False
         self._unread: deque[Event] = deque()
-        self._told: list[Event] | None = []
-        """Everything so far, for a reader who starts again; None once it has grown too long for that."""
-        self._told_characters = 0
+        self._history: list[Event] | None = []
+        """All events so far, for a reader that starts again; None once they are too long to keep."""
+        self._history_characters = 0
         self._characters = 0
         self._error: ParkdError | None = None
         self._closed = False
@@ -49,7 +47,7 @@ class EventChannel:
         return self._closed
 
     def push(self, event: Event) -> None:
-        """Never waits. Events behind the end, or behind an overflow, are dropped."""
+        """Never waits. Events after the end or after an overflow are dropped."""
         if self._closed:
             return
         self._characters += _characters(event)
@@ -59,7 +57,7 @@ class EventChannel:
             self.fail(Cancelled("The client reads too slowly; the answer was given up."))
             self.on_overflow()
             return
-        self._tell(event)
+        self._record(event)
         joined = _joined(self._unread[-1] if self._unread else None, event)
         if joined is not None:
             self._join(joined)
@@ -97,27 +95,27 @@ class EventChannel:
 
     @property
     def can_rewind(self) -> bool:
-        return self._told is not None
+        return self._history is not None
 
     def rewind(self) -> bool:
-        """Another reader takes over, and reads from the first event on. False if that is not possible any more."""
-        if self._told is None or self.cancel.is_set() or self._error is not None:
+        """Starts again at the first event, for another reader. False if that is no longer possible."""
+        if self._history is None or self.cancel.is_set() or self._error is not None:
             return False
-        self._unread = deque(self._told)
-        self._characters = self._told_characters
+        self._unread = deque(self._history)
+        self._characters = self._history_characters
         self._arrived.set()
         self.on_overflow = lambda: None
         return True
 
-    def _tell(self, event: Event) -> None:
-        if self._told is None:
+    def _record(self, event: Event) -> None:
+        if self._history is None:
             return
-        if isinstance(event, Progress) and self._told and isinstance(self._told[-1], Progress):
-            self._told.pop()
-        self._told.append(event)
-        self._told_characters += _characters(event) - EVENT_CHARACTERS + TOLD_CHARACTERS
-        if self._told_characters > UNREAD_LIMIT_CHARACTERS:
-            self._told = None
+        if isinstance(event, Progress) and self._history and isinstance(self._history[-1], Progress):
+            self._history.pop()
+        self._history.append(event)
+        self._history_characters += _characters(event) - EVENT_CHARACTERS + HISTORY_CHARACTERS
+        if self._history_characters > UNREAD_LIMIT_CHARACTERS:
+            self._history = None
 
     def _join(self, event: Event) -> None:
         self._characters -= EVENT_CHARACTERS
@@ -125,7 +123,7 @@ class EventChannel:
 
 
 def _joined(last: Event | None, event: Event) -> Event | None:
-    """One event for two neighbours that mean the same together; None if there is none."""
+    """One event that means the same as both; None if there is none."""
     if isinstance(last, TextDelta) and isinstance(event, TextDelta):
         return TextDelta(last.text + event.text)
     if isinstance(last, ReasoningDelta) and isinstance(event, ReasoningDelta):

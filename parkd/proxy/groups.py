@@ -1,8 +1,8 @@
-"""Conversations that belong together by their clients' word (`prompt_cache_key`): while one of them is used, the others
-count as used too, so that an agent's main conversation is not evicted while its sub-agents work.
+"""Groups of conversations that clients declare with `prompt_cache_key`: use of one counts as use of all, so that an
+agent's main conversation is not evicted while its sub-agents work.
 
-A hint: it moves who goes first when room is short, and never what may be reused. A group is known under the key of its
-members alone, so nobody's hint reaches another's conversations.
+A hint: it changes what is evicted first, never what may be reused. Groups are separate for each key, so no client's
+hint reaches another's conversations.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from parkd.types import PromptIdentity
 
 GROUPS_LIMIT = 64
 MEMBERS_LIMIT = 16
-"""Of one group; those used longest ago leave it."""
+"""Conversations in one group; the least recently used leave it."""
 
 
 class Groups:
-    """Owned by the lane's turn, like the store. A member is known by the hashes of its full blocks."""
+    """Used only by the lane, like the store. A member is identified by the hashes of its full blocks."""
 
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
@@ -29,13 +29,14 @@ class Groups:
         return len(self._groups)
 
     def used(self, group: str, prompt: PromptIdentity) -> None:
-        """A turn of the group ran. To be called before its conversation is parked, which then is the latest used."""
+        """Notes that a turn of the group ran. Call it before the turn is parked, so that its own conversation is the
+        most recently used."""
         key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
         if not hashes:
             return
         members = self._groups.pop((key_digest, group), OrderedDict())
         for earlier in [member for member in members if member == hashes[: len(member)]]:
-            del members[earlier]  # an earlier turn of this conversation, or a head that it goes on from
+            del members[earlier]  # an earlier turn of this conversation, or a prefix that it continues
         for member in members:
             self._touch(key_digest, member)
         members[hashes] = None

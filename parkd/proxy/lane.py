@@ -1,4 +1,4 @@
-"""The one serial executor. Turns wait for it first come, first served, in a queue with a bound."""
+"""The one serial executor: turns wait in a bounded queue and run one at a time, first come, first served."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ log = logging.getLogger(__name__)
 
 LONGEST_RETRY_AFTER_S = 120
 TURN_WEIGHT = 0.2
-"""Of the newest turn in the running mean of turn lengths."""
+"""Weight of the newest turn in the running mean of turn lengths."""
 
 
 class Waiting(Protocol):
     """What waits in the lane."""
 
     def fail(self, error: ParkdError) -> None:
-        """Told when it will not run."""
+        """Called when it fails, or will not run at all."""
 
     def stop(self) -> None:
-        """Asked to end at the next chunk or token."""
+        """Called to end it at the next chunk or token."""
 
 
 W = TypeVar("W", bound=Waiting)
@@ -43,7 +43,7 @@ class Lane(Generic[W]):
         monotonic: Callable[[], float],
         on_queued: Callable[[W], None] = lambda _turn: None,
     ) -> None:
-        """`on_queued` is told of each turn that has to wait for another."""
+        """`on_queued` is called for each turn that has to wait for another."""
         self._run = run
         self._on_queued = on_queued
         self._max_queue = max_queue
@@ -52,7 +52,7 @@ class Lane(Generic[W]):
         self._running: W | None = None
         self._arrived = anyio.Event()
         self._ended = anyio.Event()
-        """Of the running turn."""
+        """Set when the running turn ends."""
         self._closed_by: ParkdError | None = None
         self._turn_s = 1.0
 
@@ -73,7 +73,7 @@ class Lane(Generic[W]):
         return self._closed_by is not None
 
     def check_room(self) -> None:
-        """Raises QueueFull, ShuttingDown, or what the lane was lost to."""
+        """Raises QueueFull, or the error that the lane was closed with: ShuttingDown, EngineLost."""
         if self._closed_by is not None:
             raise self._closed_by
         if len(self._waiting) >= self._max_queue:
@@ -94,7 +94,7 @@ class Lane(Generic[W]):
         return turn in self._waiting
 
     def leave(self, turn: W) -> bool:
-        """The client of `turn` is gone: takes it out of the queue, or stops it if it runs. True if it never ran."""
+        """Takes `turn` out of the queue, or stops it if it runs. True if it had not run yet."""
         if turn in self._waiting:
             self._waiting.remove(turn)
             return True
@@ -103,7 +103,7 @@ class Lane(Generic[W]):
         return False
 
     async def serve(self) -> None:
-        """Runs turns until the task is cancelled. Raises EngineLost once everyone has been told."""
+        """Runs turns until the task is cancelled. Raises EngineLost after all waiting turns have failed with it."""
         while True:
             while not self._waiting:
                 self._arrived = anyio.Event()
@@ -127,7 +127,7 @@ class Lane(Generic[W]):
             self._turn_s += TURN_WEIGHT * (self._monotonic() - began_s - self._turn_s)
 
     def close(self, error: ParkdError) -> None:
-        """No turn starts any more: all that wait, and all that come, get `error`."""
+        """From now on no turn starts: those that wait, and those that come, fail with `error`."""
         self._closed_by = self._closed_by or error
         waiting = list(self._waiting)
         self._waiting.clear()
@@ -135,7 +135,8 @@ class Lane(Generic[W]):
             turn.fail(error)
 
     async def drain(self, deadline_s: float) -> bool:
-        """Closes, lets the running turn end, and stops it after `deadline_s`. True if it ended by itself."""
+        """Closes the lane and waits for the running turn, which is stopped after `deadline_s`. True if it ended by
+        itself."""
         self.close(ShuttingDown("The server is stopping. Try again when it is back.", retry_after_s=5))
         with anyio.move_on_after(deadline_s):
             await self.idle()
@@ -148,10 +149,10 @@ class Lane(Generic[W]):
         return False
 
     async def idle(self) -> None:
-        """Returns when nothing runs: of use once the lane is closed."""
+        """Returns when no turn runs. Useful only once the lane is closed."""
         while self._running is not None:
             await self._ended.wait()
 
     def retry_after_s(self) -> int:
-        """When a place should be free: one turn from now, by the mean of the last turns."""
+        """Seconds until a place should be free: the mean length of recent turns."""
         return min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(self._turn_s)))

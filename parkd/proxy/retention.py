@@ -1,7 +1,7 @@
-"""Keeping what clients asked to be kept: pins with a deadline, within a share of the budget.
+"""Pins what clients asked to keep, until a deadline and within a share of the budget.
 
 A `cache_control` with a ttl asks for a minimum life. It is a hint: pins take at most PINNED_SHARE of the budget, the
-newest wishes first, so that nobody's wish keeps other conversations from being parked.
+newest requests first, so that no client keeps others from being parked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class _Wish:
 
 
 class Retention:
-    """Owned by the lane's turn, like the store. A conversation that grows stays pinned: the wish names its head."""
+    """Used only by the lane, like the store. A conversation that grows stays pinned, since a wish names its
+    beginning."""
 
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
@@ -38,7 +39,7 @@ class Retention:
         return frozenset(self._pinned)
 
     def wish(self, prompt: PromptIdentity, keep_s: float, now_s: float) -> None:
-        """What is parked of this prompt, now or later, is to live for `keep_s`. Less than a block leaves no wish."""
+        """Asks that what is parked of this prompt, now or later, is kept for `keep_s`. Ignored below one full block."""
         key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
         if not hashes:
             return
@@ -50,7 +51,7 @@ class Retention:
         self._wishes.append(_Wish(key_digest, hashes, until_s))
 
     def apply(self, now_s: float) -> None:
-        """Pins what wishes name and is parked by now; unpins what nobody wishes any more."""
+        """Pins what is wished for and parked, and unpins what is no longer wished for."""
         if not self._wishes and not self._pinned:
             return
         room = self._store.config.budget_bytes * PINNED_SHARE
@@ -67,7 +68,7 @@ class Retention:
                 continue
             room -= longest.position * self._store.layout.row_bytes
             if room < 0:
-                ended.add(longest.id)  # it may have been pinned when there was room, or in place of an ancestor
+                ended.add(longest.id)  # It may be pinned from when there was room, or in place of an ancestor.
             else:
                 wanted.add(longest.id)
         for conversation_id in (self._pinned | ended) - wanted:

@@ -1,4 +1,4 @@
-"""A request on its way: what the HTTP side and the lane both know of it."""
+"""A request on its way: what the HTTP side and the lane share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parkd.proxy.explain import Explained
 from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnRequest
 
 TAIL_TOKENS = 64
-"""Of the prompt's end, enough to tell whether thinking is open."""
+"""Tokens at the end of a prompt that show whether thinking is open."""
 
 
 @dataclass(eq=False)
@@ -22,28 +22,28 @@ class Turn:
 
     request_id: str
     caller: str
-    """Of the log line's `key=`."""
+    """For the log line's `key=`."""
     request: TurnRequest
     prompt: PromptIdentity
     arrived_s: float
     queued_s: float
-    """`arrived_s` and the time to parse, render and tokenise."""
+    """When it was ready for the queue: `arrived_s` plus the time to parse, render and tokenise."""
     mask: TokenMask | None = None
     channel: EventChannel = field(default_factory=EventChannel)
     submitted: bool = False
-    """It is, or was, in the lane's hands."""
+    """It was given to the lane."""
     began_s: float | None = None
-    """When the lane took it."""
+    """When the lane began to run it."""
     report: CacheReport | None = None
     timings: Timings = field(default_factory=Timings)
     explained: Explained | None = None
     """What is remembered of it for `/parkd/explain`."""
     earlier: Explained | None = None
-    """The request that it is to be compared with, if that is remembered."""
+    """The request that the client wants it compared with, if that is remembered."""
     release_awaited: Callable[[], None] = lambda: None
-    """Lets go of what the store keeps for it while it waits; may be called again."""
+    """Releases what the store keeps for it while it waits. Idempotent."""
     release_body: Callable[[], None] = lambda: None
-    """Its body counts no more among those that are held; may be called again."""
+    """Releases its body's charge to `BodyRoom`. Idempotent."""
 
     def fail(self, error: ParkdError) -> None:
         self.release_awaited()
@@ -54,7 +54,7 @@ class Turn:
 
 
 def output_limit(asked: int | None, server_limit: int | None) -> int | None:
-    """The longest answer in tokens; None: up to the context's end."""
+    """The longest answer in tokens; None: up to the end of the context."""
     limits = [limit for limit in (asked, server_limit) if limit is not None]
     return min(limits, default=None)
 
@@ -65,6 +65,6 @@ def prompt_tail(engine: Engine, prompt: PromptIdentity) -> str:
 
 
 async def await_proof(prompt: PromptIdentity) -> None:
-    """Waits until the prompt is known to be what the engine makes of the request. Raises what speaks against it."""
+    """Waits until the prompt is confirmed to be what the engine makes of the request. Raises the error if it is not."""
     if prompt.proof is not None:
         await asyncio.wrap_future(prompt.proof)

@@ -2,8 +2,8 @@
 
     decide -> park what would be lost, restore -> read the rest -> generate -> Finished -> park behind the reply
 
-A failed restore reads cold and the client sees only latency. A failed engine call fails this request; the state stays
-valid for the next. A lost engine ends the lane.
+After a failed restore the prompt is read cold, and the client only waits longer. A failed engine call fails this
+request and leaves valid state for the next. A lost engine ends the lane.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class TurnRunner:
         self._monotonic = monotonic
 
     async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
-        """Reads what a waiting turn would start from into RAM, and has it kept there until its turn comes."""
+        """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
         await self._starter.prefetch(turn, is_waiting)
 
     async def run(self, turn: Turn) -> None:
-        """Pushes the turn's events and ends its channel. Raises EngineLost only."""
+        """Runs the turn: pushes its events, ends its channel, then parks. Raises only EngineLost."""
         turn.began_s = self._monotonic()
         turn.timings = Timings(wait_s=turn.began_s - turn.queued_s)
         error: ParkdError | None = None
@@ -141,14 +141,14 @@ class TurnRunner:
         return output_limit(turn.request.max_output_tokens, self._max_output_tokens)
 
     async def _complete_report(self, turn: Turn, plan: StartPlan, report: CacheReport) -> CacheReport:
-        """The report with what its owner may know besides, also for `/parkd/explain`."""
+        """Adds what is written, the divergence and the diagnosis to the report, also for `/parkd/explain`."""
         explained = turn.explained
         if turn.request.cache.mode is CacheMode.USE:
             lasting = min(lasting_tokens(turn.prompt), len(turn.prompt) - 1)
             report = dataclasses.replace(report, written_tokens=max(0, lasting - report.reused_tokens))
         if plan.nearest is not None:
             tokenizer = self._live.engine.tokenizer
-            # In a thread: a tokenizer may be another process's.
+            # In a thread: the tokenizer may be in another process.
             divergence = await asyncio.to_thread(divergence_of, turn.prompt, plan.nearest, tokenizer)
             report = dataclasses.replace(report, divergence=divergence)
         if explained is not None:
@@ -159,15 +159,19 @@ class TurnRunner:
         return report
 
     async def _steer(self, turn: Turn) -> None:
-        """After the start: what may have been parked on the way was copied, not computed."""
+        """Sets the turn's steering. Raises EngineFailure if the engine steers by another set than the prompt's key
+        names.
+
+        Called after the start: what was parked on the way was copied, not computed, so steering cannot have touched it.
+        """
         in_effect = await self._live.call(self._live.engine.steer, turn.request.steering)
         if in_effect != turn.prompt.key.steering:
             raise EngineFailure("The engine steers by another set of control vectors than was asked for. Try again.")
 
     async def _read(self, turn: Turn, fork: int) -> float:
-        """Reads the prompt, which left what was known at `fork`, up to its last token.
+        """Reads the prompt up to its last token. `fork` is where it left what was known, a likely place to fork again.
 
-        Returns the seconds. Raises Cancelled with what was read kept.
+        Returns the seconds. Raises Cancelled, with what was read kept, and EngineFailure.
         """
         prompt, channel = turn.prompt, turn.channel
         start, stop = self._live.conversation.position, len(prompt) - 1
@@ -240,7 +244,8 @@ class TurnRunner:
         return answer
 
     def _recognise(self, turn: Turn, answer: Answer, transcript: Transcript) -> None:
-        """Keeps the answer's ids for when it comes back. Of one that a stop string cut, the client has not seen all."""
+        """Remembers the answer's token ids, unless the client has not seen all of them: it left, or a stop string cut
+        the answer."""
         whole = answer.reason is not FinishReason.CANCELLED and answer.stop_string is None
         if self._remember is None or not whole or turn.request.cache.mode is not CacheMode.USE:
             return
@@ -255,7 +260,7 @@ class TurnRunner:
         return make_parser(self._output, turn.request, tail, self._call_ids)
 
     async def _keep(self, turn: Turn) -> None:
-        """Behind the reply: parks what the turn added, unless its client asked to leave no trace."""
+        """Runs after the reply: parks what the turn added, unless its client asked to keep nothing."""
         try:
             await self._live.check()
             if self._store is not None:
@@ -282,7 +287,7 @@ class TurnRunner:
             retention.apply(now_s)
 
     def _emitter(self, channel: EventChannel) -> Callable[[Event], None]:
-        """Pushes from the engine's thread, in order, without waiting."""
+        """A function that pushes events from the engine's thread, in order, without waiting."""
         loop = asyncio.get_running_loop()
         return lambda event: _post(loop, channel, event)
 
@@ -292,5 +297,5 @@ def _post(loop: asyncio.AbstractEventLoop, channel: EventChannel, event: Event) 
 
 
 def _units_with(prompt: PromptIdentity, token_ids: list[int]) -> Units:
-    """Units of the prompt and what was generated behind it."""
+    """Units of the prompt and of the tokens generated after it."""
     return np.concatenate([prompt.units, np.array(token_ids, dtype=np.uint64)])
