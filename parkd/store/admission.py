@@ -1,6 +1,6 @@
-"""Whether and how far a live conversation is parked, and who goes for it.
+"""Decides whether and how far a live conversation is parked, and what is evicted for it.
 
-Reads the shelf and decides; the store acts on it. Nobody is evicted for a conversation that is then refused.
+Only reads the shelf; the store carries the decision out. Nothing is evicted for a conversation that is then refused.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ Replaced = tuple[Entry, ...]
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """How far to park, and in what order others go until there is room; None: there is."""
+    """How far to park, and the order in which others are evicted until there is room; None: there is room."""
 
     position: int
     queue: Queue | None
     prefixes: Sequence[Entry] = ()
-    """What is parked of the same conversation."""
+    """Parked prefixes of the same conversation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Admission:
-    """The store's decisions, over what is on the shelf now."""
+    """Decisions about captures, over what is on the shelf now."""
 
     config: StoreConfig
     shelf: Shelf
     policy: Policy
     has_fixed_state: bool
     admits_all: bool = False
-    """True: nobody is refused for worth; for what is known to return now."""
+    """True: never refuse for value. For promotions, whose conversation is known to return now."""
 
     def plan(self, request: CaptureRequest) -> CapturePlan:
+        """What a capture of the request would reuse from the store, and what it would copy."""
         if request.sizes is not None:
             return self._opaque_plan(request, request.sizes)
         if not self.has_fixed_state:
@@ -68,7 +69,7 @@ class Admission:
         )
 
     def _opaque_plan(self, request: CaptureRequest, sizes: StateSizes) -> OpaquePlan:
-        """The end is a place to resume at, and holds its own fixed state."""
+        """The plan of an opaque state. Its end is always a checkpoint, whose fixed state is part of the whole state."""
         tokens = len(request.units)
         if not self.has_fixed_state:
             request = replace(request, checkpoints=(), sizes=StateSizes(sizes.whole), rewindable=True)
@@ -83,9 +84,9 @@ class Admission:
     def decide(
         self, plan: CapturePlan, in_flight: Sequence[Replaced], history: History, costs: Costs, now_s: float
     ) -> Decision | Refused:
-        """The position up to which to park, and who may go for it until `has_room`."""
+        """The position up to which to park, and what to evict for it until `has_room`."""
         request = plan.request
-        # What is parked resumes only where its fixed state is held, whatever the live state may do.
+        # Parked state can be resumed only at a checkpoint, even where the live state could be cut elsewhere.
         places = plan.checkpoint_positions(len(request.units)) if self.has_fixed_state else None
         if request.sizes is not None:
             places = (len(request.units),)  # all of it, or nothing
@@ -127,10 +128,10 @@ class Admission:
         in_flight: Sequence[Replaced],
         prefixes: Sequence[Entry],
     ) -> int:
-        """How far it fits without anyone going, if that is worth having; 0 if not."""
+        """The last resumable position that fits without evictions, if that is worth having; else 0."""
         least = self._known(plan, prefixes) + max(self.config.block_tokens, -(-longest // LEAST_PART))
         room = self.shelf.room()
-        # Whoever is refused mostly finds no room at all: one look tells, where a search takes one for each halving.
+        # Mostly there is no room at all: one check finds that out, where the search would need one per halving.
         if least > longest or not self.has_room(plan, least, in_flight, prefixes, room):
             return 0
         position = longest_position(longest, places, lambda at: self.has_room(plan, at, in_flight, prefixes, room))
@@ -150,7 +151,7 @@ class Admission:
         prefixes: Sequence[Entry],
         room: Room | None = None,
     ) -> bool:
-        """Whether the plan fits up to `position` as things stand. `room` is the shelf's, if that is known already."""
+        """Whether the plan fits up to `position` now. `room` is the shelf's, if the caller has it already."""
         bound = self.config.conversation_slots
         if bound is not None and self._slots_taken(in_flight, replaced(plan, position, prefixes)) > bound:
             return False
@@ -159,7 +160,7 @@ class Admission:
     def above_floor(
         self, plan: CapturePlan, outcome: Decision | Refused, free_memory: Callable[[], int] | None
     ) -> Decision | Refused:
-        """Refuses what would take so much more memory from the machine that less than the floor is left free."""
+        """Turns a decision into a refusal if it would leave the machine less free memory than `min_free_bytes`."""
         if free_memory is None or isinstance(outcome, Refused):
             return outcome
         taken, free = self.shelf.slabs.untouched_bytes(plan.need(outcome.position)), free_memory()
@@ -174,7 +175,8 @@ class Admission:
         return Queue(self.shelf, self.policy, costs, now_s, family=prefixes, superseded=gone)
 
     def _surely_fits(self, need: Need, queue: Queue) -> bool:
-        """True when what each candidate frees alone is enough; then the costly count of what they share is spared."""
+        """True if what the candidates free one by one is enough, so that the costly count of what they share is not
+        needed."""
         room = self.shelf.room()
         freed = Room(room.open_slots + queue.freed_slots, room.free_bytes + queue.freed_side_bytes)
         return self.shelf.fits(need, freed)
@@ -189,7 +191,7 @@ class Admission:
         history: History,
         costs: Costs,
     ) -> bool:
-        """Whether the plan scores the policy's margin times all that would go for it."""
+        """Whether the plan scores more than the policy's margin times the best of what would be evicted for it."""
         room, bound = self.shelf.room(), self.config.conversation_slots
         fresh_bytes = plan.fresh_bytes(position)
         missing = plan.need_bytes(position) - room.open_slots * self.shelf.geometry.slot_bytes - room.free_bytes
@@ -200,11 +202,11 @@ class Admission:
         return score > self.policy.margin * queue.foresee(missing, taken).most_score
 
     def _usable_lineage(self, request: CaptureRequest) -> tuple[BlockId, ...]:
-        """The blocks of the lineage that are still there and hold only rows of the request."""
+        """The blocks of the lineage that are still stored and hold only rows of the request."""
         size, tokens = self.config.block_tokens, len(request.units)
         is_opaque = request.sizes is not None
         if is_opaque and request.covered != tokens:
-            return ()  # it went on from within the segment: the same tokens there are not the same state
+            return ()  # it continued from inside the segment, and equal tokens are not equal state
         held = [] if is_opaque else self.shelf.blocks.lineage(request.lineage, request.prefix_hashes)
         index = len(held)
         tail = self.shelf.blocks.get(request.lineage[index]) if index < len(request.lineage) else None
@@ -216,8 +218,8 @@ class Admission:
         return tuple(held)
 
     def _inheritable_of_segment(self, request: CaptureRequest) -> tuple[ParkedCheckpoint, ...]:
-        """Parked checkpoints of the segment from which the live state descends, as far as it does. The one at its end
-        has no bytes of its own: it is in the segment."""
+        """Parked checkpoints of the segment that the live state descends from, up to where it does. Not the one at its
+        end: that is part of the segment and has no bytes of its own."""
         found: dict[int, ParkedCheckpoint] = {}
         if not request.lineage or not self.has_fixed_state:
             return ()
@@ -229,8 +231,8 @@ class Admission:
         return tuple(found[position] for position in sorted(found))
 
     def _inheritable(self, request: CaptureRequest, held: tuple[BlockId, ...]) -> tuple[ParkedCheckpoint, ...]:
-        """Parked checkpoints that belong to the held blocks: the live rows descend from those, so they are as true of
-        the new conversation as of the one that made them."""
+        """Parked checkpoints of the held blocks. The live rows descend from these blocks, so the checkpoints are valid
+        for the new conversation too."""
         if not self.has_fixed_state or not held:
             return ()
         found: dict[int, ParkedCheckpoint] = {}
@@ -243,8 +245,9 @@ class Admission:
         return tuple(found[position] for position in sorted(found))
 
     def _slots_taken(self, in_flight: Sequence[Replaced], incoming: Replaced, *, evicted: bool = False) -> int:
-        """Conversations once everything in flight and the incoming one are committed, at most; `evicted` counts as if
-        all that may go went. Each capture takes the place of one ancestor that no other capture counts on, if any."""
+        """Most conversations there can be after all open captures and the incoming one are committed. `evicted`: as if
+        everything that may go were evicted. Each capture replaces one ancestor that no other capture counts on, if
+        there is one."""
         staying = {e.owner for e in self.shelf.entries.values() if not (evicted and e.may_go)}
         taken, spoken_for = len(staying), set[Owner]()
         for ancestors in (*in_flight, incoming):
@@ -257,6 +260,6 @@ class Admission:
 
 
 def replaced(plan: CapturePlan, position: int, prefixes: Sequence[Entry]) -> Replaced:
-    """Which of the prefixes that are still there a capture up to `position` will supersede."""
+    """The prefixes still on the shelf that a capture up to `position` will supersede."""
     there = [entry for entry in prefixes if entry.is_published]
     return tuple(superseded(there, position, (*plan.checkpoint_positions(position), *plan.dropped)))

@@ -21,7 +21,7 @@ from parkd.types import StateLayout
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """What a capture holds besides its reserved bytes."""
+    """What an open capture holds besides its reserved bytes."""
 
     plan: CapturePlan
     blocks: tuple[BlockId, ...]
@@ -29,7 +29,7 @@ class Flight:
     checkpoints: tuple[ParkedCheckpoint, ...]
     fresh_checkpoints: tuple[CheckpointId, ...]
     replaces: Replaced
-    """Ancestors at the time of reservation: the commit takes their place under the slot bound."""
+    """The ancestors that its commit will supersede, so that it takes no further conversation slot."""
     history: History
 
 
@@ -38,9 +38,9 @@ class Fresh:
     """The blocks that a capture copies."""
 
     shapes: Sequence[tuple[int, int, bytes]]
-    """(index, rows, identity) of each."""
+    """`(index, rows, identity)` of each."""
     names: Sequence[BlockId | None]
-    """Ids that they have already in another tier; None for a new one."""
+    """The ids that they already have on disk; None for a new block."""
 
 
 def open_flight(
@@ -53,7 +53,8 @@ def open_flight(
     replaces: Replaced,
     history: History,
 ) -> tuple[Capture, Flight]:
-    """Takes the room that was made. Raises OSError or MemoryError with only the plan's holdings left to release."""
+    """Takes the room that was made. If it raises OSError or MemoryError, only what the plan holds is left to
+    release."""
     shelf.slabs.reserve(plan.need(position))
     places = plan.fresh_checkpoints(position)
     fresh_checkpoints = tuple(shelf.checkpoints.allocate(places, plan.checkpoint_sizes(places)))
@@ -76,7 +77,7 @@ def open_flight(
 
 
 def release_flight(shelf: Shelf, capture: Capture, flight: Flight) -> None:
-    """Gives back all that an open capture took."""
+    """Frees everything that an open capture reserved."""
     shelf.blocks.release(capture.serial, flight.blocks)
     shelf.checkpoints.release(checkpoint.id for checkpoint in flight.checkpoints)
     shelf.budget.credit(Kind.METADATA, conversation_metadata_bytes(capture.position, shelf.block_tokens))

@@ -1,4 +1,4 @@
-"""What is worth a write, and who goes from the disk: pure functions over plain values."""
+"""What is worth writing to disk, and what is removed from it: pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from parkd.store.records import ConversationId
 
 DAY_S = 86_400.0
 THRIFTY_BELOW = 0.5
-"""Once less than this share of the write allowance is left, only conversations that came back are written: three of
-four that were seen once never return, and a drive is worn by writing what nobody reads."""
+"""Once less than this share of the write allowance is left, only conversations that have come back before are written:
+three of four that were seen once never return, and writing what nobody reads wears the drive."""
 
 
 @dataclass
 class WriteAllowance:
-    """Bytes that may be written, refilled evenly over the day, at most a day's worth."""
+    """Bytes that may be written: refilled evenly over the day, at most one day's worth."""
 
     bytes_per_day: int
     at_s: float
@@ -24,7 +24,7 @@ class WriteAllowance:
 
     @classmethod
     def full(cls, bytes_per_day: int, now_s: float, written_bytes: int = 0) -> WriteAllowance:
-        """`written_bytes` were written in the last day, by whoever had the directory before."""
+        """`written_bytes` were written to the directory in the last day, by earlier processes."""
         return cls(bytes_per_day, now_s, float(max(0, bytes_per_day - written_bytes)))
 
     def refill(self, now_s: float) -> None:
@@ -41,25 +41,26 @@ class WriteAllowance:
 
 
 def worth_writing(size_bytes: int, left_bytes: float, share: float, *, has_returned: bool) -> bool:
-    """Whether a conversation that takes `size_bytes` more on disk is written, with so much of the allowance left."""
+    """Whether to write a conversation that takes `size_bytes` more on disk, with `left_bytes` (`share`) of the day's
+    allowance left."""
     return size_bytes <= left_bytes and (has_returned or share >= THRIFTY_BELOW)
 
 
 class Removable(NamedTuple):
-    """A conversation on disk that may go."""
+    """A conversation on disk that may be removed."""
 
     id: ConversationId
     last_used_s: float
     is_foreign: bool
-    """Of other weights, or of another split of the layers: it can't be used now."""
+    """It is of other weights or another layer split, so it cannot be used now."""
     is_superseded: bool
-    """What is about to be written can do all that this one can."""
+    """What is about to be written makes it superfluous."""
 
 
 def next_removal(removable: Iterable[Removable], used_before_s: float) -> ConversationId | None:
-    """Who makes room on disk: what is superseded, then what can't be used, then the least recently used; but nobody
-    used after `used_before_s`. So a write displaces only what is older than itself, and nothing is written to push out
-    what will be written again."""
+    """The next conversation to remove from disk: superseded ones first, then those that cannot be used, then the least
+    recently used. None used after `used_before_s` is removed, so that a write displaces only what is older, and
+    conversations do not displace each other in turns."""
     order = sorted(removable, key=lambda entry: (not entry.is_superseded, not entry.is_foreign, entry.last_used_s))
     for entry in order[:1]:
         if entry.is_superseded or entry.is_foreign or entry.last_used_s <= used_before_s:

@@ -1,4 +1,4 @@
-"""What a capture would take at a given position. Pure.
+"""What a capture up to a given position would take. Pure.
 
 rows     0 ........ held ............ position ......... n
          |-- stored --|-- to copy ------|-- not parked --|
@@ -18,8 +18,8 @@ from parkd.types import StateSizes
 
 
 def block_identity(request: CaptureRequest, index: int, rows: int, block_tokens: int) -> bytes:
-    """16 bytes for the units up to row `rows` of block `index`. It guards against a lineage that names the wrong block;
-    it never makes a block reusable."""
+    """16 bytes that name the units up to row `rows` of block `index`. A guard against a lineage that names the wrong
+    block; equal identities alone never make a block reusable."""
     if rows == block_tokens:
         return request.prefix_hashes[index]
     before = request.prefix_hashes[index - 1] if index else request.key_digest
@@ -30,10 +30,12 @@ def block_identity(request: CaptureRequest, index: int, rows: int, block_tokens:
 def bounded(
     inherited: Sequence[ParkedCheckpoint], fresh: Sequence[int], limit: int
 ) -> tuple[tuple[ParkedCheckpoint, ...], tuple[int, ...]]:
-    """What stays of `inherited`, and the positions that go so that both together are at most `limit`.
+    """The `inherited` checkpoints to keep, and the positions of those to drop, so that with `fresh` they are at most
+    `limit`.
 
-    Each turn adds a few, so without a bound a long conversation is mostly checkpoints. The earliest stays, where others
-    branch off; of the rest the earliest go, where nobody is likely to go on any more. What the engine holds stays.
+    Each turn adds a few, so without a limit a long conversation would be mostly checkpoints. The earliest is kept,
+    since others branch off there; of the rest the earliest are dropped, since few will continue there. Those that the
+    engine holds are kept.
     """
     excess = len({checkpoint.position for checkpoint in inherited}.union(fresh)) - limit
     going = [checkpoint.position for checkpoint in inherited[1:] if checkpoint.position not in fresh][: max(0, excess)]
@@ -58,7 +60,7 @@ def check_request(request: CaptureRequest, layout_digest: bytes, block_tokens: i
 
 @dataclass(frozen=True, eq=False)
 class CapturePlan:
-    """A request, and what of it the store already holds by lineage."""
+    """A request, and what the store already holds of it by lineage."""
 
     request: CaptureRequest
     held: tuple[BlockId, ...]
@@ -68,7 +70,7 @@ class CapturePlan:
     slot_bytes: int
     checkpoint_bytes: int
     dropped: tuple[int, ...] = ()
-    """Positions of inherited checkpoints that are given up: the conversation has had its number of them."""
+    """Positions of inherited checkpoints that are given up, because the conversation has too many."""
 
     def blocks(self, position: int) -> int:
         return -(-position // self.block_tokens)
@@ -89,12 +91,12 @@ class CapturePlan:
         return tuple(place for place in self.request.checkpoints if place <= position and place not in known)
 
     def checkpoint_positions(self, position: int) -> tuple[int, ...]:
-        """All that the parked conversation will have, ascending."""
+        """All checkpoints of the parked conversation, ascending."""
         known = {checkpoint.position for checkpoint in self.inherited_at(position)}
         return tuple(sorted(known.union(self.fresh_checkpoints(position))))
 
     def fresh_shapes(self, position: int) -> list[tuple[int, int, bytes]]:
-        """(index, rows, identity) of each block that must be copied."""
+        """`(index, rows, identity)` of each block that must be copied."""
         size, hashes = self.block_tokens, self.request.prefix_hashes
         whole, rest = divmod(position, size)
         first = len(self.held_at(position))
@@ -117,7 +119,7 @@ class CapturePlan:
         return len(self.fresh_checkpoints(position)) * self.checkpoint_bytes
 
     def fresh_bytes(self, position: int) -> int:
-        """State that must be copied, as it is charged."""
+        """Bytes of state that must be copied, as they are charged."""
         return self.need(position).slots * self.slot_bytes + self.fresh_checkpoint_bytes(position)
 
     def checkpoint_sizes(self, places: Sequence[int]) -> list[int] | None:  # noqa: ARG002
@@ -131,7 +133,7 @@ class CapturePlan:
 
 @dataclass(frozen=True, eq=False)
 class OpaquePlan(CapturePlan):
-    """A plan for a state that cannot be cut: one segment with all of it, or nothing."""
+    """A plan for an opaque state, which is parked as one segment or not at all."""
 
     @property
     def sizes(self) -> StateSizes:

@@ -1,7 +1,7 @@
-"""Decisions as pure functions over plain values: how much of a conversation to park, and who goes for it.
+"""Eviction as pure functions over plain values: the score of each conversation, and how far one can be parked.
 
-A policy gives every conversation that may go a score; the lowest goes first. The order around the score is the same for
-all of them and lives in `rank`:
+A policy scores every conversation that may be evicted; the lowest score goes first. What comes before and after the
+scores is the same for all policies, see `rank`:
 
     superseded ones -> those that free something, by score -> the other side of the switch -> those that free nothing
 """
@@ -18,22 +18,23 @@ from parkd.store.records import ConversationId
 
 
 class Evictable(NamedTuple):
-    """A parked conversation that may go (neither leased, pinned nor awaited), or one that may come. A tuple: each
-    capture that must make room builds one of each."""
+    """A parked conversation that may be evicted (not leased, pinned or awaited), or the one to be parked. A tuple, for
+    speed: a capture that must make room may build one for each conversation."""
 
     id: ConversationId
     position: int
     freed_bytes: int
-    """What its eviction frees now: what no one else holds, without its metadata. Of one that comes, what it takes."""
+    """What its eviction would free: state that no other conversation holds, without metadata. For the one to be parked,
+    what it takes."""
     parked_at_s: float
     last_used_s: float
     freed_tokens: int = 0
-    """The tokens behind `freed_bytes`: the last of the conversation, since heads are what is shared."""
+    """The tokens of `freed_bytes`: the last ones of the conversation, since beginnings are what is shared."""
     history: History = History()
     floor: float = 0.0
     """The score of the last one evicted when this one was last used (GDSF's clock)."""
     is_on_disk: bool = False
-    """All of it: evicting it costs a promotion at most."""
+    """Whether all of it is also on disk, so that its eviction costs at most a promotion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ class Costs:
     read_s: float = 1e-3
     read_growth_s: float = 0.0
     bytes_per_s: float = 8e9
-    """Of a restore."""
+    """Bandwidth of a restore."""
     disk_bytes_per_s: float = 1e9
-    """Of a promotion, which comes before."""
+    """Bandwidth of a promotion, which comes before the restore."""
 
     def reading_s(self, start: int, stop: int) -> float:
         """Seconds to read the tokens `[start, stop)`."""
@@ -62,33 +63,33 @@ class Costs:
 
 
 STEADY_SHARE = 0.05
-"""Of the time scale on which a score changes, for which it may stand."""
-
-
+"""A score may be used again for this share of the time in which it changes noticeably."""
 SLACK = 0.5
-"""The median of the next gap over the usual one, beyond 1, at a jitter of 1: who is regular is overdue soon."""
+"""How far the median of the next gap exceeds the usual gap, as a share, at a jitter of 1. It shrinks with the jitter,
+so a regular conversation is overdue soon."""
 
 
 class Policy(Protocol):
-    """Whom to evict."""
+    """What to evict first."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def margin(self) -> float:
-        """A capture is refused unless it scores so many times what would go for it; 0: who comes always wins."""
+        """A capture is refused unless its score is this many times the score of what would be evicted; 0: never
+        refused."""
 
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:
-        """The lowest goes first."""
+        """The lowest score is evicted first."""
 
     def steady_s(self, history: History, idle_s: float) -> float:
-        """How long a score may stand while nothing but time changes."""
+        """Seconds for which a score may be used again if nothing but time changes."""
 
 
 @dataclass(frozen=True)
 class LruPolicy:
-    """The least recently used goes."""
+    """The least recently used is evicted."""
 
     name: str = "lru"
     margin: float = 0.0
@@ -102,8 +103,8 @@ class LruPolicy:
 
 @dataclass(frozen=True)
 class GdsfPolicy:
-    """Greedy-dual size with frequency: uses x seconds saved a MiB, over the score of the last that went when it was
-    last used, so that what is not used sinks as others go."""
+    """Greedy-dual size with frequency: uses x seconds saved per MiB, plus the highest score evicted before its last
+    use, so that unused conversations fall behind as others are evicted."""
 
     name: str = "gdsf"
     margin: float = 0.0
@@ -122,21 +123,21 @@ class ValuePolicy:
 
         P(it returns | turns, idle) x (seconds to read again - seconds to restore) / (bytes x expected wait)
 
-    P starts at `first_return` for a conversation of one turn, which is therefore on probation, and grows with each
-    turn. It falls once the idle time passes what is usual for the conversation. The wait is why agents that go round
-    are not evicted just before their turn: of equals, the one whose turn is furthest off goes, also if it came last.
+    P starts low, at `first_return`, for a conversation of one turn, and grows with each turn. It falls once the
+    conversation is idle for longer than usual. Because of the wait, agents that take turns are not evicted just before
+    theirs: of equal ones, the one that is needed last goes first.
     """
 
     name: str = "value"
     margin: float = 1.3
-    """Over 1, so that equals do not push each other out in turns."""
+    """Above 1, so that conversations of equal worth do not evict each other in turns."""
     first_return: float = 0.22
     """Probability that a conversation of one turn has a second."""
     turn_gain: float = 0.12
-    """What each further turn adds to it, up to `most_return`."""
+    """Added for each further turn, up to `most_return`."""
     most_return: float = 0.7
     shape: float = 1.7
-    """Of the log-logistic law of the gaps, at a jitter of 1; regular gaps have a steeper one."""
+    """Shape of the log-logistic distribution of gaps at a jitter of 1; regular gaps have a steeper one."""
 
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:
         return (
@@ -152,12 +153,12 @@ class ValuePolicy:
         uses = history.turns + history.forks - 1
         prior = min(self.most_return, self.first_return + self.turn_gain * uses)
         ratio = max(0.0, idle_s) / ((1.0 + SLACK * history.jitter) * max(history.gap_s, 1e-3))
-        # Past the law's tail the exact exponent means nothing; the bound keeps the power finite.
+        # The limit keeps the power finite far in the tail, where its exact value does not matter.
         survives = 1.0 / (1.0 + math.exp(min(60.0, self.shape / history.jitter * math.log(max(ratio, 1e-9)))))
         return prior * survives / (prior * survives + 1.0 - prior)
 
     def wait_s(self, history: History, idle_s: float) -> float:
-        """Expected seconds until it returns, if it does."""
+        """Expected seconds until the conversation returns, if it does."""
         idle_s = max(0.0, idle_s)
         return max(history.gap_s - idle_s, 0.0) + history.jitter * (history.gap_s + idle_s) + 1e-3
 
@@ -175,9 +176,9 @@ Rank = tuple[bool, int, float, float]
 
 
 def rank(candidate: Evictable, score: float, *, is_superseded: bool, is_partner: bool) -> Rank:
-    """Sorts who goes first to the front. `is_superseded`: the capture that room is made for will replace it;
-    `is_partner`: it is the other side of the switch."""
-    # A parent whose rows its workers all share frees nothing: evicting it would only forget it.
+    """Sorts conversations so that the first to be evicted comes first. `is_superseded`: the capture that needs the room
+    will replace it. `is_partner`: it is the other side of the switch."""
+    # Evicting a parent whose rows are all shared by its workers would free nothing and lose its last position.
     last = 2 if candidate.freed_bytes == 0 else int(is_partner)
     return (not is_superseded, last, score, candidate.parked_at_s)
 

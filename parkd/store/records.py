@@ -14,7 +14,7 @@ from typing import Literal, Self
 from parkd.types import StateFile, StateSizes, Transfer, Units
 
 BlockId = int
-"""Never used twice in a store's life, so an id whose block is gone can't name another one."""
+"""Never used twice by a store, so the id of a freed block cannot name another one."""
 CheckpointId = int
 ConversationId = str
 
@@ -26,16 +26,16 @@ class ConversationGone(LookupError):
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     budget_bytes: int
-    """Everything the store holds stays under this; 0 turns parking off."""
+    """Limit of everything that the store holds; 0 turns parking off."""
     block_tokens: int
     conversation_slots: int | None = None
-    """Most parked conversations; None has no bound but the budget."""
+    """Most parked conversations; None: no limit but the budget."""
     slab_bytes: int = 256 << 20
     """Host memory is taken in pieces of at most this size."""
     min_free_bytes: int = 0
-    """Of the machine's memory, left free: a capture that would take more is refused."""
+    """Memory of the machine that stays free: a capture that would leave less is refused."""
     checkpoint_limit: int = 16
-    """Checkpoints that a conversation is parked with at most, unless the engine holds more of its own."""
+    """Most checkpoints of a parked conversation, unless the engine itself holds more."""
 
 
 class Tier(StrEnum):
@@ -43,7 +43,7 @@ class Tier(StrEnum):
 
     RAM = "ram"
     PROMOTED = "promoted"
-    """In RAM, read from disk, and not used since."""
+    """In RAM, read from disk and not used since."""
     DISK = "disk"
     """On disk only: it must be promoted before it can be leased."""
 
@@ -75,7 +75,7 @@ class Parked:
     last_used_s: float
     tier: Tier = Tier.RAM
     namespace: str = ""
-    """Whose it is, so that it can be forgotten by name."""
+    """The namespace it belongs to, for `parkd forget`."""
 
     @property
     def position(self) -> int:
@@ -84,7 +84,7 @@ class Parked:
 
 @dataclass(frozen=True, eq=False)
 class CaptureRequest:
-    """What is live and may be parked."""
+    """A live conversation that is to be parked."""
 
     key_digest: bytes
     units: Units
@@ -92,21 +92,21 @@ class CaptureRequest:
     prefix_hashes: tuple[bytes, ...]
     """`n // block_tokens` of them."""
     lineage: tuple[BlockId, ...]
-    """`lineage[i]` is the stored block that the live rows from `i * block_tokens` descend from: restored from it or
-    captured into it, and not overwritten since. A partial block may only be last, and counts only if it ends at n."""
+    """`lineage[i]` is the block that the live rows from `i * block_tokens` were restored from or captured into, and
+    that they still equal. Only the last may be a partial block, and it counts only if it ends at n."""
     layout_digest: bytes
     checkpoints: tuple[int, ...] = ()
     """Ascending positions in (0, n] at which the engine holds the fixed state of all stages."""
     rewindable: bool = True
     """True: any token is a resumable position. False: only checkpoints are."""
     namespace: str = ""
-    """The cache namespace of the key, for those who later want to forget what is parked under it."""
+    """The cache namespace of the key, for `parkd forget`."""
     sizes: StateSizes | None = None
-    """Of an opaque state, whose only segment is `lineage`: of the whole, and of each of `checkpoints`."""
+    """Only for an opaque state: the bytes of the whole and of each of `checkpoints`."""
     covered: int = 0
-    """Of an opaque state: the tokens `[0, covered)` descend from the lineage's segment."""
+    """Only for an opaque state: the tokens `[0, covered)` descend from the segment in `lineage`."""
     file: StateFile | None = None
-    """Where an opaque state that is a file goes; the store's own to give."""
+    """The file of an opaque state; set by the store itself."""
 
 
 class RefusalReason(StrEnum):
@@ -115,16 +115,16 @@ class RefusalReason(StrEnum):
     SLOTS = "slots"
     NO_CHECKPOINT = "no-checkpoint"
     VALUE = "value"
-    """What would have to go is expected to save more."""
+    """What would be evicted is expected to save more."""
     MEMORY = "memory"
     BUSY = "busy"
-    """A part of it is being read or written; in a moment it won't be."""
+    """A part of it is being read or written. Try again when that has ended."""
     MEMORY_FLOOR = "memory-floor"
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why a conversation was not parked. Nothing was evicted for it, unless memory itself ran out."""
+    """Why a conversation was not parked. Nothing was evicted for it, unless the machine ran out of memory."""
 
     reason: RefusalReason
     message: str
@@ -133,9 +133,9 @@ class Refused:
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """Reserved room for a conversation that is being copied. Visible to nobody until it is committed.
+    """Reserved room for a conversation that is being copied. Not visible until it is committed.
 
-    Its buffers go back to the pool at abort: abort only when the engine no longer writes to them.
+    An abort frees its buffers: abort only when the engine no longer writes to them.
     """
 
     serial: int
@@ -143,7 +143,8 @@ class Capture:
     position: int
     """The conversation is parked up to here; less than `len(request.units)` if it does not fit whole."""
     transfer: Transfer
-    """Rows `[start, position)`; what lies before `start` is already held, in blocks the live rows descend from."""
+    """Moves the rows `[start, position)`. Those before `start` are stored already, in blocks that the live rows descend
+    from."""
 
     @property
     def is_whole(self) -> bool:
@@ -152,7 +153,7 @@ class Capture:
 
 @dataclass(eq=False)
 class Lease:
-    """While held, none of the conversation's blocks is evicted or overwritten. A context manager; release is
+    """While it is held, no block of the conversation is freed or overwritten. A context manager; `release` is
     idempotent."""
 
     parked: Parked
@@ -161,8 +162,8 @@ class Lease:
     """The live position after the restore."""
     transfer: Transfer
     lineage: tuple[BlockId, ...]
-    """What the live rows `[0, stop)` descend from once the restore is done: the lineage of the next capture. A partial
-    last block must be taken off as soon as a token is added."""
+    """The blocks that the live rows `[0, stop)` descend from after the restore, for the next capture. A partial last
+    block no longer counts once a token is added."""
     _release: Callable[[], None] = field(repr=False)
     _held: bool = True
 
@@ -183,7 +184,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A view of the store at one instant. Counts since the start end in `_total`."""
+    """The store at one instant. Names of counters end in `_total`."""
 
     conversations: int
     conversation_slots: int | None
@@ -197,7 +198,7 @@ class StoreStats:
     bytes_in_use: int
     """Rows, checkpoints, captures in flight and metadata."""
     bytes_allocated: int
-    """What the store takes from the machine: slabs, checkpoints, metadata. In use <= allocated <= budget."""
+    """What the store takes from the machine: slabs, checkpoints, metadata. bytes_in_use <= this <= budget_bytes."""
     peak_bytes_allocated: int
     row_bytes: int
     checkpoint_bytes: int
@@ -212,6 +213,6 @@ class StoreStats:
     dropped_total: int
     captured_tokens_total: int
     reused_tokens_total: int
-    """Tokens of committed captures that were already held and not copied again."""
+    """Tokens of committed captures that were stored before and not copied again."""
     refusals_total: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """By `RefusalReason` value."""

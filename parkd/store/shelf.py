@@ -1,8 +1,7 @@
-"""What is parked: the conversations, what they hold, and how room is made among them.
+"""The parked conversations in RAM and what they hold: blocks, checkpoints, index and budget.
 
-The shelf owns blocks, checkpoints, the index and the budget; the store above it decides nothing about them that is not
-said here. A conversation taken off the shelf while it is leased is invisible at once and keeps its bytes, and their
-charge, until the last lease ends.
+A conversation that is taken off the shelf while it is leased is invisible at once, but keeps its bytes, which stay
+charged, until the last lease ends.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from parkd.types import StateLayout, Units
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rating:
-    """What a policy made of an entry; stands until `until_s`, or until the entry or what it shares changes."""
+    """A policy's score of an entry. Valid until `until_s`, or until the entry or what it shares changes."""
 
     score: float
     candidate: Evictable
     place: Rank
-    """Where it stands, unless it is superseded or the other side of the switch."""
+    """Its place in the order of eviction, unless it is superseded or the other side of the switch."""
     freed_slots: int
     freed_side_bytes: int
     until_s: float
@@ -39,7 +38,7 @@ class Rating:
 
 @dataclass(eq=False)
 class Waiter:
-    """A request in the queue that would start from an entry, or from what supersedes that."""
+    """A queued request that would start from `entry`, or from what supersedes it."""
 
     entry: Entry | None
 
@@ -55,14 +54,14 @@ class Waiter:
 class Entry:
     parked: Parked
     owner: Owner
-    """Holds the blocks."""
+    """Under which the blocks are held."""
     leases: int = 0
     is_pinned: bool = False
     is_published: bool = True
     awaited_by: list[Waiter] = field(default_factory=list)
     history: History = field(default_factory=History)
     floor: float = 0.0
-    """The shelf's floor when this was last used."""
+    """`Shelf.floor` when this entry was last used."""
     rating: Rating | None = None
 
     @property
@@ -90,16 +89,16 @@ class Shelf:
         self.checkpoints = CheckpointPool(layout, self.budget, hooks)
         self.index = PrefixIndex()
         self.entries: dict[ConversationId, Entry] = {}
-        """Published only; the one used last is last."""
+        """Published entries, the most recently used last."""
         self.owned: dict[Owner, Entry] = {}
-        """The same by owner."""
+        """The same entries by owner."""
         self.fading: dict[Owner, Entry] = {}
-        """Taken off while leased."""
+        """Entries that were taken off while leased."""
         self.ghosts = Ghosts()
         self.floor = 0.0
-        """The highest score of one that was evicted."""
+        """The highest score that was evicted so far."""
         self.is_on_disk: Callable[[ConversationId], bool] = lambda _: False
-        """Whether a conversation lies on disk too, all of it."""
+        """Whether all of a conversation is also on disk."""
 
     @property
     def bytes_in_use(self) -> int:
@@ -113,13 +112,13 @@ class Shelf:
         return entry
 
     def put(self, entry: Entry) -> None:
-        """Publishes a conversation whose bytes are held and charged in the name of `entry.owner`."""
+        """Publishes a conversation whose bytes are held by `entry.owner` and charged."""
         parked = entry.parked
         self.entries[parked.id] = self.owned[entry.owner] = entry
         self.index.add(parked.id, parked.key_digest, parked.prefix_hashes)
 
     def take_off(self, entry: Entry) -> None:
-        """Makes a conversation invisible, and frees what only it holds as soon as nobody leases it."""
+        """Makes a conversation invisible, and frees what only it holds once no lease is left."""
         parked = entry.parked
         del self.entries[parked.id], self.owned[entry.owner]
         self.index.remove(parked.id, parked.key_digest, parked.prefix_hashes)
@@ -137,7 +136,7 @@ class Shelf:
             self.entries[entry.parked.id] = self.entries.pop(entry.parked.id)
 
     def lease(self, entry: Entry, now_s: float) -> Callable[[], None]:
-        """Returns what ends the lease."""
+        """Returns the function that ends the lease. Call it once."""
         entry.leases += 1
         entry.history = entry.history.forked(now_s - entry.parked.last_used_s)
         self.used(entry, now_s)
@@ -153,8 +152,8 @@ class Shelf:
     def prefixes_of(
         self, key_digest: bytes, units: Units, prefix_hashes: tuple[bytes, ...], known: Sequence[Entry] = ()
     ) -> list[Entry]:
-        """All conversations of the key whose units are the first of these, equal ones included. Those `known` to be
-        are not compared again."""
+        """All conversations of the key whose units are a prefix of `units`, or equal. Those in `known` are not compared
+        again."""
         found = (self.entries[i] for i in self.index.ending_within(key_digest, prefix_hashes))
         return [entry for entry in found if entry in known or _is_prefix(entry.parked.units, units)]
 
@@ -162,7 +161,7 @@ class Shelf:
         return conversation_metadata_bytes(parked.position, self.block_tokens)
 
     def rated(self, entry: Entry, policy: Policy, costs: Costs, now_s: float) -> Rating:
-        """What the policy makes of the entry as it stands now."""
+        """Rates the entry as it is now, and stores the rating in it."""
         parked, slots = entry.parked, self.blocks.exclusive(entry.owner)
         checkpoint_bytes = self._exclusive_checkpoint_bytes(parked) if parked.checkpoints else 0
         freed_bytes = self.blocks.exclusive_bytes(entry.owner, parked.blocks) + checkpoint_bytes
@@ -190,7 +189,7 @@ class Shelf:
         return entry.rating
 
     def moved(self, conversation_id: ConversationId) -> None:
-        """It came to lie on disk, or does so no more: that changes what it is worth in memory."""
+        """Called when a conversation comes to disk or leaves it, which changes what it is worth in memory."""
         entry = self.entries.get(conversation_id)
         if entry is not None:
             entry.rating = None
@@ -202,7 +201,7 @@ class Shelf:
         return self.slabs.room()
 
     def most_room(self) -> tuple[Room, int]:
-        """The room if all that may go went, and the bytes that are then free, slots counted singly."""
+        """The room if everything that may go were evicted, and the bytes that would then be free, in single slots."""
         going = [entry for entry in self.entries.values() if entry.may_go]
         slots = self.blocks.slots_freed_with(entry.parked.blocks for entry in going)
         side_bytes = sum(self.metadata_bytes(entry.parked) for entry in going)
@@ -229,8 +228,8 @@ def _is_prefix(short: Units, long: Units) -> bool:
 
 
 def superseded(prefixes: Iterable[Entry], position: int, checkpoints: Iterable[int]) -> list[Entry]:
-    """Those that a conversation parked up to `position` with these checkpoints makes superfluous: whatever can be
-    resumed in them can be resumed in it."""
+    """The prefixes that a conversation parked up to `position` with these checkpoints makes superfluous: wherever they
+    can be resumed, it can be resumed too."""
     places = set(checkpoints)
     return [
         entry

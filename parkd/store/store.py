@@ -1,10 +1,10 @@
-"""The store of parked conversations: what the daemon sees of it.
+"""The store of parked conversations, as the proxy uses it.
 
-Synchronous and owned by one task; nothing here waits, and nothing copies rows: the engine does, into and out of the
-buffers it is given.
+Synchronous, and used from one task only. Nothing here waits or copies rows: the engine copies, into and out of the
+buffers that it is given.
 
-A conversation is parked in three steps, so that no byte is copied before its room is certain and nobody sees it before
-all its stages are in:
+A conversation is parked in three steps, so that no byte is copied before there is room for all of them, and the
+conversation is not visible before all stages are complete:
 
     begin_capture   reserves every byte, evicting for it      (engine copies)      commit   publishes, supersedes
                                                                                    abort    gives everything back
@@ -44,7 +44,7 @@ from parkd.store.transfers import lease_transfer, lineage_of
 from parkd.types import Checksums, StateLayout
 
 CANDIDATE_LIMIT = 64
-"""Conversations that one look-up names at most, unless told."""
+"""Most conversations that one look-up returns by default."""
 
 
 class ConversationStore:
@@ -62,9 +62,9 @@ class ConversationStore:
         observer: Callable[[], None] | None = None,
         free_memory: Callable[[], int] | None = None,
     ) -> None:
-        """`clock` gives seconds; `new_id` an id never given before (else they are numbered); `observer` is called after
-        each change of what is charged to the budget; `free_memory` says what the machine could still give (without it
-        the configuration's floor does not hold)."""
+        """`clock` returns seconds. `new_id` returns an id that was never used before; by default ids are numbers.
+        `observer` is called after each change of what is charged to the budget. `free_memory` returns the bytes that
+        the machine can still give; without it, `config.min_free_bytes` is not enforced."""
         self.config = config
         self.layout = layout
         self._clock = clock
@@ -83,8 +83,8 @@ class ConversationStore:
     def candidates(
         self, key_digest: bytes, prefix_hashes: tuple[bytes, ...], limit: int = CANDIDATE_LIMIT
     ) -> list[tuple[Parked, int]]:
-        """At most `limit` conversations of the key, each with the count of full blocks whose hashes it shares,
-        deepest first; those that share none come last, since they may share less than a block."""
+        """At most `limit` conversations of the key, each with the number of full blocks whose hashes it shares with the
+        prompt, most first. Those that share none come last, since they may share less than a block."""
         found = self._shelf.index.find(key_digest, prefix_hashes, limit)
         return [(self._shelf.entries[conversation_id].parked, shared) for conversation_id, shared in found]
 
@@ -93,22 +93,22 @@ class ConversationStore:
         return None if entry is None else entry.parked
 
     def touch(self, conversation_id: ConversationId) -> None:
-        """Marks as used now. Raises ConversationGone, as the next three do."""
+        """Marks a conversation as used now. Raises ConversationGone, as `pin` and `unpin` do."""
         self._shelf.used(self._shelf.entry(conversation_id), self._clock())
 
     def pin(self, conversation_id: ConversationId) -> None:
-        """Never evicted until unpinned; what supersedes it is pinned in its place."""
+        """Keeps a conversation from being evicted until it is unpinned. What supersedes it is pinned instead."""
         self._shelf.entry(conversation_id).is_pinned = True
 
     def unpin(self, conversation_id: ConversationId) -> None:
         self._shelf.entry(conversation_id).is_pinned = False
 
     def measured(self, costs: Costs) -> None:
-        """What reading and restoring cost from now on, for the policy."""
+        """Sets the costs that the eviction policy calculates with."""
         self._costs = costs
 
     def expect(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...]) -> Callable[[], None]:
-        """Keeps what a queued prompt would start from until the returned function is called, once or more often."""
+        """Keeps what a queued prompt would start from. The returned function, which is idempotent, releases it."""
         found = self._shelf.index.find(key_digest, prefix_hashes, 1)
         if not found or found[0][1] == 0:
             return lambda: None
@@ -117,10 +117,11 @@ class ConversationStore:
         return lambda: waiter.move(None)
 
     def lease(self, conversation_id: ConversationId, stop: int, start: int = 0) -> Lease:
-        """What an engine needs to make `[0, stop)` live, given that the rows before `start` are the ones meant.
+        """What an engine needs to make `[0, stop)` live, if its rows before `start` are already those of the
+        conversation.
 
-        `start` is 0 or a multiple of the block size. With fixed state, `stop` must be one of the checkpoints. Buffers
-        are read-only. Raises ConversationGone; ValueError for positions that the conversation can't serve.
+        `start` is 0 or a multiple of the block size. With fixed state, `stop` must be one of the checkpoints. The
+        buffers are read-only. Raises ConversationGone, and ValueError for positions that cannot be restored.
         """
         entry = self._shelf.entry(conversation_id)
         transfer = lease_transfer(self._shelf, self.layout, entry.parked, start, stop)
@@ -129,18 +130,18 @@ class ConversationStore:
         return Lease(entry.parked, start, stop, transfer, lineage_of(self._shelf, entry.parked, stop), release)
 
     def grow_ahead(self) -> None:
-        """Takes as many slabs as the budget allows, now: memory that must be made ready for a device takes its time.
+        """Allocates as many slabs as the budget allows, because page-locking memory later would delay captures.
 
-        Raises OSError or MemoryError; what was taken until then stays.
+        Raises OSError or MemoryError; what was allocated until then stays.
         """
         while self._shelf.slabs.grow_ahead():
             pass
 
     def begin_capture(self, request: CaptureRequest) -> Capture | Refused:
-        """Reserves room for what is live, evicting as the policy says; never what is leased or pinned.
+        """Reserves room for a live conversation. Evicts for it by the policy, but never what is leased or pinned.
 
-        Parks whole, else up to the longest resumable position that fits, else refuses and changes nothing. Raises
-        ValueError on a request that contradicts itself.
+        If the conversation does not fit whole, reserves up to the last resumable position that fits; if nothing fits,
+        refuses and changes nothing. Raises ValueError on a request that contradicts itself.
         """
         if self.config.budget_bytes == 0:
             return self._refused(request, Refused(RefusalReason.OFF, "parking is off"))
@@ -150,7 +151,7 @@ class ConversationStore:
         now_s, tokens = self._clock(), len(request.units)
         history = self._shelf.ghosts.next(request.prefix_hashes, tokens, now_s)
         self._shelf.ghosts.note(request.prefix_hashes, tokens, history, now_s)
-        # Held from here on, so that making room can't free what the capture builds upon.
+        # Held from here on, so that evictions cannot free what the capture builds on.
         self._shelf.blocks.hold(owner, plan.held)
         self._shelf.checkpoints.hold(checkpoint.id for checkpoint in plan.inherited)
         with contextlib.ExitStack() as undo:
@@ -172,10 +173,10 @@ class ConversationStore:
         return self._refused(request, outcome)
 
     def commit(self, capture: Capture, checksums: Checksums) -> Parked:
-        """Publishes a capture whose every byte is in, and takes off what it supersedes.
+        """Publishes a capture that is copied completely, and removes what it supersedes.
 
-        The live conversation's lineage is the result's `blocks` from now on. Raises ValueError if the capture is not
-        open or the checksums are not one a part; an open capture then stays open.
+        From now on the lineage of the live conversation is the result's `blocks`. Raises ValueError if the capture is
+        not open, or if there is not one checksum per part; an open capture then stays open.
         """
         flight = self._captures.get(capture.serial)
         if flight is None:
@@ -189,7 +190,7 @@ class ConversationStore:
         parked = self._parked(capture, flight)
         entry = Entry(parked, capture.serial, history=flight.history, floor=self._shelf.floor)
         places = [*(checkpoint.position for checkpoint in parked.checkpoints), *flight.plan.dropped]
-        known = flight.replaces  # prefixes then, of at least so many units
+        known = flight.replaces  # found to be prefixes at the reservation
         prefixes = self._shelf.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes, known)
         for ancestor in superseded(prefixes, parked.position, places):
             entry.is_pinned |= ancestor.is_pinned
@@ -206,9 +207,9 @@ class ConversationStore:
         return parked
 
     def abort(self, capture: Capture) -> None:
-        """Gives back all that the capture took; does nothing if it is closed.
+        """Frees everything that the capture reserved. Does nothing if it was committed or aborted before.
 
-        The engine must be done with the buffers.
+        The engine must no longer use the buffers.
         """
         flight = self._captures.pop(capture.serial, None)
         if flight is None:
@@ -217,7 +218,7 @@ class ConversationStore:
         self._totals["aborts"] += 1
 
     def drop(self, conversation_id: ConversationId, reason: str) -> bool:
-        """Forgets a conversation, leased or not; a lease keeps its bytes until it ends. False if it is gone already."""
+        """Removes a conversation. Leases keep its bytes until they end. False if it was not there."""
         entry = self._shelf.entries.get(conversation_id)
         if entry is None:
             return False
@@ -226,21 +227,23 @@ class ConversationStore:
         return True
 
     def why_gone(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...]) -> str:
-        """What became of the one that shared most blocks with this prompt and is not parked any more; or empty."""
+        """What happened to the conversation that shared most blocks with this prompt and is no longer parked; or
+        empty."""
         return self._gone.why(key_digest, prefix_hashes, self._clock())
 
     def stats(self) -> StoreStats:
         return ram_stats(self.config, self._shelf, self._captures.values(), self._totals, self._refusals)
 
     def close(self) -> None:
-        """Forgets everything and gives all memory back. No lease and no capture may be open."""
+        """Removes everything and frees all memory. No lease and no capture may be open."""
         assert not self._captures, "a capture is in flight"
         for entry in list(self._shelf.entries.values()):
             self._shelf.take_off(entry)
         self._shelf.slabs.close()
 
     def _open(self, owner: Owner, plan: CapturePlan, decision: Decision, history: History) -> Capture:
-        """Takes the room that was made. Raises OSError or MemoryError with only the plan's holdings left to release."""
+        """Takes the room that was made. If it raises OSError or MemoryError, only what the plan holds is left to
+        release."""
         position = decision.position
         shapes = self._shapes(plan, position)
         fresh = Fresh(shapes, self._names(plan.request, shapes))
@@ -251,14 +254,14 @@ class ConversationStore:
 
     def _reserve_elsewhere(
         self,
-        plan: CapturePlan,  # noqa: ARG002 - for a store with another tier
+        plan: CapturePlan,  # noqa: ARG002 - used by FileStore
         history: History,  # noqa: ARG002
     ) -> Refused | None:
-        """Makes the room that an admitted capture needs outside memory, or says why not."""
+        """For subclasses: reserves the room that an admitted capture needs outside memory, or refuses."""
         return None
 
     def _release_plan(self, owner: Owner, plan: CapturePlan) -> None:
-        """What a capture that comes to nothing holds."""
+        """Releases what a plan holds, when its capture is refused or fails."""
         self._shelf.blocks.release(owner, plan.held)
         self._shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited)
 
@@ -266,7 +269,7 @@ class ConversationStore:
         request, now = capture.request, self._clock()
         units = request.units
         if not capture.is_whole or units.flags.writeable or not units.flags.owndata:
-            units = units[: capture.position].copy()  # who asked may change theirs
+            units = units[: capture.position].copy()  # the caller may change its own
             units.flags.writeable = False
         return Parked(
             id=self._new_id(),
@@ -282,15 +285,15 @@ class ConversationStore:
         )
 
     def _shapes(self, plan: CapturePlan, position: int) -> Sequence[tuple[int, int, bytes]]:
-        """(index, rows, identity) of the blocks to be copied."""
+        """`(index, rows, identity)` of each block to be copied."""
         return plan.fresh_shapes(position)
 
     def _names(
         self,
-        request: CaptureRequest,  # noqa: ARG002 - for a store with another tier
+        request: CaptureRequest,  # noqa: ARG002 - used by TieredStore
         shapes: Sequence[tuple[int, int, bytes]],  # noqa: ARG002
     ) -> Sequence[BlockId | None]:
-        """Ids that the blocks to be copied have already in another tier, None for a new one; nothing if all are new."""
+        """The ids that blocks to be copied already have on disk, None for a new block; empty if all are new."""
         return ()
 
     def _forget(self, entry: Entry, verb: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Builds the moves that captures and leases hand to the engine."""
+"""Builds the transfers that captures and leases give to the engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def capture_transfer(
     blocks: Sequence[BlockId],
     checkpoints: Sequence[CheckpointId],
 ) -> Transfer:
-    """Into `blocks`, which hold `[start, position)`, and `checkpoints`."""
+    """A transfer into `blocks`, which hold the rows `[start, position)`, and into `checkpoints`."""
     stages = _stages(shelf, blocks, position, checkpoints, writeable=True)
     return Transfer(layout.digest, start, position, shelf.block_tokens, stages)
 
 
 def lease_transfer(shelf: Shelf, layout: StateLayout, parked: Parked, start: int, stop: int) -> Transfer:
-    """Out of the blocks that hold `[start, stop)`, the last of them whole. Raises ValueError."""
+    """A transfer out of the blocks that hold `[start, stop)`, the last block whole. Raises ValueError for other ranges
+    than the conversation can serve."""
     size = shelf.block_tokens
     if start % size or not 0 <= start <= stop or not 0 < stop <= parked.position:
         raise ValueError(f"rows [{start}, {stop}) of a conversation of {parked.position} tokens")
@@ -52,7 +53,7 @@ def lease_transfer(shelf: Shelf, layout: StateLayout, parked: Parked, start: int
 
 
 def lineage_of(shelf: Shelf, parked: Parked, stop: int) -> tuple[BlockId, ...]:
-    """Blocks of which the live rows `[0, stop)` hold all rows; or the segment, of which they hold the head."""
+    """The blocks whose rows are all within the live rows `[0, stop)`; of an opaque state, its segment."""
     if shelf.is_opaque:
         return parked.blocks
     whole, rest = divmod(stop, shelf.block_tokens)

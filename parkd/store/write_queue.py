@@ -1,9 +1,9 @@
-"""Conversations on their way to disk: which are worth a write, in what order, and what a write that ended changes.
+"""Conversations on their way to disk: which are worth writing, in what order, and what changes after each write.
 
     commit -> offered -> waiting (leased in RAM) -> one write at a time -> on disk, its ancestors there forgotten
 
-What waits is leased, so that nothing evicts it before it is written. After failures writing pauses, longer each time;
-after the second in a row nothing waits any more, so that a broken disk costs memory nothing.
+Waiting conversations are leased, so that they are not evicted before they are written. After a failure writing pauses,
+longer each time. After the second failure in a row nothing waits any more, so that a broken disk holds no memory.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from parkd.store.shelf import Entry, Shelf
 from parkd.types import StateLayout
 
 QUEUE_SHARE = 2
-"""Conversations that wait for the disk hold at most one part in so many of the memory budget. One that waits alone may
-hold more: else what is larger would never come to disk, which is wanted most where memory holds two of them at most."""
+"""Waiting conversations hold at most one part in this many of the memory budget. One that waits alone may hold more:
+otherwise larger conversations would never reach the disk, which matters most where memory holds only one or two."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 600.0
-"""Without writes, after one that failed; doubled with each failure in a row."""
+"""Pause after a failed write; doubled with each further failure in a row."""
 FAILURES_BORNE = 1
-"""In a row, until nothing is kept waiting."""
+"""Failures in a row after which conversations may still wait."""
 
 
 @dataclass(frozen=True)
 class DiskSources:
-    """What the disk tier takes from outside."""
+    """What the disk tier gets from outside."""
 
     wall: Callable[[], float]
     """Seconds since the epoch."""
     new_extent: Callable[[], int]
-    """A 64-bit number never given before, also by another process."""
+    """Returns a 64-bit number that no process has used in the directory."""
     first_block: BlockId
-    """Ids of blocks are given from here on; none of them was ever used before in the directory."""
+    """Block ids count up from here; none of them was ever used in the directory."""
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class _Waiting:
     bytes: int
     release: Callable[[], None]
     adopted: ExtentRef | None = None
-    """Its file, if that is there and charged already."""
+    """Its file, if the engine has written it already; it is charged."""
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class _Writing:
 
 
 class WriteQueue:
-    """The way from RAM to disk. `on_work` is called when there may be something new to do."""
+    """The way from RAM to disk. `on_work` is called when there may be a new job."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class WriteQueue:
     ) -> None:
         self.on_work: Callable[[], None] = lambda: None
         self.on_lost: Callable[[ConversationId], None] = lambda _id: None
-        """Told of a conversation whose file could not be kept."""
+        """Called with a conversation whose adopted file could not be kept."""
         self.writes = self.written_bytes = self.failures = self.not_written = 0
         self.allowance = allowance
         self._shelf = shelf
@@ -102,7 +102,7 @@ class WriteQueue:
         return self._clock() < self._paused_until_s
 
     def offer(self, entry: Entry) -> None:
-        """Queues a conversation of RAM if it is worth the write."""
+        """Queues a conversation in RAM if it is worth a write."""
         parked, allowance = entry.parked, self.allowance
         size = self._missing_bytes(parked)
         allowance.refill(self._clock())
@@ -118,17 +118,17 @@ class WriteQueue:
         self.on_work()
 
     def new_extent(self, size: int) -> ExtentRef:
-        """A file of that size to come."""
+        """Names a new file of that size."""
         return ExtentRef(self._sources.new_extent(), size)
 
     def adopt(self, entry: Entry, ref: ExtentRef) -> None:
-        """Queues a conversation whose file is there and charged: it wants its manifest."""
+        """Queues a conversation whose file is already written and charged, so that it gets its manifest."""
         self._waiting[entry.parked.id] = _Waiting(entry, 0, self._shelf.lease(entry, self._clock()), ref)
         self.allowance.spend(ref.taken_bytes)
         self.on_work()
 
     def cancel(self, conversation_id: ConversationId) -> None:
-        """It is dropped, or something else will be written in its place."""
+        """Takes a conversation out of the queue. If it is being written, it is forgotten after the write."""
         waiting = self._waiting.pop(conversation_id, None)
         if waiting is not None:
             self._give_up(waiting)
@@ -136,13 +136,13 @@ class WriteQueue:
             self._writing.is_dropped = True
 
     def cancel_superseded(self) -> None:
-        """What took their place will be written instead. One that is being written goes on: it is as good as it was."""
+        """Takes superseded conversations out of the queue. One that is being written is still written."""
         for conversation_id, waiting in list(self._waiting.items()):
             if not waiting.entry.is_published:
                 self._give_up(self._waiting.pop(conversation_id))
 
     def next_job(self) -> WriteJob | RemoveJob | None:
-        """The next thing to do; None while a job is out that it depends on, or in a pause."""
+        """The next job; None in a pause, or while a job is under way that must end first."""
         removal = self._disk.next_removal_job()
         if removal is not None:
             return removal
@@ -167,7 +167,7 @@ class WriteQueue:
         return None
 
     def finished(self, job: WriteJob, error: Exception | None) -> None:
-        """How a write ended."""
+        """Ends a write job."""
         writing, self._writing = self._writing, None
         assert writing is not None
         assert writing.job is job
@@ -181,7 +181,8 @@ class WriteQueue:
             self.on_lost(job.manifest.id)
 
     def _start(self, waiting: _Waiting) -> _Writing | None:
-        """The job for a conversation, its reused extents held and room condemned for it; None if there is no room."""
+        """The job that writes a conversation, with its reused extents held and others condemned to make room; None if
+        there is no room."""
         parked = waiting.entry.parked
         shift = self._sources.wall() - self._clock()
         number = self._sources.new_extent() if waiting.adopted is None else waiting.adopted.id
@@ -222,14 +223,14 @@ class WriteQueue:
                 self.cancel(conversation_id)
 
     def _give_up(self, waiting: _Waiting) -> None:
-        """It will not be written."""
+        """Releases a conversation that will not be written, and condemns its file, if it has one."""
         waiting.release()
         if waiting.adopted is not None:
             self._disk.condemn((waiting.adopted.name,), waiting.adopted.taken_bytes)
             self.on_lost(waiting.entry.parked.id)
 
     def _superseded(self, parked: Parked) -> list[DiskEntry]:
-        """Those on disk that this conversation makes superfluous."""
+        """Conversations on disk that this one makes superfluous."""
         places = {checkpoint.position for checkpoint in parked.checkpoints}
         return [
             entry
@@ -240,7 +241,7 @@ class WriteQueue:
         ]
 
     def _missing_bytes(self, parked: Parked) -> int:
-        """Bytes of the conversation that are not on disk."""
+        """Bytes of the conversation that are not on disk yet."""
         blocks = [block_id for block_id in parked.blocks if block_id not in self._disk.blocks]
         checkpoints = [c.id for c in parked.checkpoints if c.id not in self._disk.checkpoints]
         return self._shelf.blocks.bytes_of(blocks) + sum(map(self._shelf.checkpoints.bytes_of, checkpoints))
