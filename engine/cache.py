@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from engine.arena import StageArena
 from engine.attention_layers import ArenaAttentionLayer, ArenaHybridLayer, QuantisedAttentionLayer, QuantisedLatentLayer
-from engine.cache_layers import ArenaLinearLayer, ArenaSlidingLayer
+from engine.cache_layers import ArenaLinearLayer, ArenaSlidingLayer, WindowTimeline
 from engine.indexed_layers import IndexPositions, LayerIndex, OtherStagesLayer, TakesPositions
 from engine.indexer import MakeBlocks
 from engine.layer_state import INDEX_KEY, INDEX_POSITION, LATENT_FIELDS, WINDOW_FIELDS
@@ -30,11 +30,13 @@ class StageCache(Cache):  # type: ignore[misc]
         layers: list[Any] = [OtherStagesLayer() for _ in range(num_layers)]
         fields = {(field.layer, field.name): arena.field_view(field) for field in arena.layout.row_fields}
         fields |= {(field.layer, field.name): arena.fixed_view(field) for field in arena.layout.fixed_fields}
+        windows: dict[int, WindowTimeline] = {}
         for layer in range(arena.layout.first_layer, arena.layout.end_layer):
-            layers[layer] = _layer(arena, layer, fields)
+            layers[layer] = _layer(arena, layer, fields, windows)
         super().__init__(layers=layers)
         self._mine = [layer for layer in layers if not isinstance(layer, OtherStagesLayer)]
         self._sliding = [layer for layer in self._mine if isinstance(layer, ArenaSlidingLayer)]
+        self._windows = tuple(windows.values())
         self._positions: IndexPositions | None = None
         self._indexes: dict[int, LayerIndex] = {}
         """By layer; those of sparse attention."""
@@ -47,6 +49,8 @@ class StageCache(Cache):  # type: ignore[misc]
     def begin(self, position: int) -> None:
         """The chunk that comes starts at `position`: rows `[0, position)` are its past."""
         self._moved_to(position)
+        for window in self._windows:
+            window.begin(position)
         for layer in self._mine:
             layer.begin(position)
         if self._positions is not None:
@@ -74,25 +78,28 @@ class StageCache(Cache):  # type: ignore[misc]
         work. Layers whose state lies where it always does are not told: they take no part in a replay."""
         self._moved_to(position)
         place.put(position, turn)
-        for layer in self._sliding:
-            layer.begin(position)
-            layer.ready_for_step(place)
+        for window in self._windows:
+            window.begin(position)
+            place.set_slot(window.window, window.room_for(place.tokens))
 
     def floor(self, position: int) -> int:
         """The lowest position the timeline can be cut to while this stage's state stays exact."""
         exact_from = 0 if self.history.is_empty else self.history.floor(position)
-        return max([exact_from, *(layer.floor for layer in self._sliding)])
+        return max([exact_from, *(window.floor for window in self._windows)])
 
     def pack(self, position: int) -> None:
         """Makes the arena's `fixed` the whole fixed state at `position`, where the timeline is."""
+        for window in self._windows:
+            window.begin(position)
         for layer in self._sliding:
-            layer.begin(position)
             layer.pack()
 
     def unpack(self, position: int) -> None:
         """Makes the arena's `fixed` what this stage goes on from at `position`."""
+        for window in self._windows:
+            window.restart(position)
         for layer in self._sliding:
-            layer.unpack(position)
+            layer.unpack()
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Writes `[1, q, dim]` at the position; returns the view `[1, position + q, dim]`."""
@@ -135,11 +142,19 @@ def attention_layer(layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) 
     return (QuantisedLatentLayer if latent else QuantisedAttentionLayer)(keys, values, scales)
 
 
-def _layer(arena: StageArena, layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> Any:
-    """The cache layer for what the arena's layout has of `layer`, by the names of its fields."""
+def _layer(
+    arena: StageArena,
+    layer: int,
+    fields: Mapping[tuple[int, str], torch.Tensor],
+    windows: dict[int, WindowTimeline],
+) -> Any:
+    """The cache layer for what the arena's layout has of `layer`, by the names of its fields. `windows` are those of
+    the stage by how many tokens they see; a new one is added."""
     if (layer, WINDOW_FIELDS[0]) in fields:
         packed = (fields[layer, WINDOW_FIELDS[0]], fields[layer, WINDOW_FIELDS[1]])
-        return ArenaSlidingLayer(arena.windows[layer], packed, arena.window_room.slack_tokens)
+        window, capacity = len(packed[0]) + 1, len(arena.windows[layer][0])
+        timeline = windows.setdefault(window, WindowTimeline(window, capacity, arena.window_room.slack_tokens))
+        return ArenaSlidingLayer(arena.windows[layer], packed, timeline)
     mine = {name: view for (index, name), view in fields.items() if index == layer}
     attends = "key" in mine or LATENT_FIELDS[0] in mine
     states = {name: view.unsqueeze(0) for name, view in mine.items() if name.startswith(("conv_", "recurrent_"))}

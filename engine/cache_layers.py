@@ -11,54 +11,95 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from engine.placed import PlacedRows, PlacedStates, TokenPlace
 
 
-class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer that sees `window` tokens, in a buffer of its own in order of time.
+class WindowTimeline:
+    """Where tokens lie in the buffers of the layers that see `window` tokens: at the same place in each, also after a
+    forward that broke between two of them.
 
     token    base ...... floor - (window-1) ...... position ...... base + capacity
     buffer   |-- slack --|------ window - 1 -------|-- written now --|-- free --|
 
-    A view covers the last `window - 1` tokens and the new ones, which is what the library's own layer would hold.
-    When the buffer is full its end moves to the front, with `slack` tokens before the window: so far back the
+    When the buffers are full their ends move to the front, with `slack` tokens before the window: so far back the
     timeline can be cut without anything having been kept.
+    """
+
+    def __init__(self, window: int, capacity: int, slack: int) -> None:
+        self.window = window
+        self.capacity = capacity
+        self.slack = slack
+        self.position = 0
+        self.base = 0
+        self.buffers: list[torch.Tensor] = []
+        """`[capacity, heads, head_dim]` each."""
+
+    @property
+    def past(self) -> int:
+        """Tokens of the window before the position."""
+        return min(self.position, self.window - 1)
+
+    @property
+    def floor(self) -> int:
+        """The lowest position at which the whole window is still here."""
+        return self.base + self.window - 1 if self.base else 0
+
+    def begin(self, position: int) -> None:
+        self.position = position
+        if position == 0:
+            self.base = 0
+
+    def restart(self, position: int) -> None:
+        """The buffers begin with the window before `position`, once each layer has unpacked it."""
+        self.position = position
+        self.base = position - self.past
+
+    def room_for(self, count: int) -> int:
+        """Where in the buffers `count` tokens from the position on go. Raises ValueError for more than can ever fit."""
+        if self.position - self.base + count > self.capacity:
+            self._make_room(count)
+        return self.position - self.base
+
+    def _make_room(self, count: int) -> None:
+        room = self.capacity - count
+        if room < self.window - 1:
+            raise ValueError(f"{count} tokens at once do not fit a window's buffer of {self.capacity}")
+        at = self.position - self.base
+        kept = min(at, room, self.window - 1 + self.slack)
+        for buffer in self.buffers:
+            buffer[:kept] = buffer[at - kept : at].clone()
+        self.base = self.position - kept
+
+
+class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer that sees a window, in a buffer of its own in order of time (`WindowTimeline`).
+
+    A view covers the last `window - 1` tokens and the new ones, which is what the library's own layer would hold.
     """
 
     is_sliding = True
 
     def __init__(
-        self, live: tuple[torch.Tensor, torch.Tensor], packed: tuple[torch.Tensor, torch.Tensor], slack: int
+        self,
+        live: tuple[torch.Tensor, torch.Tensor],
+        packed: tuple[torch.Tensor, torch.Tensor],
+        timeline: WindowTimeline,
     ) -> None:
         """`live` are keys and values `[capacity, heads, head_dim]`, `packed` the fixed state's, `[window - 1, ...]`."""
         super().__init__()
-        self.window = packed[0].shape[0] + 1
-        self.slack = slack
-        self.position = 0
+        self.timeline = timeline
         self.place: TokenPlace | None = None
         """Set while a step's forward is recorded."""
         self.is_initialized = True
         self._live = live
         self._packed = packed
-        self._base = 0
-
-    @property
-    def floor(self) -> int:
-        """The lowest position at which the whole window is still here."""
-        return self._base + self.window - 1 if self._base else 0
+        timeline.buffers += live
 
     def begin(self, position: int) -> None:
-        self.position = position
-        if position == 0:
-            self._base = 0
-
-    def ready_for_step(self, place: TokenPlace) -> None:
-        """Makes room for the tokens from the position on, and tells the device where in the buffer they go."""
-        if self.position - self._base + place.tokens > len(self._live[0]):
-            self._make_room(place.tokens)
-        place.set_slot(self.window, self.position - self._base)
+        """Its timeline is told, once for all layers."""
 
     def placed(self) -> PlacedRows:
         """While a step's forward is recorded."""
         assert self.place is not None, "nothing is recorded"
-        return PlacedRows(*self._live, None, self.place.slot(self.window), self.window)
+        window = self.timeline.window
+        return PlacedRows(*self._live, None, self.place.slot(window), window)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the buffer was allocated before the first forward."""
@@ -69,16 +110,14 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
         """Writes `[1, heads, q, head_dim]` at the position; returns `[1, heads, min(position, window-1) + q, dim]`."""
         if self.place is not None:
             keys, values = self._live
-            slot = self.place.slot(self.window)
+            slot = self.place.slot(self.timeline.window)
             return (
-                PlacedStates.written(self.place, keys, key_states, slot, self.window),
-                PlacedStates.written(self.place, values, value_states, slot, self.window),
+                PlacedStates.written(self.place, keys, key_states, slot, self.timeline.window),
+                PlacedStates.written(self.place, values, value_states, slot, self.timeline.window),
             )
         count = key_states.shape[-2]
-        if self.position - self._base + count > len(self._live[0]):
-            self._make_room(count)
-        at = self.position - self._base
-        first = at - min(self.position, self.window - 1)
+        at = self.timeline.room_for(count)
+        first = at - self.timeline.past
         views = []
         for buffer, states in zip(self._live, (key_states, value_states), strict=True):
             buffer[at : at + count] = states[0].transpose(0, 1)
@@ -87,39 +126,27 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def pack(self) -> None:
         """Writes the window before the position into the fixed state; what is not of it is zero."""
-        count = min(self.position, self.window - 1)
-        at = self.position - self._base
+        count = self.timeline.past
+        at = self.timeline.position - self.timeline.base
         for buffer, packed in zip(self._live, self._packed, strict=True):
             packed[:count] = buffer[at - count : at]
             packed[count:] = 0
 
-    def unpack(self, position: int) -> None:
-        """Takes the window before `position` from the fixed state."""
-        count = min(position, self.window - 1)
-        self.position, self._base = position, position - count
+    def unpack(self) -> None:
+        """Takes the window before the position, at which its timeline has restarted, from the fixed state."""
+        count = self.timeline.past
         for buffer, packed in zip(self._live, self._packed, strict=True):
             buffer[:count] = packed[:count]
 
-    def _make_room(self, count: int) -> None:
-        """Moves the end of the buffer to its front. Raises ValueError for a chunk that can never fit."""
-        room = len(self._live[0]) - count
-        if room < self.window - 1:
-            raise ValueError(f"{count} tokens at once do not fit a window's buffer of {len(self._live[0])}")
-        at = self.position - self._base
-        kept = min(at, room, self.window - 1 + self.slack)
-        for buffer in self._live:
-            buffer[:kept] = buffer[at - kept : at].clone()
-        self._base = self.position - kept
-
     def get_seq_length(self) -> int:
-        return self.position
+        return self.timeline.position
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        past = min(self.position, self.window - 1)
-        return past + query_length, self.position - past
+        past = self.timeline.past
+        return past + query_length, self.timeline.position - past
 
     def get_max_length(self) -> int:
-        return self.window
+        return self.timeline.window
 
 
 class ArenaLinearLayer(LinearAttentionLayer):  # type: ignore[misc]

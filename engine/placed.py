@@ -45,7 +45,7 @@ class TokenPlace:
         return self._slots[window]
 
     def set_slot(self, window: int, slot: int) -> None:
-        """That of the first token. Layers of one window move alike, so that the device is told once for all."""
+        """That of the first token. Layers of one window move together, so that the device is told once for all."""
         if self._filled.get(window) != slot:
             torch.add(self._steps, slot, out=self.slot(window))
             self._filled[window] = slot

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine import EngineConfig, Session, open_session, presets
+from engine import EngineConfig, Session, StageFailed, open_session, presets
 from engine.decode_graph import LibraryDecoder
 from engine.placed import TokenPlace
 
@@ -79,6 +79,34 @@ def test_a_recorded_forward_is_the_librarys(preset: str, kv_dtype: torch.dtype |
         placed.fixed_state.live(placed.position), plain.fixed_state.live(plain.position), strict=True
     ):
         torch.testing.assert_close(mine.view(torch.float32), theirs.view(torch.float32), atol=2e-4, rtol=1e-4)
+
+
+def test_a_chunk_that_broke_between_two_layers_leaves_their_windows_together() -> None:
+    """The device is told of one place for all layers of a window."""
+    config = presets.preset_config("random:tiny-gemma3")
+    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    plain, placed = opened(model, None), opened(model, None)
+    decoders = [
+        LibraryDecoder(stage, cache, config) for stage, cache in zip(placed.stages, placed._caches, strict=True)
+    ]
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, CONTEXT)
+    for session in (plain, placed):
+        session.extend(ids[:130])
+    # What follows does not fit the rest of the buffers: the first layer moves their ends, then the second fails.
+    hook = placed.stages[0].layers[1].register_forward_pre_hook(_fail)
+    with pytest.raises(StageFailed):
+        placed.extend(ids[130:192])
+    hook.remove()
+    for session in (plain, placed):
+        session.extend(ids[130:131])
+    for position in range(131, 140):
+        expected = plain.step(int(ids[position]))
+        torch.testing.assert_close(run(decoders, int(ids[position]), position), expected, atol=2e-4, rtol=0)
+        placed._position += 1
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("out of memory")
 
 
 def run(decoders: list[LibraryDecoder], token: int, position: int) -> torch.Tensor:
