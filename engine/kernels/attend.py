@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.overlap import overlap, wait
+
 LOG2_E = 1.4426950408889634
 TILE_BYTES = 1 << 14
 """Of 16-bit keys, and of values, that a program works on at once; with 256 programs 3.9 TB/s over 86k rows (H200)."""
@@ -75,7 +77,9 @@ def _attend_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     QUANTISED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     head = tl.program_id(0)
     part = tl.program_id(1)
     length = tl.load(position_ptr).to(tl.int32) + 1
@@ -143,8 +147,16 @@ def _attend_kernel(
 
 @triton.jit
 def _merge_kernel(
-    sums_ptr, peaks_ptr, weights_ptr, out_ptr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PARTS: tl.constexpr
+    sums_ptr,
+    peaks_ptr,
+    weights_ptr,
+    out_ptr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     head = tl.program_id(0)
     part = tl.arange(0, PARTS)
     d = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
@@ -227,6 +239,7 @@ class DecodeAttention:
             QUANTISED=scale_rows is not None,
             num_warps=self._warps,
             num_stages=3,
+            **overlap(query.device),
         )
         merged = min(MERGED_DIM, block_dim)
         _merge_kernel[(self.q_heads, triton.cdiv(self.dim, merged))](
@@ -238,4 +251,5 @@ class DecodeAttention:
             BLOCK_DIM=merged,
             PARTS=self.parts,
             num_warps=4,
+            **overlap(query.device),
         )

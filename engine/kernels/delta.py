@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.overlap import overlap, wait
+
 CONV_BLOCK = 256
 LINEAR_FROM = tl.constexpr(20.0)
 """From here on softplus is the identity, as in the library."""
@@ -21,7 +23,17 @@ NORM_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _window_kernel(x_ptr, window_ptr, weight_ptr, out_ptr, channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _window_kernel(
+    x_ptr,
+    window_ptr,
+    weight_ptr,
+    out_ptr,
+    channels,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait(EARLY)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = c < channels
     x = tl.load(x_ptr + c, mask=inside, other=0.0)
@@ -51,7 +63,9 @@ def _memory_kernel(
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     head = tl.program_id(0)
     k_head = head // GROUP
     i = tl.arange(0, K)
@@ -83,7 +97,7 @@ def move_window(x: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, out
     sum, `weight` `[channels, width]`. All contiguous."""
     channels, width = weight.shape
     _window_kernel[(triton.cdiv(channels, CONV_BLOCK),)](
-        x, window, weight, out, channels, WIDTH=width, BLOCK=CONV_BLOCK
+        x, window, weight, out, channels, WIDTH=width, BLOCK=CONV_BLOCK, **overlap(x.device)
     )
 
 
@@ -123,4 +137,5 @@ def move_memory(
         K=k,
         V=v,
         num_warps=8,
+        **overlap(qkv.device),
     )

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.overlap import overlap, wait, wait_alone
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -67,6 +69,7 @@ def _matvec_kernel(
     RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     # Up to three matrices one behind the other in the output; `offset1` and `offset2` lead from the first's weights to
     # the others', in elements.
@@ -82,6 +85,7 @@ def _matvec_kernel(
     rows = block * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     starts = rows.to(tl.int64) * K
+    wait(EARLY)
     sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     squares = tl.zeros([COLUMNS], dtype=tl.float32)
     for start in range(0, K, COLUMNS):
@@ -129,10 +133,12 @@ def _gated_kernel(
     GELU: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     starts = rows.to(tl.int64) * K
+    wait_alone(EARLY)  # The product down is next.
     gates = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     ups = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     squares = tl.zeros([COLUMNS], dtype=tl.float32)
@@ -218,6 +224,7 @@ def matvec(
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         num_warps=tiling.warps,
+        **overlap(x.device),
     )
 
 
@@ -251,4 +258,5 @@ def gated(
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         num_warps=tiling.warps,
+        **overlap(x.device),
     )

@@ -6,13 +6,24 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.overlap import overlap, wait
+
 GATE_BLOCK = 1024
 
 
 @triton.jit
 def _add_norm_kernel(
-    hidden_ptr, delta_ptr, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+    hidden_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64) * WIDTH
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -29,7 +40,10 @@ def _add_norm_kernel(
 
 
 @triton.jit
-def _offset_norm_kernel(x_ptr, row_stride, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _offset_norm_kernel(
+    x_ptr, row_stride, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -41,7 +55,10 @@ def _offset_norm_kernel(x_ptr, row_stride, weight_ptr, out_ptr, eps, WIDTH: tl.c
 
 
 @triton.jit
-def _add_offset_norm_kernel(hidden_ptr, delta_ptr, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _add_offset_norm_kernel(
+    hidden_ptr, delta_ptr, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    wait(EARLY)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
     dtype = hidden_ptr.dtype.element_ty
@@ -53,7 +70,8 @@ def _add_offset_norm_kernel(hidden_ptr, delta_ptr, weight_ptr, out_ptr, eps, WID
 
 
 @triton.jit
-def _gate_kernel(gate_ptr, up_ptr, BLOCK: tl.constexpr, size):
+def _gate_kernel(gate_ptr, up_ptr, BLOCK: tl.constexpr, size, EARLY: tl.constexpr):
+    wait(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     dtype = gate_ptr.dtype.element_ty
@@ -79,6 +97,7 @@ def add_norm(
         BLOCK=block,
         ADD=delta is not None,
         num_warps=8 if block >= 2048 else 4,
+        **overlap(hidden.device),
     )
 
 
@@ -87,7 +106,15 @@ def offset_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: f
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     _offset_norm_kernel[(rows,)](
-        x, x.stride(0), weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8 if block >= 2048 else 4
+        x,
+        x.stride(0),
+        weight,
+        out,
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=8 if block >= 2048 else 4,
+        **overlap(x.device),
     )
 
 
@@ -97,10 +124,12 @@ def add_offset_norm(
     """`out = hidden + delta / rms(delta) * (1 + weight)`, each rounded; all `[width]`, contiguous."""
     (width,) = hidden.shape
     block = triton.next_power_of_2(width)
-    _add_offset_norm_kernel[(1,)](hidden, delta, weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8)
+    _add_offset_norm_kernel[(1,)](
+        hidden, delta, weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8, **overlap(hidden.device)
+    )
 
 
 def gate(gates: torch.Tensor, ups: torch.Tensor) -> None:
     """`gates = silu(gates) * ups`, both contiguous and of one shape."""
     size = gates.numel()
-    _gate_kernel[(triton.cdiv(size, GATE_BLOCK),)](gates, ups, BLOCK=GATE_BLOCK, size=size)
+    _gate_kernel[(triton.cdiv(size, GATE_BLOCK),)](gates, ups, BLOCK=GATE_BLOCK, size=size, **overlap(gates.device))

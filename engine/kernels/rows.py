@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.overlap import overlap, wait
+
 TO_INTEGER = tl.constexpr(12582912.0)
 """1.5 x 2**23: added to a small float32 and taken away again, it leaves the nearest integer, of two the even one."""
 
@@ -55,7 +57,9 @@ def _write_rows_kernel(
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     QUANTISED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     i = tl.arange(0, BLOCK)
@@ -177,6 +181,7 @@ def write_rows(
         OFFSET=offset,
         QUANTISED=scale_rows is not None,
         num_warps=1,
+        **overlap(q.device),
     )
 
 

@@ -67,6 +67,34 @@ def test_a_sum_with_the_residual_in_place(dtype: torch.dtype) -> None:
     close(residual, expected, dtype)
 
 
+def test_products_launched_early_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of products, each of which reads what the one before wrote, as a graph and one by one."""
+    from engine.graphs import recorded
+    from engine.kernels import matvec as products
+
+    layers = [linear(rows, columns, torch.bfloat16) for rows, columns in [(1500, 600), (600, 1500)] * 20]
+    outputs = [torch.empty(len(layer.weight), device=LAST, dtype=torch.bfloat16) for layer in layers]
+    x = torch.randn(600, device=LAST).to(torch.bfloat16)
+
+    def chain() -> None:
+        for layer, source, out in zip(layers, [x, *outputs], outputs, strict=False):
+            products.matvec(source, (layer,), out)
+
+    graph = recorded(chain, torch.device(LAST))
+    for _ in range(10):
+        for out in outputs:
+            out.fill_(float("nan"))
+        graph.replay()
+        early = outputs[-1].clone()
+        assert not early.isnan().any()
+    monkeypatch.setattr(products, "overlap", lambda _: {"EARLY": False})
+    with torch.cuda.device(LAST):
+        for layer, source, out in zip(layers, [x, *outputs], outputs, strict=False):
+            products.matvec(source, (layer,), out)
+            torch.cuda.synchronize()
+    assert torch.equal(outputs[-1], early)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gated_product(dtype: torch.dtype) -> None:
     from engine.kernels.matvec import gated
