@@ -19,11 +19,13 @@ import torch
 from engine.arena import StageArena
 from engine.cache import StageCache
 from engine.captures import CapturesUnderWay
+from engine.chunk_graphs import record_chunks
 from engine.decode_graph import DecodeGraph, record_decoding
 from engine.dense import DenseStage, no_recording, refusal
 from engine.draft import Choose, DraftHead
 from engine.errors import EngineError, StageFailed
 from engine.handoff import HandOff
+from engine.one_token import chunks_in_fewer_kernels
 from engine.stages import Stage
 from engine.vision import NO_IMAGES, ChunkImages
 
@@ -64,8 +66,9 @@ class ModelForward:
         """None: every step goes through `run`."""
         self.dense: Sequence[DenseStage] = ()
 
-    def record(self, progress: Callable[[str, float], None] | None = None) -> bool:
-        """Records decoding and takes the kernels from now on, each where that is possible. Overwrites rows.
+    def record(self, chunk_tokens: int, progress: Callable[[str, float], None] | None = None) -> bool:
+        """Records decoding, and what it can of whole chunks, and takes the kernels from now on, each where that is
+        possible. Overwrites rows.
 
         False if nothing was tried, because of what the model or the devices are.
         """
@@ -91,6 +94,10 @@ class ModelForward:
         )
         if is_dense and self.decode_graph is not None:
             self.dense = [DenseStage(*pair, self._config) for pair in zip(self._stages, self._caches, strict=True)]
+        if not is_dense and self.decode_graph is not None:
+            for stage, cache in zip(self._stages, self._caches, strict=True):
+                chunks_in_fewer_kernels(stage.inner)
+                record_chunks(stage, cache, chunk_tokens)
         return True
 
     def is_recorded(self, tokens: int) -> bool:

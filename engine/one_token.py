@@ -80,6 +80,18 @@ def _in_few_kernels(module: Any, note: Note | None, *, together: bool) -> Forwar
     return None
 
 
+def chunks_in_fewer_kernels(inner: nn.Module) -> None:
+    """From now on chunks of any length go through the kernels for norms and gates. For models on a card that hold bf16
+    or f16."""
+    module: Any
+    for module in inner.modules():
+        kind = KNOWN.get(type(module).__name__)
+        if kind == NORM:
+            module.forward = _norm(module)
+        elif kind == GATED and module.config.hidden_act == SILU:
+            module.forward = _gated_together(module)
+
+
 def _has_even_heads(module: Any) -> bool:
     """Sizes that are powers of two: what the kernel takes."""
     return all(size & (size - 1) == 0 for size in (module.head_k_dim, module.head_v_dim))

@@ -141,7 +141,7 @@ class Session:
         True if decoding is recorded. Forgets the timeline. To be called once, before the first token.
         """
         self.reset()
-        if not self._forward.record(progress):
+        if not self._forward.record(min(self.batch_tokens, self.context_tokens), progress):
             return False
         tune_prompts(self, progress)
         return self._forward.decode_graph is not None

@@ -81,7 +81,8 @@ class Stage:
         self.needs_ids = bool(getattr(getattr(inner, "config", None), "ple_layer_ids", None))
         """Layers look up n-grams of token ids, whichever stage they are in."""
         layers: Any = inner.layers
-        self._layers = tuple(layers[index] for index in range(first_layer, end_layer))
+        self.layers: tuple[Any, ...] = tuple(layers[index] for index in range(first_layer, end_layer))
+        """Its own, without the pass-throughs."""
 
     @property
     def num_layers(self) -> int:
@@ -91,7 +92,7 @@ class Stage:
     @property
     def has_hooks(self) -> bool:
         """Whether something was hung on a layer that only the library's forward knows of."""
-        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
+        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
 
     @property
     def dtype(self) -> torch.dtype:

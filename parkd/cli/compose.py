@@ -69,14 +69,10 @@ def _submit(background: BackgroundWork, work: Callable[..., None], *given: Any) 
 
 
 def open_files(config: Config) -> FileSystem | None:
-    """Where parked conversations lie on disk; None if they do not. Raises ConfigError.
-
-    In either case as many open files are allowed as can be: clients' connections are some too.
-    """
-    from parkd.store.fs import allow_most_files, open_directory
+    """Where parked conversations lie on disk; None if they do not. Raises ConfigError."""
+    from parkd.store.fs import open_directory
     from parkd.store.unlinked_fs import UnlinkedFs
 
-    allow_most_files()
     disk = config.cache.disk
     if not disk.budget_bytes:
         return None

@@ -1,0 +1,116 @@
+"""Whole chunks through recorded layers, run without graphs on the CPU: the same bits as by the code of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import EngineConfig, Session, chunk_graphs, open_session, presets
+
+CHUNK = 64
+IDS = np.random.default_rng(0).integers(0, 500, 5 * CHUNK)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*falling back to its reference")
+
+
+class Replay:
+    """Runs on replay what a graph would have recorded."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replays = 0
+        self._run = run
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._run()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    made: list[Replay] = []
+
+    def recorded(run: Callable[[], None], *_: Any) -> Replay:
+        run()  # As while recording: whatever state there is is overwritten.
+        made.append(Replay(run))
+        return made[-1]
+
+    monkeypatch.setattr(chunk_graphs, "recorded", recorded)
+    return made
+
+
+def opened() -> Session:
+    config = presets.preset_config("random:tiny-qwen3.5")
+    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    return open_session(model, EngineConfig(devices=("cpu", "cpu"), context_tokens=512, batch_tokens=CHUNK))
+
+
+def recorded_session() -> Session:
+    session = opened()
+    for stage, cache in zip(session.stages, session._caches, strict=True):
+        chunk_graphs.record_chunks(stage, cache, CHUNK)
+    session.reset()
+    return session
+
+
+def state_of(session: Session) -> list[torch.Tensor]:
+    rows = [
+        arena.field_view(field)[: session.position] for arena in session.arenas for field in arena.layout.row_fields
+    ]
+    return [state.clone() for state in (*rows, *session.fixed_state.live(session.position))]
+
+
+@pytest.mark.parametrize("pieces", [(320,), (64, 256), (40, 24, 256), (10, 200, 110)], ids=str)
+def test_state_is_that_of_the_librarys_forward(pieces: tuple[int, ...], graphs: list[Replay]) -> None:
+    plain, recorded = opened(), recorded_session()
+    for session in (plain, recorded):
+        for start, count in zip(np.cumsum((0, *pieces)), pieces, strict=False):
+            session.extend(IDS[start : start + count])
+    for mine, theirs in zip(state_of(recorded), state_of(plain), strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(recorded.step(7), plain.step(7))
+    # The first chunk has no state to go on from; all others that are whole were replayed, in every layer.
+    whole = sum(1 for start in range(CHUNK, len(IDS), CHUNK) if not _is_cut(start, pieces))
+    assert graphs
+    assert {graph.replays for graph in graphs} == {whole}
+
+
+def _is_cut(start: int, pieces: tuple[int, ...]) -> bool:
+    return any(start < place < start + CHUNK for place in np.cumsum(pieces))
+
+
+def test_layers_that_attend_are_not_recorded(graphs: list[Replay]) -> None:
+    session = recorded_session()
+    layers = [layer for stage in session.stages for layer in stage.layers]
+    assert len(graphs) == sum(layer.block_type == "linear_attention" for layer in layers) < len(layers)
+
+
+def test_a_steered_layer_is_steered_in_whole_chunks_too(graphs: list[Replay]) -> None:
+    session = recorded_session()
+    session.extend(IDS[:CHUNK])
+    hook = session.stages[0].layers[0].register_forward_hook(lambda _module, _inputs, output: output + 1.0)
+    session.extend(IDS[CHUNK:])
+    hook.remove()
+    steered, replays = state_of(session), graphs[0].replays
+    plain = recorded_session()
+    plain.extend(IDS)
+    assert replays
+    assert not all(torch.equal(mine, theirs) for mine, theirs in zip(steered, state_of(plain), strict=True))
+
+
+def test_what_cannot_be_recorded_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(chunk_graphs, "recorded", refuse)
+    session, plain = recorded_session(), opened()
+    assert "recording failed" in caplog.text
+    for reading in (session, plain):
+        reading.extend(IDS)
+    for mine, theirs in zip(state_of(session), state_of(plain), strict=True):
+        assert torch.equal(mine, theirs)
