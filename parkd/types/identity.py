@@ -16,7 +16,8 @@ the image's digest and the position inside the image. Two prompts share state ex
 TokenIds = npt.NDArray[np.int64]
 
 Proof = Future[None]
-"""Of what was made ahead of being confirmed. Ends well, or with the error that is to be told instead of an answer."""
+"""Confirms something that is used before it is checked. Ends without a result, or with the error to report instead of
+an answer."""
 
 HASH_BYTES = 16
 
@@ -56,7 +57,7 @@ class NamedKey:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpan:
-    """A named piece of a prompt, so that a cold read can say where it diverged."""
+    """A named part of a prompt, for explaining where a prompt diverged."""
 
     start: int
     stop: int
@@ -73,9 +74,9 @@ class ImageSpan:
     digest: bytes
     """SHA-256 of mode, width, height, decoded pixels and preprocessing configuration."""
     data: bytes = field(default=b"", repr=False, compare=False)
-    """The picture's file, for as long as its turn may have to read it."""
+    """The image file, for as long as its turn may have to read it."""
     sees_itself: bool = False
-    """Its positions attend to each other in both directions: nothing can go on from inside."""
+    """Its positions attend to each other in both directions, so nothing can resume inside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,11 @@ class PromptIdentity:
     boundaries: tuple[int, ...] = ()
     """Ascending positions where a later prompt is likely to fork: checkpoint places."""
     generation_stays: bool = False
-    """The last boundary is where the generation prompt begins, and later prompts have all of it in the same place: the
-    template opens earlier answers with the same text. So they fork behind it."""
+    """The last boundary is the start of the generation prompt, and later prompts contain all of it in the same place,
+    because the template opens earlier answers with the same text. So they fork after it."""
     rewrites: tuple[Rewrite, ...] = ()
     proof: Proof | None = field(default=None, compare=False, repr=False)
-    """Nothing of an answer is given out before it has ended well."""
+    """Nothing of an answer may be sent before this has ended without an error; None: nothing to confirm."""
 
     def __len__(self) -> int:
         return len(self.units)

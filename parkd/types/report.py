@@ -1,4 +1,4 @@
-"""What is told of a turn: where its state came from, where it differed, and how long its parts took."""
+"""What is reported about a turn: where its state came from, where the prompt diverged, and how long each part took."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class CacheOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a prompt leaves what was known. The texts are a few tokens of both, so they are for their owner, never
-    for a log."""
+    """Where a prompt first differs from what was known. The texts quote a few tokens of both, so they are for their
+    owner, never for a log."""
 
     position: int
     """The first token that differs."""
@@ -36,43 +36,43 @@ class DiagnosisKind(StrEnum):
     HIT = "hit"
     CHANGED = "changed"
     NOT_FOUND = "not_found"
-    """The request to compare with is not remembered, or is another caller's."""
+    """The request to compare with is not remembered, or belongs to another caller."""
     UNAVAILABLE = "unavailable"
-    """The prompts agree and still tokens were read: what was parked had gone."""
+    """The prompts agree, but tokens were read again, because the parked state was gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A prompt against the one of an earlier request that the client named."""
+    """A prompt compared with that of an earlier request, which the client named."""
 
     kind: DiagnosisKind
     changed: str = ""
     """The first part that differs: `model`, `system`, `tools` or `messages`."""
     common_tokens: int = 0
     missed_tokens: int = 0
-    """Tokens of the earlier prompt behind the common ones."""
+    """Tokens of the earlier prompt after the common ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What the client and the operator are told of one turn's start."""
+    """What client and operator are told about the start of a turn."""
 
     outcome: CacheOutcome
     prompt_tokens: int
     reused_tokens: int
     why: str = ""
-    """Why tokens had to be read although something was known of this prompt; empty when nothing is to be said."""
+    """Why tokens were read although they were known once; empty if there is nothing to explain."""
     divergence: Divergence | None = None
-    """Where the prompt leaves the conversation that it shares most with."""
+    """Where the prompt diverges from the conversation that it shares most with."""
     diagnosis: Diagnosis | None = None
     """None if the client did not ask."""
     written_tokens: int = 0
-    """Tokens that this turn adds to what is kept of the prompt."""
+    """Tokens of the prompt that this turn adds to what is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Tokens of one answer that a draft head guessed, and how many of them the model said too."""
+    """Tokens of one answer that a draft head guessed, and how many of them the model confirmed."""
 
     drafted: int = 0
     accepted: int = 0

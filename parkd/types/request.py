@@ -1,4 +1,4 @@
-"""What a client asks for, freed of the dialect it came in."""
+"""What a client asks for, independent of the API dialect."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class TokenMask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImageData:
-    """A picture as its client sent it, in a message's part `{"type": "image", "image": ImageData}`."""
+    """An image as the client sent it, in a message part `{"type": "image", "image": ImageData}`."""
 
     base64: str = field(repr=False)
     where: str
-    """The field it stands in, for errors."""
+    """The field that contains it, for errors."""
     refusal: str = ""
-    """Why it cannot be taken, and what to do, if its data did not come along. Said by who knows whether the model
-    reads pictures at all."""
+    """If its data was not sent: why it cannot be used, and what to do. Reported only if the model reads images at
+    all."""
 
 
 @dataclass(frozen=True)
@@ -70,26 +70,26 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningParams:
-    """How much the client wants the model to think. Dialects also put what templates know into `template_kwargs`."""
+    """How much the client wants the model to think. What chat templates understand is also in `template_kwargs`."""
 
     enabled: bool | None = None
     """None leaves it to the template."""
     effort: str | None = None
-    """In the client's word: `none`, `minimal`, `low`, `medium`, `high`, `max`, ..."""
+    """As the client says it: `none`, `minimal`, `low`, `medium`, `high`, `max`, ..."""
     budget_tokens: int | None = None
 
 
 class CacheMode(StrEnum):
     USE = "use"
     READ = "read"
-    """Reuses what is held, keeps nothing of this turn."""
+    """Reuses state, but keeps nothing of this turn."""
     OFF = "off"
     """Neither reuses nor keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheHints:
-    """What the client said about keeping this conversation. Hints, never proof of identity."""
+    """What the client asks about caching. Hints, never proof of identity."""
 
     mode: CacheMode = CacheMode.USE
     min_retention_s: float | None = None
@@ -99,18 +99,18 @@ class CacheHints:
     salt: str | None = None
     """`cache_salt`: narrows the caller's namespace, never widens it."""
     compare_to: str | None = None
-    """The id of an earlier answer: the client asks why its prompt was not reused whole."""
+    """The id of an earlier answer, if the client asks why its prompt was not reused completely."""
     wants_diagnosis: bool = False
-    """This request or a later one will be compared."""
+    """The client will compare this request with another, so its parts are remembered."""
 
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """One request, freed of the dialect it came in."""
+    """One request, independent of the API dialect."""
 
     messages: Sequence[Message] = ()
     prompt: str | None = None
-    """Raw text for the legacy completions endpoint; then `messages` is empty."""
+    """Raw text of a legacy completion; `messages` is then empty."""
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -128,4 +128,4 @@ class TurnRequest:
     reasoning: ReasoningParams = field(default_factory=ReasoningParams)
     cache: CacheHints = field(default_factory=CacheHints)
     steering: Mapping[str, float] | None = None
-    """Scales by control vector: the whole set: what it leaves out does not steer. None: the server's default."""
+    """Scale of each control vector. The complete set: others do not steer. None: the server's default."""

@@ -1,4 +1,4 @@
-"""The state of a conversation as the engine lays it out, and what moves of it."""
+"""The state of a conversation as the engine lays it out, and how parts of it are moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """What the store must know of one stage's state. The engine knows the fields; here they are bytes."""
+    """The state of one stage in bytes, which is all that the store knows of it."""
 
     first_layer: int
     end_layer: int
@@ -32,22 +32,22 @@ class StageLayout:
 
 
 class Grain(StrEnum):
-    """What an engine gives of a conversation's state."""
+    """How an engine exposes a conversation's state."""
 
     ROWS = "rows"
-    """Rows and fixed state of each stage: can be cut in blocks and shared."""
+    """As rows and fixed state of each stage, which can be cut into blocks and shared."""
     OPAQUE = "opaque"
-    """The whole state as bytes that only the engine can read."""
+    """As a whole, in bytes that only the engine can read."""
     FILE = "file"
-    """The same, in a file that the engine writes and reads itself."""
+    """The same, in a file that the engine itself writes and reads."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
     """The state of one conversation over all stages.
 
-    An opaque state has one stage. Its `row_bytes` and `fixed_bytes` are what a token and a checkpoint take about, for
-    estimates: real sizes are given with each capture. `fixed_bytes` is 0 exactly if the state can be cut at any token.
+    An opaque state has one stage. Its `row_bytes` and `fixed_bytes` are estimates for a token and a checkpoint; each
+    capture has its real sizes. Its `fixed_bytes` is 0 if, and only if, the state can be cut at any token.
     """
 
     stages: tuple[StageLayout, ...]
@@ -86,36 +86,36 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """Bytes that an opaque conversation takes."""
+    """Bytes of an opaque conversation."""
 
     whole: int
-    """Of a state that is a file: no less than it will have, since so much is reserved."""
+    """For a state in a file: at least as many as it will have, since this much is reserved."""
     checkpoints: tuple[int, ...] = ()
-    """One each of the positions asked for."""
+    """One for each position asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """A state that lies in a file instead of a buffer."""
+    """A state in a file instead of a buffer."""
 
     path: Path
     bytes: int
-    """For a capture the most it may have; for a restore what it has."""
+    """For a capture, the most it may have; for a restore, its length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRun:
     """Rows `[start, stop)` of one stage and the host bytes that hold them (or will).
 
-    A run may span several blocks when they lie side by side in host memory, so that one copy moves them all. An opaque
-    state is one run from 0.
+    A run spans several blocks if they are adjacent in host memory, so that one copy moves them all. An opaque state is
+    one run from 0.
     """
 
     start: int
     stop: int
     buffer: Bytes
-    """`[(stop - start) * row_bytes]`, contiguous; row `start` first. Of an opaque state as many bytes as it has, one
-    contiguous buffer; empty if it is a file."""
+    """`[(stop - start) * row_bytes]`, contiguous, row `start` first. For an opaque state, all its bytes; empty if it is
+    in a file."""
     file: StateFile | None = None
 
     @property
@@ -129,13 +129,13 @@ class FixedPart:
 
     position: int
     buffer: Bytes
-    """`[fixed_bytes]`, contiguous. Of an opaque state as many bytes as the checkpoint has; none where the whole state
-    is of the same position and holds it."""
+    """`[fixed_bytes]`, contiguous. For an opaque state, the bytes of the checkpoint; empty if the whole state is of the
+    same position, and so includes it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTransfer:
-    """What one stage copies out of, or into, its arena."""
+    """What one stage copies out of its arena, or into it."""
 
     rows: tuple[RowRun, ...]
     """Ascending and without gaps inside the transfer's `[start, stop)`."""
@@ -144,12 +144,11 @@ class StageTransfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """One atomic move of a conversation's state between the arenas and host memory, every stage in it.
+    """One atomic move of a conversation's state between the arenas and host memory, for all stages.
 
-    The rows `[start, stop)` are cut in blocks of `block_tokens` at absolute multiples; each block of each stage has a
-    checksum of its own. `start` is such a multiple, unless no row moves but the fixed state alone. For a capture
-    `checksums` is None and the engine returns the array; for a restore the engine recomputes and compares before it
-    commits.
+    The rows `[start, stop)` consist of blocks of `block_tokens` at absolute multiples. Each block of each stage has a
+    checksum. `start` is such a multiple, unless only fixed state moves. For a capture, `checksums` is None and the
+    engine returns them; for a restore, the engine recomputes and compares them before it commits.
     """
 
     layout_digest: bytes
@@ -162,12 +161,12 @@ class Transfer:
     fixed_checksums: npt.NDArray[np.uint64] | None = None
     """`[fixed parts, stages]`."""
     resume_at: int | None = None
-    """Restore only: the position that becomes live, in the last block; None means `stop`. The rows behind it come along
-    because a block's checksum covers the whole block; they are copied, compared and then not live."""
+    """Only for a restore: the position that becomes live, in the last block; None means `stop`. Rows after it are
+    copied too, because a block's checksum covers the whole block, but are not live afterwards."""
 
     @property
     def position(self) -> int:
-        """The engine's position after a restore; where the fixed state, if any, is true."""
+        """The engine's position after a restore, which is also that of the fixed state, if there is any."""
         return self.stop if self.resume_at is None else self.resume_at
 
     @property
@@ -186,4 +185,4 @@ class Checksums:
     fixed: npt.NDArray[np.uint64]
     """`[fixed parts, stages]`."""
     file_bytes: int = 0
-    """What the file of a state that is one has."""
+    """Length of the file, for a state in a file."""

@@ -1,4 +1,4 @@
-"""What every engine does, and the two kinds that tell how its state moves."""
+"""The protocol of every engine, and its two kinds: engines whose state is rows, and engines whose state is opaque."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream
 from parkd.types import Checksums, ImageSpan, SamplingParams, StateLayout, StateSizes, TokenIds, TokenMask, Transfer
 
 BLOCK_TOKENS = 256
-"""Rows in a block, at absolute multiples."""
+"""Rows in a block. Blocks begin at absolute multiples of this."""
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine is, fixed for its life."""
+    """Facts about an engine that do not change."""
 
     model_name: str
     architecture: str
     fingerprint: bytes
     """16 bytes over everything that shapes state: weights, configuration, compute dtype, KV dtype, adapter."""
     context_tokens: int
-    """Rows the arenas hold."""
+    """Most tokens of a conversation: the rows of the arenas."""
     vocab_size: int
     end_token_ids: frozenset[int]
     """Sampling one of these ends the answer."""
     layout: StateLayout
     devices: tuple[str, ...]
-    """One a stage."""
+    """One per stage."""
     weights_bytes: int
     arena_bytes: int
     is_demo_model: bool = False
     ctx_checkpoints: int = 0
-    """Checkpoints that the engine keeps at most; 0 without fixed state."""
+    """Most checkpoints that the engine keeps; 0 without fixed state."""
     live_conversations: int = 1
-    """That can stay live at once; one of them is current."""
+    """Conversations that can stay live at once; one of them is current."""
     parked_state_lacks: str = ""
-    """What is not in a parked state, said to whoever asks why tokens had to be read again."""
+    """What a parked state does not include, for explaining why tokens were read again; empty: nothing."""
 
 
 class Cancel(Protocol):
-    """Asked between chunks and tokens; thread-safe. `threading.Event` is one."""
+    """Checked between chunks and tokens; thread-safe. `threading.Event` is one."""
 
     def is_set(self) -> bool: ...
 
 
 class Engine(Protocol):
-    """What every engine does. How its state moves is said by one of the two kinds below.
+    """What every engine does. How its state is captured and restored depends on its kind, see below.
 
     `position` counts the tokens whose state is valid in the arenas of all stages. Every method leaves a valid
-    position behind, also when it raises: unchanged, an earlier one, or 0.
+    position, also when it raises: the same, an earlier one, or 0.
     """
 
     info: EngineInfo
@@ -68,20 +68,24 @@ class Engine(Protocol):
 
     @property
     def rewind_floor(self) -> int:
-        """`truncate` takes every position from here to `position`: 0 without fixed state, `position` if the state is
-        exact there only, less where sliding windows have slack."""
+        """`truncate` accepts every position from here to `position`. 0 without fixed state; `position` if the state is
+        exact only there; in between where sliding windows have slack."""
 
     def checkpoint(self) -> None:
-        """Keeps the fixed state at `position`; nothing without fixed state, nothing at 0. A bound of the engine's own
-        applies: the earliest checkpoint stays, of the others the least recently used goes."""
+        """Takes a checkpoint at `position`. Does nothing without fixed state, or at 0.
+
+        If there are `info.ctx_checkpoints` already, the least recently used makes room; the earliest always stays.
+        """
 
     def reset(self) -> None:
-        """Forgets the live conversation: `position` is 0. Cheap; rows are not cleared."""
+        """Forgets the live conversation: `position` becomes 0. Cheap; rows are not cleared."""
 
     def truncate(self, position: int) -> None:
-        """Keeps `[0, position)`. Raises ValueError if the state at `position` is not exact: below `rewind_floor` and
-        not one of `checkpoints`, nor 0. Checkpoints beyond are forgotten. An engine whose library may refuse what it
-        promised raises RestoreFailed then, after a reset."""
+        """Keeps `[0, position)` and forgets checkpoints beyond it.
+
+        `position` is 0, one of `checkpoints`, or from `rewind_floor` on; else raises ValueError. An engine whose
+        library refuses all the same resets itself and raises RestoreFailed.
+        """
 
     def extend(
         self,
@@ -92,12 +96,12 @@ class Engine(Protocol):
         checkpoint_at: Sequence[int] = (),
         images: Sequence[ImageSpan] = (),
     ) -> int:
-        """Reads tokens behind `position`, a chunk at a time at absolute multiples of the batch size.
+        """Reads tokens from `position` on, in chunks that end at absolute multiples of the batch size.
 
-        With fixed state chunks also end at the positions `checkpoint_at`, where a checkpoint is taken.
+        With fixed state, chunks also end at the positions `checkpoint_at`, and a checkpoint is taken there.
 
-        `images` are the whole prompt's, with their files: those that end before `position` are not looked at, and no
-        chunk ends, nor is a checkpoint taken, inside one that sees itself. Without any, the argument may be left out.
+        `images` are all images of the prompt, with their files. Those that end before `position` are not decoded. No
+        chunk ends and no checkpoint is taken inside an image that sees itself.
 
         Stops after the chunk in which `cancel` was set. `on_chunk` is told the position after each chunk.
         Returns the position reached. Raises EngineFailure.
@@ -111,31 +115,31 @@ class Engine(Protocol):
         history: TokenIds,
         mask: TokenMask | None = None,
     ) -> Iterator[Sequence[int]]:
-        """Yields newly sampled ids, one step each `next`; the first step runs `last_token_id`, the prompt's last.
+        """Yields the ids of one decoding step after another. The first step reads `last_token_id`, the prompt's last.
 
-        When ids are yielded, the state of all tokens before the last yielded one is in the arenas. It ends by itself
-        when the context is full; the caller ends it at an end token, a stop or a limit (then `close()`). `history` are
-        the prompt's ids, for the penalties. Raises EngineFailure.
+        When ids are yielded, the state of all tokens before the last of them is in the arenas. Ends by itself only when
+        the context is full: at an end token, a stop string or a limit the caller stops and calls `close()`. `history`
+        are the prompt's ids, for penalties. Raises EngineFailure.
         """
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
-        """Of the effective set of control vectors: 16 bytes, empty when nothing steers. Thread-safe.
+        """The digest of a set of control vectors: 16 bytes, or empty if nothing steers. Thread-safe.
 
-        `scales` is the whole set, by name; None is the engine's default. Raises InvalidRequest for an unknown name.
+        `scales` is the complete set, by name; None: the engine's default. Raises InvalidRequest for an unknown name.
         """
 
     def steer(self, scales: Mapping[str, float] | None) -> bytes:
-        """What is read and generated from here on is steered so; rows stay. Returns the digest now in effect.
+        """Steers everything that is read and generated from now on; rows stay. Returns the digest now in effect.
 
-        To be called before a turn reads. Raises InvalidRequest as `steering_digest` does, EngineFailure.
+        Call it before a turn reads. Raises InvalidRequest as `steering_digest` does, and EngineFailure.
         """
 
     def text_stream(self, stop: Sequence[str]) -> TextStream:
         """Thread-safe."""
 
     def capture(self, transfer: Transfer) -> Checksums:
-        """Copies live state into the transfer's buffers; the live state stays. Raises EngineFailure; then the buffers'
-        content means nothing."""
+        """Copies live state into the transfer's buffers; the live state stays. Raises EngineFailure, after which the
+        content of the buffers is undefined."""
 
     def restore(self, transfer: Transfer) -> None:
         """Makes the transfer's state live and `position` its position. Raises RestoreFailed after a reset."""
@@ -147,52 +151,51 @@ class RowEngine(Engine, Protocol):
     """An engine that exposes rows and fixed state of each stage: `info.layout.grain` is ROWS."""
 
     def capture(self, transfer: Transfer) -> Checksums:
-        """Copies rows and fixed state of every stage into the transfer's buffers; the live state stays. Fixed parts are
-        of `position` or of one of `checkpoints`.
+        """Copies rows and fixed state of every stage into the transfer's buffers; the live state stays.
 
-        `transfer.stop <= position`. Raises EngineFailure; then the buffers' content means nothing.
+        `transfer.stop <= position`. Fixed parts are of `position` or of one of `checkpoints`. Raises EngineFailure,
+        after which the content of the buffers is undefined.
         """
 
     def restore(self, transfer: Transfer) -> None:
-        """Makes the transfer's rows `[0, transfer.position)` the live state and `position` that position.
+        """Makes the rows `[0, transfer.position)` live, and `position` equal to `transfer.position`.
 
-        `transfer.start` is 0, or a position up to which the live rows are the ones meant (they stay). Everything is
-        checked before anything is written (layout digest, stage count, ranges, sizes); checksums are compared after
-        the copy, before the position is committed. Raises RestoreFailed after a reset of all stages.
+        The transfer holds the rows from `transfer.start` on; those before it must be live already, and stay. Layout
+        digest, stage count, ranges and sizes are checked before anything is written. Checksums are compared after the
+        copy and before the position is committed. Raises RestoreFailed after a reset of all stages.
         """
 
 
 @runtime_checkable
 class WholeState(Protocol):
-    """What an engine must say of a state that is no rows."""
+    """What an engine with opaque state must tell about it."""
 
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
-        """Bytes that the live state takes whole, and those of the fixed state at each of `checkpoints`, all of them
-        positions that the engine's own `checkpoints` names. Raises EngineFailure."""
+        """The bytes of the whole live state, and of the fixed state at each of `checkpoints`, which are among the
+        engine's own. Raises EngineFailure."""
 
 
 class OpaqueEngine(Engine, WholeState, Protocol):
-    """An engine that only gives a conversation as a whole, in bytes that it alone can read.
+    """An engine that gives a conversation only as a whole, in bytes that it alone can read.
 
-    `info.layout.grain` is OPAQUE or FILE, and the layout has one stage. A transfer's only stage has one run
-    `[0, stop)`, whose buffer has the size that `state_sizes` said, and a fixed part a checkpoint that goes along.
-    A capture that has nothing new but checkpoints has no run.
+    `info.layout.grain` is OPAQUE or FILE, and the layout has one stage. A transfer has one run `[0, stop)`, whose
+    buffer has the size that `state_sizes` returned, and a fixed part for each checkpoint. A capture that adds only
+    checkpoints has no run.
 
         capture    run: the whole state, at `position`            fixed: partial states at earlier `checkpoints`
-        restore    run: set whole, at `stop`                      fixed: the one at `position`, if that is earlier
-                   then cut to `position`: by the engine's own means where the layout's `fixed_bytes` is 0, else by
-                   setting the partial state of that position over it
+        restore    run: restored whole, to `stop`                 fixed: the one at `position`, if that is earlier
+                   then cut to `position`: by the engine itself if the layout's `fixed_bytes` is 0, else by restoring
+                   the partial state of that position over it
 
-    A fixed part without bytes is of the end of the run, which holds it: its checksum is that of no bytes. Checksums are
-    `[1, 1]` for the run and `[parts, 1]`; a restore compares both before anything is set, and the position that the
-    engine then reports before it is believed. A restored state has all that the captured one had; so the engine keeps
-    the checkpoint at `position` for itself, as after `checkpoint()`.
+    A fixed part at the end of the run has no bytes, because the run includes it; its checksum is that of no bytes.
+    Checksums are `[1, 1]` for the run and `[parts, 1]` for the parts. A restore compares both before it sets anything,
+    and afterwards checks the position that the library reports. It then takes a checkpoint at `position`.
 
-    FILE: the buffer is empty and `run.file` names a path in the store's own directory. A capture leaves the state
-    there, moved into place by a rename if it was written elsewhere on the same file system, with mode 0600, no longer
-    than `file.bytes`, and returns its length in `Checksums.file_bytes` and its XXH3-64 as the run's checksum; it is the
-    store that syncs it and names it in a manifest. If it fails, nothing lies at the path. A restore reads
-    `file.bytes` bytes from there, which the store has compared with the checksum when it took the file up again, and
-    leaves the file as it is. There are no checkpoints: a file holds the end alone, so `fixed_bytes` is 0 if the engine
-    can cut what it read, and else 1, which says that it resumes at the end only.
+    FILE: the buffer is empty, and `run.file` is a path in the store's directory. A capture puts the state there, with
+    mode 0600 and at most `file.bytes` long; a file written elsewhere on the same file system is renamed into place. It
+    returns the length in `Checksums.file_bytes`, and the file's XXH3-64 as the run's checksum. If it fails, there is
+    nothing at the path. The store syncs the file and names it in a manifest. A restore reads `file.bytes` bytes and
+    leaves the file there; the store has compared its checksum when it read the file back from disk. There are no
+    checkpoints: `fixed_bytes` is 0 if the engine can cut the state, else 1, which means that it resumes only at its
+    end.
     """

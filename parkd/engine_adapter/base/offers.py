@@ -1,4 +1,4 @@
-"""What an engine may offer besides, each asked for by its Protocol."""
+"""Optional abilities of engines. Callers check for each with `isinstance`."""
 
 from __future__ import annotations
 
@@ -9,66 +9,66 @@ from parkd.types import Checksums, DraftCounts, SamplingParams, TokenIds, TokenM
 
 
 class CaptureInFlight(Protocol):
-    """A capture that goes on while the engine does other things."""
+    """A capture whose copy goes on while the engine works."""
 
     def wait(self) -> Checksums:
         """Blocks until every byte is in the buffers; from any thread. Raises EngineFailure, EngineLost.
 
-        Until it returns, or has raised, the buffers may be written to.
+        The buffers may be written to until this returns or raises.
         """
 
 
 @runtime_checkable
 class OverlappingEngine(Protocol):
-    """What an engine may offer besides: captures that the next prompt does not wait for."""
+    """Captures that the next prompt need not wait for."""
 
     def start_capture(self, transfer: Transfer) -> CaptureInFlight | None:
-        """Begins what `capture` does and returns at once; None if this state can only be captured by waiting.
+        """Begins a capture and returns at once; None if this state can only be captured with `capture`.
 
-        The engine itself sees to it that no row is overwritten before it is copied.
+        The engine makes sure that no row is overwritten before it is copied. Raises as `capture`.
         """
 
 
 @runtime_checkable
 class ReadingRestoreEngine(Protocol):
-    """What an engine may offer besides: it reads on while what is restored is still on its way."""
+    """Reading on while a restore is still under way."""
 
     @property
     def reads_while_restoring(self) -> bool:
-        """Whether that gains anything where this engine runs."""
+        """Whether that saves time on the engine's devices."""
 
     def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
-        """`restore`, then `extend` by `token_ids`, which hold no picture and fit the context, whatever the batch size.
+        """Does `restore`, then `extend` by `token_ids`, which contain no image and fit the context.
 
-        As with `restore`, the position is committed only once every checksum was compared: of damaged rows, and of what
-        was read behind them, nothing is left. Raises RestoreFailed and EngineFailure, each after a reset.
+        The position is committed only after all checksums were compared: nothing stays of damaged rows, nor of what
+        was read after them. Raises RestoreFailed and EngineFailure, each after a reset.
         """
 
 
 @runtime_checkable
 class RemoteEngine(Protocol):
-    """What an engine that is another process does besides: it may go away, and it decides itself what it reuses."""
+    """An engine in another process, which may restart, and which decides itself what it reuses."""
 
     def awake(self) -> None:
-        """To be called before a turn decides how to start: what was live is gone if the process is another one.
+        """Call it before a turn decides how to start: if the process was restarted, nothing is live.
 
-        Raises EngineFailure; EngineLost if it serves another model now.
+        Raises EngineFailure, and EngineLost if it serves another model now.
         """
 
     def begin_prompt(
         self, token_ids: TokenIds, sampling: SamplingParams, mask: TokenMask | None, limit: int | None
     ) -> int:
-        """Sends the whole prompt ahead; `extend` and `generate` then follow the answer to it. `limit` is the longest.
+        """Sends the whole prompt; `extend` and `generate` then follow the answer. `limit` is its most tokens.
 
-        Returns the position at which the engine really starts, which is `position` then: less than before if the
-        process did not hold what it was believed to. Raises EngineFailure, InvalidRequest; then nothing is live.
+        Returns the position from which the process really starts, now also `position`. It is lower than before if the
+        process no longer held that state. Raises EngineFailure and InvalidRequest, after which nothing is live.
         """
 
 
 @runtime_checkable
 class DraftingEngine(Protocol):
-    """What an engine may offer besides: it guesses tokens ahead, and says how well it did."""
+    """Guessing tokens ahead with a draft head."""
 
     @property
     def drafts(self) -> DraftCounts:
-        """Of the answer generated last."""
+        """Counts of the last answer."""

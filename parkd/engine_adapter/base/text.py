@@ -13,17 +13,18 @@ class Tokenizer(Protocol):
     """Text to ids and back. Thread-safe."""
 
     special_tokens: tuple[str, ...]
-    """Texts that the tokenizer cuts out before anything else, so that what lies between them is tokenised alone."""
+    """Texts that the tokenizer splits at before anything else, so that the text between two of them is tokenised
+    alone."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a rendered prompt; special tokens in the text are recognised, none is added."""
+        """Ids of a rendered prompt. Special tokens in the text are recognised; none is added."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens included: for reports, not for answers."""
+        """Text of the ids, including special tokens. For reports, not for answers."""
 
 
 class UnprovenText(str):
-    """A rendered prompt that is to be confirmed yet: it may be worked with, but nothing of its answer given out."""
+    """A rendered prompt that is not confirmed yet. Work with it may begin, but nothing of an answer may be sent."""
 
     proof: Proof
 
@@ -34,7 +35,7 @@ class UnprovenText(str):
 
 
 def proven(text: str) -> str:
-    """The text, once it is confirmed. Raises what speaks against it."""
+    """The text, once it is confirmed. Raises the error if it is not."""
     if isinstance(text, UnprovenText):
         text.proof.result()
     return str(text)
@@ -61,9 +62,9 @@ class ImageTokens:
     placeholder: str
     """What the chat template writes for one picture."""
     wrapped: str
-    """What is tokenised in its place; it holds `token_id` once."""
+    """What is tokenised instead; it contains `token_id` once."""
     token_id: int
-    """Stands at every position of a picture: what is there is told by the picture alone."""
+    """The id at every position of an image. It says nothing about the image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +78,19 @@ class ImageFacts:
 
 
 class ImageReader(Protocol):
-    """What an engine does with pictures before they are read. Thread-safe, and slow: not for the event loop."""
+    """What identifies images before they are read. Thread-safe, and too slow for the event loop."""
 
     tokens: ImageTokens
     sees_itself: bool
-    """State inside a picture depends on all of it, so nothing can go on from there."""
+    """State inside an image depends on all of it, so nothing can resume there."""
 
     def facts(self, data: bytes) -> ImageFacts:
-        """Of a picture's file. Raises InvalidRequest for one that cannot be read, or is too large."""
+        """The facts of an image file. Raises InvalidRequest if it cannot be read or is too large."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What became visible when tokens were pushed."""
+    """The text that became visible when tokens were pushed."""
 
     text: str
     stop_string: str | None = None
@@ -97,30 +98,30 @@ class TextPiece:
 
 
 class TextStream(Protocol):
-    """Turns ids into text a piece at a time. Never gives out half a character, nor text that may turn out to be the
-    head of a stop string."""
+    """Turns ids into text, piece by piece. Holds back incomplete characters, and text that may be the beginning of a
+    stop string."""
 
     def push(self, token_ids: Sequence[int]) -> TextPiece: ...
 
     def flush(self) -> TextPiece:
-        """The rest, once no token follows."""
+        """The rest, after the last token."""
 
 
 class ResponseReader(Protocol):
-    """Reads one answer as the model's own files say it is to be read.
+    """Parses one answer as the model's own files declare.
 
     Events have a `type`, `region_open`, `region_chunk` (with `text`, and `dirty` where only the whole has a meaning) or
     `region_close` (with `value`), and a `field`, the key of the message.
     """
 
     initial: Sequence[Mapping[str, Any]]
-    """What the prompt has opened already."""
+    """Events of regions that the prompt has opened already."""
 
     def closing(self, field: str, text: str) -> int:
         """Length of the mark at the start of `text` that closes the field's region; 0 if there is none."""
 
     def feed(self, text: str) -> Sequence[Mapping[str, Any]]:
-        """Raises, mostly ValueError, for an answer that does not fit; then the reader is not used again."""
+        """Raises, usually ValueError, if the answer does not fit; the reader must not be used afterwards."""
 
     def finish(self) -> Sequence[Mapping[str, Any]]:
-        """No text follows. Raises as `feed` does."""
+        """Ends the answer. Raises as `feed` does."""
