@@ -17,12 +17,12 @@ from engine.streams import DeviceStreams
 
 @dataclass(frozen=True, slots=True)
 class WindowRoom:
-    """Rows that the live buffer of a sliding layer has beside its window."""
+    """Rows in the live buffer of a sliding layer beyond its window."""
 
     chunk_tokens: int = 512
     """The longest chunk that is ever written at once."""
     slack_tokens: int = 256
-    """So far back the timeline can be cut at any time."""
+    """How far back the timeline can be cut at any time."""
 
     @property
     def tokens(self) -> int:
@@ -34,9 +34,9 @@ class StageArena:
 
     rows    row 0 | row 1 | ... | row context_tokens - 1        each `row_bytes` long
             |-- valid: [0, position) --|-- whatever was there --|
-    fixed   true at the session's position only
+    fixed   valid at the session's position only
     windows the live buffers of sliding layers; their part of `fixed` is written when a checkpoint is taken
-    index_blocks  what sparse attention derives from rows: made anew when it is missing, never parked
+    index_blocks  what sparse attention derives from rows: computed again when it is missing, never parked
     """
 
     def __init__(
@@ -50,14 +50,15 @@ class StageArena:
     ) -> None:
         """Allocates `bytes_needed` on `device`.
 
-        `free` tells what the device could still give. Raises OutOfMemory with the numbers.
+        `free` returns the bytes that a device can still give. Raises OutOfMemory, which says how many tokens would fit.
         """
         self.layout = layout
         self.context_tokens = context_tokens
         self.device = torch.device(device)
         self.window_room = window_room
         needed = self.bytes_needed(layout, context_tokens, window_room)
-        # Main memory is promised before it is there: without this check the process would be killed later, mid-answer.
+        # The system grants main memory before it has it: without this check the process could be killed later,
+        # mid-answer.
         if needed > (room := free(str(self.device))):
             raise self._refusal(needed, room)
         try:
@@ -80,7 +81,7 @@ class StageArena:
 
     @cached_property
     def streams(self) -> DeviceStreams:
-        """Those that move these rows; for an arena on a card."""
+        """The streams that copy these rows. Only for an arena on a card."""
         return DeviceStreams(self.device)
 
     @property

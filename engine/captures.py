@@ -1,4 +1,4 @@
-"""The captures that go on beside what the engine computes next."""
+"""The captures that go on while the engine computes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from engine.capture_in_flight import CaptureInFlight
 
 
 class CapturesUnderWay:
-    """Those whose rows must not be overwritten yet."""
+    """Captures whose rows must not be overwritten yet."""
 
     def __init__(self) -> None:
         self._captures: list[CaptureInFlight] = []
 
     def add(self, capture: CaptureInFlight) -> None:
-        """From now on no row of `capture` is overwritten before it is copied."""
+        """Protects the rows of `capture` until they are copied."""
         self._forget_done()
         self._captures.append(capture)
 
     def before_write(self, stage: int, stream: torch.cuda.Stream, start: int, stop: int) -> None:
-        """Makes `stream` wait until rows `[start, stop)` of `stage` may be overwritten. The host waits for nothing."""
+        """Makes `stream` wait until the rows `[start, stop)` of `stage` may be overwritten.
+
+        The host waits only until the copies of those rows are queued.
+        """
         self._forget_done()
         for capture in self._captures:
             capture.free_rows(stage, stream, start, stop)

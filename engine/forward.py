@@ -33,9 +33,9 @@ log = logging.getLogger("parkd.engine")
 
 
 class ModelForward:
-    """Writes rows and moves fixed state on, and knows no position: whoever calls commits, or goes back.
+    """Writes rows and advances fixed state. It knows no position: the caller commits, or goes back.
 
-    Nothing is written over rows that one of `captures` has yet to copy.
+    Never overwrites rows that one of `captures` has yet to copy.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class ModelForward:
         guesses: int = 0,
         peer_access: bool = True,
     ) -> None:
-        """`guesses` are the most that the draft head makes at once. Without `peer_access` cards hand hidden states on
-        through main memory."""
+        """`guesses`: most tokens that the draft head guesses at once. Without `peer_access`, hidden states pass from
+        card to card through main memory."""
         self._stages = tuple(stages)
         self._arenas = tuple(arenas)
         self._caches = tuple(caches)

@@ -32,7 +32,7 @@ from engine.warm_up import tune_prompts
 
 
 class Cancel(Protocol):
-    """Asked between chunks. `threading.Event` is one."""
+    """Checked between chunks. `threading.Event` is one."""
 
     def is_set(self) -> bool: ...
 
@@ -40,8 +40,8 @@ class Cancel(Protocol):
 class Session:
     """One mutable timeline over all stages. Used from one thread at a time.
 
-    `position` counts the tokens whose rows are valid in every stage. Every method leaves a valid position behind,
-    also when it raises: the rows beyond it mean nothing.
+    `position` counts the tokens whose rows are valid in every stage. Every method leaves a valid position, also when it
+    raises. Rows beyond the position are meaningless.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Session:
         draft_tokens: int = 0,
         peer_access: bool = True,
     ) -> None:
-        """`config` is the library's, of the model's text; without it decoding is never recorded. `vision` reads the
-        pictures of prompts that have some. `draft_model` is the model's draft head, the library's `MtpModel`, for
-        which the layouts have room; `draft_tokens` are the most it may guess. Without `peer_access` cards hand hidden
-        states on through main memory."""
+        """`config` is the library's configuration of the text model; without it decoding is never recorded. `vision`
+        reads the images of prompts. `draft_model` is the model's draft head (the library's `MtpModel`), whose state
+        must be part of the layouts; it guesses at most `draft_tokens`. Without `peer_access`, hidden states pass from
+        card to card through main memory. Raises ValueError unless there is one arena for each stage."""
         if len(stages) != len(arenas):
             raise ValueError(f"{len(stages)} stages need as many arenas, not {len(arenas)}")
         self.stages = tuple(stages)
@@ -70,12 +70,12 @@ class Session:
         self.context_tokens = min(arena.context_tokens for arena in arenas)
         self.checksum: Checksum = checksum_for(arena.device for arena in arenas)
         self.layout_digest = state_digest([arena.layout for arena in arenas], self.checksum.name)
-        """16 bytes; a snapshot belongs here only if it carries the same."""
+        """16 bytes. A snapshot fits this session only if it has the same."""
         self._caches = [
             StageCache(arena, stage.num_layers, draft_tokens) for stage, arena in zip(stages, arenas, strict=True)
         ]
         self.captures = CapturesUnderWay()
-        """Those that go on beside what runs here: whoever starts one adds it."""
+        """Captures that go on beside other work. Whoever starts one adds it."""
         self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints, self.captures.any)
         self.vision = vision
         self._images = TimelineImages(self.arenas[0], vision)
@@ -86,7 +86,7 @@ class Session:
             for stage, cache in zip(self.stages, self._caches, strict=True):
                 step_by_step(stage, cache.history)
         self.draft_tokens = draft_tokens if draft_model is not None else 0
-        """The most tokens that are guessed at once; 0 without a draft head."""
+        """Most tokens that are guessed at once; 0 without a draft head."""
         self.draft_pauses = True
         """Whether guessing pauses while it is rarely right (`engine.draft_pace`)."""
         self._position = 0
@@ -108,37 +108,37 @@ class Session:
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        """Positions at which a copy of the fixed state is held, ascending; the timeline can be cut to each."""
+        """Positions of the checkpoints, ascending. The timeline can be cut to each."""
         return self.fixed_state.positions
 
     @property
     def rewind_floor(self) -> int:
-        """The timeline can be cut to every position from here on: 0 without fixed state."""
-        # Windows hear of a fresh start only when it reads.
+        """The timeline can be cut to every position from here on; 0 without fixed state."""
+        # After a reset, windows still have their old floor until something is read.
         return min(self._position, self.fixed_state.floor(self._position))
 
     def checkpoint(self) -> None:
-        """Keeps the fixed state at the present position, if the model has any and the timeline is not empty."""
+        """Takes a checkpoint at the position, if the model has fixed state and the timeline is not empty."""
         if self._position > 0:
             self.fixed_state.keep(self._position)
 
     @property
     def steering_digest(self) -> bytes:
-        """Of what steers from here on; empty when nothing does."""
+        """The digest of the control vectors in effect; empty if nothing steers."""
         return self._steered.steering.digest
 
     def steer(self, steering: Steering) -> None:
-        """From now on forwards are steered so. Rows stay: what they were made under is the caller's to know.
+        """Steers every forward from now on. Rows stay: the caller must know what they were made with.
 
-        Raises StageFailed; then the steering is as before.
+        Raises StageFailed, after which the steering is as before.
         """
         self._steered.change(steering)
 
     def use_kernels(self, progress: Callable[[str, float], None] | None = None) -> bool:
-        """Records decoding as CUDA graphs, and runs the model through few kernels (`engine.dense`), where that is
-        possible. Reads a chunk of nothing, so that what compiles or tunes does so now.
+        """Records decoding as CUDA graphs, and runs the model through few kernels (`engine.dense`), where possible.
+        Reads dummy chunks, so that kernels are compiled and tuned now.
 
-        True if decoding is recorded. Forgets the timeline. To be called once, before the first token.
+        Returns whether decoding is recorded. Resets the timeline. Call it once, before the first token.
         """
         self.reset()
         if not self._forward.record(min(self.batch_tokens, self.context_tokens), progress):
@@ -147,14 +147,14 @@ class Session:
         return self._forward.decode_graph is not None
 
     def reset(self) -> None:
-        """Forgets the timeline. Rows are not cleared: what is beyond the position is never read."""
+        """Empties the timeline. Rows are not cleared, since rows beyond the position are never read."""
         self._position = 0
         self._images.reset()
         self.fixed_state.forget_beyond(0)
 
     def truncate(self, position: int) -> None:
-        """Keeps `[0, position)`. Raises ValueError beyond the present position, and where the state is not exact:
-        below `rewind_floor` and not at a checkpoint (or 0), and inside a picture that sees itself."""
+        """Keeps `[0, position)`. Raises ValueError unless `position` is 0, a checkpoint, or between `rewind_floor` and
+        the present position, and if it is inside an image that sees itself."""
         if not 0 <= position <= self._position:
             raise ValueError(f"cannot truncate to {position}: the session is at {self._position}")
         self._images.check_cut(position)
@@ -170,8 +170,10 @@ class Session:
         self._images.forget_beyond(position)
 
     def adopt(self, position: int, kept: int = 0) -> None:
-        """Declares the rows `[0, position)` and `fixed` of every arena valid. Only for who has just written and
-        checked them; `[0, kept)` are the rows that were live before, with their checkpoints."""
+        """Declares the rows `[0, position)` and `fixed` of every arena valid, after the caller has written them.
+
+        The rows `[0, kept)` were live before and stay, with their checkpoints. Raises ValueError beyond the context.
+        """
         if not 0 <= position <= self.context_tokens:
             raise ValueError(f"{position} rows are more than the context of {self.context_tokens}")
         self.fixed_state.forget_beyond(min(kept, position - 1))
@@ -194,16 +196,19 @@ class Session:
         checkpoint_at: Sequence[int] = (),
         images: Sequence[PromptImage] = (),
     ) -> int:
-        """Reads tokens behind the position, in chunks that end at absolute multiples of `batch_tokens`.
+        """Reads tokens from the position on, in chunks that end at absolute multiples of `batch_tokens`. Makes no
+        logits.
 
-        With fixed state chunks also end at the positions `checkpoint_at`, where a checkpoint is taken. Makes no logits.
-        At the positions of `images`, which are the timeline's, the pictures are read instead of the ids; those that end
-        before the position are not looked at. Where the model lets a picture see itself, no chunk ends inside one and
-        no checkpoint is taken there.
-        `cancel` is asked before each chunk. `on_chunk` is told the position after each; on CUDA as many chunks as there
-        are stages may then still be running. Returns the position reached. Raises ContextFull (nothing was read) and
-        StageFailed (whole chunks before it are kept, with linear layers those before the last checkpoint). For images:
-        UnreadableImage, and ValueError if one that sees itself is cut by the position or by the end of `token_ids`.
+        With fixed state, chunks also end at the positions `checkpoint_at`, and a checkpoint is taken there. At the
+        positions of `images`, the images are read instead of the ids; images that end before the position are ignored.
+        If the model lets an image see itself, no chunk ends and no checkpoint is taken inside one.
+
+        `cancel` is checked before each chunk. `on_chunk` is called with the position after each; on CUDA, as many
+        chunks as there are stages may then still be running.
+
+        Returns the position reached. Raises ContextFull, with nothing read; StageFailed, with the chunks before it kept
+        (with linear layers, those before the last checkpoint); UnreadableImage; and ValueError if an image that sees
+        itself is cut by the position or by the end of `token_ids`.
         """
         ids = np.ascontiguousarray(token_ids, dtype=np.int64)
         origin, end = self._position, self._position + len(ids)
@@ -233,16 +238,16 @@ class Session:
         return self._position
 
     def step(self, token_id: int) -> torch.Tensor:
-        """Runs one token at the position, through the path that decoding takes.
+        """Decodes one token at the position.
 
-        Returns the logits of what follows it, float32 `[vocab]`, on the last device. Raises ContextFull, StageFailed.
+        Returns the logits of the next token, float32 `[vocab]`, on the last device. Raises ContextFull, StageFailed.
         """
         self._check_room(1)
         return self._decoded([token_id])[0]
 
     def guess(self, token_id: int, count: int, choose: Choose) -> list[int]:
-        """Tokens that the draft head guesses to follow `token_id`, which comes at the position: `count`, or fewer where
-        the context ends. The timeline stays as it is. Raises StageFailed."""
+        """The tokens that the draft head expects after `token_id`, which is next at the position: at most `count`, and
+        no more than fit the context. The timeline does not change. Raises StageFailed."""
         start = self._position
         count = min(count, self.draft_tokens, self.context_tokens - start - 1)
         if self.draft is None or count < 1:
@@ -250,20 +255,19 @@ class Session:
         return self._forward.guess(self.draft, token_id, start, self._images.offset.value, count, choose)
 
     def verify(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Runs a token and guesses of what follows it, at most `draft_tokens`, all at once.
+        """Decodes a token and up to `draft_tokens` guesses of those after it, all at once.
 
-        Returns the logits behind each, float32 `[q, vocab]`. Until more is read the timeline can be cut to every
-        position from behind the first token on, as if the guesses beyond had never been made. Raises ContextFull,
-        StageFailed.
+        Returns the logits after each, float32 `[q, vocab]`. Until more is read, the timeline can be cut to every
+        position after the first token, as if the later guesses had never been read. Raises ContextFull, StageFailed.
         """
         self._check_room(len(token_ids))
         with self.fixed_state.recorded(self._position, len(token_ids)):
             return self._decoded(token_ids)
 
     def _decoded(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Float32 `[q, vocab]`."""
+        """The logits after each token, float32 `[q, vocab]`. Advances the position."""
         forward, start, offset = self._forward, self._position, self._images.offset
-        # At 0 a layer of linear attention has no state to go on from, which is another computation than was recorded.
+        # At 0, layers of linear attention have no state yet, which is another computation than the recorded one.
         goes_on = start > 0 or not self.fixed_state.is_exact_once
         with self._recovering():
             if goes_on and forward.is_recorded(len(token_ids)):
@@ -277,7 +281,7 @@ class Session:
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
-        """A forward inside that fails leaves the position a valid one."""
+        """Makes the position valid again if a forward inside fails."""
         try:
             yield
         except BaseException:
@@ -285,9 +289,10 @@ class Session:
             raise
 
     def _recover(self) -> None:
-        """After a forward that broke midway: some layers have moved on, others have not."""
+        """After a failed forward the fixed state of some layers has advanced and that of others has not: goes back to
+        the last checkpoint where that matters."""
         if not self.fixed_state.is_exact_once:
-            return  # rows beyond the position mean nothing, and windows reach back behind it
+            return  # rows beyond the position are ignored, and windows reach back before it
         position = self.fixed_state.last_before(self._position)
         if position:
             self._go_back(position)
@@ -296,7 +301,7 @@ class Session:
             self.reset()
 
     def _go_back(self, position: int) -> None:
-        """To the checkpoint held there."""
+        """Restores the checkpoint at `position`."""
         self.fixed_state.go_back(position)
         self._images.offset.reload()
 

@@ -8,8 +8,8 @@
                                  stage 1  copy in .......... sums       | the next tokens
                                  host     queues all of it ............................. compares, then commits both
 
-A plan says which rows go where; who keeps the bytes between a capture and a restore is not the engine's business.
-Any object with the attributes of `SnapshotPlan` will do.
+A plan says which rows go where. The engine does not care who keeps the bytes between a capture and a restore; any
+object with the attributes of `SnapshotPlan` will do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Sums = npt.NDArray[np.uint64]
 
 
 class Run(Protocol):
-    """Rows `[start, stop)` of one stage and the host bytes that hold them, or will."""
+    """Rows `[start, stop)` of one stage, and the host bytes that they are in or go to."""
 
     @property
     def start(self) -> int: ...
@@ -63,7 +63,7 @@ class StageMove(Protocol):
 
 
 class Plan(Protocol):
-    """What `capture` and `restore` take; `SnapshotPlan` explains it."""
+    """What `capture` and `restore` take. `SnapshotPlan` documents the fields."""
 
     @property
     def layout_digest(self) -> bytes: ...
@@ -107,8 +107,8 @@ class StagePlan:
 class SnapshotPlan:
     """One move of the rows `[start, stop)` of every stage.
 
-    The rows are cut in blocks at absolute multiples of `block_tokens`; `start` is such a multiple, or `stop` where the
-    fixed state alone moves. Each stage's part of each block (the rows of it inside `[start, stop)`) has a checksum.
+    The rows consist of blocks at absolute multiples of `block_tokens`. `start` is such a multiple, or equal to `stop`
+    if only fixed state moves. The part of each block (within `[start, stop)`) in each stage has a checksum.
     """
 
     layout_digest: bytes
@@ -117,16 +117,16 @@ class SnapshotPlan:
     block_tokens: int
     stages: tuple[StagePlan, ...]
     checksums: Sums | None = None
-    """`[blocks, stages]`; needed by a restore."""
+    """`[blocks, stages]`; required for a restore."""
     fixed_checksums: Sums | None = None
-    """`[fixed parts, stages]`; needed by a restore that has fixed parts."""
+    """`[fixed parts, stages]`; required for a restore with fixed parts."""
     resume_at: int | None = None
-    """Restore only: the position that becomes live; None means `stop`. A checksum covers a whole block, so the rows
-    behind this position in its block come along and are compared, and are then not live."""
+    """Only for a restore: the position that becomes live; None means `stop`. A checksum covers a whole block, so rows
+    of the last block after this position are copied and compared too, but are not live afterwards."""
 
     @property
     def position(self) -> int:
-        """What is live after a restore; where the fixed state is true."""
+        """The position after a restore, which is also that of the fixed state."""
         return self.stop if self.resume_at is None else self.resume_at
 
 
@@ -142,7 +142,7 @@ DEFAULT_STEPS = CopySteps()
 
 
 def host_plan(session: Session, stop: int, *, start: int = 0, block_tokens: int = 256) -> SnapshotPlan:
-    """A plan for the rows `[start, stop)` with host buffers of its own, one run a stage; for use without a store."""
+    """A plan for the rows `[start, stop)` with host buffers of its own, one run per stage, for use without a store."""
     stages = []
     for arena in session.arenas:
         run = RowRun(start, stop, np.empty((stop - start) * arena.layout.row_bytes, dtype=np.uint8))
@@ -156,8 +156,8 @@ def host_plan(session: Session, stop: int, *, start: int = 0, block_tokens: int 
 def capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> SnapshotChecksums:
     """Copies the planned rows and fixed state of every stage into the plan's buffers.
 
-    Fixed parts may be of the present position and of every checkpoint. Raises SnapshotMismatch, or StageFailed when a
-    copy broke; then the buffers' content means nothing. The live state stays as it is either way.
+    Fixed parts may be of the present position and of every checkpoint. The live state does not change. Raises
+    SnapshotMismatch, and StageFailed if a copy fails, after which the content of the buffers is undefined.
     """
     check_capture(session, plan)
     try:
@@ -170,11 +170,12 @@ def capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
 
 
 def start_capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> CaptureInFlight | None:
-    """The same, beside what the engine does next: what overwrites these rows waits on the cards until they are copied.
+    """Begins a capture that goes on while the engine works: whatever overwrites its rows waits, on the cards, until
+    they are copied.
 
-    None if it cannot be done so: a stage in main memory. Fixed state is taken from checkpoints, which stay as they are
-    while the next token changes what is live. The buffers belong to the capture until its `wait` has returned. Raises
-    as `capture` does.
+    Returns None if a stage is in main memory, where this is not possible. Fixed state is copied from checkpoints, which
+    do not change while the next tokens change the live state. The buffers belong to the capture until its `wait`
+    returns. Raises as `capture` does.
     """
     if any(arena.device.type != "cuda" for arena in session.arenas):
         return None
@@ -194,9 +195,9 @@ def start_capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_ST
 
 
 def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> None:
-    """Makes the rows `[0, plan.position)` the live state: the session's position is `plan.position`.
+    """Makes the rows `[0, plan.position)` live, and the session's position `plan.position`.
 
-    The rows `[0, plan.start)` stay as they are and must be live. Raises SnapshotMismatch before anything is written,
+    The rows `[0, plan.start)` must be live already, and stay. Raises SnapshotMismatch before anything is written, and
     SnapshotDamaged after a reset of every stage.
     """
     _restore(session, plan, steps)
@@ -210,11 +211,11 @@ def restore_and_read(
     checkpoint_at: Sequence[int] = (),
     steps: CopySteps = DEFAULT_STEPS,
 ) -> None:
-    """`restore`, and then `token_ids` are read behind it, as `Session.extend` does.
+    """Does `restore`, then reads `token_ids` as `Session.extend` does.
 
-    The reading is queued while rows are still on their way; on a card it begins when that card's rows are in. Of rows
-    that turn out to be damaged nothing is left, nor of what was read behind them. Raises as `restore` and `extend` do;
-    after a StageFailed nothing is live.
+    Reading is queued while rows are still on their way; on each card it begins when the rows of that card have arrived.
+    Nothing stays of damaged rows, nor of what was read after them. Raises as `restore` and `extend` do; after a
+    StageFailed nothing is live.
     """
     if not _may_be_read_unchecked(session):
         restore(session, plan, steps=steps)
@@ -224,7 +225,7 @@ def restore_and_read(
     def read() -> None:
         for arena in session.arenas:
             if arena.device.type == "cuda":
-                # Also behind the sums: what is read now overwrites rows of the last block, and fixed state.
+                # After the sums too: reading overwrites rows of the last block, and fixed state.
                 torch.cuda.current_stream(arena.device).wait_stream(arena.streams.sums)
         session.adopt(plan.position, kept=plan.start)
         session.extend(token_ids, checkpoint_at=checkpoint_at)
@@ -233,14 +234,14 @@ def restore_and_read(
 
 
 def _may_be_read_unchecked(session: Session) -> bool:
-    """Whatever the bytes of a state are, a forward over it only gives wrong numbers. Not so where they say where to
-    look something up: that ends a card's context."""
+    """Whether a forward over damaged state only gives wrong numbers. Not if the state has indices into memory: a wrong
+    one would end the card's context."""
     fields = [field for arena in session.arenas for field in (*arena.layout.row_fields, *arena.layout.fixed_fields)]
     return all(field.dtype.is_floating_point or field.dtype == torch.int8 for field in fields)
 
 
 def _restore(session: Session, plan: Plan, steps: CopySteps, read: Callable[[], None] | None = None) -> None:
-    """Checks, copies, compares and commits. `read` commits and goes on before the comparison."""
+    """Checks, copies, compares and commits. `read`, if given, commits and reads on before the comparison."""
     check(session, plan)
     check_restore(session, plan)
     states = [[arena.fixed for arena in session.arenas] for _ in plan.stages[0].fixed]

@@ -1,4 +1,4 @@
-"""What must hold before a snapshot is moved, and after it was."""
+"""What must be true before a snapshot is copied, and afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_capture(session: Session, plan: Plan) -> None:
-    """Whether the live state has what is asked for. Raises SnapshotMismatch, as the next two do."""
+    """Raises SnapshotMismatch unless the live state has everything that the plan asks for."""
     check(session, plan)
     if plan.stop > session.position:
         raise SnapshotMismatch(f"rows up to {plan.stop} are asked for; the session has {session.position}")
@@ -30,12 +30,12 @@ def check_capture(session: Session, plan: Plan) -> None:
 
 
 def check(session: Session, plan: Plan) -> None:
-    """Everything that does not depend on the direction, for all stages."""
+    """Checks what does not depend on the direction, for all stages. Raises SnapshotMismatch."""
     if plan.layout_digest != session.layout_digest:
         raise SnapshotMismatch("the snapshot's layout is not this engine's")
     if len(plan.stages) != len(session.arenas):
         raise SnapshotMismatch(f"the snapshot has {len(plan.stages)} stages, the engine {len(session.arenas)}")
-    # Fixed state alone, of a position whose rows the store holds already, may lie anywhere.
+    # Fixed state alone may be of any position: the store has its rows already.
     has_rows = plan.start != plan.stop
     if plan.block_tokens < 1 or (has_rows and plan.start % plan.block_tokens) or not 0 <= plan.start <= plan.stop:
         raise SnapshotMismatch(f"rows [{plan.start}, {plan.stop}) do not begin at a block of {plan.block_tokens}")
@@ -65,7 +65,7 @@ def _check_buffer(stage: int, buffer: Bytes, nbytes: int) -> None:
 
 
 def check_restore(session: Session, plan: Plan) -> None:
-    """What a restore needs besides."""
+    """Checks what only a restore needs. Raises SnapshotMismatch."""
     if plan.start > session.position:
         raise SnapshotMismatch(f"rows below {plan.start} must be live; the session has {session.position}")
     stages = len(plan.stages)
@@ -85,7 +85,7 @@ def check_restore(session: Session, plan: Plan) -> None:
 
 
 def compare(plan: Plan, rows: Sums, fixed: Sums) -> None:
-    """What arrived with what was captured. Raises SnapshotDamaged with the stage and the block."""
+    """Compares the checksums of what arrived with the plan's. Raises SnapshotDamaged with stage and block."""
     assert plan.checksums is not None, "checked before anything was written"
     wrong = np.argwhere(rows != plan.checksums)
     if len(wrong):

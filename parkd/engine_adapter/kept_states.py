@@ -1,4 +1,4 @@
-"""Copies of an engine's fixed state at earlier positions of what is live, and where chunks end to have them taken.
+"""An engine's checkpoints: copies of its fixed state at earlier positions, and where chunks end to take them.
 
 |---- root ----|---- dropped first ----|--------|---- used last ----| position
 """
@@ -12,12 +12,12 @@ S = TypeVar("S")
 
 
 class KeptStates(Generic[S]):
-    """At most `limit`: the earliest stays, of the others the least recently used goes."""
+    """At most `limit` states by position. The least recently used makes room; the earliest always stays."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._states: dict[int, S] = {}
-        """By position; the least recently used first."""
+        """By position, the least recently used first."""
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -28,16 +28,16 @@ class KeptStates(Generic[S]):
         return position in self._states
 
     def get(self, position: int) -> S | None:
-        """Does not count as use."""
+        """The state at `position`, or None. Does not count as use."""
         return self._states.get(position)
 
     def use(self, position: int) -> S:
-        """Raises KeyError."""
+        """The state at `position`, now the most recently used. Raises KeyError."""
         self._states[position] = state = self._states.pop(position)
         return state
 
     def keep(self, position: int, copy: Callable[[], S]) -> None:
-        """`copy` makes the state once there is room, if it is not there yet. Nothing at 0, or without a limit."""
+        """Calls `copy` for the state at `position`, if there is none yet. Does nothing at 0, or if the limit is 0."""
         if not self._limit or position == 0:
             return
         if position not in self._states:
@@ -48,7 +48,7 @@ class KeptStates(Generic[S]):
         self.use(position)
 
     def last(self, position: int) -> int:
-        """The largest position up to that one; 0 without any."""
+        """The last position up to `position`; 0 if there is none."""
         return max((place for place in self._states if place <= position), default=0)
 
     def forget_beyond(self, position: int) -> None:
@@ -60,6 +60,7 @@ class KeptStates(Generic[S]):
 
 
 def chunk_end(start: int, stop: int, batch_tokens: int, places: Sequence[int]) -> int:
-    """Where the chunk from `start` ends: at an absolute multiple of the batch, or at one of `places`, ascending."""
+    """Where the chunk from `start` ends: at an absolute multiple of the batch size, at `stop`, or at the first of
+    `places` (ascending) inside it."""
     end = min(stop, (start // batch_tokens + 1) * batch_tokens)
     return min(end, next((place for place in places if place > start), end))
