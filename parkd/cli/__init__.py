@@ -1,6 +1,6 @@
 """The `parkd` command, and the composition root: only here do concrete classes meet.
 
-    words -> Invocation -> Config -> listener, engine, store, identity -> Services -> server
+    words -> Invocation -> Config -> listener, engine -> store, identity -> Services -> server
 
 Exit codes: 0 stopped as asked, 1 failed while running, 2 a setting or the model cannot be used.
 """
@@ -36,12 +36,13 @@ from parkd.rewrite_rules import read_rules
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.cli.model import AnyEngine
     from parkd.proxy.config import Services
+    from parkd.store.fs import FileSystem
 
 __all__ = ["MemoryShare", "find_model", "load_engine", "main"]
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-"""Ctrl-C before the server ran, as a shell would say it; once it runs, Ctrl-C is an orderly stop."""
+"""Ctrl-C before the server runs, as shells report it. Once it runs, Ctrl-C is an orderly stop."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -71,8 +72,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def serve(config: Config) -> int:
-    """Loads the model and serves until told to stop. Raises ConfigError and ModelError before serving."""
-    from parkd import listener, split_memory, startup
+    """Loads the model and serves until told to stop. Returns the exit code. Raises ConfigError and ModelError before
+    it serves."""
+    from parkd import listener, startup
 
     logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("parkd").setLevel(logging.INFO)
@@ -82,8 +84,7 @@ def serve(config: Config) -> int:
     named_keys = () if key_file is None else read_key_file(key_file)
     rules_file = config.server.rewrite_rules_file
     rules = () if rules_file is None else read_rules(rules_file)
-    is_upstream = config.model.upstream is not None
-    model, is_demo = ("", False) if is_upstream else find_model(config.model)
+    model, is_demo = ("", False) if config.model.upstream is not None else find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound:
         from parkd.identity.background import BackgroundWork
         from parkd.proxy import server
@@ -91,21 +92,7 @@ def serve(config: Config) -> int:
 
         memory, background = MemoryShare(config.cache.budget_bytes), BackgroundWork()
         files = open_files(config)
-        progress = startup.ProgressPrinter(sys.stderr)
-        name, why = choose_engine(config.model, model, is_demo=is_demo)
-        print(f"engine    {name}, since {why}", flush=True)
-        engine: AnyEngine
-        if is_upstream:
-            engine = load_upstream(config, progress)
-            notes = engine.notes
-        elif name == "llama.cpp":
-            engine = load_llama_cpp(config, model, progress, is_demo=is_demo)
-            notes = card_notes(config.model.llama.gpu_layers, engine.build_has_cards, has_card())
-        else:
-            load = partial(load_engine, model=model, memory=memory, progress=progress, is_demo=is_demo)
-            engine, notes = split_memory.load(config, model, files, load), ()
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+        engine = open_engine(config, model, memory, files, is_demo=is_demo)
         store_config = store_config_of(config, memory)
         services = compose(config, engine, store_config, named_keys, files, rules, background=background)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
@@ -117,9 +104,37 @@ def serve(config: Config) -> int:
             return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
 
 
+def open_engine(
+    config: Config, model: str, memory: MemoryShare, files: FileSystem | None, *, is_demo: bool
+) -> AnyEngine:
+    """Chooses the engine and loads the model, and prints which engine it is and what the user should know about it.
+
+    `files` remember the layer split that fitted last. Raises ConfigError and ModelError.
+    """
+    from parkd import split_memory, startup
+
+    progress = startup.ProgressPrinter(sys.stderr)
+    name, why = choose_engine(config.model, model, is_demo=is_demo)
+    print(f"engine    {name}, since {why}", flush=True)
+    engine: AnyEngine
+    notes: Sequence[str] = ()
+    if name == "llama-server":
+        engine = load_upstream(config, progress)
+        notes = engine.notes
+    elif name == "llama.cpp":
+        engine = load_llama_cpp(config, model, progress, is_demo=is_demo)
+        notes = card_notes(config.model.llama.gpu_layers, engine.build_has_cards, has_card())
+    else:
+        load = partial(load_engine, model=model, memory=memory, progress=progress, is_demo=is_demo)
+        engine = split_memory.load(config, model, files, load)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return engine
+
+
 @contextlib.contextmanager
 def recording(config: Config, engine: AnyEngine, services: Services) -> Iterator[Services]:
-    """The services that write a trace of their turns, if one was asked for. Raises ConfigError."""
+    """The services, writing a trace of their turns if `--record` asks for one. Raises ConfigError."""
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.replay.recorder import Recorder
     from parkd.replay.trace import TraceHeader

@@ -1,4 +1,4 @@
-"""Builds what serves the requests out of the settings and the engine."""
+"""Builds the services that answer requests, from the settings and the engine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mi
     from parkd.store.fs import FileSystem
     from parkd.store.records import StoreConfig
     from parkd.store.store import ConversationStore
-    from parkd.types import NamedKey, PromptIdentity
+    from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest
 
 MIN_FREE_SHARE = 16
 MOST_MIN_FREE_BYTES = 2560 * 1024 * 1024
-"""Parking leaves one part in so many of the machine's memory free, and never needs to leave more than this."""
+"""Parking leaves one part in this many of the machine's memory free, but at most this many bytes."""
 RESEND_GRACE_S = 2.0
-"""A turn whose client is gone goes on for so long, unless others wait: most clients send again within a second."""
+"""How long a turn goes on after its client disconnected, unless others wait. Most clients send again within a
+second."""
 CONVERSATION_ID_BYTES = 8
 
 
 def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
+    """The store's configuration, with the memory budget and the memory floor resolved to bytes."""
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.store.records import StoreConfig
 
@@ -45,8 +47,8 @@ def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
 
 
 def answer_memory(config: Config, engine: AnyEngine, background: BackgroundWork) -> OutputMemory | None:
-    """The memory of what was generated, beside what is parked on disk; None if answers that come back are rendered. Its
-    file is written behind the replies."""
+    """The memory of generated answers, with its file in the park directory if there is one; None if answers that come
+    back are rendered. The file is written in the background."""
     from parkd.identity.answer_file import NAME, AnswerFile
     from parkd.identity.output_memory import OutputMemory
 
@@ -69,7 +71,7 @@ def _submit(background: BackgroundWork, work: Callable[..., None], *given: Any) 
 
 
 def open_files(config: Config) -> FileSystem | None:
-    """Where parked conversations lie on disk; None if they do not. Raises ConfigError."""
+    """The file system for parked conversations; None if they are in memory only. Raises ConfigError."""
     from parkd.store.fs import open_directory
     from parkd.store.unlinked_fs import UnlinkedFs
 
@@ -82,7 +84,7 @@ def open_files(config: Config) -> FileSystem | None:
 def open_store(
     config: Config, engine: AnyEngine, store_config: StoreConfig, files: FileSystem | None
 ) -> ConversationStore:
-    """The store over RAM, or over RAM and disk. Raises ConfigError."""
+    """The store over RAM, or over RAM and disk if there are `files`. Raises ConfigError."""
     from parkd.store.opening import DiskOptions, open_tiered
     from parkd.store.policy import policy_named
     from parkd.store.store import ConversationStore
@@ -130,6 +132,7 @@ def compose(
     *,
     background: BackgroundWork,
 ) -> Services:
+    """All that the server needs. The caller closes `background`, after the server. Raises ConfigError."""
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.identity.builder import IdentityBuilder
     from parkd.identity.normalise import NormaliserConfig
@@ -151,7 +154,7 @@ def compose(
     store = None
     if store_config.budget_bytes:
         store = open_store(config, engine, store_config, files)
-        if engine.host_memory_hooks() is not None:  # Page-locked in the background, while requests are answered.
+        if engine.host_memory_hooks() is not None:  # Page-locked in a thread of its own, while requests are answered.
             store.grow_ahead()
     server = config.server
     output = replace(output_format(engine.template_source), reader=engine.response_reader)
@@ -191,14 +194,17 @@ def _remember(
     ids: Sequence[int],
     said: Said,
 ) -> None:
-    """Before the client sees the answer's end it is known; that it will be read fast next time can wait."""
+    """Remembers an answer at once, so that it is known before the client sees its end. Its text is tokenised for the
+    next prompt in the background."""
     answers.remember(prompt, ids, said)
     background.submit(partial(identity.expect, prompt, ids, said))
 
 
 def mask_builder(engine: AnyEngine, output: OutputFormat) -> tuple[BuildMask, Callable[[], None] | None]:
-    """What holds answers to a schema, and thinking to its budget, and what gets it ready. An engine that is a server of
-    its own does the first itself, and knows no budget."""
+    """The function that builds the token mask of a request (schema and thinking budget), and one that prepares it.
+
+    A llama-server enforces schemas itself and knows no thinking budget, so there the "mask" is only its constraint.
+    """
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.llama_server.sampling import constraint
     from parkd.proxy.structured import StructuredOutput
@@ -206,9 +212,10 @@ def mask_builder(engine: AnyEngine, output: OutputFormat) -> tuple[BuildMask, Ca
 
     marks, info = output.reasoning, engine.info
     if isinstance(engine, LlamaServerEngine):
-        build: BuildMask = lambda request, tail: constraint(  # noqa: E731
-            request, thinks=marks is not None and not tail.rstrip().endswith(marks.close)
-        )
+
+        def build(request: TurnRequest, tail: str) -> TokenMask | None:
+            return constraint(request, thinks=marks is not None and not tail.rstrip().endswith(marks.close))
+
         return build, None
     structured = StructuredOutput(engine.tokenizer_json(), info.vocab_size, info.end_token_ids)
     limits = ThinkingLimits(

@@ -1,4 +1,4 @@
-"""What libraries say while they work, in one line of ours."""
+"""Shortens what libraries log while they load a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PLAIN = "falling back to its reference PyTorch implementation"
 
 
 class PlainKernels(logging.Filter):
-    """Of a logger that says of each function of a recurrent layer that it has no kernel: one line for all of them."""
+    """Replaces the line that the library logs for each function without a kernel by one line for all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class PlainKernels(logging.Filter):
 
 
 def shorten_library_notes() -> None:
-    """May be called again."""
+    """Idempotent."""
     logger = logging.getLogger(KERNELS_LOGGER)
     if not any(isinstance(known, PlainKernels) for known in logger.filters):
         logger.addFilter(PlainKernels())

@@ -47,13 +47,13 @@ def find_model(config: ModelConfig) -> tuple[str, bool]:
 
 
 def _is_path(model: str) -> bool:
-    """Whether it can be nothing else: a hub id (owner/name) begins with neither, and names no GGUF file."""
+    """Whether this must be a path: a hub id (owner/name) does not begin like one and names no GGUF file."""
     return model.startswith(("/", "./", "../", "~")) or model.lower().endswith(".gguf")
 
 
 @dataclass
 class MemoryShare:
-    """Divides main memory between the arenas and what is parked, once the weights are in place."""
+    """Divides the main memory that is free once the weights are loaded between arenas and parked conversations."""
 
     asked: int | str
     """Bytes, or `auto`."""
@@ -61,13 +61,14 @@ class MemoryShare:
     _free_bytes: int | None = None
 
     def for_arenas(self) -> int:
-        """Bytes that arenas in main memory may count on. Read when weights are loaded and arenas are not."""
+        """Bytes that arenas in main memory may take. Call it after the weights are loaded and before arenas are
+        allocated."""
         self._free_bytes = self.free()
         return max(0, self._free_bytes - self.budget_bytes)
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes for parked conversations: `auto` is a share of what was free before the arenas were taken."""
+        """Bytes for parked conversations: `auto` is a share of what was free before the arenas were allocated."""
         if isinstance(self.asked, int):
             return self.asked
         free = self.free() if self._free_bytes is None else self._free_bytes
@@ -75,7 +76,7 @@ class MemoryShare:
 
 
 def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[str, str]:
-    """Which engine runs the model, and why. Raises ConfigError if the flags do not go together."""
+    """Which engine runs the model, and why. Raises ConfigError for flags that do not fit together."""
     if config.upstream is not None:
         if config.llama.given:
             raise ConfigError(
@@ -109,19 +110,19 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
 
 
 def cache_type_name(asked: str | None) -> str:
-    """In llama.cpp's words: its own default, and its name for what torch calls int8."""
+    """The llama.cpp name of a cache type: its default f16 if none is asked for, q8_0 for int8."""
     return {None: "f16", "int8": "q8_0"}.get(asked, asked or "")
 
 
 def has_card() -> bool:
-    """That torch sees."""
+    """Whether torch sees a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def card_notes(gpu_layers: int | None, build_has_cards: bool, has_card: bool) -> tuple[str, ...]:
-    """What a build of llama.cpp for the processor alone leaves unused."""
+    """A note if this build of llama.cpp cannot use cards that are there or were asked for."""
     if build_has_cards or gpu_layers == 0 or not (has_card or gpu_layers):
         return ()
     what = "--gpu-layers has no effect" if gpu_layers else "the cards here are not used"
@@ -133,7 +134,7 @@ def card_notes(gpu_layers: int | None, build_has_cards: bool, has_card: bool) ->
 def load_llama_cpp(
     config: Config, model: str, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> LlamaCppEngine:
-    """Raises ModelError."""
+    """Loads a GGUF file through llama.cpp in process. Raises ModelError."""
     from engine.steering import VectorFile
     from parkd.engine_adapter.llama_cpp import LlamaCppConfig, LoraFile
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
@@ -177,7 +178,7 @@ def _check_readable(model: str) -> None:
 
 
 def check_cards(devices: Sequence[str], count: int) -> None:
-    """`count` cards are there. Raises ConfigError naming the first device that is none of them."""
+    """Raises ConfigError for the first of `devices` that is not one of `count` cards."""
     for device in devices:
         kind, _, index = device.partition(":")
         if kind == "cuda" and int(index or 0) >= count:
@@ -189,7 +190,7 @@ def check_cards(devices: Sequence[str], count: int) -> None:
 def load_engine(
     config: Config, model: str, memory: MemoryShare, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> TorchEngine:
-    """Raises ModelError."""
+    """Loads a model into the torch engine. Raises ConfigError and ModelError."""
     import torch
     from transformers.utils import logging as library_logging
 
@@ -227,7 +228,7 @@ def load_engine(
 
 
 def load_upstream(config: Config, progress: Callable[[str, float], None]) -> LlamaServerEngine:
-    """The engine over a llama-server that runs already. Raises ModelError."""
+    """Connects to a llama-server that is already running. Raises ConfigError and ModelError."""
     from parkd.engine_adapter.llama_server.client import Deadlines
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.llama_server.probe import check_one_file_system

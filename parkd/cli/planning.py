@@ -1,4 +1,4 @@
-"""What a model's configuration tells, without its weights: for `parkd plan`, and for `parkd replay --model`."""
+"""What a model's configuration tells without its weights, for `parkd plan` and `parkd replay --model`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def plan(config: Config) -> int:
-    """Says what the budget will hold of the model; reads its configuration only. Raises ConfigError and ModelError."""
+    """Prints how much of the model's state the budget holds; reads only its configuration. Raises ConfigError,
+    ModelError."""
     from parkd import plan as planning
     from parkd.cli.compose import store_config_of
     from parkd.types import StageLayout
@@ -45,7 +46,7 @@ def plan(config: Config) -> int:
 
 
 def _llama_cpp(config: ModelConfig, model: str, why: str) -> tuple[str, StateLayout, int, list[str]]:
-    """Name, layout, longest context and notes, from the file's header. Raises ModelError."""
+    """Name, layout, longest context in tokens, and notes, from the header of a GGUF file. Raises ModelError."""
     from parkd.engine_adapter.llama_cpp.state_size import state_size
     from parkd.plan import layout_of
     from parkd.types import Grain, StageLayout
@@ -60,7 +61,7 @@ def _llama_cpp(config: ModelConfig, model: str, why: str) -> tuple[str, StateLay
 
 
 def sizes_of(words: Sequence[str]) -> ModelSizes:
-    """Of the model that these flags of `parkd plan` name. Raises ConfigError and ModelError."""
+    """Sizes of the model that these flags of `parkd plan` name. Raises ConfigError and ModelError."""
     from engine.reading_work import reading_work
     from parkd.replay.command import ModelSizes
 
@@ -73,7 +74,7 @@ def sizes_of(words: Sequence[str]) -> ModelSizes:
 
 
 def _check_engine(config: ModelConfig, what: str, else_do: str) -> None:
-    """Raises ConfigError if the model would run on an engine whose cost of reading is not known."""
+    """Raises ConfigError unless the model would run on the torch engine, whose cost of reading is known."""
     model, is_demo = find_model(config)
     engine, why = choose_engine(config, model, is_demo=is_demo)
     if engine != "torch":
@@ -85,7 +86,7 @@ def _check_engine(config: ModelConfig, what: str, else_do: str) -> None:
 
 
 def weightless(config: ModelConfig) -> tuple[str, WeightlessModel]:
-    """The model's name, and what is known of it. Raises ConfigError and ModelError."""
+    """The model, and what its configuration tells. Raises ConfigError and ModelError."""
     from engine.config import EngineConfig
     from engine.errors import EngineError
     from engine.kv_format import KV_FORMATS

@@ -1,6 +1,6 @@
-"""Small work that nobody waits for, behind replies on a thread of its own: the answers' file, texts tokenised ahead.
+"""Small work that nobody waits for, on a thread of its own: writing the file of answers, tokenising texts ahead.
 
-One thread, in order, with a bound: what comes while the queue is full is left out, since none of it is ever needed.
+One thread with a bounded queue, in order. Work that comes while the queue is full is left out: all of it is optional.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Work = Callable[[], None]
 
 
 class BackgroundWork:
-    """`submit` never waits; from any thread. A piece of work that fails is logged and costs nothing else."""
+    """`submit` never waits, and may be called from any thread. Work that fails is logged, nothing else."""
 
     def __init__(self, limit: int = QUEUE_LIMIT) -> None:
         self._queue: queue.Queue[Work | None] = queue.Queue(limit)
@@ -27,10 +27,10 @@ class BackgroundWork:
         self._started = False
         self._lock = threading.Lock()
         self.left_out = 0
-        """Pieces of work that found no room, over its life."""
+        """Pieces of work that found the queue full."""
 
     def submit(self, work: Work) -> bool:
-        """False if there was no room."""
+        """Queues `work`. False if the queue is full."""
         with self._lock:
             if not self._started:
                 self._started = True
@@ -43,7 +43,7 @@ class BackgroundWork:
         return True
 
     def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
-        """Ends the thread once what is queued is done, or at the deadline."""
+        """Ends the thread after the queued work, or leaves it at the deadline."""
         if not self._started:
             return
         try:
@@ -57,4 +57,4 @@ class BackgroundWork:
             try:
                 work()
             except Exception:
-                log.exception("work behind a reply failed")
+                log.exception("background work failed")

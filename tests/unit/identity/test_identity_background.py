@@ -1,4 +1,4 @@
-"""Work behind replies: in order, bounded, and what it leaves ready for the next prompt."""
+"""Background work: in order, bounded, and what it prepares for the next prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_failure_is_logged_and_the_next_piece_is_done(caplog: pytest.LogCaptur
     background.submit(lambda: done.append(1))
     background.close()
     assert done == [1]
-    assert "work behind a reply failed" in caplog.text
+    assert "background work failed" in caplog.text
 
 
 def test_closing_what_never_worked_is_nothing() -> None:
