@@ -1,4 +1,4 @@
-"""A request to its identity: render, tokenise, hash. The only part of this folder that holds state.
+"""From a request to its identity: render, tokenise, hash.
 
 TurnRequest --normalise, canonical, render--> text --tokenise--> ids --images--> units --chain--> hashes
 """
@@ -26,7 +26,7 @@ from parkd.types import ConversationKey, PromptIdentity, TurnRequest
 
 @dataclass(frozen=True, slots=True)
 class BuildTimings:
-    """Seconds of one build, by part."""
+    """Seconds of one build, by phase."""
 
     render_s: float = 0.0
     """Unpacking images, normalising, canonical form and the chat template."""
@@ -85,7 +85,7 @@ class IdentityBuilder:
         return self.build_timed(request, steering=steering)[0]
 
     def build_timed(self, request: TurnRequest, *, steering: bytes = b"") -> tuple[PromptIdentity, BuildTimings]:
-        """`build`, and how long its parts took."""
+        """As `build`, and how long each phase took."""
         began_s = time.perf_counter()
         messages, pictures = take_out(request.messages)
         images = PromptImages(pictures, self._images)
@@ -121,8 +121,8 @@ class IdentityBuilder:
         return identity, BuildTimings(rendered_s - began_s, tokenised_s - rendered_s, hashed_s - tokenised_s)
 
     def expect(self, prompt: PromptIdentity, answer_ids: Sequence[int], said: Said) -> None:
-        """Tokenises an answer as the next prompt is likely to repeat it: as it was written, and without the thinking
-        that most templates drop. Meant to run behind the reply."""
+        """Tokenises an answer ahead, in the forms in which the next prompt is likely to contain it: as it was written,
+        and without the thinking that most templates drop. Meant to run in the background."""
         last = prompt.segments[-1] if prompt.segments else None
         if last is None or last.label != GENERATION:
             return

@@ -1,10 +1,10 @@
-"""Chained hashes over blocks of units. They find what may be shared; comparing units decides.
+"""Chained hashes over blocks of units. They find candidates; the comparison of units decides.
 
     hash_-1 = key digest
     hash_i  = blake2b-128(units of block i, little-endian; key = hash_{i-1})
 
-So `hash_i` names everything from the start through block i, and nothing under another key can have it by accident.
-Only full blocks are hashed.
+So `hash_i` stands for everything from the start through block i, and conversations under different keys never have the
+same hash. Only full blocks are hashed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from parkd.identity.units import common_prefix
 from parkd.types import HASH_BYTES, Units
 
 CHAINS_KEPT = 8
-"""Chains a memo remembers, over all keys; more conversations than this rarely alternate within one lane."""
+"""Chains that are remembered, over all keys. More conversations than this rarely take turns."""
 
 _BYTES_A_HASH = 56
-"""A 16-byte `bytes` object and its seat in a tuple, measured on CPython."""
+"""A 16-byte `bytes` object and its slot in a tuple, measured on CPython."""
 
 
 def extend_hashes(previous: tuple[bytes, ...], units: Units, key_digest: bytes, block_tokens: int) -> tuple[bytes, ...]:
     """The prefix hashes of `units`, given those of its first `len(previous)` blocks.
 
-    The caller vouches that `previous` are the hashes of just those units under that key. Raises ValueError when there
-    are more of them than full blocks.
+    The caller guarantees that `previous` are the hashes of exactly those units under that key. Raises ValueError if
+    there are more of them than full blocks.
     """
     blocks = len(units) // block_tokens
     if len(previous) > blocks:
@@ -48,7 +48,7 @@ def extend_hashes(previous: tuple[bytes, ...], units: Units, key_digest: bytes, 
 
 
 def prefix_hashes(units: Units, key_digest: bytes, block_tokens: int) -> tuple[bytes, ...]:
-    """One hash a full block; `hashes[i]` covers `units[: (i + 1) * block_tokens]`."""
+    """One hash per full block; `hashes[i]` covers `units[: (i + 1) * block_tokens]`."""
     return extend_hashes((), units, key_digest, block_tokens)
 
 
@@ -64,9 +64,9 @@ class _Chain:
 
 
 class ChainMemo:
-    """Remembers the last chains, so that a grown conversation hashes its new blocks only. Thread-safe.
+    """Remembers recent chains, so that a conversation that grows hashes only its new blocks. Thread-safe.
 
-    Equality of the units is compared, never assumed. Bounded by `limit_bytes` and by CHAINS_KEPT.
+    Units are always compared, never assumed to be equal. Bounded by `limit_bytes` and CHAINS_KEPT.
     """
 
     def __init__(self, block_tokens: int, limit_bytes: int) -> None:
@@ -82,7 +82,7 @@ class ChainMemo:
         return self._bytes
 
     def hashes(self, units: Units, key_digest: bytes) -> tuple[bytes, ...]:
-        """The prefix hashes of `units`, which must not change afterwards."""
+        """The prefix hashes of `units`. The caller must not change the array afterwards."""
         with self._lock:
             chains = [chain for chain in self._chains if chain.key_digest == key_digest]
         best, best_blocks = None, 0

@@ -1,4 +1,5 @@
-"""Where a text may be cut so that its pieces tokenise to the ids of the whole, found by comparing."""
+"""Finds special tokens at which texts can be cut so that the pieces tokenise to the ids of the whole. Tested, not
+assumed."""
 
 from __future__ import annotations
 
@@ -9,17 +10,19 @@ from typing import Any
 from parkd.engine_adapter.base import Tokenizer
 
 _CONTEXTS = ("x", " a ", "\n", "1", "\n\n b", "é", "\t", "'s", "\u0301", "  ", "。", "", "<", "a\r\n", "▁z")
-"""Texts between special tokens that tempt a tokenizer to look across: spaces, line ends, digits, contractions, a
-combining accent, half a special token, nothing at all. Their count and the shift between rounds are coprime."""
+"""Texts between special tokens at which a tokenizer might merge across the cut: spaces, line ends, digits,
+contractions, a combining accent, half a special token, nothing. Their number and the shift between rounds are
+coprime."""
 
 _ROUNDS = 3
 
 _SINGLE_PROBES_LIMIT = 1024
-"""Tokens tried one by one when all together failed; a tokenizer with more is tokenised whole."""
+"""Most tokens that are tested one by one if all together fail. With more, texts are tokenised whole."""
 
 
 def token_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches the tokens leftmost-longest, as tokenizers do. A trie, so that thousands cost what a few do."""
+    """A pattern that matches the tokens leftmost-longest, as tokenizers do. A trie, so that thousands of tokens are as
+    fast as a few."""
     trie: dict[str, Any] = {}
     for token in tokens:
         node = trie
@@ -30,7 +33,8 @@ def token_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _branch(node: dict[str, Any]) -> str:
-    """Branches differ in their first character and an end is tried last, so the first match is the longest."""
+    """The pattern of a trie's node. Branches differ in their first character, and the end comes last, so the first
+    match is the longest."""
     ends = "" in node
     branches = []
     for char, child in node.items():
@@ -48,9 +52,9 @@ def _branch(node: dict[str, Any]) -> str:
 
 
 def cuttable_tokens(tokenizer: Tokenizer) -> frozenset[str]:
-    """The special tokens at which cutting gives the ids of the whole text; empty when none is safe.
+    """The special tokens at which a cut gives the ids of the whole text; empty if none is safe.
 
-    Tokens of white space alone are left out: a cut at every line end makes pieces too small to be worth remembering.
+    Tokens of white space are left out: pieces cut at every line end are too small to be worth remembering.
     """
     tokens = [token for token in dict.fromkeys(tokenizer.special_tokens) if token.strip(" \t\r\n▁")]
     if not tokens:
@@ -75,7 +79,7 @@ def cut_pieces(text: str, pattern: re.Pattern[str], cuttable: frozenset[str]) ->
 def _cuts_agree(
     tokenizer: Tokenizer, pattern: re.Pattern[str], tokens: Sequence[str], cuttable: frozenset[str]
 ) -> bool:
-    """Compares pieces with the whole, every token in several contexts."""
+    """Whether the pieces give the ids of the whole, for every token in several contexts."""
     repeats = -(-len(_CONTEXTS) // len(tokens))
     for shift in range(_ROUNDS):
         contexts = _CONTEXTS[shift * 4 :] + _CONTEXTS[: shift * 4]

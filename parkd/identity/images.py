@@ -1,9 +1,9 @@
-"""Pictures in a prompt: out of the messages, and into the ids.
+"""Images in a prompt: taken out of the messages, and put into the ids.
 
-messages   [ text, picture, text ]                      the template sees that there is a picture, never its bytes
+messages   [ text, image, text ]                        the template sees that there is an image, never its bytes
 text       ... <placeholder> ...                        as the template writes it
-ids        ... i ...      -> ... i i i i i ...          one for every position that the picture takes
-units      ... i ...      -> ... h0 h1 h2 h3 h4 ...     from the picture's digest and the position in it
+ids        ... i ...      -> ... i i i i i ...          one for every position of the image
+units      ... i ...      -> ... h0 h1 h2 h3 h4 ...     from the image's digest and the position inside it
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from parkd.identity.tokens import TokenisedText
 from parkd.types import ImageData, ImageSpan, Message, TokenIds
 
 MAX_IMAGES = 100
-"""In one request; each is unpacked before the prompt's length is known."""
+"""Most images in one request, since each is decoded before the length of the prompt is known."""
 IMAGE_ROLES = ("user", "tool", "function")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """A picture whose place is not known yet."""
+    """An image whose position is not known yet."""
 
     data: bytes
     digest: bytes
@@ -35,10 +35,10 @@ class _Read:
 
 
 class PromptImages:
-    """The pictures of one prompt: `wrapped`, then `expanded`, then `spans`. Without pictures nothing changes."""
+    """The images of one prompt. Call `wrapped`, then `expanded`, then `spans`. Without images they change nothing."""
 
     def __init__(self, pictures: Sequence[ImageData], reader: ImageReader | None) -> None:
-        """Unpacks and measures them; slow. Raises InvalidRequest that names the picture and says what to do."""
+        """Decodes and measures the images, which is slow. Raises InvalidRequest, which names the image."""
         self._reader = reader
         self._images: list[_Read] = []
         self._expanded: TokenisedText | None = None
@@ -60,8 +60,8 @@ class PromptImages:
         self._images = [_read(picture, reader) for picture in pictures]
 
     def wrapped(self, text: str) -> str:
-        """The rendered text with what the model wants to read around each picture. Raises InvalidRequest when pictures
-        and their places do not agree: then nobody can tell which is where."""
+        """The rendered text, with each placeholder as the model expects it. Raises InvalidRequest if the numbers of
+        images and of placeholders differ."""
         if self._reader is None or not self._images:
             return text
         tokens = self._reader.tokens
@@ -76,7 +76,7 @@ class PromptImages:
         return text.replace(tokens.placeholder, tokens.wrapped)
 
     def expanded(self, tokenised: TokenisedText) -> TokenisedText:
-        """Each picture's id as often as it has positions. Raises InvalidRequest."""
+        """Repeats the id of each image for all its positions. Raises InvalidRequest."""
         if self._reader is None or not self._images:
             return tokenised
         places = np.flatnonzero(tokenised.ids == self._reader.tokens.token_id)

@@ -1,4 +1,4 @@
-"""What may be reused, and what is cheapest: pure decisions over plain values.
+"""What can be reused, and what is cheapest: pure decisions over plain values.
 
 prompt   |======== common ========|-------- new --------|
 parked   |======== common ========|........
@@ -31,22 +31,22 @@ __all__ = [
 
 AN_IMAGE = "an image"
 _SHOWN_TOKENS = 3
-"""Tokens shown from where two prompts differ."""
+"""Tokens that are quoted where two prompts differ."""
 
 
 def outside_images(position: int, images: Sequence[ImageSpan]) -> int:
-    """`position`, or the start of the image that it is inside of, if state there depends on the whole image."""
+    """`position`, or the start of the image around it, if state inside that image depends on the whole image."""
     return next((i.start for i in images if i.sees_itself and i.start < position < i.stop), position)
 
 
 def resumable_position(
     common: int, prompt_len: int, rewindable: bool, checkpoints: Sequence[int], images: Sequence[ImageSpan] = ()
 ) -> int:
-    """The largest position at which exact state exists and a prompt of `prompt_len` tokens can go on.
+    """The last position at which there is exact state from which a prompt of `prompt_len` tokens can continue.
 
-    At most `common`, and at most `prompt_len - 1`: the last token always runs, for its logits. A rewindable state can
-    be cut anywhere; other state resumes at a checkpoint, or at 0. `checkpoints` in any order; those that lie beyond
-    are ignored. `images` are the prompt's: inside one that sees itself nothing goes on.
+    At most `common`, and at most `prompt_len - 1`, since the last token always runs for its logits. A rewindable state
+    can be cut anywhere; other state resumes at one of `checkpoints` (in any order), or at 0. Nothing resumes inside an
+    image that sees itself.
     """
     limit = outside_images(max(0, min(common, prompt_len - 1)), images)
     if rewindable:
@@ -61,9 +61,10 @@ class CostModel:
     read_s: float
     """Of one token at the start of a conversation."""
     read_growth_s: float = 0.0
-    """More seconds a token for each token before it: attention grows with depth."""
+    """Additional seconds per token for each token before it, since attention grows with depth."""
     bytes_per_s: Mapping[CacheOutcome, float] = field(default_factory=dict)
-    """Bandwidth of a restore by tier. What is missing cannot be moved from; `LIVE` moves nothing."""
+    """Bandwidth of a restore from each tier. Nothing can be restored from a tier that is missing; `LIVE` moves
+    nothing."""
 
     def reading_s(self, start: int, stop: int) -> float:
         """Seconds to read the tokens `[start, stop)`."""
@@ -71,7 +72,7 @@ class CostModel:
         return count * self.read_s + self.read_growth_s * count * (start + stop - 1) / 2
 
     def moving_s(self, outcome: CacheOutcome, size_bytes: int) -> float:
-        """Seconds to bring `size_bytes` from a tier; infinite when its bandwidth is not known."""
+        """Seconds to move `size_bytes` from a tier; infinite if its bandwidth is not known."""
         if size_bytes == 0:
             return 0.0
         bandwidth = self.bytes_per_s.get(outcome, 0.0)
@@ -80,7 +81,7 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class StartOption:
-    """One way to begin a turn: state up to `position`, the rest of the prompt to be read."""
+    """One way to begin a turn: reuse state up to `position`, and read the rest of the prompt."""
 
     outcome: CacheOutcome
     position: int
@@ -88,14 +89,14 @@ class StartOption:
     move_bytes: int = 0
     """Bytes a restore copies."""
     extra_s: float = 0.0
-    """What else this option costs, such as parking the live conversation first."""
+    """Seconds that this option costs besides."""
     conversation: str | None = None
-    """The parked conversation meant, for the caller."""
+    """The id of the parked conversation, for the caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The option taken and what it is expected to cost."""
+    """An option and its expected cost."""
 
     option: StartOption
     cost_s: float
@@ -106,9 +107,10 @@ def cold_start(prompt_tokens: int) -> StartOption:
 
 
 def choose_start(options: Sequence[StartOption], cost: CostModel) -> Start:
-    """The cheapest option; of equally cheap ones the one that moves least, then reuses most, then comes first.
+    """The cheapest option; of equally cheap ones, the one that moves least, then the one that reuses most, then the
+    first.
 
-    Raises ValueError when there is none; a caller always has `cold_start`.
+    Raises ValueError if there is none; a caller always has `cold_start`.
     """
     if not options:
         raise ValueError("no option to start from")
@@ -140,13 +142,13 @@ def divergence_of(identity: PromptIdentity, other_units: Units, tokenizer: Token
 
 
 def image_at(identity: PromptIdentity, position: int) -> str:
-    """Names the image at a position as the client counts, from 1; empty if there is none."""
+    """The name of the image at a position, counted from 1 as the client does; empty if there is none."""
     places = enumerate(identity.images, 1)
     return next((f"image {number}" for number, image in places if image.start <= position < image.stop), "")
 
 
 def _shown(units: Units, start: int, tokenizer: Tokenizer) -> str:
-    """The text of a few units from `start`, quoted. Grows until the texts of half characters have become whole."""
+    """The text of a few units from `start`, quoted."""
     if units[start] & IMAGE_BIT:
         return AN_IMAGE
     stop = start

@@ -1,7 +1,6 @@
-"""What is taken out of messages before they are rendered, because it changes with every request and means nothing.
+"""Removes text from messages that changes with every request and means nothing, before they are rendered.
 
-By default one thing only: the billing header that an agent puts in its first system block. Everything else that a
-client writes is the prompt; an operator may add rules of their own.
+By default that is only the billing header that an agent puts in its first system block. Operators can add rules.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from parkd.errors import ConfigError
 from parkd.types import Message, Rewrite
 
 _BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
-"""Anchored: only what stands first in the first system block, and only that line."""
+"""Anchored: only the first line of the first system block."""
 
 BILLING_HEADER = "billing header"
-"""What its removal is called in reports."""
+"""The name of its removal in reports."""
 
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -31,7 +30,7 @@ class RewriteRule:
     replacement: str = ""
     roles: tuple[str, ...] = ("system", "developer")
     name: str = ""
-    """For reports; the pattern if there is none."""
+    """For reports; empty: the pattern is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,9 @@ class NormaliserConfig:
 
 
 class Normaliser:
-    """Applies a configuration to messages; what it returns shares what it did not change.
+    """Applies a configuration to messages. The result shares whatever is unchanged with its input.
 
-    Raises ConfigError when a rule's pattern or replacement is not valid.
+    Raises ConfigError if the pattern or the replacement of a rule is not valid.
     """
 
     def __init__(self, config: NormaliserConfig) -> None:

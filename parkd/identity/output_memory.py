@@ -1,16 +1,15 @@
-"""What the model generated, kept so that an answer sent back is the very tokens it was.
+"""Remembers the tokens that the model generated, so that an answer that is sent back has the same tokens again.
 
-Clients send an answer back as text and calls. Rendered again, its tokens are rarely the generated ones: calls come back
-with other spacing and key order, and text may be cut into tokens in more ways than one. So for each answer this holds
-the hash of what stood before it, its ids, its text and its calls:
+Clients send answers back as text and tool calls. Rendered again, these rarely give the generated tokens: calls come
+back with other spacing and key order, and a text can be tokenised in more than one way. So for each answer this keeps
+the hash of everything before it, its ids, its text and its calls:
 
     then    |== prefix ==|generation prompt|ids ...............|end|
     now     |== prefix ==|the answer, rendered again           |end| ...
                          |-- replaced by the tokens of then ---|
 
-Only where the prefix is equal, the text byte-equal and the calls equal as JSON values (`splice`); everything else is
-rendered.
-Hashes are keyed, so one caller's answers are found under that caller's key only.
+The tokens are used only if the prefix is equal, the text is equal byte for byte and the calls are equal as JSON values
+(`splice`); everything else is rendered. The hashes are keyed, so a caller's answers are found only under its own key.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ import numpy.typing as npt
 from parkd.types import HASH_BYTES, PromptIdentity
 
 ANSWERS_A_PREFIX = 4
-"""An answer asked for again gives another; so many are kept of one prompt."""
+"""Answers that are kept for one prompt, since the same prompt can be answered again and differently."""
 SAFE_INTEGER = 2**53
 _ENTRY_BYTES = 400
-"""Of an answer besides its ids and texts: objects, dictionary seats."""
+"""Bytes of an answer besides its ids and texts: objects and dictionary slots."""
 
 GENERATION = "generation prompt"
 """Label of a prompt's last segment."""
@@ -43,7 +42,7 @@ class Said:
     """An answer as its client saw it."""
 
     runs: tuple[str, ...] = ()
-    """Its text; more than one piece where calls stand between."""
+    """Its text, in several pieces if there are calls in between."""
     reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()
     """Names, and arguments as `json_key` writes them."""
@@ -64,12 +63,13 @@ class RememberedAnswer:
 
 
 def json_key(value: Any) -> str:
-    """Equal for equal JSON values, whatever their spacing and key order; `1.0` is `1`, as it is for most clients."""
+    """A text that is the same for equal JSON values, whatever their spacing and key order. `1.0` is `1`, as for most
+    clients."""
     return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
 
 
 class OutputMemory:
-    """Bounded by bytes; the answer used longest ago makes room. Thread-safe."""
+    """Bounded in bytes; the least recently used answers make room. Thread-safe."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class OutputMemory:
         *,
         on_new: Callable[[RememberedAnswer], None] = lambda _answer: None,
     ) -> None:
-        """`end_texts` are the texts of the model's end tokens; `on_new` is told of each answer that is kept."""
+        """`end_texts` are the texts of the model's end tokens. `on_new` is called with each new answer that is kept."""
         self._limit_bytes = limit_bytes
         self._end_texts = tuple(text for text in end_texts if text)
         self._on_new = on_new
@@ -86,10 +86,10 @@ class OutputMemory:
         self._bytes = 0
         self._lock = threading.Lock()
         self.spliced = 0
-        """Answers that were put in place of a rendered one, over its life."""
+        """How often an answer was used in place of a rendered one."""
 
     def __len__(self) -> int:
-        """Prompts of which answers are held."""
+        """Prompts with remembered answers."""
         return len(self._answers)
 
     @property
@@ -98,8 +98,8 @@ class OutputMemory:
         return self._bytes
 
     def remember(self, prompt: PromptIdentity, answer_ids: Sequence[int], said: Said) -> None:
-        """Keeps the answer to a prompt. `answer_ids` end before the end token. A prompt whose generation prompt is not
-        known leaves nothing: where its answer stands in the next one could not be told."""
+        """Keeps the answer to a prompt. `answer_ids` exclude the end token. Does nothing if the prompt's generation
+        prompt is not known, because the answer could not be located in the next prompt."""
         last = prompt.segments[-1] if prompt.segments else None
         if last is None or last.label != GENERATION or not len(answer_ids):
             return
@@ -110,7 +110,7 @@ class OutputMemory:
             self._on_new(answer)
 
     def keep(self, answer: RememberedAnswer) -> bool:
-        """False if it is larger than the whole bound, or known."""
+        """Keeps an answer. False if it is larger than the limit, or known already."""
         if answer.bytes > self._limit_bytes:
             return False
         with self._lock:
@@ -125,12 +125,12 @@ class OutputMemory:
         return not same
 
     def all(self) -> list[RememberedAnswer]:
-        """Oldest first."""
+        """All answers, the least recently used first."""
         with self._lock:
             return [answer for answers in self._answers.values() for answer in answers]
 
     def found(self, prefix: bytes) -> tuple[RememberedAnswer, ...]:
-        """The answers to a prompt, oldest first; the same object as long as nothing was added."""
+        """The answers to a prompt, oldest first. Returns the same object as long as none is added."""
         with self._lock:
             answers = self._answers.get(prefix, ())
             if answers:
@@ -138,12 +138,12 @@ class OutputMemory:
         return answers
 
     def ends(self, text: str, char: int) -> bool:
-        """Whether an answer's end stands there."""
+        """Whether one of the end texts is at `char`."""
         return text.startswith(self._end_texts, char)
 
 
 def int32(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """As they are hashed: little-endian, contiguous."""
+    """Ids in the form in which they are hashed: little-endian and contiguous."""
     return np.ascontiguousarray(ids, dtype="<i4")
 
 

@@ -1,4 +1,4 @@
-"""A request's messages to the text the model reads."""
+"""From a request's messages to the text that the model reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RenderedPrompt:
 
 
 class Renderer:
-    """Asks the template once, at construction, what it takes; stateless afterwards, so thread-safe."""
+    """Probes at construction what the template accepts. Stateless afterwards, so thread-safe."""
 
     def __init__(self, template: ChatTemplate, normaliser: Normaliser) -> None:
         self._template = template
@@ -33,7 +33,7 @@ class Renderer:
         self.profile: TemplateProfile = probe_template(template)
 
     def render(self, request: TurnRequest) -> RenderedPrompt:
-        """Raises InvalidRequest when the template refuses, or when there is nothing to render."""
+        """Raises InvalidRequest if the template refuses the messages, or if there are none."""
         if request.prompt is not None:
             return RenderedPrompt(request.prompt)
         if not request.messages:
@@ -45,7 +45,8 @@ class Renderer:
         try:
             text = self._text(turns, tools, request.template_kwargs)
         except InvalidRequest:
-            # The probe saw system messages between turns of talk; between others a template may still refuse them.
+            # The probe tested system messages between user and assistant turns; elsewhere a template may still refuse
+            # them.
             merged = replace(self.profile, system_inside=SystemInside.MERGED)
             again = canonical_messages(messages, merged, first_origin=dropped)
             if again == turns:
@@ -62,7 +63,7 @@ class Renderer:
             return self._template.render([turn.message for turn in turns], tools, kwargs)
         except ParkdError:
             raise
-        except Exception as error:  # a template is code of its own: what it cannot take is the request's fault
+        except Exception as error:  # A template is a program: whatever it raises, it cannot render this request.
             raise InvalidRequest(
                 f"The model's chat template cannot take these messages ({error}). Check roles, content and tool calls.",
                 param="messages",

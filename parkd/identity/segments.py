@@ -1,11 +1,12 @@
-"""Where messages lie in a rendered prompt: labels for people, and the places where a later prompt may fork.
+"""Where messages are in a rendered prompt: labels for people, and the positions at which a later prompt may fork.
 
     text    |<|im_start|>system\\nYou ...|<|im_end|>\\n|<|im_start|>user\\nHi ...|...|<|im_start|>assistant\\n
     cuts    ^                          ^            ^                         ...   ^
             opener of `system`                      opener of `user`                generation prompt
 
-A message is found at a cut where the text opens its role's turn and holds the head of its content before the next
-opener. What is not found this way is left out: a missing or a wrong boundary costs a checkpoint, never an answer.
+A message is found at a cut where the text opens a turn of its role and contains the beginning of its content before the
+next opener. Messages that are not found are left out: a missing or wrong boundary costs a checkpoint, never a wrong
+answer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from parkd.identity.tokens import MARK_CHARS, SegmentTokenizer, TokenisedText
 from parkd.types import SegmentSpan
 
 _LOOK_AHEAD = 8
-"""Openers of a role that are tried for one message; text that imitates openers costs at most this."""
+"""Most openers of a role that are tried for one message, which bounds the cost of text that imitates openers."""
 
 _HEAD_CHARS = 48
-"""Characters of a message's content by which it is known."""
+"""Leading characters of a message's content by which it is recognised."""
 
 _THOUGHT_END = "</think>"
 
@@ -42,11 +43,11 @@ class Located:
     openers: Sequence[tuple[int, frozenset[str]]]
     """`(char, roles)` of every cut that opens a turn."""
     starts: dict[int, int]
-    """Turn index to the character its turn starts at, for those that are found."""
+    """Turn index to the character at which the turn begins, for turns that were found."""
 
 
 class OpenerMarks:
-    """Says which roles' turns open at a cut, so that a `SegmentTokenizer` can tell it along with its cuts."""
+    """The `mark` of a `SegmentTokenizer`: the roles whose turns open at a cut."""
 
     def __init__(self, profile: TemplateProfile) -> None:
         openers = {role: opener for role, opener in profile.openers.items() if len(opener) <= MARK_CHARS}

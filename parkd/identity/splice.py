@@ -1,7 +1,7 @@
-"""Puts the tokens of remembered answers into the prompts that repeat them, and remembers how far it got.
+"""Puts the tokens of remembered answers into the prompts that repeat them.
 
-A prompt's prefix hash at each answer needs all ids before it. What was found for the last prompt of a conversation is
-kept, a step an answer, and gone on from as far as it still holds:
+The hash that finds an answer covers all ids before it. So that the next prompt of the conversation need not hash them
+again, a trail of one step per answer is kept, and continued where it is still valid:
 
     then    |.....|step|.....|step|.....|step|
     now     |.....|step|.....|step|.....|step|.....| new: hashed and looked up
@@ -28,31 +28,31 @@ from parkd.identity.tokens import MARK_CHARS, TokenisedText, common_chars
 from parkd.types import HASH_BYTES
 
 TRAILS_KEPT = 8
-"""As many as there are whole texts in the tokenizer's memory; a trail goes with its text."""
+"""As many as the tokenizer remembers whole texts; a trail is of no use without its text."""
 
 Hasher = Any
-"""`hashlib.blake2b`'s object, which has no public name."""
+"""The type of `hashlib.blake2b` objects, which has no public name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What was found where one assistant turn begins."""
+    """What was found at the beginning of one assistant turn."""
 
     turn: int
     message: Mapping[str, Any]
     first: int
-    """Of the cuts: where the turn begins."""
+    """Index of the cut at which the turn begins."""
     reach: int
-    """The last cut that was looked at."""
+    """Index of the last cut that was looked at."""
     prefix: bytes
     answers: tuple[RememberedAnswer, ...]
-    """Known then; while they are known, and no others, the step holds."""
+    """The answers that were known then. The step is valid as long as exactly these are known."""
     answer: RememberedAnswer | None
-    """Put in place of the cuts `[first, reach)`."""
+    """The answer that replaces the pieces `[first, reach)`, if any."""
     hasher: Hasher
-    """Behind this step."""
+    """Its state after this step."""
     done: int
-    """The cut up to which ids are hashed."""
+    """Index of the cut up to which ids are hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Trail:
 
 
 class Splicer:
-    """Thread-safe: a trail is never changed, and losing one costs some hashing."""
+    """Thread-safe: trails are immutable, and losing one only costs some hashing."""
 
     def __init__(self, memory: OutputMemory) -> None:
         self._memory = memory
@@ -76,10 +76,10 @@ class Splicer:
         tokenised: TokenisedText,
         key_digest: bytes,
     ) -> TokenisedText:
-        """The same text with the ids of remembered answers. `starts` gives the character at which turns begin.
+        """The same text with the ids of remembered answers. `starts` maps turns to the characters at which they begin.
 
-        The trail is made even if nothing is remembered yet: with the first prompt, whose tokenising takes a hundred
-        times as long, and not with the next turn.
+        A trail is made even if nothing is remembered yet: then its cost falls on the first prompt, which takes a
+        hundred times as long to tokenise, and not on the next turn.
         """
         places = self._places(turns, starts, tokenised)
         known, held = self._known(turns, places, tokenised, key_digest)
@@ -103,7 +103,7 @@ class Splicer:
     def _places(
         self, turns: Sequence[CanonicalMessage], starts: Mapping[int, int], tokenised: TokenisedText
     ) -> list[tuple[int, int]]:
-        """Turn and cut of each assistant turn that begins at a cut."""
+        """`(turn, cut)` of each assistant turn that begins at a cut."""
         cuts = tokenised.cuts
         found = [
             (index, bisect_left(cuts, starts[index])) for index in sorted(starts) if turns[index].role == "assistant"

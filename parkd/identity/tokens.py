@@ -1,13 +1,12 @@
-"""Text to ids, a segment at a time, so that a grown conversation tokenises its new text only.
+"""From text to ids, a segment at a time, so that a conversation that grows tokenises only its new text.
 
     text   |<|im_start|>system\\n...|<|im_end|>\\n|<|im_start|>user\\n...|<|im_end|>\\n|
            ^ piece               ^ piece       ^ piece              ^ piece
 
-A tokenizer takes its special tokens out before anything else, so no other token reaches across one: a piece is a
-special token and the text up to the next, and pieces tokenised alone give the ids of the whole. (The special token
-stays in front of its text because some tokenizers treat the very start of a text differently.) That this holds is not
-taken on trust: `cuttable_tokens` compares it on adversarial texts at start, and where it fails, texts are tokenised
-whole.
+A tokenizer splits a text at its special tokens before anything else, so no other token crosses one. A piece is a
+special token and the text up to the next, and the pieces tokenised one by one give the ids of the whole. (The special
+token is at the beginning of its piece because some tokenizers treat the beginning of a text differently.)
+`cuttable_tokens` tests this at start with adversarial texts; where it fails, texts are tokenised whole.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from parkd.identity.cuts import cuttable_tokens, token_pattern
 from parkd.types import TokenIds
 
 TEXTS_KEPT = 8
-"""Whole prompts remembered, to find the part of the next one that is old."""
+"""Whole prompts that are remembered, to find the known part of the next one."""
 
 MARK_CHARS = 64
-"""Behind a cut, that its mark may depend on."""
+"""Characters after a cut that its mark may depend on."""
 
 _NOTHING: frozenset[str] = frozenset()
 _COMPARE_CHARS = 16384
 _PIECE_OVERHEAD_BYTES = 240
-"""Of a memo entry besides text and ids: dictionary seat and array header."""
+"""Bytes of a remembered piece besides text and ids: dictionary slot and array header."""
 _CUT_BYTES = 88
-"""Of one cut in two lists of Python integers and one of marks, which are shared."""
+"""Bytes of one cut, in two lists of Python integers and one of shared marks."""
 
 _PieceIds = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TokenisedText:
-    """A text, its ids, and where both were cut: piece i is `text[cuts[i]:cuts[i+1]]` and the ids
-    `[positions[i], positions[i+1])`. Both lists start with 0 and end with the length."""
+    """A text, its ids, and where both were cut: piece i is `text[cuts[i]:cuts[i+1]]`, with the ids
+    `[positions[i], positions[i+1])`. Both lists begin with 0 and end with the length."""
 
     text: str
     ids: TokenIds
@@ -54,7 +53,7 @@ class TokenisedText:
     cuts: list[int]
     positions: list[int]
     marks: list[frozenset[str]] = field(default_factory=list)
-    """What begins at each cut but the last, as the tokenizer's maker wanted it to be told."""
+    """What `SegmentTokenizer`'s `mark` returned for each cut but the last."""
 
     @property
     def bytes(self) -> int:
@@ -67,8 +66,8 @@ class SegmentTokenizer:
     def __init__(
         self, tokenizer: Tokenizer, memo_bytes: int, mark: Callable[[str, int], frozenset[str]] | None = None
     ) -> None:
-        """`mark` says of a text and a cut what begins there. It must look no further than the longest special token and
-        `MARK_CHARS` behind the cut, since it is asked once and answers for all texts that agree there."""
+        """`mark(text, cut)` returns what begins at a cut. It must look at no more than the longest special token plus
+        `MARK_CHARS` characters after the cut, because its result is used for all texts that are equal there."""
         self._tokenizer = tokenizer
         self._mark = mark or (lambda _text, _cut: _NOTHING)
         self._cuttable = cuttable_tokens(tokenizer)
@@ -84,7 +83,7 @@ class SegmentTokenizer:
 
     @property
     def by_segment(self) -> bool:
-        """False when this tokenizer's texts can only be tokenised whole."""
+        """False if texts of this tokenizer can only be tokenised whole."""
         return self._pattern is not None
 
     @property

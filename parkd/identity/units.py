@@ -3,8 +3,8 @@
     token_ids  [ 12  7 | img img img | 99 ]
     units      [ 12  7 | h0  h1  h2  | 99 ]     h_k: top bit set, from the image's digest and k
 
-An image's placeholder ids say nothing about its content, so its positions take their units from the content alone.
-The top bit keeps the two kinds apart: no token id reaches it.
+The placeholder ids of an image say nothing about its content, so the units at its positions come from the content
+alone. The top bit keeps the two kinds apart: no token id has it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from parkd.types import ImageSpan, TokenIds, Units
 IMAGE_BIT = np.uint64(1 << 63)
 
 _COMPARE_UNITS = 8192
-"""Units compared at a time, so that a foreign conversation is left at its first differing piece."""
+"""Units compared at a time, so that the comparison stops early with another conversation."""
 
 _UNITS_A_HASH = 8
-"""One 64-byte blake2b gives eight units."""
+"""Units from one 64-byte blake2b."""
 
 
 def image_units(digest: bytes, count: int) -> Units:
@@ -34,9 +34,10 @@ def image_units(digest: bytes, count: int) -> Units:
 
 
 def units_of(token_ids: TokenIds, images: Sequence[ImageSpan] = ()) -> Units:
-    """`[n]` units of `[n]` ids, read-only. Without images they are a view of the ids, so these must not change.
+    """The units of `token_ids`, `[n]`, read-only. Without images they are a view of the ids, which must not change
+    then.
 
-    Raises ValueError when a span lies outside the prompt, overlaps another, or an id is negative.
+    Raises ValueError if a span is outside the prompt or overlaps another, or if an id is negative.
     """
     if token_ids.size and int(token_ids.min()) < 0:
         raise ValueError("a token id is negative")
@@ -55,7 +56,7 @@ def units_of(token_ids: TokenIds, images: Sequence[ImageSpan] = ()) -> Units:
 
 
 def common_prefix(a: Units, b: Units) -> int:
-    """Leading units that are equal, element by element."""
+    """How many leading units are equal."""
     stop = min(len(a), len(b))
     for start in range(0, stop, _COMPARE_UNITS):
         end = min(start + _COMPARE_UNITS, stop)
