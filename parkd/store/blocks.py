@@ -1,4 +1,4 @@
-"""Blocks in RAM: a slot of the pool, who owns it, and the checksums of its parts.
+"""Blocks in RAM: for each a slot of memory, its owners, and the checksums of its parts.
 
 An owner is a conversation or a capture in flight. A block lives while it has an owner; its id is never used again.
 """
@@ -28,23 +28,23 @@ class Block:
     index: int
     rows: int
     identity: bytes
-    """Names the units up to the block's end."""
+    """Stands for the units up to the end of the block."""
     slot: int
     owners: int = 0
     owners_xor: int = 0
-    """Exclusive or of the owners: the owner itself once there is only one."""
+    """Exclusive or of all owners, which is the owner itself if there is only one."""
     sums: bytes | None = None
-    """The checksums of its parts, 8 bytes a stage; None while the block is being written. Immutable from then on."""
+    """The checksums of its parts, 8 bytes per stage. None while the block is being copied; immutable from then on."""
 
     @property
     def checksums(self) -> npt.NDArray[np.uint64]:
-        """`[stages]` of a block that is written."""
+        """`[stages]`. Only for a block that is sealed."""
         assert self.sums is not None, "a block in flight was read"
         return np.frombuffer(self.sums, dtype=np.uint64)
 
 
 class BlockPool:
-    """The RAM tier's blocks, reference-counted, charged for metadata one by one and for rows a slab at a time."""
+    """The blocks in RAM, reference-counted. Their metadata is charged block by block, their rows slab by slab."""
 
     def __init__(self, layout: StateLayout, block_tokens: int, slabs: SlabPool, budget: Budget) -> None:
         self._layout = layout
@@ -58,7 +58,7 @@ class BlockPool:
         self._changed: set[Owner] = set()
 
     def number_from(self, first: BlockId) -> None:
-        """Ids are given from here on, so that none is one that lies on disk."""
+        """Ids count up from `first`, so that none is that of a block on disk."""
         self._next_id = first
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class BlockPool:
         return self._blocks.get(block_id)
 
     def lineage(self, ids: Sequence[BlockId], hashes: Sequence[bytes]) -> list[BlockId]:
-        """The first of `ids` that are whole written blocks of these prefix hashes, one behind the other."""
+        """The longest prefix of `ids` that are sealed whole blocks with these prefix hashes, in order."""
         index = 0
         for block, prefix_hash in zip(map(self._blocks.get, ids), hashes, strict=False):
             if block is None or block.identity != prefix_hash or block.index != index or block.sums is None:
@@ -77,19 +77,19 @@ class BlockPool:
         return list(ids[:index])
 
     def exclusive(self, owner: Owner) -> int:
-        """Slots that nobody else owns: what would be freed if the owner let go."""
+        """Slots that only this owner holds: what would be freed if it released them."""
         return self._exclusive[owner]
 
-    def exclusive_bytes(self, owner: Owner, ids: Sequence[BlockId]) -> int:  # noqa: ARG002 - what they are decides elsewhere
-        """The same in bytes, without metadata. `ids` are all that the owner holds."""
+    def exclusive_bytes(self, owner: Owner, ids: Sequence[BlockId]) -> int:  # noqa: ARG002 - used by SegmentPool
+        """The same in bytes, without metadata. `ids` are all blocks that the owner holds."""
         return self.exclusive(owner) * self._slabs.geometry.slot_bytes
 
     def bytes_of(self, ids: Sequence[BlockId]) -> int:
-        """What their rows take of the budget."""
+        """Bytes of the budget that their rows take."""
         return len(ids) * self._slabs.geometry.slot_bytes
 
     def take_changed(self) -> set[Owner]:
-        """Owners whose exclusive blocks others came to share, or ceased to, since this was last asked."""
+        """Owners whose number of exclusive blocks was changed by others since the last call."""
         taken, self._changed = self._changed, set()
         return taken
 
@@ -106,11 +106,11 @@ class BlockPool:
         sizes: StateSizes | None = None,
         file: StateFile | None = None,
     ) -> list[BlockId]:
-        """New blocks of (index, rows, identity), owned by `owner`, behind block `after` in memory if that is free.
+        """New blocks, one for each `(index, rows, identity)` of `shapes`, owned by `owner`.
 
-        The caller has reserved the slots and their metadata. `names` are the ids, where the bytes to come have one
-        already because they lie on disk under it; None, or none at all, gives a new one. `sizes` and `file` are of
-        states that are no rows. Raises OSError or MemoryError, with nothing taken, for those alone.
+        The caller has reserved the slots and their metadata. The blocks come after block `after` in memory if that is
+        free. `names` are ids that the blocks already have on disk; None, or an empty sequence, gives new ids. `sizes`
+        and `file` are for opaque states; only for these it raises OSError or MemoryError, with nothing taken.
         """
         count = len(shapes)
         slots = self._place(shapes, after, sizes, file)
@@ -130,7 +130,7 @@ class BlockPool:
         return ids
 
     def seal(self, ids: Sequence[BlockId], checksums: npt.NDArray[np.uint64]) -> None:
-        """Makes written blocks immutable. `checksums` is `[len(ids), stages]`."""
+        """Makes copied blocks immutable. `checksums` is `[len(ids), stages]`."""
         data, width = checksums.tobytes(), 8 * len(self._layout.stages)
         assert len(data) == width * len(ids)
         for block_id, at in zip(ids, range(0, len(data), width), strict=True):
@@ -150,7 +150,7 @@ class BlockPool:
             self._shared.update(shared)
 
     def release(self, owner: Owner, ids: Sequence[BlockId]) -> None:
-        """Frees what has no owner left."""
+        """Takes an owner off blocks, and frees those without another."""
         blocks, shared = self._blocks, self._shared
         alone = ids if shared.isdisjoint(ids) else [block_id for block_id in ids if block_id not in shared]
         if len(alone) < len(ids):
@@ -173,12 +173,12 @@ class BlockPool:
             del self._exclusive[owner]
 
     def slots_freed_with(self, holdings: Iterable[Iterable[BlockId]]) -> list[int]:
-        """Slots that would be free if each of these owners let go of its blocks."""
+        """Slots that would be freed if all of these owners released their blocks."""
         held = Counter(block_id for ids in holdings for block_id in ids)
         return [self._blocks[i].slot for i, owners in held.items() if self._blocks[i].owners == owners]
 
     def side_bytes_freed_with(self, holdings: Iterable[Iterable[BlockId]]) -> int:
-        """Bytes outside the slabs that would be free then."""
+        """Bytes outside the slabs that would be freed then."""
         return self.metadata_bytes(len(self.slots_freed_with(holdings)))
 
     def metadata_bytes(self, blocks: int) -> int:
@@ -224,5 +224,5 @@ class BlockPool:
         return np.frombuffer(b"".join(filter(None, parts)), dtype=np.uint64).reshape(len(ids), -1)
 
     def recount(self) -> dict[BlockId, int]:
-        """Owners of each block, to compare with a count of its own."""
+        """The number of owners of each block, for tests to compare with their own count."""
         return {block_id: block.owners for block_id, block in self._blocks.items()}

@@ -1,11 +1,11 @@
-"""Accounting of every byte the store holds, and what a conversation costs besides its rows.
+"""Accounts for every byte that the store holds, and for what a conversation takes besides its rows.
 
     limit  |------ slabs ------|-- checkpoints --|- metadata -|······ free ······|
                 rows in use <= slabs
 
-Two sums are kept under the limit. *Allocated* is what the store takes from the machine: whole slabs, used or not,
-checkpoint buffers, and an estimate of the Python objects that describe it all. *In use* counts only the slots that hold
-something, so it is never more than allocated. Room is charged before it is taken and credited after it is given back.
+Two sums stay under the limit. *Allocated* is what the store takes from the machine: whole slabs, used or not,
+checkpoint buffers, and an estimate of the Python objects that describe them. *In use* counts only used slots, so it is
+never more than allocated. Room is charged before it is taken, and credited after it is freed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from enum import IntEnum
 
 UNIT_BYTES = 8
 HASH_BYTES = 128
-"""A prefix hash, its place in the conversation's path, and in that of the index: 71 to 75 bytes were measured. Charges
-are not below what `tests/unit/store/test_store_metadata.py` measures; they leave room for another interpreter."""
+"""For a prefix hash, its place in the conversation's path and in the index: 71 to 75 bytes were measured. These charges
+are at least what `tests/unit/store/test_store_metadata.py` measures, with room for another interpreter."""
 BLOCK_BYTES = 512
-"""A block's record, its checksums, and its entries in the tables: 215 to 275 bytes were measured, by stages."""
+"""For a block's record, checksums and table entries: 215 to 275 bytes were measured, depending on the stages."""
 CONVERSATION_BYTES = 3072
-"""A conversation's record without its units, hashes and blocks, and an explanation once it is gone."""
+"""For a conversation's record without units, hashes and blocks, and for its explanation once it is gone."""
 
 MIB = 1 << 20
 
@@ -29,14 +29,14 @@ MIB = 1 << 20
 class Kind(IntEnum):
     SLABS = 0
     SEGMENTS = 1
-    """Whole states that nobody can cut in blocks."""
+    """Opaque states."""
     CHECKPOINTS = 2
     METADATA = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a capture takes: free slots, and bytes outside the slabs."""
+    """What a capture needs: free slots, and bytes outside the slabs."""
 
     slots: int
     side_bytes: int
@@ -44,14 +44,14 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What there is: free slots in slabs that must stay, and bytes for new slabs or anything else."""
+    """What is free: slots in slabs that must stay, and bytes for new slabs or anything else."""
 
     open_slots: int
     free_bytes: int
 
 
 def conversation_metadata_bytes(position: int, block_tokens: int) -> int:
-    """Metadata that each conversation pays for itself, also when all its blocks are shared."""
+    """Bytes of metadata of one conversation, even if all its blocks are shared."""
     return CONVERSATION_BYTES + position * UNIT_BYTES + position // block_tokens * HASH_BYTES
 
 
@@ -61,7 +61,7 @@ def mib(size: int) -> str:
 
 
 class Budget:
-    """A limit in bytes and what is charged against it. `observer` is told after each change."""
+    """A limit in bytes, and what is charged to it. `observer` is called after each change."""
 
     def __init__(self, limit_bytes: int, observer: Callable[[], None] | None = None) -> None:
         self.limit_bytes = limit_bytes
@@ -74,7 +74,7 @@ class Budget:
 
     @property
     def side_bytes(self) -> int:
-        """All that is not in slabs."""
+        """Everything that is not in slabs."""
         return self.allocated_bytes - self._charged[Kind.SLABS]
 
     @property
@@ -82,7 +82,7 @@ class Budget:
         return self.limit_bytes - self.allocated_bytes
 
     def charge(self, kind: Kind, size: int) -> None:
-        """Takes `size` bytes. Asking for more than is free is a mistake of the store's own."""
+        """Takes `size` bytes. To ask for more than is free is an error in the store itself."""
         assert 0 <= size <= self.free_bytes, f"{kind.name}: {size} bytes asked, {self.free_bytes} free"
         self._charged[kind] += size
         self.allocated_bytes += size

@@ -1,10 +1,10 @@
-"""The disk tier's books: which conversations lie there, in which files, and what may be written or must go.
+"""The disk tier's accounts: which conversations are on disk, in which files, and what may be written or must go.
 
 Touches no file: it hands out jobs (`disk_jobs.py`) and is told how they ended. Bytes are charged before a job is handed
-out and given back when the files are gone, so that the sum of all files never exceeds the budget.
+out and credited when the files are gone, so that all files together never exceed the budget.
 
-    conversation ──> manifest file          one a conversation
-                 ──> extents                shared; each lives while a manifest, a write or a read needs it
+    conversation ──> manifest file          one per conversation
+                 ──> extents                shared; each exists while a manifest, a write or a read needs it
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ class _Extent:
     """Manifests, writes and reads that need it."""
     blocks: list[BlockId] = field(default_factory=list)
     checkpoints: list[CheckpointId] = field(default_factory=list)
-    """What the tables below hold of it."""
+    """Ids of its parts in the tables of `DiskTier`."""
     read_failures: int = 0
 
 
 class DiskTier:
-    """What lies on disk, and what is charged for it."""
+    """What is on disk, and what is charged for it."""
 
     def __init__(self, config: DiskConfig) -> None:
         self.config = config
         self.entries: dict[ConversationId, DiskEntry] = {}
         self.index = PrefixIndex()
-        """Of what can be used now."""
+        """Of conversations that the running model can use."""
         self.blocks: dict[BlockId, DiskBlock] = {}
         self.checkpoints: dict[CheckpointId, DiskCheckpoint] = {}
-        """By the ids that checkpoints have in memory."""
+        """By the ids that the checkpoints have in memory."""
         self.index_bytes = 0
         self.evictions = 0
         self.on_moved: Callable[[ConversationId], None] = lambda _: None
-        """Told of each conversation that comes or goes."""
+        """Called with each conversation that is added or forgotten."""
         self._extents: dict[int, _Extent] = {}
         self._file_bytes = 0
-        """Extents and manifests, also those being written or not removed yet."""
+        """Bytes of extents and manifests, including those being written and those not yet removed."""
         self._condemned: dict[str, int] = {}
-        """Names of files to be removed, manifests first, and the bytes that are free once they are."""
+        """Names of files to be removed, manifests first, and the bytes that each removal frees."""
         self._removing: RemoveJob | None = None
         self.on_forget: Callable[[DiskEntry], None] = lambda _entry: None
 
@@ -71,7 +71,7 @@ class DiskTier:
     # What is there
 
     def add(self, manifest: Manifest, parked: Parked, manifest_bytes: int, *, is_foreign: bool = False) -> DiskEntry:
-        """A conversation whose files are there and charged."""
+        """Adds a conversation whose files are written and charged."""
         entry = DiskEntry(parked, manifest, manifest_bytes, is_foreign)
         self.entries[manifest.id] = entry
         for ref in manifest.extents:
@@ -86,13 +86,13 @@ class DiskTier:
         return entry
 
     def know_checkpoint(self, checkpoint_id: CheckpointId, place: DiskCheckpoint) -> None:
-        """The checkpoint in memory is the one that lies there."""
+        """Notes that a checkpoint in memory is the one at `place` on disk."""
         if checkpoint_id not in self.checkpoints and place.extent in self._extents:
             self.checkpoints[checkpoint_id] = place
             self._extents[place.extent].checkpoints.append(checkpoint_id)
 
     def forget(self, entry: DiskEntry) -> None:
-        """Takes a conversation off at once; its files go with the next removal, those in use when they are free."""
+        """Removes a conversation from the tables at once. Its files go with the next removal; those in use, later."""
         del self.entries[entry.manifest.id]
         self.on_moved(entry.manifest.id)
         if not entry.is_foreign:
@@ -104,7 +104,7 @@ class DiskTier:
         self.on_forget(entry)
 
     def damaged(self, extent_id: int) -> list[DiskEntry]:
-        """Takes off everything that needs the extent, for it is not what was written. Returns those."""
+        """Forgets all conversations that need a damaged extent, and returns them."""
         going = [e for e in self.entries.values() if any(ref.id == extent_id for ref in e.manifest.extents)]
         for entry in going:
             self.forget(entry)
@@ -114,7 +114,7 @@ class DiskTier:
         return going
 
     def failed_read(self, extent_id: int) -> int:
-        """Counts a read that the device did not answer. Returns how many there were."""
+        """Counts a failed read of an extent. Returns how many there were."""
         extent = self._extents.get(extent_id)
         if extent is None:
             return 0
@@ -125,7 +125,7 @@ class DiskTier:
         return self._extents[extent_id].ref
 
     def hold(self, refs: Iterable[ExtentRef]) -> None:
-        """Keeps extents for a write that builds on them, or a read."""
+        """Keeps extents that a write reuses, or a read needs, until `let_go`."""
         for ref in refs:
             self._hold(ref)
 
@@ -140,15 +140,16 @@ class DiskTier:
         self._file_bytes += size
 
     def uncharge(self, size: int) -> None:
-        """Room that was charged and is not taken."""
+        """Credits room that was charged and is not needed."""
         self._file_bytes -= size
 
     def charge_found(self, size: int) -> None:
-        """Files that were there at the start, whatever the budget is now."""
+        """Charges files that were found at start, even if they exceed the budget."""
         self._file_bytes += size
 
     def make_room(self, size: int, index_bytes: int, used_before_s: float, superseded: set[ConversationId]) -> bool:
-        """Condemns conversations until `size` fits once they are removed. False, and nobody goes, if it can't."""
+        """Forgets conversations until `size` and `index_bytes` fit once their files are removed. False, with nothing
+        changed, if that is impossible."""
         going: list[DiskEntry] = []
         condemned = sum(self._condemned.values())
         removable = {
@@ -184,9 +185,10 @@ class DiskTier:
         return self._file_bytes + size <= self.config.budget_bytes
 
     def marks(self, wall_shift_s: float, step_s: float) -> MarkJob | None:
-        """Uses that the directory does not tell of, of conversations used `step_s` or more after the last it tells of.
+        """A job that writes down last uses that are more than `step_s` later than those in the directory; None if there
+        are none.
 
-        `wall_shift_s` turns the store's clock into the wall's.
+        `wall_shift_s` is added to the store's clock to get seconds since the epoch.
         """
         due = [e for e in self.entries.values() if e.parked.last_used_s > e.marked_s + step_s]
         for entry in due:
@@ -202,7 +204,7 @@ class DiskTier:
         return self._removing
 
     def removed(self, job: RemoveJob, left: Iterable[str]) -> None:
-        """What could not be removed stays charged, and goes at the next start."""
+        """Ends a removal. Files that are `left` stay charged; the next start removes them."""
         stuck = set(left)
         stuck |= {name + TEMPORARY_SUFFIX for name in stuck}
         for name in job.names:
@@ -211,14 +213,15 @@ class DiskTier:
         self._removing = None
 
     def condemn(self, names: Iterable[str], size: int) -> None:
-        """Files that a failed write may have left, charged with `size` together."""
+        """Adds files to the next removal, which frees `size` bytes together."""
         for name in names:
             self._condemned.setdefault(name, 0)
             self._condemned[name] += size
             size = 0
 
     def write_failed(self, job: WriteJob, leftovers: tuple[str, ...]) -> None:
-        """Each file is condemned with its own bytes, since each may fail to go; the manifest has one of two names."""
+        """Condemns what a failed write may have left: each file with its own bytes, since each removal may fail. The
+        manifest has one of two names."""
         extent_bytes = job.extent.taken_bytes if job.extent is not None else 0
         for name in leftovers:
             is_extent = job.extent is not None and name == job.extent.name
@@ -231,11 +234,11 @@ class DiskTier:
 
     @property
     def has_removals(self) -> bool:
-        """Files are going, or are to go."""
+        """Whether files are being removed or are to be removed."""
         return bool(self._condemned)
 
     def prefixes_of(self, parked: Parked) -> Iterator[DiskEntry]:
-        """Conversations that may be prefixes of this one: their full blocks are its first."""
+        """Other conversations whose full blocks are the first of this one: they may be prefixes of it."""
         for conversation_id in self.index.ending_within(parked.key_digest, parked.prefix_hashes):
             if conversation_id != parked.id:
                 yield self.entries[conversation_id]

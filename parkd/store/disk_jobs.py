@@ -1,11 +1,11 @@
-"""What the disk tier wants done, as plain values, and the functions that do it.
+"""The jobs of the disk tier, as plain values, and the functions that carry them out.
 
-The store hands jobs out and is told how they ended; it never waits for one. A job touches files and the buffers it
-names, nothing else, so it may run on any thread, or in line, which is how faults are replayed in tests.
+The store hands out jobs and is told how they ended; it never waits for one. A job touches only files and the buffers
+that it names, so it can run on any thread. Tests run jobs inline to replay faults.
 
     write    parts -> extent -> fsync -> manifest under a temporary name -> fsync -> rename -> fsync of the directory
     read     extents -> buffers, each part's checksum compared
-    remove   manifests first, then extents: a manifest never outlives what it names by our own doing
+    remove   manifests first, then extents, so that no manifest is left that names a removed extent
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from parkd.store.manifest import TEMPORARY_SUFFIX, ExtentRef, Manifest, Sums, en
 from parkd.types import Bytes
 
 BATCH_BYTES = 4 << 20
-"""About as much is moved by one call: large enough for full speed, small enough that several are in flight and that
-the checksums of the last ones, for which the device waits no more, take next to no time."""
+"""About how much one call moves: large enough for full speed, small enough that several are in flight, and that the
+checksums after the last one take little time."""
 STREAM_BYTES = 16 << 20
-"""What is only compared with its sum is read in pieces of this, one behind the other."""
+"""Files that are only compared with their checksum are read in pieces of this size."""
 
 RunAll = Callable[[Sequence[Callable[[], None]]], None]
-"""Runs all of them, in any order, and returns when none runs any more; raises the first error."""
+"""Runs all calls in any order, and returns after all have ended. Raises the first error."""
 
 
 class DamagedPart(Exception):
@@ -42,7 +42,7 @@ class DamagedPart(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The bytes of one stage of a block or a checkpoint, and where they lie in an extent."""
+    """The bytes of one stage of a block or a checkpoint, and their place in an extent."""
 
     offset: int
     buffer: Bytes
@@ -50,9 +50,9 @@ class Part:
     """`[stages]`: a write fills in `file_sums[stage]`, a read compares with it."""
     stage: int
     is_summed: bool = False
-    """The file's sum is known already: the engine's checksum is the same function of the same bytes."""
+    """The checksum is known already, because the engine's is the same function of the same bytes."""
     streamed_bytes: int = 0
-    """Read only: so many bytes are compared with their sum, and go nowhere."""
+    """Only for reads: this many bytes are compared with their checksum and not kept."""
 
     @property
     def padding(self) -> int:
@@ -61,15 +61,15 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class WriteJob:
-    """A conversation to be written: what is not on disk yet, then its manifest."""
+    """Writes a conversation: the parts that are not on disk yet, then its manifest."""
 
     manifest: Manifest
     extent: ExtentRef | None
-    """The new one; None when every part is on disk already."""
+    """The new extent; None if every part is on disk already."""
     parts: tuple[Part, ...]
-    """Ascending and without gaps but padding, from 0 to the extent's size."""
+    """Ascending, and without gaps except padding, from 0 to the size of the extent."""
     is_adopted: bool = False
-    """The extent is there already, as its engine wrote it: no parts, but it is not synced yet."""
+    """The engine has written the extent itself: there are no parts, but it must be synced."""
 
     @property
     def temporary_name(self) -> str:
@@ -79,7 +79,7 @@ class WriteJob:
 @dataclass(frozen=True, eq=False)
 class ReadJob:
     extents: tuple[tuple[ExtentRef, tuple[Part, ...]], ...]
-    """Parts ascending in each."""
+    """The parts of each extent are ascending."""
 
     @property
     def bytes(self) -> int:
@@ -93,7 +93,7 @@ class RemoveJob:
 
 @dataclass(frozen=True, eq=False)
 class MarkJob:
-    """When conversations were last used, put down as their manifests' times. A hint: it may fail, and be lost."""
+    """Writes when conversations were last used, as the file times of their manifests. A hint: it may be lost."""
 
     times: tuple[tuple[str, float], ...]
     """Manifest names, and seconds since the epoch."""
@@ -109,8 +109,8 @@ def part_sum(buffer: Bytes) -> int:
 
 
 def write(fs: FileSystem, job: WriteJob, run_all: RunAll = run_serially) -> None:
-    """Returns once the conversation is on the device for good. Raises OSError with nothing of it left, unless even
-    removing fails: `leftovers` names what to remove then."""
+    """Returns once the conversation is durable on the device. Raises OSError after removing what was written; what
+    could not be removed is among `leftovers(job)`."""
     try:
         if job.extent is not None and job.is_adopted:
             _sync_file(fs, job.extent.name)
@@ -121,13 +121,13 @@ def write(fs: FileSystem, job: WriteJob, run_all: RunAll = run_serially) -> None
         fs.rename(job.temporary_name, job.manifest.name)
         fs.sync()
     except Exception:
-        # A failed fsync may have lost any of the pages, and a second one may not tell: what was written is given up.
+        # A failed fsync may have lost any page, and a second one need not report it: everything written is removed.
         remove(fs, RemoveJob(leftovers(job)))
         raise
 
 
 def leftovers(job: WriteJob) -> tuple[str, ...]:
-    """What a write that failed may have left."""
+    """Names of the files that a failed write may have left."""
     names = [job.temporary_name, job.manifest.name]
     if job.extent is not None:
         names.append(job.extent.name)
@@ -135,7 +135,7 @@ def leftovers(job: WriteJob) -> tuple[str, ...]:
 
 
 def read(fs: FileSystem, job: ReadJob, run_all: RunAll = run_serially) -> None:
-    """Fills the buffers. Raises DamagedPart, or OSError if the device does not answer."""
+    """Fills the buffers and compares checksums. Raises DamagedPart, and OSError if the device fails."""
     with contextlib.ExitStack() as files:
         calls: list[Callable[[], None]] = []
         for extent, parts in job.extents:
@@ -150,7 +150,7 @@ def read(fs: FileSystem, job: ReadJob, run_all: RunAll = run_serially) -> None:
 
 
 def remove(fs: FileSystem, job: RemoveJob) -> tuple[str, ...]:
-    """Returns what could not be removed."""
+    """Removes files. Returns the names of those that could not be removed."""
     left = []
     for name in job.names:
         try:
@@ -163,14 +163,14 @@ def remove(fs: FileSystem, job: RemoveJob) -> tuple[str, ...]:
 
 
 def mark(fs: FileSystem, job: MarkJob) -> None:
-    """No sync, so that it costs a system call each. What fails is left: the manifest tells an older use."""
+    """Sets file times without a sync, one system call each. Where that fails, the manifest keeps the older time."""
     for name, at_s in job.times:
         with contextlib.suppress(OSError):
             fs.mark(name, at_s)
 
 
 def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Runs of parts that lie one behind the other, of about BATCH_BYTES each."""
+    """Groups adjacent parts into batches of about BATCH_BYTES."""
     batch: list[Part] = []
     size = 0
     for part in parts:
@@ -258,8 +258,8 @@ def _verifier(file: File, extent: ExtentRef, part: Part) -> Callable[[], None]:
 
 
 def _in_pages(batch: list[Part]) -> tuple[list[Bytes], list[tuple[Part, Bytes]]]:
-    """The buffers of a batch in whole pages, as direct I/O wants them. A part that ends inside a page has its last page
-    apart, zeroed: neither does the file get what lies behind the part in memory, nor memory what lies in the file."""
+    """The buffers of a batch in whole pages, as direct I/O requires. If a part ends inside a page, its last page is a
+    zeroed buffer of its own, so that neither the file nor memory gets bytes from beyond the part."""
     padded = [part for part in batch if part.padding]
     pages = iter(aligned_zeros(GRAIN_BYTES * len(padded)).reshape(len(padded), GRAIN_BYTES))
     buffers: list[Bytes] = []

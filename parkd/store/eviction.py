@@ -1,7 +1,8 @@
-"""The order in which conversations go for one capture.
+"""The order in which conversations are evicted for one capture.
 
-Ratings stand from capture to capture, for as long as the policy lets them. An eviction changes the rating of those only
-that it left alone with blocks, so only these are rated again: a heap with outdated places that are skipped.
+Ratings are reused from capture to capture, for as long as the policy allows. An eviction changes only the ratings of
+conversations that shared blocks with the evicted one, so only these are rated again. The order is a heap in which
+outdated entries are skipped.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from parkd.store.shelf import Entry, Rating, Shelf
 
 @dataclass(frozen=True, slots=True)
 class Toll:
-    """What a plan would evict, foreseen without evicting."""
+    """What would be evicted for a capture, estimated without evicting."""
 
     most_score: float
-    """The highest score among them, without those that are superseded or free nothing; -inf when there are none."""
+    """The highest score among them, except those that are superseded or free nothing; -inf if there are none."""
     count: int
 
 
 class Queue:
-    """Candidates for eviction, first to go first. Valid as long as conversations only go."""
+    """Candidates for eviction in order. Valid as long as conversations are only removed."""
 
     def __init__(
         self,
@@ -38,18 +39,18 @@ class Queue:
         family: Iterable[Entry],
         superseded: Iterable[Entry],
     ) -> None:
-        """`family` are the ancestors of the conversation that room is made for; it will replace those `superseded`."""
+        """`family` are the ancestors of the conversation that needs the room; it will replace those in `superseded`."""
         self._shelf, self._policy, self._costs, self.now_s = shelf, policy, costs, now_s
         self._superseded = {entry.owner for entry in superseded}
         kin = {entry.owner for entry in family}
-        # Whoever was of use last, and is no ancestor, left the arenas for the one that is parked now.
+        # The most recently used conversation that is no ancestor is the other side of the switch.
         self._partner = next(
             (owner for entry in reversed(shelf.entries.values()) if (owner := entry.owner) not in kin), 0
         )
         self._places: dict[Owner, Rank] = {}
         self._numbers = count(1)
         self.freed_slots = self.freed_side_bytes = 0
-        """What is free once all have gone, at least: what only two of them share is not counted."""
+        """Least that evicting all of them frees: blocks that they share among themselves are not counted."""
         self._forget_changed()
         self._heap = self._all_placed()
         self.freed_slots = sum(rating.freed_slots for *_, rating in self._heap)
@@ -60,7 +61,7 @@ class Queue:
         return len(self._places)
 
     def pop(self) -> Entry:
-        """The next to go; the caller evicts it before it asks again. Raises IndexError when nobody is left."""
+        """The next to evict. The caller evicts it before it calls this again. Raises IndexError if none is left."""
         for entry in self._forget_changed():
             if entry.owner in self._places:
                 heapq.heappush(self._heap, self._placed(entry))
@@ -69,14 +70,14 @@ class Queue:
             if self._places.get(owner) == place:
                 del self._places[owner]
                 if owner not in self._shelf.owned:
-                    continue  # it went for room elsewhere: its file was removed
+                    continue  # it is gone already, because its file was removed to make room on disk
                 if rating.candidate.freed_bytes and owner not in self._superseded:
                     self._shelf.floor = max(self._shelf.floor, place[2])
                 return self._shelf.owned[owner]
 
     def foresee(self, wanted_bytes: int, wanted_count: int) -> Toll:
-        """Who would go until so many bytes and conversations are free. Sharing is not followed through, so it may name
-        one too many, never one too few."""
+        """What would be evicted to free so many bytes and conversations. Ignores that evictions change what others
+        share, so it may name one too many, but never too few."""
         freed, going, most = 0, 0, float("-inf")
         heap = self._heap.copy()
         while heap and (freed < wanted_bytes or going < wanted_count):
@@ -90,7 +91,7 @@ class Queue:
         return Toll(most, going)
 
     def _forget_changed(self) -> list[Entry]:
-        """Drops the ratings of those that share more or less than they did."""
+        """Drops the ratings of conversations whose shared blocks have changed, and returns these."""
         changed = [self._shelf.owned.get(owner) for owner in self._shelf.blocks.take_changed()]
         entries = [entry for entry in changed if entry is not None]
         for entry in entries:
@@ -98,7 +99,8 @@ class Queue:
         return entries
 
     def _all_placed(self) -> list[tuple[Rank, Owner, int, Rating]]:
-        """`_placed` of all that may go. Most ratings stand, and there may be thousands: nothing is called for those."""
+        """`_placed` of all candidates. There may be thousands, and most ratings are still valid: these are used
+        inline."""
         special, now_s, places = {self._partner, *self._superseded}, self.now_s, self._places
         heap = []
         for owner, entry in self._shelf.owned.items():
@@ -113,7 +115,7 @@ class Queue:
         return heap
 
     def _placed(self, entry: Entry) -> tuple[Rank, Owner, int, Rating]:
-        """The number keeps apart two ratings of one conversation that came out equal."""
+        """The heap entry of a candidate. The number tells equal ratings of one conversation apart."""
         rating, owner = entry.rating, entry.owner
         if rating is None or rating.until_s < self.now_s:
             rating = self._shelf.rated(entry, self._policy, self._costs, self.now_s)

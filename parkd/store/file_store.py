@@ -1,10 +1,10 @@
-"""States that their engine keeps in files of its own making: the store takes the files up, and never their bytes.
+"""The store of states that the engine itself writes to files. The store moves the files, never their bytes.
 
-    begin_capture   once memory has admitted it, reserves room on disk, names a path      (engine writes the file)
+    begin_capture   after admission to memory, reserves room on disk and names a path      (engine writes the file)
     commit          published, and waits for its manifest    sync of the file, manifest, sync of the directory
-    evicted         from memory: only what is known of it goes; from disk: the file goes, and it with it
+    evicted         from memory: only its metadata goes; from disk: the file goes, and with it the conversation
 
-A file that no manifest names yet is an extent that no manifest names: the next start removes it.
+After a crash, the next start removes files that no manifest names.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class FileStore(TieredStore):
     """`TieredStore` for layouts whose grain is FILE."""
 
     def __init__(self, *args: Any, path_of: Callable[[str], Path], **options: Any) -> None:
-        """`path_of` gives the path of a name in the directory. The rest is TieredStore's."""
+        """`path_of` returns the path of a file name in the directory. The rest is as for TieredStore."""
         super().__init__(*args, **options)
         self._path_of = path_of
         self._written: dict[int, ExtentRef] = {}
-        """Files of captures under way, as long as they may get."""
+        """Files of open captures, at their largest possible size until the commit."""
         self.disk.on_forget = self._file_gone
         self.queue.on_lost = self._lost
 
@@ -44,9 +44,8 @@ class FileStore(TieredStore):
         assert request.sizes is not None
         ref = self.queue.new_extent(request.sizes.whole)
         file = StateFile(self._path_of(ref.name), ref.size)
-        # No lineage: a file belongs to one conversation, so that it is written anew. Nothing is written twice for it: a
-        # state that cannot be cut descends from a parked one only at its very end, and whoever parks that again is told
-        # by its id that it is there, and asks for nothing.
+        # No lineage: a file belongs to one conversation and is always written whole. Nothing is written twice: a state
+        # that cannot be cut descends from a parked one only at its end, and then its id shows that it is parked.
         capture = super().begin_capture(replace(request, file=file, lineage=(), covered=0))
         if isinstance(capture, Capture):
             self.disk.charge(ref.taken_bytes)
@@ -54,7 +53,7 @@ class FileStore(TieredStore):
         return capture
 
     def commit(self, capture: Capture, checksums: Checksums) -> Parked:
-        """Raises ValueError also for a file that is empty, or longer than was reserved."""
+        """As in RAM. Also raises ValueError if the file is empty or longer than was reserved."""
         reserved = self._written.get(capture.serial)
         if reserved is not None:
             if not 0 < checksums.file_bytes <= reserved.size:
@@ -79,7 +78,7 @@ class FileStore(TieredStore):
         entry = self.disk.entries.get(conversation_id)
         if entry is None:
             return lease
-        entry.readers += 1  # nor does the file go
+        entry.readers += 1  # keeps the file, too
         release = lease.release
 
         def let_go() -> None:
@@ -96,7 +95,7 @@ class FileStore(TieredStore):
         return StateFile(self._path_of(ref.name), ref.size)
 
     def _reserve_elsewhere(self, plan: CapturePlan, history: History) -> Refused | None:
-        """Makes room on disk."""
+        """Reserves the room on disk that the file may take."""
         if self._loading is not None:
             return None
         request = plan.request
@@ -117,7 +116,7 @@ class FileStore(TieredStore):
         return None
 
     def _file_gone(self, gone: DiskEntry) -> None:
-        """A conversation is taken off the disk: what is known of it in memory has no file any more."""
+        """Called when a conversation is removed from disk: drops what RAM still knows of it."""
         self._lost(gone.manifest.id)
 
     def _lost(self, conversation_id: ConversationId) -> None:

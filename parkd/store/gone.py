@@ -1,4 +1,4 @@
-"""A short memory of conversations that are no longer parked, so that a cold read can say why."""
+"""Remembers conversations that are no longer parked, so that a cold read can be explained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 GONE_LIMIT = 128
 """Conversations remembered."""
 GONE_HASHES = 16
-"""Prefix hashes remembered of each, evenly spaced, the last always. Together under 200 KiB, outside the budget."""
+"""Prefix hashes remembered of each: evenly spaced, always including the last. Under 200 KiB in all, outside the
+budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,14 @@ class GoneMemory:
         self._gone: deque[_Gone] = deque(maxlen=GONE_LIMIT)
 
     def remember(self, key_digest: bytes, hashes: tuple[bytes, ...], verb: str, reason: str, at_s: float) -> None:
-        """`verb` is what happened (`evicted`); `reason` why. Conversations shorter than a block leave no trace."""
+        """`verb` is what happened (`evicted`), `reason` why. Ignores conversations shorter than a block."""
         if hashes:
             step = -(-len(hashes) // GONE_HASHES)
             self._gone.append(_Gone(key_digest, hashes[::-1][::step], verb, reason, at_s))
 
     def why(self, key_digest: bytes, hashes: tuple[bytes, ...], now_s: float) -> str:
-        """`evicted 12 s ago: ...` of the one that shared most with this prompt, the latest among equals; else empty."""
+        """`evicted 12 s ago: ...` for the conversation that shared most with this prompt, the latest among equals; else
+        empty."""
         depth = {prefix_hash: index for index, prefix_hash in enumerate(hashes)}
         best, deepest = None, -1
         for gone in reversed(self._gone):

@@ -1,6 +1,6 @@
-"""How a conversation came back so far: what expectations of its next return rest on.
+"""How conversations have come back so far, to estimate whether and when they will again.
 
-Only ever used to judge worth. What may be reused is decided by units alone.
+Only for their value to eviction: what may be reused is decided by units alone.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 FIRST_GAP_S = 120.0
-"""Between two turns, until a conversation shows its own: the median of a public trace of chats."""
+"""Time between two turns, until a conversation shows its own: the median of a public trace of chats."""
 GAP_WEIGHT = 0.3
-"""Of the newest gap in the running means."""
+"""Weight of the newest gap in the running means."""
 LEAST_GAP_S = 1e-3
 LEAST_JITTER = 0.15
 GHOST_LIMIT = 4096
-"""Conversations remembered after they went, at about 300 bytes each, outside the budget."""
+"""Conversations that are remembered after they are gone, at about 300 bytes each, outside the budget."""
 LEAST_KINSHIP = 0.5
-"""A conversation continues another if that is at least this share of it; else it only shares its head."""
+"""A conversation continues another if that is at least this share of it; otherwise they only share a beginning."""
 
 
 class History(NamedTuple):
@@ -28,14 +28,14 @@ class History(NamedTuple):
     gap_s: float = FIRST_GAP_S
     """Running mean of the time between turns."""
     jitter: float = 1.0
-    """Running mean of how far a gap is from that mean, in parts of it: near 0 for agents that go round."""
+    """Running mean of the relative distance of gaps from that mean: near 0 for agents that take turns."""
 
     def returned(self, gap_s: float) -> History:
-        """After one more turn, `gap_s` behind the one before."""
+        """The history after one more turn, `gap_s` after the last."""
         return self._after(gap_s)._replace(turns=self.turns + 1)
 
     def forked(self, gap_s: float) -> History:
-        """After another conversation began from it, `gap_s` after it was last of use."""
+        """The history after another conversation began from this one, `gap_s` after its last use."""
         return self._after(gap_s)._replace(forks=self.forks + 1)
 
     def _after(self, gap_s: float) -> History:
@@ -56,9 +56,9 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """How conversations came back, by the hash of their last full block: also of those that went or never were parked.
+    """Histories by the hash of the last full block, also of conversations that are gone or were never parked.
 
-    Bounded; the one noted longest ago makes room.
+    At most GHOST_LIMIT; the one noted longest ago makes room.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Ghosts:
         return len(self._known)
 
     def next(self, prefix_hashes: tuple[bytes, ...], position: int, now_s: float) -> History:
-        """The history of the conversation of `position` tokens that is offered now, this turn counted. The same state
-        offered again, after a refusal, is no further turn."""
+        """The history of a conversation of `position` tokens, including the present turn. If the same state is offered
+        again after a refusal, that is no further turn."""
         for blocks in range(len(prefix_hashes), max(0, int(len(prefix_hashes) * LEAST_KINSHIP) - 1), -1):
             found = self._known.get(prefix_hashes[blocks - 1])
             if found is not None:

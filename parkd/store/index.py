@@ -1,7 +1,7 @@
-"""From a prompt's key and prefix hashes to the conversations that may share its head.
+"""Finds the conversations that may share a prefix with a prompt, by key and prefix hashes.
 
-A conversation's path is one hash a full block, under its key. Paths that begin alike share a run of hashes, so that
-what a look-up, an addition or a removal costs is a few comparisons of whole runs, however long the paths are:
+The path of a conversation is one hash per full block. Under each key the paths form a radix tree: paths that begin
+alike share a run of hashes, so that an operation compares a few whole runs, however long the paths are:
 
     key ── h0 h1 h2 ──┬── h3 h4         one conversation ends here
                       └── g3 ... g90 ── ...
@@ -14,12 +14,12 @@ from __future__ import annotations
 from parkd.store.records import ConversationId
 
 Ids = dict[ConversationId, None]
-"""An ordered set: the latest is last."""
+"""An ordered set, the latest last."""
 Path = tuple[bytes, ...]
 
 
 class _Run:
-    """Hashes that all of `ids` have behind those of the runs above."""
+    """A node of the tree: hashes that all of `ids` have after those of the runs above."""
 
     __slots__ = ("children", "enders", "hashes", "ids")
 
@@ -27,18 +27,18 @@ class _Run:
         self.hashes = hashes
         self.ids = ids
         self.enders: Ids = {}
-        """Those whose path ends with this run."""
+        """Conversations whose path ends with this run."""
         self.children = children
         """By their first hash."""
 
     def split(self, length: int) -> _Run:
-        """The first `length` hashes as a run of their own, above what is left of this one."""
+        """Moves the first `length` hashes into a new run above this one. Returns the new run."""
         upper = _Run(self.hashes[:length], dict(self.ids), {self.hashes[length]: self})
         self.hashes = self.hashes[length:]
         return upper
 
     def join_only_child(self) -> None:
-        """Takes up the run below, where nothing else hangs on the border between them."""
+        """Merges with the run below if there is exactly one and no path ends between them."""
         if self.enders or len(self.children) != 1:
             return
         [child] = self.children.values()
@@ -47,7 +47,7 @@ class _Run:
 
 
 class PrefixIndex:
-    """Exact on paths; says nothing about units."""
+    """A radix tree over paths of hashes. Exact for hashes; says nothing about units."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, _Run] = {}
@@ -87,8 +87,8 @@ class PrefixIndex:
                 above.join_only_child()
 
     def find(self, key_digest: bytes, hashes: Path, limit: int) -> list[tuple[ConversationId, int]]:
-        """Up to `limit` conversations of the key and how many of the prompt's full blocks each shares; deepest first,
-        the latest added first among equals, those that share none last."""
+        """Up to `limit` conversations of the key, and how many of the prompt's full blocks each shares. Most shared
+        first; among equals, the latest added first."""
         found: dict[ConversationId, int] = {}
         for run, shared in reversed(self._met(key_digest, hashes)):
             if len(run.ids) == len(found):
@@ -101,7 +101,7 @@ class PrefixIndex:
         return list(found.items())
 
     def ending_within(self, key_digest: bytes, hashes: Path) -> list[ConversationId]:
-        """All conversations of the key whose full blocks are the first of this path: every ancestor is among them."""
+        """All conversations of the key whose path is a prefix of this one. Every ancestor is among them."""
         found: list[ConversationId] = []
         at = 0
         for run, shared in self._met(key_digest, hashes):
@@ -111,7 +111,7 @@ class PrefixIndex:
         return found
 
     def _met(self, key_digest: bytes, hashes: Path) -> list[tuple[_Run, int]]:
-        """The runs along a path, and up to where the path and each agree; the last perhaps in part only."""
+        """The runs along a path, each with the index up to which the path agrees; the last perhaps only in part."""
         run = self._keys.get(key_digest)
         if run is None:
             return []
@@ -126,7 +126,7 @@ class PrefixIndex:
 
 
 def _shared(run: Path, hashes: Path, at: int) -> int:
-    """Leading hashes of the run that the path has from `at`."""
+    """How many leading hashes of the run the path has from index `at` on. Halves the range, comparing slices."""
     differ_by = min(len(run), len(hashes) - at)
     rest = hashes[at : at + differ_by]
     if run[:differ_by] == rest:

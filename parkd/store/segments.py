@@ -1,7 +1,7 @@
-"""States that only their engine can read: each one buffer of its own, or one file, in the place of blocks.
+"""Opaque states: each is one buffer or one file, and takes the place of blocks.
 
-A segment is a block with all of a conversation in it: index 0, as many rows as the conversation has tokens. It is never
-shared by two conversations that differ, since the bytes cannot be cut; its room is charged outside the slabs.
+A segment is a block that holds a whole conversation: index 0, and as many rows as the conversation has tokens. Its
+bytes cannot be cut, so conversations that differ never share one. Its memory is charged outside the slabs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parkd.types import Bytes, RowRun, StateFile, StateLayout, StateSizes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Where a segment lies. Memory is taken in whole pages, and `memory` is what the state has of them."""
+    """Where a segment is. Memory is allocated in whole pages; `memory` is the part that the state uses."""
 
     memory: Bytes
     charged: int
@@ -29,12 +29,12 @@ class _Place:
 
 
 def segment_charge(size: int) -> int:
-    """What a state of that size takes of the budget, if it lies in memory."""
+    """Bytes of the budget that a state of this size takes in memory."""
     return round_up(size, PAGE_BYTES)
 
 
 class SegmentPool(BlockPool):
-    """`BlockPool` of segments: a slot is the number of a place."""
+    """A `BlockPool` of segments: a slot is the number of a `_Place`."""
 
     def __init__(self, layout: StateLayout, block_tokens: int, slabs: SlabPool, budget: Budget) -> None:
         super().__init__(layout, block_tokens, slabs, budget)
@@ -59,7 +59,7 @@ class SegmentPool(BlockPool):
         return self._places[self._blocks[block_id].slot].file is not None
 
     def resize_file(self, block_id: BlockId, size: int) -> None:
-        """The file turned out to have `size` bytes."""
+        """Notes that the file has `size` bytes after all."""
         slot = self._blocks[block_id].slot
         place = self._places[slot]
         assert place.file is not None
@@ -73,7 +73,7 @@ class SegmentPool(BlockPool):
         return sum(self._places[slot].charged + BLOCK_BYTES for slot in slots)
 
     def runs(self, ids: Sequence[BlockId], stop: int, *, writeable: bool) -> list[tuple[RowRun, ...]]:  # noqa: ARG002
-        """The only stage's only run: a state is moved whole, whatever is wanted of it."""
+        """The only run of the only stage: a state is always moved whole."""
         runs = []
         for block_id in ids:
             block = self._blocks[block_id]

@@ -1,12 +1,12 @@
-"""Host memory for rows: slabs, taken when they are needed and given back when other bytes need the room.
+"""Host memory for rows, in slabs that are allocated when needed and freed when other bytes need the room.
 
 One slot number addresses the part of every stage. A slab keeps the parts of a stage together, so that neighbouring
 slots are one contiguous run for each stage:
 
     slab   | stage 0: slot 0, slot 1, ... | pad | stage 1: slot 0, slot 1, ... | pad |
 
-Freed slots stay in their slab: memory that was touched once is the fastest to write again. Only a slab with no slot in
-use can be given back.
+Free slots stay in their slab, because memory that was touched before is the fastest to write. Only a slab without used
+slots can be freed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from parkd.types import Bytes, StateLayout
 
 PAGE_BYTES = 4096
 LEAST_SLAB_PAGES = 16
-"""A stage, so that the padding to whole pages stays small where budgets are tiny."""
+"""Least pages per stage, so that the padding to whole pages stays small with tiny budgets."""
 MOST_SLAB_SLOTS = 1 << 16
 METADATA_SHARE = 64
-"""Slabs leave one part in so many of the budget to metadata, unless rows that must fit need it."""
+"""Slabs leave one part in this many of the budget for metadata, unless rows that must fit need it."""
 SLABS_IN_BUDGET = 8
 SLABS_IN_BUDGET_WITH_FIXED_STATE = 32
-"""A budget is cut in at least so many slabs. Fixed state lives outside the slabs, so there the cut is finer: room moves
-between the two by giving back empty slabs."""
+"""A budget is divided into at least this many slabs. More with fixed state, which is outside the slabs: room moves
+between the two by freeing empty slabs."""
 
 
 def round_up(size: int, grain: int) -> int:
@@ -41,7 +41,7 @@ def round_up(size: int, grain: int) -> int:
 
 
 def anonymous(size: int) -> Bytes:
-    """`[size]` zeroed bytes that go back to the machine as soon as nobody refers to them. Raises OSError."""
+    """`[size]` zeroed bytes, which the machine gets back as soon as nothing refers to them. Raises OSError."""
     if size == 0:
         return np.empty(0, dtype=np.uint8)
     memory = mmap.mmap(-1, size)
@@ -51,7 +51,7 @@ def anonymous(size: int) -> Bytes:
 
 
 class SlabHooks(Protocol):
-    """Told of host memory that comes and goes, so that it can be registered with a device."""
+    """Called when host memory is allocated and freed, so that it can be registered with a device."""
 
     def added(self, memory: Bytes) -> None: ...
 
@@ -60,7 +60,7 @@ class SlabHooks(Protocol):
 
 @dataclass(frozen=True)
 class SlabGeometry:
-    """How many bytes slots take. Pure."""
+    """The sizes of slots and slabs. Pure."""
 
     part_bytes: tuple[int, ...]
     """Bytes of one block in each stage."""
@@ -78,7 +78,7 @@ class SlabGeometry:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """All stages. At least 1, for models that keep no rows at all."""
+        """Bytes of a slot in all stages; 1 for models without rows."""
         return max(1, sum(self.part_bytes))
 
     @cached_property
@@ -86,18 +86,18 @@ class SlabGeometry:
         return self.slab_bytes(self.most_slots)
 
     def slab_bytes(self, slots: int) -> int:
-        """Bytes of a slab with so many slots; each stage begins on a page."""
+        """Bytes of a slab with `slots` slots. Each stage begins on a page."""
         return max(PAGE_BYTES, sum(round_up(slots * part, PAGE_BYTES) for part in self.part_bytes))
 
     def slots_in_slab(self, size: int) -> int:
-        """Most slots of one slab of at most `size` bytes, however many those are."""
+        """Most slots of one slab of at most `size` bytes, not limited by `most_slots`."""
         slots = max(0, size) // self.slot_bytes
         while slots > 0 and self.slab_bytes(slots) > size:
             slots -= 1
         return slots
 
     def slots_in(self, size: int) -> int:
-        """Most slots of any number of slabs that take at most `size` bytes together."""
+        """Most slots of several slabs of at most `size` bytes together."""
         full, rest = divmod(max(0, size), self.full_slab_bytes)
         return full * self.most_slots + min(self.most_slots, self.slots_in_slab(rest))
 
@@ -112,11 +112,11 @@ class SlabGeometry:
 class _Slab:
     memory: Bytes
     stages: tuple[Bytes, ...]
-    """A stage each, `[slots * part_bytes]`."""
+    """One per stage, `[slots * part_bytes]`."""
 
 
 class SlabPool:
-    """Slots with memory behind them, charged to the budget a slab at a time."""
+    """Slots with memory, charged to the budget slab by slab."""
 
     def __init__(self, geometry: SlabGeometry, budget: Budget, hooks: SlabHooks | None = None) -> None:
         self.geometry = geometry
@@ -125,7 +125,7 @@ class SlabPool:
         self._slots = SlotAllocator()
         self._slabs: dict[int, _Slab] = {}
         self._touched_slots = 0
-        """The most slots that were ever in use in the slabs there are: the machine gave memory for no more."""
+        """Most slots that were ever in use in the present slabs. The system has given memory only for these."""
 
     @property
     def used_slots(self) -> int:
@@ -136,7 +136,7 @@ class SlabPool:
         return self._slots.free_slots
 
     def room(self, freed_slots: Collection[int] = (), freed_side_bytes: int = 0) -> Room:
-        """The room there would be if those slots and bytes were free, and empty slabs were given back."""
+        """The room if those slots and bytes were freed as well, and empty slabs given back."""
         idle = self._slots.idle
         if freed_slots:
             freed = Counter(self._slots.region_of(slot) for slot in freed_slots)
@@ -148,14 +148,14 @@ class SlabPool:
         return Room(open_slots, self._budget.limit_bytes - self._budget.side_bytes + freed_side_bytes - slab_bytes)
 
     def untouched_bytes(self, need: Need) -> int:
-        """What `need` would take from the machine beyond what was written before, at least."""
+        """Bytes that `need` would take from the machine in addition to what was touched before, at least."""
         return max(0, self.used_slots + need.slots - self._touched_slots) * self.geometry.slot_bytes + need.side_bytes
 
     def reserve(self, need: Need) -> None:
-        """Gives slabs back and takes new ones until the slots are free and the side bytes may be charged.
+        """Frees slabs and allocates others until the slots are free and the side bytes can be charged.
 
-        The caller has seen that `need` fits `room()`. Raises OSError or MemoryError if the machine has no memory; then
-        fewer slots are free than asked for, and nothing else has changed.
+        The caller has checked that `need` fits `room()`. Raises OSError or MemoryError if the machine has no memory;
+        there are then fewer free slots than asked for, and nothing else has changed.
         """
         while not self.geometry.fits(need, Room(self.free_slots, self._budget.free_bytes)):
             self._give_back(self._slots.idle[0])
@@ -163,7 +163,7 @@ class SlabPool:
             self._grow(need.slots - self.free_slots, self._budget.free_bytes - need.side_bytes)
 
     def grow_ahead(self) -> bool:
-        """Adds a full slab before anyone needs it, if the budget has the room. False if not."""
+        """Allocates a full slab before it is needed. False if the budget has no room."""
         room = self._budget.free_bytes - self._budget.limit_bytes // METADATA_SHARE
         if not any(self.geometry.part_bytes):
             return False
@@ -181,22 +181,22 @@ class SlabPool:
         self._slots.free(slots)
 
     def buffer(self, stage: int, slot: int, size: int) -> Bytes:
-        """`[size]` bytes of a stage from the start of `slot`, which may reach into the slots that follow."""
+        """`[size]` bytes of a stage from the start of `slot` on. They may extend into the next slots."""
         base = self._slots.region_of(slot)
         start = (slot - base) * self.geometry.part_bytes[stage]
         return self._slabs[base].stages[stage][start : start + size]
 
     def close(self) -> None:
-        """Gives all slabs back. Every slot must be free."""
+        """Frees all slabs. Every slot must be free."""
         for base in self._slots.regions:
             self._give_back(base)
 
     def regions(self) -> Mapping[int, int]:
-        """First slot of each slab -> slots in use."""
+        """The first slot of each slab, and how many of its slots are used."""
         return self._slots.regions
 
     def _grow(self, slots: int, spare_bytes: int) -> None:
-        """Adds one slab: full if the spare bytes allow and leave the metadata its share, else what is needed."""
+        """Allocates one slab: a full one if that leaves the share of metadata, else one of the needed slots."""
         roomy = self.geometry.slots_in_slab(spare_bytes - self._budget.limit_bytes // METADATA_SHARE)
         slots = min(max(slots, roomy), self.geometry.most_slots)
         size = self.geometry.slab_bytes(slots)
