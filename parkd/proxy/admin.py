@@ -1,4 +1,4 @@
-"""What the endpoints that are not turns say: plain values to documents."""
+"""The documents of the endpoints that are not turns, made of plain values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def anthropic_model_list(info: EngineInfo, alias: str | None, created_s: int) ->
 def props(
     info: EngineInfo, alias: str | None, chat_template: str | None, *, reads_images: bool = False
 ) -> Mapping[str, Any]:
-    """What llama-server's clients read there; no paths of this machine."""
+    """What clients of llama-server read from `/props`. Contains no paths of this machine."""
     name = alias or info.model_name
     return {
         "default_generation_settings": {"n_ctx": info.context_tokens},

@@ -1,6 +1,6 @@
-"""The endpoints that are not turns, as handlers. None of them waits for the lane, and none changes anything.
+"""The endpoints that are not turns. None of them waits for the lane, and none changes anything.
 
-What names conversations is for the key that sent them: `/slots` and `/parkd/explain` show a caller their own.
+`/slots` and `/parkd/explain` show only the requests and conversations of the caller's key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from parkd.proxy.app import Proxy
 
 APIS = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/messages", "/v1/models")
-"""Shown at `/`, to whoever wonders what answers there."""
+"""Paths shown at `/`."""
 PIECE_LIMIT = 200_000
 """Most tokens that `/tokenize` spells out one by one."""
 
@@ -42,7 +42,7 @@ class Endpoints:
         self._info = proxy.services.engine.info
 
     def reading(self) -> Mapping[str, Handler]:
-        """Of GET requests, by path."""
+        """Handlers of GET requests by path."""
         return {
             "/v1/models": self.models,
             "/models": self.models,
@@ -57,7 +57,7 @@ class Endpoints:
         }
 
     def asking(self) -> Mapping[str, Handler]:
-        """Of POST requests, by path."""
+        """Handlers of POST requests by path."""
         return {"/tokenize": self.tokenize, "/apply-template": self.apply_template}
 
     async def models(self, request: Request, request_id: str) -> ASGIApp:
@@ -98,7 +98,8 @@ class Endpoints:
         return _json(admin.props(self._info, self._config.alias, template, reads_images=reads_images), request_id)
 
     async def slots(self, request: Request, request_id: str) -> ASGIApp:
-        """llama-server's shape: one slot, since there is one lane. Its details are for who asked for what runs."""
+        """As in llama-server, with one slot, since there is one lane. Shows details only to the owner of the running
+        request."""
         caller = self._caller(request)
         running = self._proxy.lane.running
         mine = running.explained if running is not None else None
@@ -137,7 +138,7 @@ class Endpoints:
         return _json(explain.document(found), request_id)
 
     async def tokenize(self, request: Request, request_id: str) -> ASGIApp:
-        """llama-server's: special tokens in the text are recognised, none is added."""
+        """As in llama-server: special tokens in the text are recognised, none is added."""
         self._caller(request)
         body = await self._body(request)
         content = fields.text(body, "content")

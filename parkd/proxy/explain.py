@@ -1,6 +1,6 @@
-"""A bounded memory of recent requests: what `/parkd/explain` tells, and what later requests are compared with.
+"""A bounded memory of recent requests, for `/parkd/explain` and for comparing later requests with.
 
-Holds prompts' units, which is why only the key that sent a request may ask for it. The oldest requests make room.
+It holds the units of prompts, so only the key that sent a request may ask about it. The oldest requests make room.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from parkd.types import CacheReport, Diagnosis, DiagnosisKind, PromptIdentity, T
 
 EXPLAINED_LIMIT = 512
 EXPLAINED_BYTES = 32 * 1024 * 1024
-"""Of units; the sum over all requests remembered."""
+"""Most bytes of units over all remembered requests."""
 ID_PREFIXES = ("msg_", "resp_", "chatcmpl-", "cmpl-")
-"""What dialects put before a request's id to name its answer."""
+"""Prefixes that dialects put before a request's id to make the id of its answer."""
 SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """What tells which part of a prompt changed."""
+    """Digests that tell which part of a prompt changed."""
 
     model: str
     system: bytes
@@ -40,7 +40,7 @@ class PromptParts:
 
 @dataclass(slots=True)
 class Explained:
-    """One request, from its arrival on; the turn fills it in."""
+    """One request. Made when it arrives, and filled in by its turn."""
 
     request_id: str
     owner: str
@@ -67,7 +67,7 @@ class RequestMemory:
         self._limit = limit
         self._limit_bytes = limit_bytes
         self._requests: OrderedDict[tuple[str, str], Explained] = OrderedDict()
-        """By owner and id: clients choose ids, and one must not push out another's request."""
+        """By owner and id: clients choose ids, and must not replace each other's requests."""
         self._bytes = 0
 
     @property
@@ -75,7 +75,7 @@ class RequestMemory:
         return self._bytes
 
     def add(self, explained: Explained) -> None:
-        """A request id that its owner uses again names the newer request."""
+        """Adds a request. If its owner uses an id again, the newer request replaces the older."""
         key = (explained.owner, explained.request_id)
         self._drop(key)
         self._requests[key] = explained
@@ -84,7 +84,7 @@ class RequestMemory:
             self._drop(next(iter(self._requests)))
 
     def get(self, request_id: str, owner: str) -> Explained | None:
-        """By the id of the request or of its answer; None also if another key sent it."""
+        """Finds a request by its id or that of its answer. None also if another key sent it."""
         for prefix in ("", *ID_PREFIXES):
             bare = request_id.removeprefix(prefix)
             for name in (bare, f"req_{bare}"):
@@ -159,7 +159,7 @@ def document(explained: Explained) -> Mapping[str, Any]:
 
 
 def lasting_tokens(prompt: PromptIdentity) -> int:
-    """Tokens of a prompt without the generation prompt, whose tail may vanish in the next turn."""
+    """Tokens of a prompt without the generation prompt, which need not be part of the next turn's prompt."""
     last = prompt.segments[-1] if prompt.segments else None
     return last.start if last is not None and last.label == "generation prompt" else len(prompt)
 
@@ -176,6 +176,6 @@ def _changed(now: Explained, earlier: Explained) -> str:
 def _digest(value: Any) -> bytes:
     try:
         data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # numbers or texts that JSON has no room for: equal only to themselves written out
+    except TypeError:  # values that JSON cannot express: compared by their repr
         data = repr(value).encode("utf-8", "surrogatepass")
     return blake2b(data, digest_size=16).digest()

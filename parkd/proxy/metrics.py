@@ -1,4 +1,4 @@
-"""What `/metrics` shows. A registry of its own, so that two servers in one process do not meet."""
+"""What `/metrics` shows, in a registry of its own, so that two servers in one process stay separate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class Metrics:
-    """Counters of the lane and the cache; the store's own numbers are read when somebody looks."""
+    """Counters of the lane and the cache. The store's own numbers are read when `/metrics` is requested."""
 
     def __init__(self, *, waiting: Callable[[], int], store_stats: Callable[[], object] | None) -> None:
         self.registry = CollectorRegistry()
@@ -60,7 +60,7 @@ class Metrics:
             self.watch("parkd_store", store_stats)
 
     def watch(self, prefix: str, stats: Callable[[], object]) -> None:
-        """Shows the fields of a frozen dataclass, read whenever somebody looks."""
+        """Shows the fields of a frozen dataclass, read at each request of `/metrics`."""
         self.registry.register(_StatsCollector(prefix, stats))
 
     def started(self, report: CacheReport) -> None:
@@ -84,7 +84,7 @@ class Metrics:
 
 
 class _StatsCollector(Collector):
-    """Every number in frozen stats, one gauge a field; a mapping becomes one labelled gauge."""
+    """One gauge for each number in a dataclass of statistics; a mapping becomes one labelled gauge."""
 
     def __init__(self, prefix: str, stats: Callable[[], object]) -> None:
         self._prefix = prefix

@@ -1,8 +1,8 @@
-"""One turn's answer as an ASGI response: a stream of server-sent events, or one document.
+"""The answer of one turn as an ASGI response: a stream of server-sent events, or one document.
 
     submit -> [queue] -> Started | deadline -> headers -> events, keep-alives -> end
 
-A client that leaves ends its turn: out of the queue if it waits, at the next chunk or token if it runs.
+When the client disconnects, its turn is handed to `Resends`, which gives it up unless the client comes back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parkd.types import CacheReport, Finished, Started
 
 PENDING = "pending"
 DOCUMENT_POLL_S = 60.0
-"""How long a document's writer sleeps at most between looks at its channel."""
+"""Longest wait for an event while a document is filled; only a bound, since no keep-alives are sent."""
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-store",
@@ -34,7 +34,7 @@ STREAM_HEADERS = {
 
 
 def cache_headers(report: CacheReport | None) -> dict[str, str]:
-    """What is known of the start when headers go out."""
+    """Headers about the start of the turn; `pending` if it is not known when they are sent."""
     if report is None:
         return {"x-parkd-cache": PENDING}
     headers = {"x-parkd-cache": report.outcome.value, "x-parkd-reused-tokens": str(report.reused_tokens)}
@@ -46,7 +46,7 @@ def cache_headers(report: CacheReport | None) -> dict[str, str]:
 
 
 def header_text(text: str) -> str:
-    """Any text as one header value: latin-1, no control characters."""
+    """A text as a header value: latin-1, without control characters."""
     printable = "".join(character if character.isprintable() else " " for character in text)
     return printable.encode("latin-1", "replace").decode("latin-1")
 
@@ -59,7 +59,7 @@ async def send_document(send: Send, status: int, document: Mapping[str, object],
 
 
 class TurnResponse:
-    """Queues the turn and writes what becomes of it."""
+    """Queues the turn and sends its answer, or its error."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class TurnResponse:
                 event = await self._turn.channel.next(DOCUMENT_POLL_S)
                 if event is not None:
                     for _ in self._encoder.feed(event):
-                        pass  # frames are for streams; feeding is what fills the document
+                        pass  # the frames are for streams; feeding the encoder fills the document
                 if isinstance(event, Finished):
                     report = event.report
             document = self._encoder.document()
@@ -164,7 +164,7 @@ class TurnResponse:
         await send({"type": "http.response.body", "body": b""})
 
     def _record_unstarted(self, error: ParkdError) -> None:
-        """A turn that the lane never took is recorded here, every other one by the runner."""
+        """Records a turn that the lane never ran. The runner records all others."""
         if self._turn.began_s is None:
             self._log.record(self._turn, error)
 
@@ -175,7 +175,7 @@ class TurnResponse:
 
 
 def unforeseen() -> ParkdError:
-    """What a client is told of an error that has no type."""
+    """The error that a client is told about an unexpected exception."""
     return EngineFailure("The server met an unforeseen error; its log has the details.")
 
 

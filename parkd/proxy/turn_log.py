@@ -1,4 +1,4 @@
-"""What is told of a turn once it has ended: its counters, its log line, its line of a recorded trace."""
+"""What is recorded when a turn has ended: counters, the log line, the line of a trace."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ requests_log = logging.getLogger("parkd.requests")
 
 
 class TurnLog:
-    """Numbers and reasons, never text."""
+    """Writes numbers and reasons, never text of prompts."""
 
     def __init__(self, metrics: Metrics, trace: TurnTrace | None) -> None:
         self._metrics = metrics
         self._trace = trace
 
     def record(self, turn: Turn, error: ParkdError | None) -> None:
-        """Counts a turn that ended, also one that never ran, and writes its log line."""
+        """Counts a turn that has ended, even if it never ran, and writes its log line."""
         turn.release_awaited()
         self._metrics.requests.labels("ok" if error is None else error.code).inc()
         self._metrics.finished(turn.timings)
@@ -45,7 +45,7 @@ class TurnLog:
         )
 
     def note(self, turn: Turn, live: LiveConversation, error: ParkdError | None) -> None:
-        """For the recorded trace: of those only that let something be kept of them."""
+        """Adds the turn to the recorded trace, unless it asked not to be kept."""
         report, timings = turn.report, turn.timings
         if self._trace is None or report is None or live.key != turn.prompt.key:
             return
