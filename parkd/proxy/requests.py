@@ -15,6 +15,8 @@ from starlette.requests import Request
 from parkd.errors import BodyStalled, BodyTooLarge, InvalidRequest
 from parkd.proxy.bodies import LARGE_BODY_BYTES, Charge
 
+LEAST_BODY_BYTES_A_S = 1024
+"""Over its whole way, with the longest silence allowed on top. No client is so slow that means to be answered."""
 DEPTH_LIMIT = 100
 """Objects and lists inside each other; agents' tool schemas reach some twenty."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -34,7 +36,7 @@ def id_headers(request_id: str) -> dict[str, str]:
 async def read_body(request: Request, limit_bytes: int, silence_s: float, charge: Charge) -> bytes:
     """Raises BodyTooLarge as soon as it is known, at the latest `limit_bytes` in; ClientDisconnect if it leaves;
     QueueFull where the bodies held are too much together; InvalidRequest if this one is compressed; BodyStalled once
-    nothing came for `silence_s`, since what was charged for it keeps others out."""
+    nothing came for `silence_s`, or it drips, since what was charged for it keeps others out."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise InvalidRequest(f"The body is compressed ({encoding[:20]!r}). Send it as plain JSON.")
@@ -43,18 +45,25 @@ async def read_body(request: Request, limit_bytes: int, silence_s: float, charge
         raise _too_large(limit_bytes)
     charge.reach(int(declared) if declared.isdecimal() else 0)
     body, pieces = bytearray(), aiter(request.stream())
-    while (piece := await _next_piece(pieces, silence_s)) is not None:
+    began_s = anyio.current_time()
+    while True:
+        due_s = began_s + silence_s + len(body) / LEAST_BODY_BYTES_A_S
+        piece = await _next_piece(pieces, silence_s, due_s)
+        if piece is None:
+            return bytes(body)
         if len(body) + len(piece) > limit_bytes:
             raise _too_large(limit_bytes)
         charge.reach(len(body) + len(piece))
         body += piece
-    return bytes(body)
 
 
-async def _next_piece(pieces: AsyncIterator[bytes], silence_s: float) -> bytes | None:
-    """None at the end. Raises BodyStalled."""
-    with anyio.move_on_after(silence_s):
+async def _next_piece(pieces: AsyncIterator[bytes], silence_s: float, due_s: float) -> bytes | None:
+    """None at the end. Raises BodyStalled if none comes for `silence_s`, or by `due_s` on the event loop's clock."""
+    now_s = anyio.current_time()
+    with anyio.move_on_after(min(silence_s, due_s - now_s)):
         return await anext(pieces, None)
+    if due_s < now_s + silence_s:
+        raise BodyStalled(f"The body came at less than {LEAST_BODY_BYTES_A_S} bytes a second. Send the request again.")
     raise BodyStalled(f"Nothing of the body came for {silence_s:g} s. Send the request again.")
 
 

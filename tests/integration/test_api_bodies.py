@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
+import orjson
 import pytest
 from api_harness import Gate, Running, body_of, running, until
 
@@ -124,6 +125,39 @@ async def test_a_body_that_stops_coming_gives_its_room_back(path: str, kind: byt
         assert kind in refused
         await until(lambda: bodies.held_bytes == 0)
         assert (await server.client.post(CHAT, json=body_of(LARGE))).status_code == 200
+
+
+async def test_a_body_that_drips_is_given_up_as_one_that_stops() -> None:
+    config = ProxyConfig(body_silence_s=0.5)
+    async with running(FakeEngine(), config=config) as server:
+        url, refused = server.client.base_url, bytearray()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: {url.host}\r\ncontent-length: 19000\r\n\r\n"
+        async with await anyio.connect_tcp(url.host, url.port or 80) as stream, anyio.create_task_group() as tasks:
+
+            async def drip() -> None:
+                await stream.send(head.encode())
+                for _ in range(200):
+                    await stream.send(b" ")
+                    await anyio.sleep(0.05)
+
+            tasks.start_soon(drip)
+            with anyio.fail_after(5):
+                refused += await stream.receive()
+            tasks.cancel_scope.cancel()
+        assert refused.startswith(b"HTTP/1.1 408 ")
+        assert b"bytes a second" in refused
+        await until(lambda: server.server.proxy.bodies.held_bytes == 0)
+
+
+async def test_a_slow_body_that_goes_on_is_read() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        body = orjson.dumps(body_of(LARGE))
+        for start in range(0, len(body), 1000):
+            yield body[start : start + 1000]
+            await anyio.sleep(0.05)
+
+    async with running(FakeEngine(), config=ProxyConfig(body_silence_s=0.3)) as server:
+        assert (await server.client.post(CHAT, content=pieces())).status_code == 200
 
 
 async def test_a_turn_taken_over_holds_its_body_until_its_answer_is_out() -> None:
