@@ -1,4 +1,4 @@
-"""The command line: words to a command and the flags that were typed. What flags mean is `parkd/config`'s."""
+"""The command line: from words to a command and its flags. `parkd/config` interprets the flags."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from parkd.errors import ConfigError
 
 _EPILOG = """\
 Every flag is also a variable (--ctx-size is PARKD_CTX_SIZE) and a key of the TOML file named by --config
-(ctx-size = 8192). A flag wins over a variable, a variable over the file. What stands in brackets is the default.
+(ctx-size = 8192). A flag overrides a variable, a variable overrides the file. Defaults are in brackets.
 
-`parkd serve` is the same as `parkd`. `parkd demo` starts a server, parks and restores a conversation, prints a table.
-`parkd plan` says what the parking budget holds of a model, without loading its weights, and takes the same flags.
-`parkd replay` runs a recorded trace through the store, without a model; `parkd forget` removes conversations from a
-park directory. Both have flags of their own: `parkd replay --help`, `parkd forget --help`.
+`parkd` means `parkd serve`. `parkd demo` starts a server, parks and restores a conversation, and prints a table.
+`parkd plan` prints how much of a model's state the parking budget holds, without loading the weights. Both take the
+flags above. `parkd replay` runs a recorded trace through the store without a model, and `parkd forget` removes
+conversations from a park directory. They have their own flags: `parkd replay --help`, `parkd forget --help`.
 """
 
 COMMANDS = ("serve", "demo", "plan")
-"""Those that take the settings; `forget` and `replay` have flags of their own."""
+"""Commands that take the settings; `forget` and `replay` have their own flags."""
 
 _NAME_THE_MODEL = "one model is served, named with --model (a hub id is downloaded): parkd --model owner/name"
 FOREIGN_COMMANDS = {
@@ -32,7 +32,7 @@ FOREIGN_COMMANDS = {
     "ps": "GET /slots of a running server tells what it does",
     "stop": "end the server with Ctrl-C or SIGTERM",
 }
-"""Ollama's, and what does the same here."""
+"""Commands of Ollama, and what to use instead."""
 _ONE_LANE = "one conversation runs at a time, and the others are parked: see --conversation-cache-mib"
 _NOT_NEEDED = "it is always so; leave it out"
 FOREIGN_FLAGS = {
@@ -44,7 +44,7 @@ FOREIGN_FLAGS = {
     **dict.fromkeys(("-n", "--n-predict", "--predict"), "the longest answer is --max-output-tokens"),
     "-ub": "tokens read in one chunk are --batch-size",
 }
-"""llama-server's, and what says the same here."""
+"""Flags of llama-server, and what to use instead."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Invocation:
     command: str
     """One of COMMANDS."""
     flags: dict[str, str]
-    """Setting name, or `config`, to the text typed."""
+    """The text typed for each setting name, and for `config`."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="parkd",
         usage="parkd [serve | plan | demo] [flags], or parkd {replay | forget} --help",
-        description="Serves one model to many conversations, and gives each its state back when it returns.",
+        description="Serves one model to many conversations, and restores the state of each when it returns.",
         epilog=_EPILOG,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
         allow_abbrev=False,

@@ -18,7 +18,7 @@ class Setting:
     """One thing a user may choose: a flag, a variable and a TOML key of one name."""
 
     name: str
-    """As the flag, without its dashes in front."""
+    """The flag without its leading dashes."""
     group: str
     metavar: str
     """Empty for a switch."""
@@ -29,9 +29,9 @@ class Setting:
     many: bool = False
     """The flag may be given several times."""
     words: int = 1
-    """That the flag takes on the command line; elsewhere they are one text."""
+    """How many words the flag takes on the command line; elsewhere they are one text."""
     short: tuple[str, ...] = ()
-    """Other names on the command line, as llama.cpp has them."""
+    """Short names on the command line, as in llama.cpp."""
 
     @property
     def variable(self) -> str:
@@ -54,7 +54,12 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("chat-template-file", "model", "FILE", parsers.file, None, "chat template in place of the model's own"),
     Setting(
-        "devices", "model", "LIST", parsers.devices, (), "a device a stage: cpu,cpu or cuda:0,cuda:1 (cuda:0, else cpu)"
+        "devices",
+        "model",
+        "LIST",
+        parsers.devices,
+        (),
+        "one device per stage: cpu,cpu or cuda:0,cuda:1 (cuda:0, else cpu)",
     ),
     Setting(
         "layer-split", "model", "LIST", parsers.layer_split, (), "first layer of each later stage: 24 or 24,36 (auto)"
@@ -74,20 +79,25 @@ SETTINGS: tuple[Setting, ...] = (
         "TOKENS|auto",
         parsers.batch,
         None,
-        "tokens a chunk (auto: 512 on CPUs, else 2048)",
+        "tokens read per chunk (auto: 512 on CPUs, else 2048)",
         short=("-b",),
     ),
     Setting(
-        "ctx-checkpoints", "model", "N", parsers.count(1, 1024), 8, "rewind points kept by models with fixed state (8)"
+        "ctx-checkpoints",
+        "model",
+        "N",
+        parsers.count(1, 1024),
+        8,
+        "copies of the fixed state to go back to, for models that have it (8)",
     ),
-    Setting("kv-cache-dtype", "model", "TYPE", kv_format, None, "keys and values kept as f32, f16, bf16, int8 (auto)"),
+    Setting("kv-cache-dtype", "model", "TYPE", kv_format, None, "type of keys and values: f32, f16, bf16, int8 (auto)"),
     Setting(
         "cache-type-k",
         "model",
         "TYPE",
         cache_type,
         None,
-        "llama.cpp's name of it; torch: q8_0 is int8",
+        "the same for keys, as in llama.cpp; torch: q8_0 is int8",
         short=("-ctk",),
     ),
     Setting(
@@ -96,7 +106,7 @@ SETTINGS: tuple[Setting, ...] = (
         "TYPE",
         cache_type,
         None,
-        "the same of the values; torch: as of the keys",
+        "the same for values; torch: must be that of the keys",
         short=("-ctv",),
     ),
     Setting(
@@ -105,7 +115,7 @@ SETTINGS: tuple[Setting, ...] = (
         "N",
         parsers.count(0),
         None,
-        "layers on the cards (all that fit the library)",
+        "layers on the cards (all)",
         short=("-ngl",),
     ),
     Setting(
@@ -114,7 +124,7 @@ SETTINGS: tuple[Setting, ...] = (
         "MODE",
         split_mode,
         "layer",
-        "over several cards: none, layer, row (layer)",
+        "how to use several cards: none, layer, row (layer)",
         short=("-sm",),
     ),
     Setting(
@@ -123,7 +133,7 @@ SETTINGS: tuple[Setting, ...] = (
         "LIST",
         shares,
         (),
-        "share of each card: 3,1 (by their free memory)",
+        "share of each card, such as 3,1 (by free memory)",
         short=("-ts",),
     ),
     Setting(
@@ -136,9 +146,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("lora", "llama.cpp", "FILE", loras, (), "adapter, at scale 1; may be repeated", True),
     Setting("lora-scaled", "llama.cpp", "FILE:SCALE", scaled_loras, (), "the same with its scale", True),
     Setting(
-        "draft-tokens", "model", "N", guesses, None, "tokens that a model's draft head guesses a step (auto: none)"
+        "draft-tokens", "model", "N", guesses, None, "tokens that the model's draft head guesses per step (auto: none)"
     ),
-    Setting("draft-max", "model", "N", guesses, None, "as llama.cpp calls it"),
+    Setting("draft-max", "model", "N", guesses, None, "the same, as in llama.cpp"),
     Setting("control-vector", "model", "[NAME=]FILE", vectors, (), "control vector, at scale 1; may be repeated", True),
     Setting(
         "control-vector-scaled",
@@ -146,7 +156,7 @@ SETTINGS: tuple[Setting, ...] = (
         "[NAME=]FILE:SCALE",
         scaled_vectors,
         (),
-        "the same with its default scale; 0: only requests that name it use it",
+        "the same with its default scale; 0: only for requests that name it",
         True,
     ),
     Setting(
@@ -164,19 +174,17 @@ SETTINGS: tuple[Setting, ...] = (
         "URL",
         parsers.url,
         None,
-        "a llama-server that already runs, to serve in place of a model",
+        "serve a llama-server that is already running",
     ),
-    Setting(
-        "slot-save-path", "llama-server", "DIR", parsers.directory, None, "the directory that it was given by that name"
-    ),
-    Setting("upstream-api-key", "llama-server", "KEY", parsers.some_text, None, "the key that it asks for"),
+    Setting("slot-save-path", "llama-server", "DIR", parsers.directory, None, "its --slot-save-path"),
+    Setting("upstream-api-key", "llama-server", "KEY", parsers.some_text, None, "its API key"),
     Setting(
         "upstream-timeout",
         "llama-server",
         "SECONDS",
         parsers.count(1),
         600,
-        "longest silence inside its answers, as while it reads one batch (600)",
+        "longest silence inside its answers, such as while it reads a batch (600)",
     ),
     Setting(
         "conversation-cache-mib",
@@ -184,7 +192,7 @@ SETTINGS: tuple[Setting, ...] = (
         "MIB|auto",
         parsers.mib_or_auto,
         "auto",
-        "memory for parked conversations; 0: no parking (auto: a quarter of what is free)",
+        "memory for parked conversations; 0: no parking (auto: a quarter of the free memory)",
     ),
     Setting(
         "conversation-cache-slots",
@@ -192,7 +200,7 @@ SETTINGS: tuple[Setting, ...] = (
         "N",
         parsers.count(1),
         None,
-        "most conversations parked (no bound but memory)",
+        "most conversations parked at a time (no limit)",
     ),
     Setting(
         "replay",
@@ -200,9 +208,11 @@ SETTINGS: tuple[Setting, ...] = (
         "HOW",
         parsers.replay,
         "remember",
-        "answers sent back: remember their tokens, or strict: render",
+        "earlier answers: remember their tokens, or strict: render them (remember)",
     ),
-    Setting("prompt-memory-mib", "parking", "MIB", parsers.count(0), 64, "memory for the tokens of known texts (64)"),
+    Setting(
+        "prompt-memory-mib", "parking", "MIB", parsers.count(0), 64, "memory for the tokens of texts seen before (64)"
+    ),
     Setting("answer-memory-mib", "parking", "MIB", parsers.count(0), 32, "memory for the tokens of answers (32)"),
     Setting(
         "conversation-cache-disk-mib",
@@ -218,19 +228,26 @@ SETTINGS: tuple[Setting, ...] = (
         "DIR",
         parsers.some_text,
         None,
-        "where they survive a restart (nowhere: gone with the process)",
+        "directory for them, to survive a restart (none: lost when parkd stops)",
     ),
-    Setting("disk-write-gib-per-day", "parking", "GIB", parsers.count(1), 200, "most written to disk in a day (200)"),
+    Setting(
+        "disk-write-gib-per-day", "parking", "GIB", parsers.count(1), 200, "most that is written to disk per day (200)"
+    ),
     Setting(
         "conversation-cache-max-age-hours",
         "parking",
         "HOURS",
         parsers.count(1),
         None,
-        "forget what was not used for so long",
+        "forget conversations not used for this long (never)",
     ),
     Setting(
-        "eviction-policy", "parking", "NAME", parsers.eviction_policy, "value", "who goes when room is short (value)"
+        "eviction-policy",
+        "parking",
+        "NAME",
+        parsers.eviction_policy,
+        "value",
+        "what is evicted first: value, gdsf, lru (value)",
     ),
     Setting(
         "conversation-cache-min-free-mib",
@@ -256,15 +273,26 @@ SETTINGS: tuple[Setting, ...] = (
         "KEY",
         parsers.keys,
         (),
-        "a key that clients may send; may be repeated (none asked for)",
+        "a key that clients may send; may be repeated (no key needed)",
         True,
     ),
     Setting(
-        "api-key-file", "server", "FILE", parsers.file, None, "lines name:key:namespace; one namespace shares a cache"
+        "api-key-file",
+        "server",
+        "FILE",
+        parsers.file,
+        None,
+        "lines name:key:namespace; a namespace shares parked conversations",
     ),
     Setting("insecure", "server", "", parsers.switch, False, "allow an address others can reach without an API key"),
     Setting(
-        "cors-origin", "server", "ORIGIN", parsers.origins, (), "web page that may call; may be repeated (none)", True
+        "cors-origin",
+        "server",
+        "ORIGIN",
+        parsers.origins,
+        (),
+        "origin of a web page that may call; may be repeated (none)",
+        True,
     ),
     Setting(
         "keep-billing-header",
@@ -272,10 +300,12 @@ SETTINGS: tuple[Setting, ...] = (
         "",
         parsers.switch,
         False,
-        "leave agents' per-request billing header in prompts",
+        "leave the billing header of agents in prompts",
     ),
     Setting("rewrite-rules", "server", "FILE", parsers.file, None, "TOML of regex rules applied to prompts (none)"),
-    Setting("max-queue", "server", "N", parsers.count(1, 100_000), 64, "requests that may wait before 503 (64)"),
-    Setting("max-queue-mib", "server", "MIB", parsers.count(1), 256, "what their bodies may hold before 503 (256)"),
-    Setting("max-output-tokens", "server", "TOKENS", parsers.count(1), None, "longest answer (to the context's end)"),
+    Setting("max-queue", "server", "N", parsers.count(1, 100_000), 64, "requests that may wait before a 503 (64)"),
+    Setting("max-queue-mib", "server", "MIB", parsers.count(1), 256, "memory for their bodies before a 503 (256)"),
+    Setting(
+        "max-output-tokens", "server", "TOKENS", parsers.count(1), None, "longest answer (up to the end of the context)"
+    ),
 )
