@@ -1,9 +1,9 @@
-"""Where parts lie in an extent, and the jobs that move them between there and the pool.
+"""Where parts are in an extent, and the jobs that move them between files and memory.
 
     extent  | stage 0: block, block, ..., checkpoint, ... | stage 1: block, block, ..., checkpoint, ... | ...
-              each part begins on a page; what lies between the end of a part and the next page is zero
+              each part begins on a page, and is padded with zeros to the next
 
-Stage by stage, because that is how a conversation is restored: few, long, ascending reads for each stage.
+Stage by stage, so that a conversation is read with few, long, ascending reads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from parkd.store.slabs import round_up
 from parkd.types import Bytes, Checksums, StateLayout, Transfer
 
 FILE_SUM = "xxh3-64"
-"""The files' checksum. An engine that computes the same one has computed ours already."""
+"""The checksum of files. If the engine computes the same, it need not be computed again."""
 
 
 def block_buffers(shelf: Shelf, block_id: BlockId, *, writeable: bool) -> list[Bytes]:
-    """The rows of one block in RAM, `[rows * row_bytes]` a stage."""
+    """The rows of one block in RAM, `[rows * row_bytes]` for each stage."""
     block = shelf.blocks.get(block_id)
     assert block is not None
     stop = block.index * shelf.block_tokens + block.rows
@@ -42,9 +42,10 @@ def write_job(
     wall_shift_s: float,
     adopted: ExtentRef | None = None,
 ) -> tuple[WriteJob, tuple[ExtentRef, ...]]:
-    """What it takes to have a conversation of RAM on disk, and the extents there that it builds on.
+    """The job that writes a conversation from RAM to disk, and the extents on disk that it reuses.
 
-    `wall_shift_s` turns the store's clock into the wall's. `adopted` is the extent if its file is there already.
+    New parts go to the extent `extent_id`. `wall_shift_s` is added to the store's clock to get seconds since the epoch.
+    `adopted` is the extent, if the engine has written its file already.
     """
     stages = len(layout.stages)
     is_summed = layout.checksum == FILE_SUM
@@ -103,8 +104,8 @@ def write_job(
 def read_job(
     shelf: Shelf, manifest: Manifest, transfer: Transfer, fresh: Sequence[BlockId]
 ) -> tuple[ReadJob, Checksums]:
-    """Fills the blocks `fresh`, which begin at the transfer's start, and its checkpoints, from the manifest's extents.
-    Returns the engine's checksums of all of them, too."""
+    """The job that reads the blocks `fresh`, which begin at the transfer's start, and the transfer's checkpoints from
+    the manifest's extents. Also returns the engine's checksums of all of them."""
     first = transfer.start // shelf.block_tokens
     places: list[DiskBlock | DiskCheckpoint] = list(manifest.blocks[first : first + len(fresh)])
     buffers = [block_buffers(shelf, block_id, writeable=True) for block_id in fresh]
@@ -129,7 +130,8 @@ def read_job(
 def _lay_out(
     fresh: list[tuple[list[Bytes], DiskBlock | DiskCheckpoint]], stages: int, extent_id: int, *, is_summed: bool
 ) -> tuple[tuple[Part, ...], ExtentRef | None]:
-    """The parts in the order of the file, their offsets noted in their places; and the file, if it is needed."""
+    """Lays out new parts in a file: sets the offsets in their places. Returns the parts in order, and the extent, None
+    if there are no new parts."""
     parts, at = [], 0
     for stage in range(stages):
         for buffers, place in fresh:

@@ -1,4 +1,4 @@
-"""The values of the disk tier, and what they take.
+"""The values of the disk tier, and the bytes that they take.
 
 Manifest (bytes on disk)  <->  DiskEntry  ──parked──>  Parked (what the matcher sees)
 """
@@ -18,14 +18,14 @@ from parkd.store.slabs import round_up
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
     budget_bytes: int
-    """All files together, rounded up to pages."""
+    """Most bytes of all files together, each rounded up to pages."""
     fingerprint: bytes
-    """16 bytes: of the model that is loaded."""
+    """Of the loaded model, 16 bytes."""
     index_bytes: int
-    """Most memory that what is known of the disk may take; set aside from the memory budget."""
+    """Most memory of the index of what is on disk; reserved from the memory budget."""
     write_bytes_per_day: int
     max_age_s: float | None = None
-    """What was not used for so long is forgotten."""
+    """Conversations not used for this long are forgotten; None: never."""
 
 
 @dataclass(eq=False)
@@ -39,25 +39,25 @@ class DiskEntry:
     is_pinned: bool = False
     readers: int = 0
     marked_s: float = float("-inf")
-    """The last use that the directory tells of, by the store's clock."""
+    """The last use that is written down in the directory, by the store's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """A view of the disk tier at one instant."""
+    """The disk tier at one instant. Names of counters end in `_total`."""
 
     conversations: int
     extents: int
     budget_bytes: int
     bytes_in_use: int
-    """Files there are, files being written, files still to be removed."""
+    """Of all files, including those being written and those to be removed."""
     foreign_conversations: int
-    """Of other weights or another layer split."""
+    """Conversations of other weights or another layer split."""
     index_bytes: int
     waiting_conversations: int
-    """To be written."""
+    """Conversations that wait for their write."""
     allowance_bytes: int
-    """What may still be written of the daily allowance."""
+    """What is left of the daily write allowance."""
     writes_total: int
     written_bytes_total: int
     write_failures_total: int
@@ -66,27 +66,27 @@ class DiskStats:
     read_failures_total: int
     evictions_total: int
     not_written_total: int
-    """Conversations that were judged not worth a write, or found no room."""
+    """Conversations that were not worth a write, or for which there was no room."""
 
 
 def index_bytes_of(manifest: Manifest) -> int:
-    """Memory for what is known of a conversation on disk."""
+    """Bytes of memory for the index entry of a conversation on disk."""
     records = (len(manifest.blocks) + len(manifest.checkpoints)) * BLOCK_BYTES
     return conversation_metadata_bytes(len(manifest.units), manifest.block_tokens) + records
 
 
 def index_limit_bytes(tokens: int, block_tokens: int) -> int:
-    """The same of a state in a file, before there is one."""
+    """The same for a state in a file, before it is written."""
     return conversation_metadata_bytes(tokens, block_tokens) + 2 * BLOCK_BYTES
 
 
 def file_bytes(size: int) -> int:
-    """What a file of that length takes of the disk."""
+    """Bytes of disk that a file of this size takes."""
     return round_up(size, GRAIN_BYTES)
 
 
 def manifest_limit_bytes(manifest: Manifest) -> int:
-    """No less than its file takes."""
+    """Bytes of disk that the manifest's file takes, at most."""
     return file_bytes(
         encoded_bytes(
             len(manifest.units), len(manifest.blocks), len(manifest.checkpoints), manifest.stages, len(manifest.extents)
@@ -103,9 +103,11 @@ def job_bytes(job: WriteJob) -> int:
 
 
 def parked_of(manifest: Manifest, now_s: float, wall_s: float, marked_s: float = float("inf")) -> Parked:
-    """The conversation as the matcher sees it. `now_s` and `wall_s` are the same instant by two clocks. `marked_s` is
-    the time of the manifest's file. It can only tell of a later use than the manifest does; one that lies in the future
-    tells of none, since a clock was wrong then, or a copy set it."""
+    """The conversation as the matcher sees it. `now_s` and `wall_s` are the same instant by two clocks.
+
+    `marked_s` is the time of the manifest's file: it is the last use if it is later than the one in the manifest. A
+    time in the future is ignored, since it comes from a wrong clock or from copying the file.
+    """
     shift = now_s - wall_s
     used_s = manifest.last_used_s
     if used_s < marked_s <= wall_s:
@@ -125,4 +127,5 @@ def parked_of(manifest: Manifest, now_s: float, wall_s: float, marked_s: float =
 
 
 def touched(entry: DiskEntry, now_s: float) -> None:
+    """Notes that a conversation on disk was used now."""
     entry.parked = replace(entry.parked, last_used_s=now_s)

@@ -1,6 +1,6 @@
-"""Files of the disk tier: of the store's modules only this and `unlinked_fs.py` touch the operating system's.
+"""Files of the disk tier. In the store, only this module and `unlinked_fs.py` touch real files.
 
-    FileSystem        names in one flat directory, nothing else
+    FileSystem        one flat directory of files
     ├── PosixFs       a directory that stays (--park-dir), locked by one process
     └── UnlinkedFs    files without a name (unlinked_fs.py): they are gone with the process, however it ends
 
@@ -24,25 +24,26 @@ from parkd.errors import ConfigError
 from parkd.types import Bytes
 
 GRAIN_BYTES = 4096
-"""Parts begin at multiples of this in a file, so that direct I/O can move them without a copy between."""
+"""Parts begin at multiples of this in a file, so that direct I/O can move them without an extra copy."""
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 LOCK_NAME = "lock"
 MOST_VECTORS = 512
-"""Buffers in one call; the system's own limit is 1024."""
+"""Most buffers in one call; the system's limit is 1024."""
 
 
 class File(Protocol):
     """An open file."""
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        """All of them, one behind the other from `offset`. Raises OSError."""
+        """Writes all buffers, one after the other, from `offset` on. Raises OSError."""
 
     def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        """Fills all of them. Raises OSError; also if the file ends before."""
+        """Fills all buffers from `offset` on. Raises OSError, with ENODATA if the file ends before."""
 
     def sync(self) -> None:
-        """Returns when the content is on the device. Raises OSError; then what is there is not known."""
+        """Returns when the content is on the device. Raises OSError, after which the content on the device is
+        unknown."""
 
     def close(self) -> None: ...
 
@@ -51,30 +52,30 @@ class FileSystem(Protocol):
     """One flat directory."""
 
     def sizes(self) -> dict[str, int]:
-        """Every file's name and bytes."""
+        """The size of every file in bytes, by name."""
 
     def create(self, name: str) -> File:
-        """A new file to write. Raises FileExistsError."""
+        """Creates a file for writing. Raises FileExistsError."""
 
     def open(self, name: str) -> File:
-        """A file to read. Raises FileNotFoundError."""
+        """Opens a file for reading. Raises FileNotFoundError."""
 
     def load(self, name: str) -> bytes:
-        """A small file's whole content."""
+        """The whole content of a small file."""
 
     def rename(self, old: str, new: str) -> None:
-        """At once, over what was there."""
+        """Renames a file, and atomically replaces one of the new name."""
 
     def remove(self, name: str) -> None: ...
 
     def times(self) -> dict[str, float]:
-        """Every file's time of last change, seconds since the epoch; whoever owns the file may have set it."""
+        """The modification time of every file in seconds since the epoch, by name. `mark` may have set it."""
 
     def mark(self, name: str, at_s: float) -> None:
-        """Sets that time. Nothing waits for the device: it may be lost, and then is the older one."""
+        """Sets the modification time, without a sync: after a crash it may be the older one."""
 
     def sync(self) -> None:
-        """Returns when names made, changed and removed before are on the device."""
+        """Returns when all names that were created, renamed and removed so far are on the device."""
 
     def close(self) -> None: ...
 
@@ -87,7 +88,7 @@ def _is_aligned(offset: int, buffers: Sequence[Bytes]) -> bool:
 
 
 def _rest(buffers: list[Bytes], done: int) -> list[Bytes]:
-    """What is left of the buffers behind their first `done` bytes."""
+    """The buffers without their first `done` bytes."""
     rest = []
     for buffer in buffers:
         if done < buffer.nbytes:
@@ -97,7 +98,7 @@ def _rest(buffers: list[Bytes], done: int) -> list[Bytes]:
 
 
 class PosixFile:
-    """A file descriptor. Direct I/O is used where the file system takes it and the buffers are aligned."""
+    """A file descriptor. Uses direct I/O if the file system supports it and the buffers are aligned."""
 
     def __init__(self, fd: int, *, direct: bool) -> None:
         self._fd = fd
@@ -135,7 +136,7 @@ class PosixFile:
 
     def _choose_mode(self, offset: int, buffers: Sequence[Bytes]) -> None:
         if self._direct and not _is_aligned(offset, buffers):
-            # once off it stays off: two ways into one file are slower than either
+            # Once off it stays off: mixing direct and buffered I/O in one file is slower than either.
             self._set_direct(on=False)
             self._direct = False
 
@@ -145,7 +146,7 @@ class PosixFile:
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
         except OSError:
-            return False  # the file system takes no direct I/O
+            return False  # the file system does not support direct I/O
         return bool(flag)
 
 
@@ -197,7 +198,7 @@ _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def open_directory(path: Path, *, direct: bool = True) -> PosixFs:
-    """Makes the directory if there is none, and locks it. Raises ConfigError if it can't be used."""
+    """Creates the directory if it is missing, and locks it. Raises ConfigError if it cannot be used."""
     try:
         path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -222,7 +223,7 @@ def open_directory(path: Path, *, direct: bool = True) -> PosixFs:
 
 
 def _take_lock(lock: int, path: Path) -> None:
-    """Raises ConfigError that names the holder."""
+    """Raises ConfigError, which names the process that holds the lock."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -235,5 +236,5 @@ def _take_lock(lock: int, path: Path) -> None:
 
 
 def aligned_zeros(size: int) -> Bytes:
-    """`[size]` zero bytes that begin on a page."""
+    """`[size]` zero bytes, aligned to a page."""
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=np.uint8)[:size]

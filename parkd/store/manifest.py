@@ -1,9 +1,9 @@
-"""The manifest of a conversation on disk: what it is, and where every byte of it lies. docs/FORMAT.md, byte by byte.
+"""The manifest of a conversation on disk: what it is, and where its bytes are. docs/FORMAT.md describes every byte.
 
     manifest  ──names──>  extents: parts of blocks and checkpoints, each with its place and two checksums
 
-Pure: bytes to values and back. Numbers are little-endian. A manifest ends in a checksum of itself, so that a torn one
-is seen; the parts' checksums stand in it, so that swapped parts, stages or files are seen too.
+Pure: from bytes to values and back. Numbers are little-endian. A manifest ends with a checksum of itself, so that a
+torn one is detected. It contains the checksums of the parts, so that swapped parts, stages or files are detected too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parkd.types import HASH_BYTES, Bytes, Units
 MAGIC = b"parkdMAN"
 VERSION = 1
 SIZED_VERSION = 2
-"""Of manifests whose parts have sizes that no layout tells."""
+"""The version of manifests of opaque states, whose parts have sizes of their own."""
 EXTENT_SUFFIX = ".extent"
 MANIFEST_SUFFIX = ".manifest"
 TEMPORARY_SUFFIX = ".tmp"
@@ -31,15 +31,15 @@ _HEADER = struct.Struct("<8s I I Q d d Q I I I I I I 16s 16s 16s H H")
 _U64 = np.dtype("<u8")
 _U32 = np.dtype("<u4")
 SIZED = 2
-"""Flag: the size of each part is given."""
+"""Flag: the size of each part is stored."""
 NARROW_UNITS = 1
-"""Flag: units are stored in 32 bits each, since all of them fit."""
+"""Flag: units are stored in 32 bits each, because all of them fit."""
 
 Sums = npt.NDArray[np.uint64]
 
 
 class DamagedManifest(ValueError):
-    """These bytes are no manifest, or not all of one."""
+    """These bytes are not a complete manifest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +55,13 @@ class ExtentRef:
 
     @property
     def taken_bytes(self) -> int:
-        """What it takes of the disk."""
+        """Bytes of disk that the file takes."""
         return -(-self.size // GRAIN_BYTES) * GRAIN_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskBlock:
-    """Where a block lies, all stages of it."""
+    """Where a block is on disk, all stages of it."""
 
     id: BlockId
     extent: int
@@ -70,16 +70,16 @@ class DiskBlock:
     offsets: Sums
     """`[stages]`"""
     sums: Sums
-    """`[stages]` as the engine computed them."""
+    """`[stages]`, computed by the engine."""
     file_sums: Sums
-    """`[stages]` xxh3-64 of the same bytes."""
+    """`[stages]`, xxh3-64 of the same bytes."""
     bytes: int = 0
-    """Of an opaque state, which has one stage; 0: the layout tells."""
+    """Bytes of an opaque state, which has one stage; 0: by the layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskCheckpoint:
-    """Where the fixed state at `position` lies."""
+    """Where the fixed state at `position` is on disk."""
 
     position: int
     extent: int
@@ -87,7 +87,7 @@ class DiskCheckpoint:
     sums: Sums
     file_sums: Sums
     bytes: int = 0
-    """Of an opaque state; 0 also where the block holds it."""
+    """Bytes of an opaque checkpoint; 0: by the layout, or part of the block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ class Manifest:
     units: Units
     prefix_hashes: tuple[bytes, ...]
     parked_at_s: float
-    """By the wall clock, as `last_used_s`."""
+    """Seconds since the epoch, as `last_used_s`."""
     last_used_s: float
     extents: tuple[ExtentRef, ...]
     blocks: tuple[DiskBlock, ...]

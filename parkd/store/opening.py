@@ -1,4 +1,4 @@
-"""Opens a store over RAM and disk: what the composition root needs to know of the disk tier, in one place."""
+"""Opens a store over RAM and disk, so that the composition root needs to know nothing else about the disk tier."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from parkd.types import HASH_BYTES as DIGEST_BYTES
 from parkd.types import Grain, StateLayout
 
 INDEX_SHARE = 8
-"""The index of what is on disk takes at most one part in so many of the memory budget."""
+"""The index of what is on disk takes at most one part in this many of the memory budget."""
 INDEX_CONVERSATIONS = 1024
-"""Conversations that the index has room for besides their tokens."""
+"""Conversations for whose records the index has room, besides their tokens."""
 BLOCK_EPOCH_BITS = 32
-"""Each opening numbers its blocks from a multiple of this power of two, drawn at random, that none on disk has."""
+"""Each opening numbers its blocks from a multiple of this power of two. The multiple is random, and no block on disk
+has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """What the operator chose."""
+    """The operator's settings for the disk."""
 
     budget_bytes: int
     write_bytes_per_day: int
@@ -38,7 +39,7 @@ class DiskOptions:
 
 
 def index_bytes_for(store: StoreConfig, disk_bytes: int, layout: StateLayout) -> int:
-    """Memory set aside for what is known of the disk."""
+    """Bytes of memory reserved for the index of what is on disk."""
     tokens = disk_bytes // max(1, layout.row_bytes)
     per_block = HASH_BYTES + BLOCK_BYTES
     full = tokens * UNIT_BYTES + tokens // store.block_tokens * per_block
@@ -58,10 +59,10 @@ def open_tiered(
     directory: Path | None = None,
     **others: object,
 ) -> TieredStore:
-    """Reads what is there and removes what is of no use. `others` are options of ConversationStore. `directory` is the
-    path of `fs`: states that are files need one that others can open.
+    """Opens the store over what the directory holds, and removes files of no use.
 
-    Raises OSError if the directory can't be read.
+    `others` are options of ConversationStore. `directory` is the path of `fs`; only states in files need it. Raises
+    OSError if the directory cannot be read, and ValueError for a fingerprint of the wrong length.
     """
     if len(fingerprint) != DIGEST_BYTES:
         raise ValueError(f"a fingerprint has {DIGEST_BYTES} bytes, not {len(fingerprint)}")
@@ -91,8 +92,11 @@ def _epoch(seen: set[int]) -> int:
 
 
 def forget(fs: FileSystem, chosen: Callable[[Manifest], bool]) -> tuple[list[ConversationId], list[str]]:
-    """Removes the conversations that are `chosen`, and whatever then is of no use, for good. Returns the ids of those
-    that went and the files that could not be removed. Raises OSError if the directory can't be read."""
+    """Removes the `chosen` conversations, and files that nothing needs then.
+
+    Returns the ids of the removed conversations, and the names of files that could not be removed. Raises OSError if
+    the directory cannot be read.
+    """
     going = [manifest for manifest, _ in scan(fs).manifests if chosen(manifest)]
     left: list[str] = []
     for manifest in going:

@@ -1,11 +1,11 @@
-"""What a directory holds when it is opened: the conversations whose every byte is there, and nothing else.
+"""Opens a directory: keeps the conversations whose files are complete, and removes everything else.
 
-Names, sizes and manifests are checked, contents of extents are not: their checksums are compared when they are read.
+Checks names, sizes and manifests, but not the contents of extents: their checksums are compared when they are read.
 
-    *.tmp                          removed: a write that never ended
-    *.manifest that does not add up    removed: torn, or one of its extents is missing or has another length
+    *.tmp                              removed: a write that did not end
+    *.manifest that is not valid       removed: torn, or one of its extents is missing or has another length
     *.extent that no manifest names    removed
-    everything over the budgets        removed: too old, then of other weights, then least recently used
+    whatever exceeds the budgets       removed: expired, then of other weights, then least recently used
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ OUR_NAMES = re.compile(
 
 @dataclass(frozen=True)
 class Found:
-    """What the directory held."""
+    """The files in a directory."""
 
     manifests: tuple[tuple[Manifest, int], ...]
-    """Each with its file's bytes."""
+    """Valid manifests, each with the size of its file in bytes."""
     garbage: tuple[tuple[str, int], ...]
-    """Ours, and of no use, with their bytes. Manifests first."""
+    """Names and sizes of parkd's files that are of no use, manifests first."""
 
 
 def scan(fs: FileSystem) -> Found:
-    """Reads every manifest. Raises OSError if the directory can't be read; a file that can't is garbage."""
+    """Reads every manifest; one that cannot be read is garbage. Raises OSError if the directory cannot be read."""
     sizes = {name: size for name, size in fs.sizes().items() if OUR_NAMES.fullmatch(name)}
     found: list[tuple[Manifest, int]] = []
     garbage = [name for name in sizes if name.endswith(TEMPORARY_SUFFIX)]
@@ -69,7 +69,7 @@ def scan(fs: FileSystem) -> Found:
 
 
 def _check(manifest: Manifest, name: str, sizes: Mapping[str, int]) -> None:
-    """Raises DamagedManifest."""
+    """Raises DamagedManifest unless the manifest belongs to this name and its extents have the right sizes."""
     if manifest.name != name:
         raise DamagedManifest("it belongs to another name")
     for ref in manifest.extents:
@@ -78,10 +78,10 @@ def _check(manifest: Manifest, name: str, sizes: Mapping[str, int]) -> None:
 
 
 def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: float, wall_s: float) -> DiskTier:
-    """The tier over what the directory holds, inside its budgets. Raises OSError if the directory can't be read or
-    synced.
+    """The disk tier over a directory, after removing what exceeds its budgets.
 
-    `now_s` is the store's clock, `wall_s` the wall's, at one instant.
+    `now_s` and `wall_s` are the same instant by the store's clock and in seconds since the epoch. Raises OSError if the
+    directory cannot be read or synced.
     """
     found = scan(fs)
     times = _times(fs)
@@ -98,7 +98,7 @@ def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: fl
         marked_s = times.get(manifest.name, float("inf"))
         parked = parked_of(manifest, now_s, wall_s, marked_s)
         entry = tier.add(manifest, parked, taken, is_foreign=is_foreign)
-        if marked_s <= wall_s:  # else it is set right with the next marks
+        if marked_s <= wall_s:  # else the next marks correct it
             entry.marked_s = parked.last_used_s
     if config.max_age_s is not None:
         for entry in list(tier.entries.values()):
@@ -112,14 +112,14 @@ def open_tier(fs: FileSystem, config: DiskConfig, layout: StateLayout, now_s: fl
         left = remove(fs, job)
         tier.removed(job, left)
         stuck += len(left)
-    fs.sync()  # a name that is seen now may be one whose sync failed: from here on it may be relied on
+    fs.sync()  # Names that are seen now may not be durable yet, if their sync failed. From here on they are.
     if stuck:
         log.warning("%d files could not be removed; they stay and count in the budget", stuck)
     return tier
 
 
 def _times(fs: FileSystem) -> dict[str, float]:
-    """None if they can't be had: they only tell who goes first."""
+    """File times by name; empty if they cannot be read, since they only decide what is removed first."""
     try:
         return fs.times()
     except OSError as error:
@@ -128,7 +128,7 @@ def _times(fs: FileSystem) -> dict[str, float]:
 
 
 def written_last_day(tier: DiskTier, now_s: float) -> int:
-    """Bytes of what is there and was written in the last day: at least so much of the allowance is spent."""
+    """Bytes of present files that were written in the last day. At least this much of the allowance is spent."""
     recent = {
         ref.id: ref.size
         for entry in tier.entries.values()

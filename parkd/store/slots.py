@@ -1,7 +1,7 @@
-"""Which slots of the pool are free: a pure data structure, no memory behind it.
+"""Which slots of the pool are free: a pure data structure, without the memory itself.
 
-Slots are numbered over all slabs. Each slab has a range of its own and one number is left out between two ranges, so
-that slots with consecutive numbers always lie side by side in one slab:
+Slots are numbered over all slabs. Each slab has a range of numbers, and one number is left out between two ranges, so
+that slots with consecutive numbers are always adjacent in one slab:
 
     slab 0            slab 7
     0 1 2 3 4 5   .   7 8 9 10   .
@@ -15,7 +15,7 @@ from itertools import pairwise
 
 
 class SlotAllocator:
-    """Best fit over runs of free slots."""
+    """Allocates slots by best fit over runs of free slots. A region is the range of one slab."""
 
     def __init__(self) -> None:
         self._next_base = 0
@@ -24,11 +24,11 @@ class SlotAllocator:
         self._used: dict[int, int] = {}
         self._used_slots = self._free_slots = 0
         self._idle: dict[int, None] = {}
-        """Regions with no slot in use, in order of becoming so."""
+        """Regions without used slots, the one that became so first comes first."""
         self._starts: list[int] = []
-        """Ascending first slots of the free runs; no two runs touch."""
+        """First slots of the free runs, ascending. No two runs touch."""
         self._lengths: list[int] = []
-        """Of each of them."""
+        """Lengths of the same runs."""
 
     @property
     def free_slots(self) -> int:
@@ -40,27 +40,27 @@ class SlotAllocator:
 
     @property
     def regions(self) -> dict[int, int]:
-        """First slot of each region -> its slots in use."""
+        """The first slot of each region, and how many of its slots are used."""
         return dict(self._used)
 
     @property
     def idle(self) -> list[int]:
-        """First slots of the regions with no slot in use."""
+        """First slots of the regions without used slots."""
         return list(self._idle)
 
     def used(self, base: int) -> int:
-        """Slots in use of one region."""
+        """How many slots of a region are used."""
         return self._used[base]
 
     def size(self, base: int) -> int:
         return self._sizes[base]
 
     def region_of(self, slot: int) -> int:
-        """First slot of the region that holds `slot`."""
+        """The first slot of the region of `slot`."""
         return self._bases[bisect_right(self._bases, slot) - 1]
 
     def add_region(self, slots: int) -> int:
-        """Makes `slots` new slots known, all free; returns the first."""
+        """Adds a region of `slots` free slots. Returns its first slot."""
         base = self._next_base
         self._next_base += slots + 1
         self._bases.append(base)
@@ -80,9 +80,9 @@ class SlotAllocator:
         del self._sizes[base], self._used[base], self._idle[base]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` free slots in as few runs as best fit finds, continuing behind slot `after` if those are free.
+        """`count` free slots: those after slot `after` if they are free, then by best fit in few runs.
 
-        The caller knows that there are enough.
+        The caller has checked that there are enough.
         """
         assert count <= self.free_slots, f"{count} slots asked, {self.free_slots} free"
         taken: list[int] = []
@@ -95,7 +95,7 @@ class SlotAllocator:
         return taken
 
     def free(self, slots: Iterable[int]) -> None:
-        """Run by run: what was written together mostly goes together."""
+        """Frees slots, run by run: slots that were allocated together are mostly freed together."""
         ascending = sorted(slots)
         breaks = [at for at, (slot, after) in enumerate(pairwise(ascending), 1) if after != slot + 1]
         for start, stop in zip([0, *breaks], [*breaks, len(ascending)], strict=True) if ascending else ():
@@ -104,14 +104,14 @@ class SlotAllocator:
             self._count(self.region_of(first), -length)
 
     def _best_run(self, wanted: int) -> int:
-        """The smallest run that holds `wanted`, else the largest; the first of equals."""
+        """Index of the smallest run of at least `wanted` slots, else of the largest; the first of equals."""
         most = max(self._lengths)
         if most > wanted:
             most = min(length for length in self._lengths if length >= wanted)
         return self._lengths.index(most)
 
     def _take(self, at: int, wanted: int) -> list[int]:
-        """From the run at place `at`."""
+        """Takes up to `wanted` slots from the run at index `at`."""
         start, length = self._starts[at], self._lengths[at]
         count = min(length, wanted)
         if count < length:
@@ -131,7 +131,7 @@ class SlotAllocator:
             self._idle.pop(base, None)
 
     def _add_run(self, start: int, length: int) -> None:
-        """Adds a free run and merges it with the ones it touches."""
+        """Adds a free run, and merges it with the runs that it touches."""
         starts, lengths = self._starts, self._lengths
         at = bisect_left(starts, start)
         if at < len(starts):
