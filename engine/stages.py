@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,7 +131,9 @@ class Stage:
             assert token_ids is not None, "layers of this stage look up token ids"
             arguments["ple_input_ids"] = token_ids.to(self.device, non_blocking=self.device.type == "cuda")
         cache.begin(position)
-        output = self.inner(**{name: inputs}, position_ids=position_ids, cache=cache, use_cache=True, **arguments)
+        # Kernels of our own run on the card that is current, whichever their tensors are on.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            output = self.inner(**{name: inputs}, position_ids=position_ids, cache=cache, use_cache=True, **arguments)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 

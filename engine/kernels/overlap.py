@@ -24,9 +24,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 FIRST_CAPABILITY = (9, 0)
 
 
-@cache
 def overlap(device: torch.device) -> Mapping[str, bool]:
-    """How kernels with an argument `EARLY` are launched on `device`."""
+    """How kernels with an argument `EARLY` are launched on `device`, which is where their tensors are.
+
+    Raises RuntimeError if another card is the current one: Triton would launch them there, where nothing orders them
+    behind what made the tensors.
+    """
+    if device.index != torch.cuda.current_device():
+        raise RuntimeError(f"a kernel over tensors on {device} would run on cuda:{torch.cuda.current_device()}")
+    return _launched(device)
+
+
+@cache
+def _launched(device: torch.device) -> Mapping[str, bool]:
     if torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}

@@ -67,6 +67,15 @@ def test_a_sum_with_the_residual_in_place(dtype: torch.dtype) -> None:
     close(residual, expected, dtype)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card")
+def test_a_kernel_is_never_launched_on_another_card() -> None:
+    from engine.kernels.pointwise import offset_norm
+
+    x = torch.randn((4, 64), device="cuda:1")
+    with torch.cuda.device("cuda:0"), pytest.raises(RuntimeError, match="tensors on cuda:1 would run on cuda:0"):
+        offset_norm(x, x[0], torch.empty_like(x), 1e-6)
+
+
 def test_products_launched_early_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of products, each of which reads what the one before wrote, as a graph and one by one."""
     from engine.graphs import recorded
