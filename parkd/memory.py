@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's and its cgroup's word, whichever is less."""
+"""How much memory this process can still take: what the machine or the cgroup reports, whichever is less."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Remembers how the layers were split over the devices, in the park directory.
+"""Remembers in the park directory how the layers were split over the devices.
 
-What is parked fits one split only. A card with a little less free memory than last time would be split otherwise by
-`auto`, and everything that is parked would be of no use; so the split of last time is tried first.
+Parked state fits only one split. If a card has a little less free memory than last time, `auto` could choose another
+split, and everything parked would be useless. So the split of last time is tried first.
 """
 
 from __future__ import annotations

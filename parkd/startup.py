@@ -1,4 +1,4 @@
-"""What parkd says while it starts and once it is ready: text over plain values."""
+"""What parkd prints while it starts and once it is ready: texts made of plain values."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Budget:
 
 
 def side_bytes(tokens: int, info: EngineInfo) -> int:
-    """What a parked conversation takes besides its rows: one checkpoint, units, hashes, records."""
+    """Bytes of a parked conversation besides its rows: one checkpoint, units, hashes, records."""
     blocks = -(-tokens // BLOCK_TOKENS)
     return info.layout.fixed_bytes + conversation_metadata_bytes(tokens, BLOCK_TOKENS) + blocks * BLOCK_BYTES
 
 
 def conversation_bytes(tokens: int, info: EngineInfo) -> int:
-    """What one parked conversation takes: whole blocks of all stages, and what stands beside them."""
+    """Bytes of one parked conversation: whole blocks of all stages, and `side_bytes`."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * info.layout.row_bytes + side_bytes(tokens, info)
 
 
 def budget_in_tokens(budget_bytes: int, slab_bytes: int, info: EngineInfo) -> Budget:
-    """By the store's own rules: memory is taken a slab at a time, so a budget holds a little less than its bytes."""
+    """What the budget holds by the store's own rules: memory is allocated in slabs, so a little less than its bytes."""
     geometry = SlabGeometry.of(info.layout, BLOCK_TOKENS, slab_bytes, budget_bytes)
     low, high = 0, budget_bytes // max(1, BLOCK_TOKENS * info.layout.row_bytes) + 1
     while high - low > 1:  # `low` blocks fit, `high` do not
@@ -98,7 +98,7 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool) -> 
 
 
 class ProgressPrinter:
-    """Shows how far a long step is: in place on a terminal, else a line now and then. Short steps show nothing."""
+    """Shows the progress of a long step: in place on a terminal, else a line now and then. Short steps show nothing."""
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
@@ -108,7 +108,7 @@ class ProgressPrinter:
         self._shown = False
 
     def __call__(self, what: str, share: float) -> None:
-        """`share` is what is done, 0 to 1."""
+        """`share` is the part that is done, 0 to 1."""
         now_s = time.monotonic()
         if what != self._what:
             self._what, self._began_s, self._shown_s, self._shown = what, now_s, now_s, False

@@ -1,4 +1,4 @@
-"""The settings once read: one small frozen configuration a component."""
+"""The settings after parsing: one small frozen configuration for each component."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parkd.model_settings import ControlVectorFile
 
 @dataclass(frozen=True, slots=True)
 class UpstreamConfig:
-    """A llama-server that already runs."""
+    """A llama-server that is already running."""
 
     url: str
     slot_dir: Path
@@ -23,7 +23,7 @@ class UpstreamConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and how it lies on the devices."""
+    """Which model, and how it is spread over the devices."""
 
     model: str | None
     """A directory, a hub id or a GGUF file; None: the demo model, if it is installed."""
@@ -31,60 +31,60 @@ class ModelConfig:
     """The name that `/v1/models` shows."""
     chat_template_file: Path | None
     devices: tuple[str, ...]
-    """One a stage; empty: chosen when the model is loaded."""
+    """One per stage; empty: chosen when the model is loaded."""
     layer_split: tuple[int, ...]
-    """First layer of each stage but the first; empty: split by what the layers weigh."""
+    """First layer of each stage but the first; empty: split by the sizes of the layers."""
     context_tokens: int | None
-    """None: the largest that fits, up to the model's own."""
+    """None: the largest that fits, up to the model's limit."""
     batch_tokens: int | None
-    """Tokens a prefill chunk; None: what suits the devices."""
+    """Tokens per prefill chunk; None: by the kind of devices."""
     ctx_checkpoints: int = 8
-    """Copies of the fixed state kept on the devices, for models that have any."""
+    """Copies of the fixed state on the devices, for models that have it."""
     kv_format: str | None = None
-    """What keys and values are kept as, of `engine.kv_format`; None: as they are computed."""
+    """Type of the stored keys and values, a name in `engine.kv_format`; None: the type they are computed in."""
     draft_tokens: int | None = None
-    """Tokens guessed a step by models with a draft head; None: the engine's choice, 0: none."""
+    """Tokens that a draft head guesses per step; None: the engine's default, 0: none."""
     control_vectors: tuple[ControlVectorFile, ...] = ()
     steered_layers: tuple[int, int] | None = None
     """First and last layer that control vectors may steer; None: all but the first."""
     upstream: UpstreamConfig | None = None
-    """Set: a llama-server that runs serves the model, and nothing is loaded here."""
+    """If set, this llama-server serves the model, and nothing is loaded here."""
     engine: str = "auto"
     llama: LlamaSettings = field(default_factory=LlamaSettings)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskCacheConfig:
-    """What parked conversations may take on disk."""
+    """Limits of parked conversations on disk."""
 
     budget_bytes: int
-    """0: they are in memory only."""
+    """0: in memory only."""
     directory: Path | None
-    """Where they stay; None: files without a name, gone with the process."""
+    """Where they survive a restart; None: files without names, lost when the process ends."""
     write_bytes_per_day: int
     max_age_s: float | None
-    """Conversations not used for so long are forgotten; None: never for their age."""
+    """Conversations not used for this long are forgotten; None: never."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """What parked conversations may take."""
+    """Limits of parked conversations."""
 
     budget_bytes: int | Literal["auto"]
     """0 turns parking off."""
     slots: int | None
-    """None: as many conversations as the budget holds."""
+    """Most conversations; None: as many as the budget holds."""
     answer_bytes: int
-    """What the memory of generated answers may take; 0 renders every answer that comes back."""
+    """Memory for the tokens of generated answers; 0: every answer that comes back is rendered."""
     memo_bytes: int = 64 * 1024 * 1024
-    """What the memory of texts already tokenised and hashed may take; 0: each prompt is tokenised whole."""
+    """Memory for tokens and hashes of texts seen before; 0: each prompt is tokenised from its start."""
     disk: DiskCacheConfig = DiskCacheConfig(0, None, 0, None)
     eviction_policy: str = "value"
     """One of EVICTION_POLICIES."""
     min_free_bytes: int | None = None
-    """Of the machine's memory, left free by parking; None: chosen by the machine's size."""
+    """Memory of the machine that parking leaves free; None: by the machine's size."""
     record: Path | None = None
-    """Where a trace of the turns is written."""
+    """File for a trace of the turns; None: no trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +93,19 @@ class ServerConfig:
     port: int
     """0: any free one."""
     api_keys: tuple[str, ...]
-    """Keys given as they are, each with conversations of its own."""
+    """Keys without names, each with conversations of its own."""
     api_key_file: Path | None
-    """Named keys and their namespaces; with neither, no key is asked for."""
+    """File of named keys and their namespaces. Without any keys, none is needed."""
     max_queue: int
     max_queue_bytes: int
     max_output_tokens: int | None
-    """None: up to the context's end."""
+    """None: up to the end of the context."""
     cors_origins: tuple[str, ...]
-    """Web pages that may call this server; empty: none but those of this machine."""
+    """Origins of web pages that may call this server; empty: only those of this machine."""
     keeps_billing_header: bool
-    """An agent's header that changes with every request stays in the prompt."""
+    """Whether the billing header of agents, which changes with each request, stays in the prompt."""
     rewrite_rules_file: Path | None = None
-    """What is replaced in prompts before they are read; None: nothing."""
+    """File of rules for replacing text in prompts; None: no rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +116,4 @@ class Config:
     home: Path
     """Where converted weights are kept."""
     notes: tuple[str, ...] = ()
-    """What the user should be told although it stops nothing."""
+    """Warnings for the user, printed at start."""

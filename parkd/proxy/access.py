@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and the Host and Origin of requests that a web page may have caused. Pure."""
+"""Who may use the server: API keys, and checks of Host and Origin against requests from web pages. Pure."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from parkd.types import NamedKey
 
 NAMESPACE_BYTES = 16
 SHOWN_CHARACTERS = 8
-"""Of the namespace, in logs: enough to tell keys apart, nothing of the key."""
+"""Characters of the namespace in logs: enough to tell keys apart, and nothing of the key itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     namespace: str
-    """The cache namespace, the server's word for the key: one that several keys may share, or else derived from the
-    key; empty without one."""
+    """The cache namespace: the one that the key file names, which several keys may share, else derived from the key;
+    empty without a key."""
     name: str = ""
-    """The key's name, if it has one."""
+    """The name of the key, if it has one."""
     owner: str = ""
-    """Tells keys apart, also those that share a namespace, and nothing of the key: who may see a request's report."""
+    """Derived from the key, and different even for keys that share a namespace. Decides who may see a request's
+    report."""
 
     @property
     def shown(self) -> str:
-        """For the log."""
+        """How the log names the caller."""
         return self.name or self.namespace[:SHOWN_CHARACTERS] or "-"
 
 
 def authenticate(headers: Mapping[str, str], api_keys: Sequence[str], named_keys: Sequence[NamedKey] = ()) -> Caller:
-    """Raises Unauthorized. Without configured keys everyone is the same caller, whatever key they send."""
+    """The caller by its key. Without configured keys everyone is the same caller, whatever key they send. Raises
+    Unauthorized."""
     if not api_keys and not named_keys:
         return Caller("")
     sent = _sent_key(headers)
@@ -42,7 +44,7 @@ def authenticate(headers: Mapping[str, str], api_keys: Sequence[str], named_keys
         raise Unauthorized(
             "This server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
         )
-    # every key is compared, so that the time tells neither which matched nor how far
+    # All keys are compared, so that timing reveals neither which key matched nor how much of it.
     known = [*named_keys, *(NamedKey("", key) for key in api_keys)]
     matches = [hmac.compare_digest(sent.encode(), key.key.encode()) for key in known]
     if not any(matches):
@@ -53,7 +55,8 @@ def authenticate(headers: Mapping[str, str], api_keys: Sequence[str], named_keys
 
 
 def narrowed(namespace: str, salt: str | None) -> str:
-    """A client's own part of a namespace. No salt reaches another namespace, nor another salt's part."""
+    """The part of a namespace for one `cache_salt`. No salt can reach another namespace, or the part of another
+    salt."""
     if not salt:
         return namespace
     digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=NAMESPACE_BYTES, person=b"parkd-salt")
@@ -65,10 +68,10 @@ def namespace_of(api_key: str) -> str:
 
 
 def check_origin(headers: Mapping[str, str], *, bound_host: str, allowed_origins: Sequence[str]) -> None:
-    """Keeps web pages from driving a local server. Raises Forbidden.
+    """Keeps web pages from using a local server. Raises Forbidden.
 
-    A page whose name was rebound to a loopback address sends its own name as Host; a page elsewhere that posts here
-    sends its Origin. Programs send no Origin and a loopback Host.
+    A page whose name was rebound to a loopback address (DNS rebinding) sends its own name as Host, and a page elsewhere
+    that posts here sends its Origin. Programs send a loopback Host and no Origin.
     """
     host = _name_of(f"//{headers.get('host', '')}")
     if is_loopback(bound_host) and host and not is_loopback(host):
@@ -88,7 +91,7 @@ def check_origin(headers: Mapping[str, str], *, bound_host: str, allowed_origins
 
 
 def is_loopback(host: str) -> bool:
-    """True for names and addresses that never leave this machine."""
+    """Whether a name or address is of this machine only."""
     name = host.strip("[]").lower().rstrip(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -106,7 +109,7 @@ def _sent_key(headers: Mapping[str, str]) -> str:
 
 
 def _name_of(url: str) -> str:
-    """The host of a URL, without its port; one that no machine has if the URL is none."""
+    """The host of a URL, without its port; a name that no machine has if the URL is not valid."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

@@ -56,17 +56,17 @@ from parkd.types import ToolChoice
 log = logging.getLogger(__name__)
 
 FINGERPRINT_CHARACTERS = 12
-"""Of the model's fingerprint, shown as `system_fingerprint`."""
+"""Characters of the model's fingerprint in `system_fingerprint`."""
 FLUSH_DEADLINE_S = 10.0
-"""How long writes to disk that wait may take when the server stops."""
+"""Longest time for waiting writes to disk when the server stops."""
 MARK_DEADLINE_S = 1.0
-"""For the last uses, behind the flush."""
+"""Longest time for writing down last uses, after the flush."""
 CUT_WAIT_S = 5.0
-"""How long a cut turn may take to reach its next chunk or token."""
+"""Longest time for a stopped turn to reach its next chunk or token."""
 
 
 class Proxy:
-    """What lives as long as the app does. `create_app` puts it at `app.state.parkd`."""
+    """Everything that lives as long as the app. `create_app` puts it at `app.state.parkd`."""
 
     def __init__(self, services: Services) -> None:
         config, store = services.config, services.store
@@ -75,7 +75,7 @@ class Proxy:
         self.created_s = int(services.wall())
         self.lost: EngineLost | None = None
         self.on_lost: Callable[[], None] = lambda: None
-        """Told once when the engine is lost: the process must end with an error."""
+        """Called once if the engine is lost: the process must end with an error."""
         self.thread = EngineThread()
         costs = CostMeter()
         self.metrics = Metrics(waiting=lambda: self.lane.waiting, store_stats=store.stats if store else None)
@@ -135,14 +135,14 @@ class Proxy:
                 log.warning("the engine is still busy; the process ends without it")
 
     def _queued(self, turn: Turn) -> None:
-        """A turn has to wait: meanwhile what it will start from is kept, and read from disk."""
+        """Called when a turn has to wait: meanwhile keeps what it will start from, and reads it from disk."""
         if self.services.store is not None:
             turn.release_awaited = self.services.store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         if self.disk is not None and self._tasks is not None:
             self._tasks.start_soon(self.runner.prefetch, turn, partial(self.lane.is_waiting, turn))
 
     def _give_up(self, turn: Turn) -> None:
-        """Nobody waits for `turn` any more."""
+        """Ends a turn whose client is gone for good."""
         turn.release_body()
         if self.lane.leave(turn):
             self.log.record(turn, Cancelled("The client left while it waited."))
@@ -152,16 +152,17 @@ class Proxy:
             self._memory_return.ask(self._tasks)
 
     def begin_shutdown(self) -> None:
-        """Called on the event loop when a stop was asked for: nothing new starts, what runs may end in time."""
+        """Called on the event loop when a stop is requested: no turn starts any more, the running one may end in
+        time."""
         if self._tasks is not None and not self.lane.closed:
             self._tasks.start_soon(self._drain)
 
     async def turn_response(self, request: Request, dialect: Dialect, request_id: str) -> ASGIApp:
-        """Everything before the queue. Raises ParkdError for the dialect to shape."""
+        """Everything before the queue: access, body, parsing, identity. Raises ParkdError, which the dialect shapes."""
         services, config = self.services, self.services.config
         arrived_s = services.monotonic()
         caller = authenticate(request.headers, config.api_keys, config.named_keys)
-        if not len(self.resends):  # one that takes over a turn needs no room of its own
+        if not len(self.resends):  # a repeated request takes over a turn, and needs no room of its own
             self.lane.check_room()
         with self.bodies.charge() as charge:
             body = await self.body_of(request, charge)
@@ -186,12 +187,12 @@ class Proxy:
         return TurnResponse(turn, self.lane, self.log, self.resends, dialect, encoder, config, services.monotonic)
 
     def _remember(self, turn: Turn, owner: str) -> None:
-        """For `/parkd/explain`, and for later requests to be compared with."""
+        """Remembers the turn for `/parkd/explain` and for comparison with later requests."""
         cache = turn.request.cache
         parts = PromptParts.of(turn.request) if cache.wants_diagnosis else None
         if cache.compare_to is not None:
             turn.earlier = self.requests.get(cache.compare_to, owner)
-        # What is remembered of a prompt outlives its turn, so the pictures' files are left out.
+        # What is remembered outlives the turn, so the image files are left out.
         images = tuple(dataclasses.replace(image, data=b"") for image in turn.prompt.images)
         prompt = dataclasses.replace(turn.prompt, images=images)
         turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
@@ -203,7 +204,7 @@ class Proxy:
         return await parse_object(await read_body(request, config.body_limit_bytes, config.body_silence_s, charge))
 
     async def count_tokens(self, request: Request, dialect: AnthropicMessages) -> int:
-        """Tokens of the prompt that the same body would make as a turn."""
+        """The number of tokens that the prompt of the same body would have. Raises ParkdError."""
         config = self.services.config
         caller = authenticate(request.headers, config.api_keys, config.named_keys)
         with self.bodies.charge() as charge:
@@ -219,7 +220,8 @@ class Proxy:
         return self.services.config.alias or self.services.engine.info.model_name
 
     async def _prepare(self) -> None:
-        """Before anything is answered: some of it holds the interpreter, which every stream would feel."""
+        """Runs `services.prepare` before any request is answered, since it holds the interpreter and would delay
+        streams."""
         try:
             if self.services.prepare is not None:
                 await anyio.to_thread.run_sync(self.services.prepare)
@@ -241,7 +243,7 @@ class Proxy:
 
 
 def default_dialects(services: Services) -> Mapping[str, Dialect]:
-    """Paths and what is spoken there."""
+    """The dialect of each path."""
     chat = OpenAIChat(f"parkd-{services.engine.info.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}")
     return {
         "/v1/chat/completions": chat,

@@ -1,4 +1,4 @@
-"""Answers that must obey a JSON schema or be tool calls: masks over the vocabulary, by llguidance."""
+"""Forces answers to obey a JSON schema or to be tool calls, by masks over the vocabulary from llguidance."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from parkd.proxy.output.grammar import answer_grammar, json_rule, literal
 from parkd.types import TokenMask, ToolChoiceMode, TurnRequest
 
 SCHEMA_DEPTH_LIMIT = 32
-"""How deep the part that is at fault is looked for."""
+"""How deep a faulty part of a schema is searched for."""
 
 GRAMMAR_CHARACTERS_LIMIT = 512 * 1024
-"""A schema, or the tools of a forced call, longer than this are refused before they are compiled."""
+"""Longer schemas, and longer tools of a forced call, are refused before they are compiled."""
 
 
 class GrammarMask:
-    """Implements `TokenMask` over a compiled grammar."""
+    """A `TokenMask` over a compiled grammar."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """`[vocab]`. Only end tokens once the answer is complete. Raises EngineFailure past the grammar's limits."""
+        """`[vocab]`; only end tokens once the answer is complete. Raises EngineFailure beyond the limits of the
+        library."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
@@ -43,20 +44,20 @@ class GrammarMask:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            # Behind its first line the library prints its parser's state.
+            # After its first line the library prints the state of its parser.
             what = self._matcher.get_error().partition("\n")[0]
             raise EngineFailure(f"The answer could not be held to its schema: {what}. Try a simpler schema.")
 
 
 class StructuredOutput:
-    """Compiles masks for one tokenizer. Thread-safe. Reading a large vocabulary takes seconds: `prepare` does it ahead,
-    else the first mask does."""
+    """Compiles masks for one tokenizer. Thread-safe. Reading a large vocabulary takes seconds; call `prepare` ahead, or
+    the first mask does it."""
 
     def __init__(
         self, tokenizer: str | Callable[[], LLTokenizer], vocab_size: int, end_token_ids: frozenset[int]
     ) -> None:
-        """`tokenizer` is the text of a `tokenizer.json`, or makes what that is compiled to; `vocab_size` the model's
-        number of logits."""
+        """`tokenizer` is the text of a `tokenizer.json`, or a function that makes the compiled tokenizer. `vocab_size`
+        is the model's number of logits."""
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
@@ -80,10 +81,10 @@ class StructuredOutput:
         return self._built
 
     def mask(self, request: TurnRequest, output: OutputFormat, prompt_tail: str) -> TokenMask | None:
-        """The mask for a request, None where it asks for none.
+        """The mask for a request; None if it needs none.
 
         `prompt_tail` is the end of the rendered prompt. Raises InvalidRequest for a schema that cannot be enforced,
-        naming the part, and for a forced call to a model whose way of calling is not known.
+        with the faulty part, and for a forced call if the model's format of calls is not known.
         """
         tools = _tools_to_allow(request, output)
         if request.response_schema is None and not tools:

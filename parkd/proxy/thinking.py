@@ -1,10 +1,10 @@
-"""How long a model may think: a budget in tokens, kept while the answer is generated.
+"""Limits how long a model thinks: a budget in tokens, enforced while the answer is generated.
 
     <think> a b c | \n</think> |  the answer goes on
-            budget used up: these tokens and no others may come
+            budget used up: only these tokens are allowed
 
-The forced tokens are sampled like any other, so they are in the state, in the answer's ids and in the text: nothing
-that follows has to know of it.
+The forced tokens are sampled like any others, so they are in the state, in the ids of the answer and in its text, and
+nothing else has to know about it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from parkd.proxy.output.reasoning import ReasoningSplitter
 from parkd.types import ReasoningParams, TokenMask, TurnRequest
 
 EFFORT_BUDGETS = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192}
-"""Tokens of thinking for an effort, where the template has no word for it. Any other effort has no bound."""
+"""Tokens of thinking for an effort, if the template does not use efforts. Other efforts have no limit."""
 
 
 def budget_of(reasoning: ReasoningParams, *, template_knows_effort: bool) -> int | None:
-    """The most tokens of thinking; None: as many as the model likes."""
+    """Most tokens of thinking; None: no limit."""
     if reasoning.enabled is False:
         return 0
     if reasoning.budget_tokens is not None or template_knows_effort or reasoning.effort is None:
@@ -35,7 +35,7 @@ def budget_of(reasoning: ReasoningParams, *, template_knows_effort: bool) -> int
 
 
 class ThinkingLimits:
-    """Makes the masks of one model that keep thinking within its budget. Thread-safe."""
+    """Makes the masks that enforce thinking budgets for one model. Thread-safe."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ThinkingLimits:
         encode: Callable[[str], Sequence[int]],
         text_stream: Callable[[], TextStream],
     ) -> None:
-        """`marks` are None for a model that does not think aloud; then there is nothing to limit."""
+        """`marks` is None for a model without thinking, where nothing is limited."""
         self._marks = marks
         self._template_knows_effort = "reasoning_effort" in (template_source or "")
         self._vocab_size = vocab_size
@@ -53,7 +53,7 @@ class ThinkingLimits:
         self._text_stream = text_stream
 
     def over(self, request: TurnRequest, prompt_tail: str, inner: TokenMask | None) -> TokenMask | None:
-        """`inner` with the request's budget over it."""
+        """The mask that enforces the request's budget on top of `inner`; `inner` itself if there is no budget."""
         marks = self._marks
         budget = budget_of(request.reasoning, template_knows_effort=self._template_knows_effort)
         if marks is None or budget is None or request.prompt is not None:
@@ -64,7 +64,7 @@ class ThinkingLimits:
 
 
 class ThinkingBudget:
-    """Implements `TokenMask` for one answer: all that `inner` allows, until thinking has used up its budget."""
+    """A `TokenMask` for one answer: allows what `inner` allows, until the budget of thinking is used up."""
 
     def __init__(
         self,
