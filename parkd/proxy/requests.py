@@ -15,6 +15,9 @@ from starlette.requests import Request
 from parkd.errors import BodyStalled, BodyTooLarge, InvalidRequest
 from parkd.proxy.bodies import LARGE_BODY_BYTES, Charge
 
+MOST_VALUES = 2 * 1024 * 1024
+"""Objects, lists and what is in them, counted by their marks, those inside texts too: a prompt that fits any context
+has fewer. Making them holds the interpreter, and all streams with it: of 60 MiB of empty lists for 14 s."""
 LEAST_BODY_BYTES_A_S = 1024
 """Over its whole way, with the longest silence allowed on top. No client is so slow that means to be answered."""
 DEPTH_LIMIT = 100
@@ -68,11 +71,17 @@ async def _next_piece(pieces: AsyncIterator[bytes], silence_s: float, due_s: flo
 
 
 async def parse_object(body: bytes) -> Mapping[str, Any]:
-    """Raises InvalidRequest."""
-    try:
-        document = (
-            await anyio.to_thread.run_sync(orjson.loads, body) if len(body) >= LARGE_BODY_BYTES else orjson.loads(body)
+    """Raises InvalidRequest, and BodyTooLarge for too many values."""
+    return await anyio.to_thread.run_sync(_parsed, body) if len(body) >= LARGE_BODY_BYTES else _parsed(body)
+
+
+def _parsed(body: bytes) -> Mapping[str, Any]:
+    if len(body) > MOST_VALUES and sum(body.count(mark) for mark in (b",", b"[", b"{")) > MOST_VALUES:
+        raise BodyTooLarge(
+            f"The body has more than {MOST_VALUES} commas and brackets. Send less, or split the request."
         )
+    try:
+        document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}") from None
     if not isinstance(document, dict):

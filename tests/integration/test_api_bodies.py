@@ -13,6 +13,7 @@ from api_harness import Gate, Running, body_of, running, until
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.errors import QueueFull
 from parkd.identity import lengths
+from parkd.proxy import requests
 from parkd.proxy.bodies import LARGE_BODY_BYTES, BodyRoom, MemoryReturn
 from parkd.proxy.config import ProxyConfig
 
@@ -158,6 +159,19 @@ async def test_a_slow_body_that_goes_on_is_read() -> None:
 
     async with running(FakeEngine(), config=ProxyConfig(body_silence_s=0.3)) as server:
         assert (await server.client.post(CHAT, content=pieces())).status_code == 200
+
+
+async def test_a_body_of_very_many_values_is_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MOST_VALUES", 1000)
+    async with running(FakeEngine()) as server:
+        long = [{"role": "user", "content": "Long. ", "name": "x" * 12_000}]
+        assert (await server.client.post(CHAT, json=body_of(long))).status_code == 200
+        for many in ([[]] * 600, [{}] * 600, [1] * 1200):
+            refused = await server.client.post(CHAT, json=body_of(SMALL, many=many))
+            assert refused.status_code == 413
+            assert "commas and brackets" in refused.json()["error"]["message"]
+        few = await server.client.post(CHAT, json=body_of(SMALL, many=[[]] * 400))
+        assert few.status_code == 200
 
 
 async def test_a_turn_taken_over_holds_its_body_until_its_answer_is_out() -> None:
