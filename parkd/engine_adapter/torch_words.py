@@ -118,7 +118,9 @@ def translated() -> Iterator[None]:
                 f"The device has too little free memory for this turn: {error}. Start with a smaller --batch-size or "
                 f"--ctx-size, or send a shorter prompt."
             ) from error
-        raise EngineFailure(f"The engine could not finish this turn: {error}. Send the request again.") from error
+        raise EngineFailure(
+            f"The engine could not finish this turn: {str(error).removesuffix('.')}. Send the request again."
+        ) from error
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -152,7 +152,7 @@ class LlamaCppEngine:
                 token = sampler.pick_row(self._sequence.logits(), None if mask is None else mask.allowed())
             except BadLogits as error:
                 raise EngineFailure(
-                    f"The engine could not finish this turn: {error}. Send the request again."
+                    f"The engine could not finish this turn: {str(error).removesuffix('.')}. Send the request again."
                 ) from error
             if mask is not None:
                 mask.accept(token)

@@ -19,6 +19,8 @@ MAX_TOKENS = 2**31 - 1
 MAX_TOP_K = 2**31 - 1
 LEAST_TOP_P = 1e-6
 """In place of 0, which keeps the likeliest token alone."""
+REPETITION_PENALTIES = (0.01, 10.0)
+"""Scores are divided by it, so that far smaller ones would leave no finite score."""
 RANDOM_SEED = -1
 """llama-server's word for a seed of the server's choice."""
 MAX_SEED = 2**63 - 1
@@ -31,15 +33,14 @@ MAX_STEERING_SCALE = 1000.0
 Body = Mapping[str, Any]
 
 
-def number(body: Body, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
-    """A number in [low, high], or in (low, high] with `above_low`."""
+def number(body: Body, name: str, low: float, high: float) -> float | None:
+    """A number in [low, high]."""
     value = body.get(name)
     if value is None:
         return None
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not low <= value <= high or (above_low and value == low):
-        words = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"`{name}` must be a number {words}.", param=name)
+    if not good or not low <= value <= high:
+        raise InvalidRequest(f"`{name}` must be a number from {low:g} to {high:g}.", param=name)
     return float(value)
 
 
@@ -144,9 +145,9 @@ def sampling(body: Body) -> SamplingParams:
         return default if value is None else value
 
     top_k, seed = whole(body, "top_k", -1, MAX_TOP_K), whole(body, "seed", MIN_SEED, MAX_SEED)
-    repetition = number(body, "repetition_penalty", 0.0, 10.0, above_low=True)
+    repetition = number(body, "repetition_penalty", *REPETITION_PENALTIES)
     if repetition is None:
-        repetition = number(body, "repeat_penalty", 0.0, 10.0, above_low=True)
+        repetition = number(body, "repeat_penalty", *REPETITION_PENALTIES)
     return SamplingParams(
         temperature=given(number(body, "temperature", 0.0, 100.0), known.temperature),
         top_p=max(LEAST_TOP_P, given(number(body, "top_p", 0.0, 1.0), known.top_p)),
