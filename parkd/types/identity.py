@@ -24,7 +24,7 @@ HASH_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ConversationKey:
-    """Everything besides the units that must be equal before state may be reused (design rule 6)."""
+    """What must be equal, besides the units, before state may be reused."""
 
     namespace: str
     """The cache namespace of the caller's API key."""

@@ -38,6 +38,7 @@ def test_logits_equal_the_librarys_cache(family: str, stages: int, kv_dtype: tor
 
 @pytest.mark.parametrize("prompt", [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193])
 def test_prompts_around_chunk_ends(prompt: int) -> None:
+    """Report 46."""
     model = tiny_model()
     session = tiny_session(2, model)
     ids = token_ids(prompt + 1)
