@@ -71,10 +71,14 @@ def _submit(background: BackgroundWork, work: Callable[..., None], *given: Any) 
 
 
 def open_files(config: Config) -> FileSystem | None:
-    """The file system for parked conversations; None if they are in memory only. Raises ConfigError."""
-    from parkd.store.fs import open_directory
+    """The file system for parked conversations; None if they are in memory only. Raises ConfigError.
+
+    Also raises the limit of open files, which clients' connections need as well.
+    """
+    from parkd.store.fs import allow_most_files, open_directory
     from parkd.store.unlinked_fs import UnlinkedFs
 
+    allow_most_files()
     disk = config.cache.disk
     if not disk.budget_bytes:
         return None

@@ -10,7 +10,8 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import cast
 
@@ -49,6 +50,14 @@ class UpgradeAdvice(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(("Unsupported upgrade request", "No supported WebSocket library"))
+
+
+class WritesToTheGone(logging.Filter):
+    """asyncio warns of each write to a connection that was reset, until its end is told to who writes. That the client
+    left stands in the turn's own line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("socket.send() raised exception")
 
 
 class Server(uvicorn.Server):
@@ -112,6 +121,19 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what the libraries log of events that are no faults, or that are told better elsewhere."""
+    filters = (("uvicorn.error", CutRequests()), ("uvicorn.error", UpgradeAdvice()), ("asyncio", WritesToTheGone()))
+    for name, words in filters:
+        logging.getLogger(name).addFilter(words)
+    try:
+        yield
+    finally:
+        for name, words in filters:
+            logging.getLogger(name).removeFilter(words)
+
+
 def leave_out_of_collections() -> None:
     """Takes what exists by now (libraries, the model's objects) out of Python's garbage collection: it stays as long as
     the process, and going through all of it would hold every stream and `/health` for the time of one full collection.
@@ -130,12 +152,6 @@ def serve(
         on_started(url)
 
     server = Server(services, on_started=started)
-    filters, uvicorns = (CutRequests(), UpgradeAdvice()), logging.getLogger("uvicorn.error")
-    for words in filters:
-        uvicorns.addFilter(words)
-    try:
+    with quiet():
         server.run(sockets=None if listener is None else [listener])
-    finally:
-        for words in filters:
-            uvicorns.removeFilter(words)
     return server.exit_code

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +31,15 @@ DIRECTORY_MODE = 0o700
 LOCK_NAME = "lock"
 MOST_VECTORS = 512
 """Most buffers in one call; the system's limit is 1024."""
+
+
+def allow_most_files() -> None:
+    """Raises the limit of open files as far as this process may. The usual 1,024 are too few for the connections of a
+    busy server, or for files without a name."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class File(Protocol):

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import resource
 import tempfile
 from pathlib import Path
 
-from parkd.store.fs import PosixFile
+from parkd.store.fs import PosixFile, allow_most_files
 
 
 class UnlinkedFs:
     """Names that exist in this process only, over files that have none. Nothing has to be synced: nothing stays."""
 
     def __init__(self, folder: Path | None = None, *, direct: bool = True) -> None:
-        """Asks for as many open files as the process may have, since each file here is one."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:
-            with contextlib.suppress(OSError, ValueError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        """Each file here is an open one of the process."""
+        allow_most_files()
         self._folder = folder
         self._direct = direct
         self._files: dict[str, int] = {}

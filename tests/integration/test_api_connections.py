@@ -147,12 +147,9 @@ async def test_a_websocket_is_refused_in_the_way_that_sends_clients_to_http(
 ) -> None:
     """Codex tries one first; only 426 lets it go on at once."""
     caplog.set_level(logging.INFO)
-    logging.getLogger("uvicorn.error").addFilter(advice := server.UpgradeAdvice())
-    try:
+    with server.quiet():
         async with running(FakeEngine()) as parkd:
             refused = await parkd.client.get(path, headers=WEBSOCKET)
-    finally:
-        logging.getLogger("uvicorn.error").removeFilter(advice)
     assert refused.status_code == 426
     assert refused.headers["upgrade"] == "HTTP/1.1"
     assert "POST" in refused.json()["error"]["message"]
@@ -170,3 +167,16 @@ async def test_a_request_that_offers_another_http_is_answered_in_this_one() -> N
         assert answer.status_code == 200
         async with httpx.AsyncClient(trust_env=False) as other:
             assert (await other.get(f"{parkd.url}/health", headers=offer)).status_code == 200
+
+
+def test_what_libraries_say_of_clients_that_left_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for name, words in (
+        ("asyncio", "socket.send() raised exception."),
+        ("uvicorn.error", "Unsupported upgrade request."),
+    ):
+        with server.quiet():
+            logging.getLogger(name).warning(words)
+            logging.getLogger(name).warning("a fault")
+        logging.getLogger(name).warning(words)
+        assert [record.getMessage() for record in caplog.records] == ["a fault", words]
+        caplog.clear()

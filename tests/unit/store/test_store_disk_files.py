@@ -13,6 +13,8 @@ import pytest
 import xxhash
 from store_kit import KEY, make_hashes, make_units
 
+from parkd.cli.compose import open_files
+from parkd.config import load
 from parkd.store.fs import GRAIN_BYTES, PosixFile, aligned_zeros, open_directory
 from parkd.store.manifest import (
     DamagedManifest,
@@ -185,5 +187,16 @@ def test_more_unlinked_files_than_a_process_has_at_first(tmp_path: Path) -> None
             fs.create(str(number)).close()
         assert len(fs.sizes()) == 400
         fs.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_server_without_a_disk_tier_may_open_more_files_too() -> None:
+    """A connection is one: at 1,024, clients that do nothing would keep all others out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        assert open_files(load({}, {})) is None
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
