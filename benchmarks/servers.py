@@ -123,6 +123,16 @@ def sidecar_server(
 
 
 @contextlib.contextmanager
+def bare_proxy(upstream_url: str) -> Iterator[Server]:
+    """What hands bytes on and does nothing else."""
+    port = free_port()
+    with running(
+        "bare proxy", [sys.executable, "-m", "benchmarks.bare_proxy", upstream_url, str(port)], port
+    ) as server:
+        yield server
+
+
+@contextlib.contextmanager
 def running(
     name: str, command: list[str], port: int, threads: int | None = None, environment: dict[str, str] | None = None
 ) -> Iterator[Server]:

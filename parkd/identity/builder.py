@@ -137,5 +137,5 @@ class IdentityBuilder:
         PromptImages(pictures, self._images)  # refuses what a turn would refuse
         prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
         if prompt.proof is not None:
-            prompt.proof.result()
+            prompt.proof()
         return prompt.text

@@ -47,7 +47,7 @@ from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
 from parkd.proxy.resend import Resends
 from parkd.proxy.sse import STREAM_HEADERS, TurnResponse
-from parkd.proxy.turn import Turn, await_proof
+from parkd.proxy.turn import Turn
 from parkd.proxy.turn_log import TurnLog
 from parkd.proxy.turn_runner import TurnRunner
 from parkd.store.tiers import TieredStore
@@ -192,9 +192,9 @@ class Proxy:
         parts = PromptParts.of(turn.request) if cache.wants_diagnosis else None
         if cache.compare_to is not None:
             turn.earlier = self.requests.get(cache.compare_to, owner)
-        # What is remembered outlives the turn, so the image files are left out.
+        # What is remembered outlives the turn, so the image files and the messages that a proof holds are left out.
         images = tuple(dataclasses.replace(image, data=b"") for image in turn.prompt.images)
-        prompt = dataclasses.replace(turn.prompt, images=images)
+        prompt = dataclasses.replace(turn.prompt, images=images, proof=None)
         turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
         self.requests.add(turn.explained)
 
@@ -212,7 +212,8 @@ class Proxy:
             parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
             counted = dataclasses.replace(parsed, response_schema=None, tool_choice=ToolChoice())
             prompt, _ = await self.prompts.build(counted)
-            await await_proof(prompt)
+            if prompt.proof is not None:
+                await anyio.to_thread.run_sync(prompt.proof, limiter=self.prompts.limiter)
         return len(prompt)
 
     @property

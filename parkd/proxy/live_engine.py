@@ -63,7 +63,7 @@ class LiveEngine:
 
     async def wake(self) -> None:
         """Called before a turn decides how to start: an engine that is another process may have lost its live state."""
-        if isinstance(self.engine, RemoteEngine):
+        if isinstance(self.engine, RemoteEngine) and not self.engine.is_awake:
             _, position = await self._call_and_refresh(self.engine.awake)
             await self._reconcile(position)
 

@@ -29,9 +29,9 @@ from parkd.types import (
     Checksums,
     ConversationKey,
     Grain,
+    PromptIdentity,
     SamplingParams,
     StateSizes,
-    TokenIds,
     TokenMask,
 )
 
@@ -120,7 +120,7 @@ class LiveState(LiveEngine):
         self,
         plan: StartPlan,
         report: CacheReport,
-        token_ids: TokenIds,
+        prompt: PromptIdentity,
         sampling: SamplingParams,
         mask: TokenMask | None,
         limit: int | None,
@@ -129,12 +129,15 @@ class LiveState(LiveEngine):
         holds.
 
         If it holds less than was restored, the parked conversation is dropped: restoring it again would not help. Other
-        engines are left alone. Raises EngineFailure, InvalidRequest.
+        engines are left alone. The prompt is proved when this returns. Raises EngineFailure, InvalidRequest, and what
+        the proof raises.
         """
-        if not isinstance(self.engine, RemoteEngine):
+        engine = self.engine
+        if not isinstance(engine, RemoteEngine):
+            assert prompt.proof is None, "an engine in this process renders its own prompts"
             return report
         promised = self.conversation.position
-        position, reached = await self._call_and_refresh(self.engine.begin_prompt, token_ids, sampling, mask, limit)
+        position, reached = await self._call_and_refresh(_begin_and_prove, engine, prompt, sampling, mask, limit)
         await self._reconcile(reached)
         if position >= promised:
             return report
@@ -307,3 +310,13 @@ class LiveState(LiveEngine):
         self._metrics.moved("restore", transfer.bytes, took_s)
         self._costs.note_move(outcome, transfer.bytes, took_s)
         return took_s
+
+
+def _begin_and_prove(
+    engine: RemoteEngine, prompt: PromptIdentity, sampling: SamplingParams, mask: TokenMask | None, limit: int | None
+) -> int:
+    """Both in one call on the engine's thread. The proof runs while the engine reads the prompt."""
+    position = engine.begin_prompt(prompt.token_ids, sampling, mask, limit)
+    if prompt.proof is not None:
+        prompt.proof()
+    return position

@@ -44,7 +44,7 @@ class StartPlan:
     """The last position that the turn could start from, whatever it costs."""
 
     nearest: Units | None = field(default=None, compare=False, repr=False)
-    """Units of the conversation that shares `common`."""
+    """The units that share `common` with the prompt, if both continue differently after it."""
 
     @property
     def is_on_disk(self) -> bool:
@@ -104,6 +104,8 @@ def decide_start(
             plans.append(_restore_plan(parked, position, length, live, layout))
     best = choose_start([plan.option for plan in plans], cost).option
     plan = next(plan for plan in plans if plan.option is best)
+    if deepest_common == min(deepest_known, length):
+        nearest = None
     return replace(plan, common=deepest_common, known=deepest_known, resumable=deepest_position, nearest=nearest)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -62,9 +61,3 @@ def output_limit(asked: int | None, server_limit: int | None) -> int | None:
 def prompt_tail(engine: Engine, prompt: PromptIdentity) -> str:
     """The end of the rendered prompt. Thread-safe, as the tokenizer is."""
     return engine.tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:].tolist())
-
-
-async def await_proof(prompt: PromptIdentity) -> None:
-    """Waits until the prompt is confirmed to be what the engine makes of the request. Raises the error if it is not."""
-    if prompt.proof is not None:
-        await asyncio.wrap_future(prompt.proof)

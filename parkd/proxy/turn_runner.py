@@ -34,7 +34,7 @@ from parkd.proxy.output.transcript import Transcript
 from parkd.proxy.parking import LiveState
 from parkd.proxy.retention import Retention
 from parkd.proxy.start_plan import StartPlan
-from parkd.proxy.turn import Turn, await_proof, output_limit, prompt_tail
+from parkd.proxy.turn import Turn, output_limit, prompt_tail
 from parkd.proxy.turn_log import TurnLog
 from parkd.proxy.turn_starter import TurnStarter
 from parkd.store.store import ConversationStore
@@ -122,11 +122,10 @@ class TurnRunner:
         turn.release_awaited()
         await self._steer(turn)
         report = await self._live.begin_prompt(
-            plan, report, turn.prompt.token_ids, turn.request.sampling, turn.mask, self._limit(turn)
+            plan, report, turn.prompt, turn.request.sampling, turn.mask, self._limit(turn)
         )
         report = turn.report = await self._complete_report(turn, plan, report)
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
-        await await_proof(turn.prompt)
         self._metrics.started(report)
         turn.channel.push(Started(report))
         read_s = await self._read(turn, plan.common)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -15,9 +15,9 @@ the image's digest and the position inside the image. Two prompts share state ex
 
 TokenIds = npt.NDArray[np.int64]
 
-Proof = Future[None]
-"""Confirms something that is used before it is checked. Ends without a result, or with the error to report instead of
-an answer."""
+Proof = Callable[[], None]
+"""Confirms something that is used before it is checked. Blocks, so it is called on a thread that may wait. Raises the
+error to report instead of an answer."""
 
 HASH_BYTES = 16
 

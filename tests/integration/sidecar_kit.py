@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import respx
 from api_harness import Messages, Running
 from disk_harness import running_on
 
-from tests.unit.llama_server.upstream_kit import FakeLlama, expected_answer
+from tests.unit.llama_server.upstream_kit import FakeLlama, expected_answer, routed
 
 LIMIT = 8
 """Tokens of an answer."""
@@ -22,7 +21,7 @@ def mounted(folder: Path) -> Iterator[FakeLlama]:
     """A server with one slot."""
     (folder / "parkd").mkdir(mode=0o700)
     upstream = FakeLlama(folder, slots=1)
-    with respx.mock(assert_all_called=False) as router:
+    with routed() as router:
         upstream.mount(router)
         router.route(host="127.0.0.1").pass_through()
         yield upstream

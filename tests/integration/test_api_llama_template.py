@@ -74,3 +74,13 @@ async def test_a_prompt_is_shown_once_it_is_proved(upstream: FakeLlama) -> None:
         with pytest.raises(UpstreamFailed):
             server.identity.render(request)
         assert server.identity.render(request) == "x"
+
+
+async def test_what_is_remembered_of_a_request_holds_no_text(upstream: FakeLlama) -> None:
+    """A proof holds the messages that it is of, and requests are remembered by the hundreds."""
+    async with before(upstream) as server:
+        for text in ("the first", "the second"):
+            answer = await server.client.post("/v1/chat/completions", json=body_of(said(text), LIMIT))
+            remembered = server.server.proxy.requests.get(answer.headers["x-request-id"], "")
+            assert remembered is not None
+            assert remembered.prompt.proof is None

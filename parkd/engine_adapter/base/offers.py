@@ -49,6 +49,11 @@ class ReadingRestoreEngine(Protocol):
 class RemoteEngine(Protocol):
     """An engine in another process, which may restart, and which decides itself what it reuses."""
 
+    @property
+    def is_awake(self) -> bool:
+        """It was heard so lately that what is live is known without asking. Never waits; for any thread, between calls
+        of the engine."""
+
     def awake(self) -> None:
         """Call it before a turn decides how to start: if the process was restarted, nothing is live.
 

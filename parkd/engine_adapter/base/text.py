@@ -37,7 +37,7 @@ class UnprovenText(str):
 def proven(text: str) -> str:
     """The text, once it is confirmed. Raises the error if it is not."""
     if isinstance(text, UnprovenText):
-        text.proof.result()
+        text.proof()
     return str(text)
 
 

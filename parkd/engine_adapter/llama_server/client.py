@@ -23,8 +23,10 @@ from urllib.parse import unquote_to_bytes
 import httpx
 import orjson
 
+from parkd.engine_adapter.llama_server.connection import BrokenAnswer
 from parkd.engine_adapter.llama_server.stream import CompletionStream, error_text
-from parkd.errors import UpstreamDown, UpstreamFailed, UpstreamTimeout
+from parkd.engine_adapter.llama_server.wire import CannotConnect, Wire, WireAnswer
+from parkd.errors import ModelError, UpstreamDown, UpstreamFailed, UpstreamTimeout
 
 MOST_ANSWER_BYTES = 512 * 1024 * 1024
 """Of an answer that is one document: the tokens of a very long prompt fit many times over."""
@@ -96,20 +98,17 @@ class UpstreamClient:
         self.url = url.rstrip("/")
         self._deadlines = deadlines
         self._monotonic = monotonic
-        self._connections = 0
-        self._headers = _headers(httpx.URL(self.url), api_key)
-        self._urls: dict[str, httpx.URL] = {}
-        """By path: there are few."""
-        # Not a client of the library: redirects, cookies and its other services cost a third of each request's time.
-        self._http = httpx.HTTPTransport(
-            limits=httpx.Limits(max_connections=MOST_CONNECTIONS, keepalive_expiry=IDLE_CONNECTION_S),
-            trust_env=False,  # a proxy named for the internet has no part between two processes of one machine
+        self._wire = Wire(
+            self.url,
+            _headers(httpx.URL(self.url), api_key),
+            most_connections=MOST_CONNECTIONS,
+            idle_s=IDLE_CONNECTION_S,
         )
 
     @property
     def connections(self) -> int:
         """Opened so far. A server that ended has closed its own, so what talks to its successor is a new one."""
-        return self._connections
+        return self._wire.opened
 
     def properties(self) -> Mapping[str, Any]:
         return self._object("GET", "/props")
@@ -169,27 +168,25 @@ class UpstreamClient:
     def complete(self, body: Mapping[str, Any]) -> CompletionStream:
         """Begins a streamed completion; the caller closes it. Returns once the server has begun to answer."""
         silence_s = self._deadlines.silence_s
-        timeout = httpx.Timeout(silence_s, connect=self._deadlines.connect_s)
-        request = self._request("POST", "/completion", body, timeout)
         with self._translated("/completion"):
-            response = self._sent(request)
+            answer = self._sent("POST", "/completion", body, silence_s)
         try:
-            if response.status_code != 200:
+            if answer.status != 200:
                 with self._translated("/completion"):
-                    raw = self._whole(response, self._monotonic() + self._deadlines.answer_s)
-                raise self._refusal("/completion", response.status_code, raw)
-            kind = response.headers.get("content-type", "")
+                    raw = self._whole("/completion", answer, self._monotonic() + self._deadlines.answer_s)
+                raise self._refusal("/completion", answer.status, raw)
+            kind = answer.headers.get("content-type", "")
             if "text/event-stream" not in kind:
                 raise self._nonsense("/completion", f"it is of type {kind or 'none'!r}, not an event stream")
         except BaseException:
-            response.close()
+            answer.close()
             raise
         return CompletionStream(
-            response.iter_bytes(), response.close, lambda: self._translated("/completion"), silence_s, self._monotonic
+            iter(answer), answer.close, lambda: self._translated("/completion"), silence_s, self._monotonic
         )
 
     def close(self) -> None:
-        self._http.close()
+        self._wire.close()
 
     def _slot(self, slot: int, action: str, body: Mapping[str, Any], tokens: str, size: str) -> SlotAnswer:
         path = f"/slots/{slot}?action={action}"
@@ -208,68 +205,49 @@ class UpstreamClient:
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float) -> Any:
         until_s = self._monotonic() + deadline_s
-        timeout = httpx.Timeout(deadline_s, connect=self._deadlines.connect_s)
-        request = self._request(method, path, body, timeout)
         with self._translated(path):
-            response = self._sent(request)
+            answer = self._sent(method, path, body, deadline_s)
             try:
-                raw = self._whole(response, until_s)
+                raw = self._whole(path, answer, until_s)
             finally:
-                response.close()
-        if response.status_code != 200:
-            raise self._refusal(path, response.status_code, raw)
+                answer.close()
+        if answer.status != 200:
+            raise self._refusal(path, answer.status, raw)
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError as error:
             raise self._nonsense(path, "it is no JSON") from error
 
-    def _sent(self, request: httpx.Request) -> httpx.Response:
-        """Sent once more where no answer began: the server may close a connection in the moment it is used again."""
-        try:
-            response = self._http.handle_request(request)
-        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            response = self._http.handle_request(request)
-        response.request = request
-        return response
-
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: httpx.Timeout) -> httpx.Request:
-        url = self._urls.get(path)
-        if url is None:
-            url = self._urls[path] = httpx.URL(self.url + path)
+    def _sent(self, method: str, path: str, body: Mapping[str, Any] | None, silence_s: float) -> WireAnswer:
         content = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        extensions = {"trace": self._trace, "timeout": timeout.as_dict()}
-        return httpx.Request(method, url, headers=self._headers, content=content, extensions=extensions)
+        return self._wire.send(method, path, content, connect_s=self._deadlines.connect_s, silence_s=silence_s)
 
-    def _trace(self, event: str, _info: Mapping[str, Any]) -> None:
-        if event == "connection.connect_tcp.complete":
-            self._connections += 1
-
-    def _whole(self, response: httpx.Response, until_s: float) -> bytes:
+    def _whole(self, path: str, answer: WireAnswer, until_s: float) -> bytes:
         """The body, within the deadline also if it comes byte by byte."""
         parts, size = [], 0
-        for part in response.iter_bytes():
+        for part in answer:
             parts.append(part)
             size += len(part)
             if size > MOST_ANSWER_BYTES:
-                raise self._nonsense(response.url.path, "it is too long")
+                raise self._nonsense(path, "it is too long")
             if self._monotonic() > until_s:
-                raise self._too_slow(response.url.path)
+                raise self._too_slow(path)
         return b"".join(parts)
 
     @contextmanager
     def _translated(self, path: str) -> Iterator[None]:
         try:
             yield
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+        except CannotConnect as error:
             raise UpstreamDown(
                 f"The llama-server at {self.url} cannot be reached ({error}). Start it, or name another one "
                 f"with --upstream."
             ) from error
-        except httpx.TimeoutException as error:
+        except TimeoutError as error:
             raise self._too_slow(path) from error
-        except (httpx.HTTPError, httpx.StreamError) as error:
+        except BrokenAnswer as error:
             raise UpstreamFailed(
-                f"The llama-server at {self.url} broke off its answer to {path} ({error or type(error).__name__}). "
+                f"The llama-server at {self.url} broke off its answer to {path} ({error}). "
                 f"Send the request again; if that fails too, look at its log."
             ) from error
 
@@ -294,11 +272,13 @@ class UpstreamClient:
         )
 
 
-def _headers(url: httpx.URL, api_key: str | None) -> httpx.Headers:
-    """Of every request; a name and password in the address stand for a key."""
+def _headers(url: httpx.URL, api_key: str | None) -> dict[str, str]:
+    """Of every request; a name and password in the address stand for a key. Raises ModelError."""
     headers = {"accept": "*/*", "content-type": "application/json"}
     if api_key is not None:
+        if not api_key.isascii() or not api_key.isprintable():
+            raise ModelError("--upstream-api-key holds what no key may hold, as a line's end. Take it out.")
         headers["authorization"] = f"Bearer {api_key}"
     elif url.userinfo:
         headers["authorization"] = f"Basic {b64encode(unquote_to_bytes(url.userinfo)).decode()}"
-    return httpx.Headers(headers)
+    return headers

@@ -54,8 +54,7 @@ class LlamaServerEngine:
         self.info = upstream.info
         self.tokenizer: Tokenizer = UpstreamTokenizer(upstream.client, upstream.special_tokens)
         here = HereTemplate.of(upstream.template_source, upstream.template_names)
-        self._template = UpstreamTemplate(upstream.client, upstream.first_text, here)
-        self.template: ChatTemplate = self._template
+        self.template: ChatTemplate = UpstreamTemplate(upstream.client, upstream.first_text, here)
         self.images: ImageReader | None = None
         self.template_source: str | None = upstream.template_source
         self.response_reader = None
@@ -113,10 +112,14 @@ class LlamaServerEngine:
         elif position < self.position:
             self._slot.holds(self._slot.ids[:position], exact=False)
 
+    @property
+    def is_awake(self) -> bool:
+        return self._watch.is_fresh
+
     def awake(self) -> None:
         """Sees whether the server is the one that it was. One that was started anew has lost what was live. Raises
         UpstreamFailed; EngineLost if it serves something else now."""
-        if not self._watch.is_fresh:
+        if not self.is_awake:
             self._look()
 
     def begin_prompt(
@@ -248,7 +251,6 @@ class LlamaServerEngine:
 
     def close(self) -> None:
         self._drop()
-        self._template.close()
         self._client.close()
 
     def _look(self) -> None:

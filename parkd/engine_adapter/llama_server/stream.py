@@ -70,7 +70,7 @@ class CompletionStream:
         silence_s: float,
         monotonic: Callable[[], float],
     ) -> None:
-        """`translated` turns the HTTP library's errors into the daemon's."""
+        """`translated` turns what the wire raises into the daemon's errors."""
         self._parts = parts
         self._close = close
         self._translated = translated

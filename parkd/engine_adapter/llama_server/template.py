@@ -2,8 +2,8 @@
 
     a kind of request seen for the first time   the server is asked, and what is rendered here is compared: only where
                                                 both are equal, that kind is trusted
-    a kind that is trusted                      rendered here. The server is asked beside it, and nothing of the answer
-                                                is given out before it has said the same
+    a kind that is trusted                      rendered here. The server is asked once it has the prompt, and nothing
+                                                of the answer is given out before it has said the same
     unequal in a kind that was trusted          the server renders everything from then on
 
 So a turn does not wait for a round trip before anything else, and no prompt is answered that is not the server's own.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 MOST_KINDS = 256
 """Of requests that are known; what comes behind them is asked."""
-PROVING_THREADS = 2
-"""As many as there are prompts made at once."""
 _CLOCKS = ("strftime_now", "date_string", "datetime")
 """Words of templates that write the date, which two readings may write differently."""
 
@@ -49,7 +47,6 @@ class UpstreamTemplate:
         self._first_text = first_text
         self._here = here
         self._trusted: dict[Kind, bool] = {}
-        self._proving = ThreadPoolExecutor(PROVING_THREADS, thread_name_prefix="parkd-template")
 
     def render(
         self,
@@ -72,14 +69,11 @@ class UpstreamTemplate:
         trusted = self._trusted.get(kind)
         text = None if trusted is False else self._opened(here.render(body))
         if trusted and text is not None:
-            return UnprovenText(text, self._proving.submit(self._prove, body, text))
+            return UnprovenText(text, partial(self._prove, body, text))
         asked = self._asked(body)
         if trusted is None and len(self._trusted) < MOST_KINDS:
             self._trusted[kind] = text == asked
         return asked
-
-    def close(self) -> None:
-        self._proving.shutdown(wait=False, cancel_futures=True)
 
     def _asked(self, body: Mapping[str, Any]) -> str:
         try:

@@ -12,8 +12,8 @@ import respx
 
 from parkd.engine_adapter.llama_server.client import Deadlines, SlotAnswer, UpstreamClient, UpstreamRefused
 from parkd.engine_adapter.llama_server.stream import CompletionEvent, Ended, Reading, Token
-from parkd.errors import UpstreamDown, UpstreamFailed, UpstreamTimeout
-from tests.unit.llama_server.upstream_kit import RECORDED, URL, Events, ok, reading, sse, token_event
+from parkd.errors import ModelError, UpstreamDown, UpstreamFailed, UpstreamTimeout
+from tests.unit.llama_server.upstream_kit import RECORDED, URL, Events, ok, reading, routed, sse, token_event
 
 SSE = {"content-type": "text/event-stream"}
 IDS = [1, 4093, 198]
@@ -26,7 +26,7 @@ def recorded() -> dict[str, Any]:
 
 @pytest.fixture
 def router() -> Iterator[respx.Router]:
-    with respx.mock(base_url=URL, assert_all_called=False) as router:
+    with routed(base_url=URL) as router:
         yield router
 
 
@@ -242,16 +242,15 @@ def test_an_answer_of_another_type_is_no_stream(router: respx.Router) -> None:
         client().complete({"prompt": IDS})
 
 
-def test_a_connection_closed_as_it_was_used_again_is_opened_anew(router: respx.Router) -> None:
-    route = router.get("/props")
-    route.side_effect = [httpx.RemoteProtocolError("Server disconnected"), ok({"total_slots": 1})]
-    assert client().properties() == {"total_slots": 1}
-    assert route.call_count == 2
-
-
 def test_the_key_goes_to_the_server_and_into_no_message(router: respx.Router) -> None:
     route = router.get("/props").mock(return_value=httpx.Response(401, json={"error": {"message": "Invalid API Key"}}))
     with pytest.raises(UpstreamRefused) as caught:
         UpstreamClient(URL, api_key="s3cret").properties()
     assert route.calls[0].request.headers["authorization"] == "Bearer s3cret"
     assert "s3cret" not in caught.value.message
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "tab\t", "schl\u00fcssel"])
+def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
+    with pytest.raises(ModelError, match="--upstream-api-key"):
+        UpstreamClient(URL, api_key=key)

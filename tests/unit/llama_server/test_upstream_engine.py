@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import respx
 
 from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
 from parkd.errors import EngineFailure, EngineLost, ModelError, RestoreFailed, UpstreamFailed
 from parkd.types import RowRun, SamplingParams, StageTransfer, StateFile, TokenIds, Transfer
-from tests.unit.llama_server.upstream_kit import FakeLlama, expected_answer, ok, refusal, slot_file
+from tests.unit.llama_server.upstream_kit import FakeLlama, expected_answer, ok, refusal, routed, slot_file
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -21,7 +20,7 @@ GREEDY = SamplingParams(temperature=0)
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FakeLlama]:
     server = FakeLlama(tmp_path)
-    with respx.mock(assert_all_called=False) as router:
+    with routed() as router:
         server.mount(router)
         yield server
 

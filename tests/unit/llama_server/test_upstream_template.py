@@ -9,13 +9,12 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-import respx
 
 from parkd.engine_adapter.base import UnprovenText, proven
 from parkd.engine_adapter.llama_server.client import UpstreamClient
 from parkd.engine_adapter.llama_server.template import MOST_KINDS, HereTemplate, UpstreamTemplate, kind_of
 from parkd.errors import InvalidRequest, UpstreamDown, UpstreamFailed
-from tests.unit.llama_server.upstream_kit import URL, FakeLlama, ok, refusal
+from tests.unit.llama_server.upstream_kit import URL, FakeLlama, ok, refusal, routed
 
 PLAIN = (
     "{% for message in messages %}"
@@ -29,7 +28,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FakeLlama]:
     server = FakeLlama(tmp_path)
-    with respx.mock(assert_all_called=False) as router:
+    with routed() as router:
         server.mount(router)
         yield server
 
@@ -39,7 +38,6 @@ def template(server: FakeLlama) -> Iterator[UpstreamTemplate]:
     client = UpstreamClient(URL)
     template = UpstreamTemplate(client, "", HereTemplate.of(PLAIN, {}))
     yield template
-    template.close()
     client.close()
 
 
@@ -52,8 +50,10 @@ def test_a_kind_that_was_compared_is_rendered_here_and_proved(server: FakeLlama,
     assert not isinstance(first, UnprovenText)
     second = template.render(user("two"), (), {})
     assert isinstance(second, UnprovenText)
-    assert proven(second) == second == first.replace("one", "two")
-    assert type(proven(second)) is str
+    assert server.calls.count("/apply-template") == 1, "the server is asked once the prompt is on its way"
+    text = proven(second)
+    assert text == second == first.replace("one", "two")
+    assert type(text) is str
     assert server.calls.count("/apply-template") == 2
 
 
@@ -112,7 +112,6 @@ def test_the_first_text_stands_in_front_of_both(server: FakeLlama) -> None:
     first, second = (template.render(user(text), (), {}) for text in ("one", "two"))
     assert first.startswith("<s><|im_start|>user")
     assert proven(second) == first.replace("one", "two")
-    template.close()
 
 
 def test_kinds_are_bounded(template: UpstreamTemplate) -> None:

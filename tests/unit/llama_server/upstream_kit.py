@@ -8,19 +8,24 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import orjson
 import respx
 
 from parkd.engine_adapter.fake_text import END_TOKEN_ID, FIRST_SPECIAL_ID, FakeTemplate, FakeTokenizer
+from parkd.engine_adapter.llama_server import client
 from parkd.engine_adapter.llama_server.client import Deadlines
+from parkd.engine_adapter.llama_server.connection import BrokenAnswer
 from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
 from parkd.engine_adapter.llama_server.start import LlamaServerConfig
+from parkd.engine_adapter.llama_server.wire import CannotConnect
 
 URL = "http://upstream.test:8181"
 RECORDED = Path(__file__).with_name("recorded.json")
@@ -30,6 +35,57 @@ END_ODDS = 61
 TEMPLATE = "<|im_start|>{{ role }}<|im_end|> as the fake template has it, {% tools %}"
 
 Answer = Callable[[httpx.Request], httpx.Response]
+
+
+@contextmanager
+def routed(**options: Any) -> Iterator[respx.Router]:
+    """A router in place of every llama-server. `options` are those of `respx.mock`."""
+    with respx.mock(assert_all_called=False, **options) as router, mock.patch.object(client, "Wire", RouterWire):
+        yield router
+
+
+class RouterWire:
+    """A `Wire` through the library that respx knows; the errors that it plays become the wire's."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], *, most_connections: int, idle_s: float) -> None:
+        assert most_connections > 1
+        assert idle_s > 0
+        self._url, self._headers = url, headers
+        self._http = httpx.HTTPTransport()
+        self.opened = 0
+
+    def send(
+        self, method: str, path: str, content: bytes | None, *, connect_s: float, silence_s: float
+    ) -> RouterAnswer:
+        waits = {"timeout": {"connect": connect_s, "read": silence_s}}
+        request = httpx.Request(method, self._url + path, headers=self._headers, content=content, extensions=waits)
+        with wire_errors():
+            return RouterAnswer(self._http.handle_request(request))
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class RouterAnswer:
+    def __init__(self, response: httpx.Response) -> None:
+        self.status, self.headers, self._response = response.status_code, response.headers, response
+        self.close = response.close
+
+    def __iter__(self) -> Iterator[bytes]:
+        with wire_errors():
+            yield from self._response.iter_bytes()
+
+
+@contextmanager
+def wire_errors() -> Iterator[None]:
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise CannotConnect(str(error)) from error
+    except httpx.TimeoutException as error:
+        raise TimeoutError from error
+    except httpx.HTTPError as error:
+        raise BrokenAnswer(str(error)) from error
 
 
 @dataclass

@@ -146,3 +146,11 @@ def test_live_rows_are_cut_before_a_picture_that_sees_itself() -> None:
     known = parked(asked.units[:650], (1, 2, 3))
     plan = decide_start(asked, LiveConversation(), (known,), layout=LAYOUT, live_checkpoints=(), cost=COST)
     assert plan.option.position == 600
+
+
+def test_what_a_prompt_leaves_is_named_only_where_both_go_on_otherwise() -> None:
+    known = units((0, 500))
+    assert decide(units((0, 600)), known).nearest is None, "it goes on from there"
+    assert decide(units((0, 400)), known).nearest is None, "it is the head of it"
+    assert decide(known, known).nearest is None
+    assert decide(units((0, 400), (9000, 9100)), known).nearest is known
