@@ -29,7 +29,7 @@ class WindowTimeline:
         self.position = 0
         self.base = 0
         self.buffers: list[torch.Tensor] = []
-        """`[capacity, heads, head_dim]` each."""
+        """`[capacity, heads, head_dim]`, the same for all."""
 
     @property
     def past(self) -> int:
@@ -63,8 +63,11 @@ class WindowTimeline:
             raise ValueError(f"{count} tokens at once do not fit a window's buffer of {self.capacity}")
         at = self.position - self.base
         kept = min(at, room, self.window - 1 + self.slack)
+        # Taken before anything moves: what failed in between would leave some buffers moved and others not.
+        between = torch.empty_like(self.buffers[0][:kept])
         for buffer in self.buffers:
-            buffer[:kept] = buffer[at - kept : at].clone()
+            between.copy_(buffer[at - kept : at])
+            buffer[:kept] = between
         self.base = self.position - kept
 
 

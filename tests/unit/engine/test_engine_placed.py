@@ -3,14 +3,17 @@ every row where the host's would, and the logits be those of the forward that is
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import EngineConfig, Session, StageFailed, open_session, presets
+from engine.cache_layers import WindowTimeline
 from engine.decode_graph import LibraryDecoder
 from engine.placed import TokenPlace
 
@@ -103,6 +106,45 @@ def test_a_chunk_that_broke_between_two_layers_leaves_their_windows_together() -
         expected = plain.step(int(ids[position]))
         torch.testing.assert_close(run(decoders, int(ids[position]), position), expected, atol=2e-4, rtol=0)
         placed._position += 1
+
+
+class MemoryFor(TorchDispatchMode):
+    """A card that has memory for `tensors` new ones and no more."""
+
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        self.left = tensors
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("clone", "empty", "empty_like"):
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("injected")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tensors", range(4))
+def test_windows_that_could_not_all_be_moved_are_where_they_were(tensors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = presets.preset_config("random:tiny-gemma3")
+    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    plain, broken = opened(model, None), opened(model, None)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, CONTEXT)
+    for session in (plain, broken):
+        session.extend(ids[:130])
+    make_room, memory = WindowTimeline._make_room, MemoryFor(tensors)
+
+    def make_room_with(timeline: WindowTimeline, count: int) -> None:
+        with memory:
+            make_room(timeline, count)
+
+    with monkeypatch.context() as patch, contextlib.suppress(StageFailed):
+        patch.setattr(WindowTimeline, "_make_room", make_room_with)
+        broken.extend(ids[130:192])
+    assert memory.left < tensors, "what follows did not fit the rest of the buffers"
+    for session in (plain, broken):
+        session.truncate(130)
+        session.extend(ids[130:131])
+    assert torch.equal(broken.step(int(ids[131])), plain.step(int(ids[131])))
 
 
 def _fail(*_: Any) -> None:
