@@ -49,6 +49,10 @@ UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
 )
 """Configuration entry -> what it turns on; refused when set, since state or logits would silently be wrong."""
 
+STRETCHED_ROTARY = "dynamic"
+"""Kind of rotary positions whose frequencies follow the longest sequence that the model has read of late, whichever
+conversation that was: what one reads next would depend on who else was there, and on whether it was parked."""
+
 
 def check_config(config: Any) -> str:
     """Returns the architecture's class name, or raises UnsupportedModel that says what is not supported.
@@ -91,10 +95,22 @@ def check_config(config: Any) -> str:
         raise UnsupportedModel(
             f"{architecture} has layers of kind {INDEXED} without settings of their index (indexer_*)"
         )
+    if STRETCHED_ROTARY in _rotary_kinds(config):
+        raise UnsupportedModel(
+            f"{architecture} sets rope_type {STRETCHED_ROTARY} (frequencies that change with the length read), "
+            f"which is not supported; yarn, linear and longrope are"
+        )
     for name, meaning in UNHONOURED_SETTINGS.items():
         if getattr(config, name, None):
             raise UnsupportedModel(f"{architecture} sets {name} ({meaning}), which is not supported")
     return architecture
+
+
+def _rotary_kinds(config: Any) -> set[str]:
+    """Of the whole model, or of its kinds of layers where these differ."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    each = (settings, *(part for part in settings.values() if isinstance(part, Mapping)))
+    return {str(part["rope_type"]) for part in each if "rope_type" in part}
 
 
 def architecture_of(config: Any) -> str:

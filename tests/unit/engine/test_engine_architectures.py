@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from core_models import FAMILIES, tiny_config
+from hybrid_models import hybrid_config
 from transformers import DeepseekV32Config, GemmaConfig, Mamba2Config, MistralConfig, Qwen4ExpTextConfig
 
 from engine import UnsupportedModel
@@ -81,6 +82,21 @@ def test_settings_that_change_results_are_refused_by_name(name: str) -> None:
     setattr(config, name, 50)
     with pytest.raises(UnsupportedModel, match=name):
         check_config(config)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn", "longrope", "dynamic"])
+def test_positions_that_depend_on_what_else_was_read_are_refused(kind: str) -> None:
+    """The library keeps the longest length in the module that turns queries and keys, beside the state."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    config = tiny_config(rope_parameters={"rope_theta": 1e4, "rope_type": kind, "factor": 4.0, **factors})
+    each = hybrid_config("gemma3")
+    each.rope_parameters["full_attention"] = {"rope_theta": 1e4, "rope_type": kind, "factor": 4.0}
+    for settings in (config, each):
+        if kind == "dynamic":
+            with pytest.raises(UnsupportedModel, match="rope_type dynamic"):
+                check_config(settings)
+        else:
+            check_config(settings)
 
 
 def test_an_index_needs_its_settings() -> None:
