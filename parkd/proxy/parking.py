@@ -244,7 +244,8 @@ class LiveState(LiveEngine):
         return await self.call(self.engine.start_capture, capture.transfer)
 
     async def _finish(self, store: ConversationStore, background: BackgroundPark) -> None:
-        """Waits for the copy and commits it. Live rows that have not changed meanwhile now descend from its blocks."""
+        """Waits for the copy and commits it. Live rows that have not changed meanwhile now descend from its blocks,
+        unless more of them were restored from others."""
         capture = background.capture
         try:
             checksums = await asyncio.to_thread(background.in_flight.wait)
@@ -259,8 +260,9 @@ class LiveState(LiveEngine):
         covered = min(background.intact, parked.position)
         if covered < parked.position:
             covered = covered // BLOCK_TOKENS * BLOCK_TOKENS
-        if covered:
-            self.conversation = self.conversation.captured(parked.blocks, covered, parked.id)
+        live = self.conversation
+        if covered > live.covered or covered == live.position == parked.position:
+            self.conversation = live.captured(parked.blocks, covered, parked.id)
 
     def _commit(self, store: ConversationStore, capture: Capture, checksums: Checksums, began_s: float) -> Parked:
         self._metrics.moved("park", capture.transfer.bytes, self._monotonic() - began_s)

@@ -15,14 +15,15 @@ from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.errors import EngineFailure
 from parkd.identity.chain import prefix_hashes
+from parkd.identity.matcher import StartOption
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.parking import LiveState
-from parkd.proxy.start_plan import plan_cold
+from parkd.proxy.start_plan import StartPlan, plan_cold
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
-from parkd.types import Checksums, ConversationKey, PromptIdentity, Transfer
+from parkd.types import CacheOutcome, Checksums, ConversationKey, PromptIdentity, Transfer
 
 pytestmark = pytest.mark.anyio
 NEVER = threading.Event()
@@ -72,6 +73,17 @@ class Lane:
         """Cold, as a turn would."""
         await self.live.begin(plan_cold(prompt), prompt.key)
         await self.live.call(self.engine.extend, prompt.token_ids, cancel=NEVER)
+        await self.live.advance(prompt.key, prompt.units)
+
+    def joined(self, head: PromptIdentity, end: PromptIdentity) -> PromptIdentity:
+        units = np.concatenate([head.units, end.units])
+        return PromptIdentity(
+            head.key, units.astype(np.int64), units, prefix_hashes(units, head.key.digest, BLOCK_TOKENS)
+        )
+
+    async def go_on(self, prompt: PromptIdentity) -> None:
+        """Behind what is live, with which the prompt begins."""
+        await self.live.call(self.engine.extend, prompt.token_ids[self.live.conversation.position :], cancel=NEVER)
         await self.live.advance(prompt.key, prompt.units)
 
 
@@ -144,3 +156,31 @@ async def test_a_copy_that_breaks_is_given_up_whole() -> None:
         await it.live.park()
         assert len(it.engine.captures) == 2, "it is tried again"
         it.engine.captures[1].gate.set()
+
+
+async def test_a_conversation_restored_meanwhile_still_descends_from_its_own_blocks() -> None:
+    """Both have a head in common, as a parent and its workers have; that of the one that left is copied last."""
+    async with lane() as it:
+        head, ends = it.prompt(2 * BLOCK_TOKENS, 1), [it.prompt(300, seed) for seed in (2, 3)]
+        both = [it.joined(head, end) for end in ends]
+        for prompt in (head, both[0]):
+            await it.go_on(prompt)
+            await it.live.park()
+            it.engine.captures[-1].gate.set()
+            await it.live.settle()
+        staying = it.live.conversation
+        assert staying.parked_id is not None
+        await it.live.truncate(len(head))
+        await it.go_on(both[1])
+        await it.live.park()
+        parked = it.store.get(staying.parked_id)
+        option = StartOption(CacheOutcome.RESTORED_RAM, staying.position, staying.position + 1)
+        await it.live.begin(StartPlan(option, len(head), parked), head.key)
+        it.engine.captures[-1].gate.set()
+        await it.live.settle()
+        live = it.live.conversation
+        assert np.array_equal(live.units, staying.units)
+        assert (live.covered, live.lineage, live.parked_id) == (staying.covered, staying.lineage, staying.parked_id)
+        captures = len(it.engine.captures)
+        await it.live.park()
+        assert len(it.engine.captures) == captures, "it is parked already"
