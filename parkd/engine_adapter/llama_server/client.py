@@ -23,9 +23,8 @@ from urllib.parse import unquote_to_bytes
 import httpx
 import orjson
 
-from parkd.engine_adapter.llama_server.connection import BrokenAnswer
 from parkd.engine_adapter.llama_server.stream import CompletionStream, error_text
-from parkd.engine_adapter.llama_server.wire import CannotConnect, Wire, WireAnswer
+from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect, Wire, WireAnswer
 from parkd.errors import ModelError, UpstreamDown, UpstreamFailed, UpstreamTimeout
 
 MOST_ANSWER_BYTES = 512 * 1024 * 1024

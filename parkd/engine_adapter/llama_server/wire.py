@@ -1,24 +1,28 @@
-"""HTTP to one server over connections that are kept: as much of it as a llama-server's answers need.
+"""HTTP to one server over connections that are kept open, by the standard library's client.
 
-Written out since a client library costs a warm turn more than everything else that is done here: half a millisecond of
-a processor for each request, in a process whose caches the model has just emptied.
+A request through httpx costs a warm turn three to four times the processor time.
 """
 
 from __future__ import annotations
 
-import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from urllib.parse import urlsplit
 
-import httpx
-
-from parkd.engine_adapter.llama_server.connection import BrokenAnswer, Connection, Head
+READ_BYTES = 64 * 1024
 
 
 class CannotConnect(Exception):
     """No connection came about."""
+
+
+class BrokenAnswer(Exception):
+    """The server broke off, or does not speak HTTP."""
 
 
 class Wire:
@@ -34,44 +38,44 @@ class Wire:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`headers` are sent with every request. A connection that was not used for `idle_s` is not used again."""
-        parsed = httpx.URL(url)
-        self._tls = httpx.create_ssl_context(trust_env=False) if parsed.scheme == "https" else None
-        self._host = parsed.host
-        self._port = parsed.port or (443 if self._tls else 80)
-        self._prefix = parsed.raw_path.rstrip(b"/")
-        lines = {"host": parsed.netloc.decode("ascii"), **headers}
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1")
+        parsed = urlsplit(url)
+        kind: Callable[..., HTTPConnection] = HTTPConnection
+        if parsed.scheme == "https":
+            kind = partial(HTTPSConnection, context=ssl.create_default_context())
+        self._connection = partial(kind, parsed.hostname or "", parsed.port)
+        self._prefix = parsed.path.rstrip("/")
+        self._headers = dict(headers)
         self._room = threading.BoundedSemaphore(most_connections)
         self._idle_s = idle_s
         self._monotonic = monotonic
-        self._idle: list[tuple[Connection, float]] = []
-        """With when they were last used; the newest last. Appending and popping are atomic."""
+        self._idle: list[tuple[HTTPConnection, float]] = []
+        """With the time of their last use; the newest last. Appending and popping are atomic."""
         self.opened = 0
         """Connections so far."""
 
     def send(self, method: str, path: str, content: bytes | None, *, connect_s: float, silence_s: float) -> WireAnswer:
-        """Waits for the answer's head; the caller closes the answer. No wait of a read or write is longer than
+        """Waits for the answer's headers; the caller closes the answer. No single read or write waits longer than
         `silence_s`.
 
-        Sent once more where no answer began: a server may close a connection in the moment it is used again. Raises
-        CannotConnect, BrokenAnswer, TimeoutError.
+        Where no answer began on a kept connection, the request is sent once more on a new one: a server may close a
+        connection at the moment it is used again. Raises CannotConnect, BrokenAnswer, TimeoutError.
         """
         if not self._room.acquire(timeout=silence_s):
             raise CannotConnect("too many requests are under way")
-        request = self._request(method, path, content or b"")
+        ask = partial(self._ask, method=method, path=path, content=content, silence_s=silence_s)
         try:
             connection = self._kept()
             if connection is not None:
                 with suppress(BrokenAnswer):
-                    return WireAnswer(self, connection, connection.ask(request, silence_s))
+                    return WireAnswer(self, connection, ask(connection))
             connection = self._open(connect_s)
-            return WireAnswer(self, connection, connection.ask(request, silence_s))
+            return WireAnswer(self, connection, ask(connection))
         except BaseException:
             self._room.release()
             raise
 
-    def done(self, connection: Connection, *, reusable: bool) -> None:
-        """An answer has been read, or was left."""
+    def done(self, connection: HTTPConnection, *, reusable: bool) -> None:
+        """The answer was read to its end, or abandoned."""
         if reusable:
             self._idle.append((connection, self._monotonic()))
         else:
@@ -79,61 +83,94 @@ class Wire:
         self._room.release()
 
     def close(self) -> None:
-        """Of the connections that are not in use."""
+        """Closes the connections that are not in use."""
         while self._idle:
             self._idle.pop()[0].close()
 
-    def _request(self, method: str, path: str, content: bytes) -> bytes:
-        target = self._prefix + path.encode("ascii")
-        head = b"%s %s HTTP/1.1\r\n%scontent-length: %d\r\n\r\n"
-        return head % (method.encode("ascii"), target, self._headers, len(content)) + content
+    def _ask(
+        self, connection: HTTPConnection, *, method: str, path: str, content: bytes | None, silence_s: float
+    ) -> HTTPResponse:
+        """The connection is closed if this raises."""
+        try:
+            with broken_answers():
+                connection.sock.settimeout(silence_s)
+                connection.request(method, self._prefix + path, content, self._headers)
+                return connection.getresponse()
+        except BaseException:
+            connection.close()
+            raise
 
-    def _kept(self) -> Connection | None:
-        """A connection that is open still, as far as can be seen."""
+    def _kept(self) -> HTTPConnection | None:
+        """A connection that is still open, as far as can be seen."""
         oldest_s = self._monotonic() - self._idle_s
         while True:
             try:
                 connection, used_s = self._idle.pop()
             except IndexError:
                 return None
-            if used_s >= oldest_s and connection.is_quiet():
+            if used_s >= oldest_s and is_quiet(connection):
                 return connection
             connection.close()
 
-    def _open(self, timeout_s: float) -> Connection:
+    def _open(self, timeout_s: float) -> HTTPConnection:
+        connection = self._connection(timeout=timeout_s)
         try:
-            opened = socket.create_connection((self._host, self._port), timeout_s)
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                opened = self._tls.wrap_socket(opened, server_hostname=self._host)
+            connection.connect()
         except OSError as error:
             raise CannotConnect(str(error)) from error
         self.opened += 1
-        return Connection(opened)
+        return connection
 
 
 class WireAnswer:
-    """One answer: its head, and its body as it comes."""
+    """One answer: its status and headers, and its body as it comes."""
 
-    def __init__(self, wire: Wire, connection: Connection, head: Head) -> None:
-        self.status = head.status
-        self.headers = head.headers
-        """By names in small letters."""
+    def __init__(self, wire: Wire, connection: HTTPConnection, response: HTTPResponse) -> None:
+        self.status = response.status
+        self.headers = response.headers
+        """Found by their names in any case."""
         self._wire = wire
         self._connection = connection
-        self._parts = connection.body(head)
-        self._keeps = head.keeps
-        self._read = False
+        self._response = response
+        self._was_read = False
         self._closed = False
 
     def __iter__(self) -> Iterator[bytes]:
         """The body's parts. Raises BrokenAnswer, TimeoutError."""
-        yield from self._parts
-        self._read = True
+        with broken_answers():
+            while part := self._response.read1(READ_BYTES):
+                yield part
+        if self._response.length:  # The library ends without a word where a body is shorter than it should be.
+            raise BrokenAnswer("it closed the connection")
+        self._was_read = True
 
     def close(self) -> None:
-        """Gives the connection back, if the body was read to its end; else the server sees that nobody reads on. May
-        be called again."""
+        """Gives the connection back if the body was read to its end; otherwise closes it, which tells the server that
+        nobody reads on. May be called again."""
         if not self._closed:
             self._closed = True
-            self._wire.done(self._connection, reusable=self._read and self._keeps)
+            self._response.close()
+            self._wire.done(self._connection, reusable=self._was_read and not self._response.will_close)
+
+
+@contextmanager
+def broken_answers() -> Iterator[None]:
+    """Every error of the library but a timeout becomes a BrokenAnswer."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except (OSError, HTTPException) as error:
+        raise BrokenAnswer(str(error) or type(error).__name__) from error
+
+
+def is_quiet(connection: HTTPConnection) -> bool:
+    """Whether nothing can be read from a connection that waits for its next request: otherwise the server closed it."""
+    try:
+        connection.sock.settimeout(0)
+        connection.sock.recv(1)
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return True
+    except OSError:
+        pass
+    return False
