@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape, before an answer and inside one."""
+"""Errors in Anthropic's format, sent instead of an answer or within its stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def error_document(error: ParkdError, request_id: str) -> Mapping[str, Any]:
 
 
 def _error_message(error: ParkdError) -> str:
-    """Claude Code reads the numbers out of an overflow's message and asks again for less."""
+    """Claude Code reads the numbers in the message of a context overflow, and retries with less."""
     if not isinstance(error, ContextOverflow):
         return error.message
     prompt, output, limit = error.prompt_tokens, error.output_tokens, error.context_tokens

@@ -1,6 +1,6 @@
-"""Anthropic's messages API: bodies to turns. The answers are in `anthropic_stream`.
+"""Anthropic's messages API: request bodies to turns. `anthropic_stream` encodes the answers.
 
-Unknown fields and unknown kinds of blocks and tools are passed over: agents send new ones before servers know them.
+Unknown fields, and blocks and tools of unknown types, are ignored: agents send new ones before servers support them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AnthropicMessages:
         return dataclasses.replace(self.parse_count(body, headers), max_output_tokens=max_tokens)
 
     def parse_count(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
-        """The same turn without a limit of output, so that the count is the prompt's."""
+        """The same turn without an output limit: only the prompt is counted."""
         if body.get("thread"):
             raise ThreadUnsupported(
                 "`thread` cannot be used: this server keeps no messages. Send the whole history in `messages`.",
@@ -124,7 +124,7 @@ def _messages(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> Mapping[str, Any]:
-    """One assistant turn: its text, its thinking and its calls, as the template takes them."""
+    """One assistant message in the form that chat templates expect: its text, thinking and tool calls."""
     thinking: list[str] = []
     calls: list[Mapping[str, Any]] = []
     for index, block in enumerate(blocks):
@@ -143,7 +143,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> Mapping[str, A
 
 
 def _said(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> Iterator[Mapping[str, Any]]:
-    """The blocks of a user's message in order: each tool result is a message of its own between what is shown."""
+    """The messages for a user message's blocks, in order. Each tool result is a message of its own."""
     shown: list[Mapping[str, Any]] = []
     for index, block in enumerate(blocks):
         place = f"{path}.content[{index}]"
@@ -163,8 +163,8 @@ def _said(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> Iterator
 
 
 def _shown(blocks: Sequence[Mapping[str, Any]], path: str) -> list[Mapping[str, Any]]:
-    """What is text or an image in the blocks. Raises InvalidRequest on files: leaving them out would change what was
-    asked."""
+    """The text and images of the blocks. Raises InvalidRequest for files, since ignoring them would change the
+    question."""
     parts: list[Mapping[str, Any]] = []
     for index, block in enumerate(blocks):
         kind, place = block.get("type"), f"{path}[{index}]"
@@ -196,13 +196,13 @@ def _shown(blocks: Sequence[Mapping[str, Any]], path: str) -> list[Mapping[str, 
 
 
 def _inner(holder: Mapping[str, Any], path: str) -> list[Mapping[str, Any]]:
-    """What is shown of `content`, which is a string or blocks."""
+    """The text and images of `content`, which is a string or blocks."""
     content, place = holder.get("content"), f"{path}.content"
     return [{"type": "text", "text": content}] if isinstance(content, str) else _shown(objects(content, place), place)
 
 
 def _tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Tools the client runs, in the shape templates take. Tools that Anthropic's servers run have no schema."""
+    """Tools that the client runs, in the form that templates expect. Those of Anthropic's servers have no schema."""
     tools: list[Mapping[str, Any]] = []
     for index, tool in enumerate(objects(body.get("tools"), "tools")):
         if "input_schema" in tool:
@@ -212,7 +212,7 @@ def _tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> tuple[ToolChoice, bool]:
-    """The choice, and whether several calls are welcome."""
+    """The choice, and whether parallel calls are allowed."""
     choice = fields.obj(body, "tool_choice")
     kind = text_at(choice, "type", "tool_choice") or "auto"
     if kind not in CHOICES:
@@ -224,7 +224,7 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
 
 
 def _schema(body: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """`output_config.format`, and the name it had before."""
+    """The schema in `output_config.format`, or in its older name `output_format`."""
     wanted = object_at(config, "format", "output_config")
     if wanted:
         return response_schema(wanted, wanted.get("schema"), "output_config.format")
@@ -233,7 +233,7 @@ def _schema(body: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, 
 
 
 def _longest_ttl_s(body: Mapping[str, Any]) -> float | None:
-    """The longest life that a `cache_control` asks for, wherever in the prompt it stands."""
+    """The longest ttl, in seconds, of all `cache_control` fields in the prompt; None without one."""
     holders: list[Any] = [body, *fields.items(body, "tools")]
     if isinstance(body.get("system"), list):
         holders += body["system"]

@@ -1,4 +1,4 @@
-"""Anthropic's answers: events to frames and to one document.
+"""Anthropic's answers: events to SSE frames, and to one document.
 
     message_start  (content_block_start  content_block_delta*  content_block_stop)*  message_delta  message_stop
 
@@ -31,9 +31,9 @@ from parkd.types import (
 )
 
 SHORT_TTL_S = 300.0
-"""The life that `cache_control` asks for unless it says otherwise."""
+"""The default ttl of `cache_control`."""
 SIGNATURE = "parkd"
-"""Clients keep and send back the signature of thinking, and drop thinking that has none. Nothing here checks it."""
+"""Clients drop thinking without a signature, and send the signature back. parkd does not check it."""
 
 STOP_REASONS = {
     FinishReason.STOP: "end_turn",
@@ -44,10 +44,10 @@ STOP_REASONS = {
 
 
 class MessagesEncoder:
-    """Implements `Encoder`. Usage counts cached tokens apart: `input_tokens` are those read in this request."""
+    """Implements `Encoder`. Usage counts cached tokens separately: `input_tokens` are those read in this request."""
 
     def __init__(self, meta: ResponseMeta, *, writes_for_s: float | None = None) -> None:
-        """`writes_for_s`: the request asks for its prompt to be kept for so long; None: it does not."""
+        """`writes_for_s`: seconds for which the request asks to keep its prompt; None if it does not ask."""
         self._meta = meta
         self._writes_for_s = writes_for_s
         self._blocks: list[dict[str, Any]] = []
@@ -159,8 +159,8 @@ class MessagesEncoder:
 def usage(
     report: CacheReport, output_tokens: int, reasoning_tokens: int = 0, *, writes_for_s: float | None = None
 ) -> dict[str, Any]:
-    """Anthropic's counts; the three of the input add up to the prompt. What is read is kept in any case. It counts as
-    written to the cache where the request asks for that (`cache_control`), since clients take it for an extra charge.
+    """Anthropic's token counts; the three input counts add up to the prompt. parkd keeps every prompt, but counts it as
+    written to the cache only if the request asks for that (`cache_control`), since clients display it as a cost.
     """
     written = 0 if writes_for_s is None else report.written_tokens
     hours = written if writes_for_s is not None and writes_for_s > SHORT_TTL_S else 0
@@ -177,7 +177,7 @@ def usage(
 
 
 def diagnostics(report: CacheReport) -> dict[str, Any]:
-    """Why the earlier request's prompt was not reused whole, if the client asked; nothing to say of one that was."""
+    """Why the earlier request's prompt was not reused whole, if the client asked; empty if it was."""
     diagnosis = report.diagnosis
     if diagnosis is None:
         return {}
@@ -193,9 +193,9 @@ def diagnostics(report: CacheReport) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """A call's arguments as a value that can be written again. A call that broke off has none that a client could use.
+    """A call's arguments as a value that can be serialised; empty if the call broke off.
 
-    The encoder is stricter than JSON: it takes no half surrogate pair, which a model may escape.
+    orjson is stricter than JSON: it refuses an unpaired surrogate, which a model may write as an escape.
     """
     try:
         return orjson.loads(text or "{}")

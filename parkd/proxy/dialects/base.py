@@ -1,4 +1,4 @@
-"""What a dialect is: bodies in, bytes out. Pure: no clock, no queue, no engine.
+"""The protocol of an API dialect: request bodies in, response bytes out. Pure: no clock, no queue, no engine.
 
 body --parse--> TurnRequest --turn--> events --encoder--> SSE frames, or one document
 """
@@ -15,7 +15,7 @@ from parkd.types import Event, TurnRequest
 
 @dataclass(frozen=True, slots=True)
 class ResponseMeta:
-    """What every answer names."""
+    """Fields that every answer contains."""
 
     request_id: str
     model: str
@@ -25,7 +25,7 @@ class ResponseMeta:
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """An error before the first byte."""
+    """An error that is sent instead of an answer, before the first byte."""
 
     status: int
     body: Mapping[str, Any]
@@ -33,28 +33,28 @@ class ErrorAnswer:
 
 
 class Encoder(Protocol):
-    """One answer. Events are fed in order; `Finished` is the last."""
+    """Encodes one answer. Events are fed in order; `Finished` is the last."""
 
     def feed(self, event: Event) -> Iterable[bytes]:
-        """SSE frames for the event, none for events the dialect does not show. The last event's frames close the
-        stream. Also accumulates what `document` needs."""
+        """SSE frames for the event; none if the dialect does not show it. The frames of `Finished` end the stream.
+        Also collects what `document` needs."""
 
     def keep_alive(self) -> bytes:
-        """A frame that resets the client's idle timer and carries nothing."""
+        """A frame without content that resets the client's idle timer."""
 
     def failure(self, error: ParkdError) -> Iterable[bytes]:
-        """Frames for an error after the status line has gone out; closes the stream."""
+        """Frames for an error after the status line was sent; they end the stream."""
 
     def document(self) -> Mapping[str, Any]:
-        """The non-streamed answer, after `Finished` was fed."""
+        """The whole answer as one document. Only after `Finished` was fed."""
 
 
 class Dialect(Protocol):
     streamed_errors: frozenset[str]
-    """Codes of errors that a streaming client looks for in the stream and not in the status."""
+    """Codes of errors that streaming clients expect in the stream rather than in the HTTP status."""
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
-        """Ignores unknown fields. Raises InvalidRequest naming the field (`param`) and what to do."""
+        """Ignores unknown fields. Raises InvalidRequest with the field (`param`) and what to do."""
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder: ...
 

@@ -1,6 +1,6 @@
-"""Reading fields of a body: the checks that all dialects share. Each raises InvalidRequest naming the field.
+"""Reads and checks top-level fields of a body, for all dialects. Every function raises InvalidRequest with the field.
 
-A field that is absent or null takes its default; an unknown field is nobody's business.
+A field that is absent or null takes its default; unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ MAX_LOGIT_BIASES = 1024
 MAX_TOKENS = 2**31 - 1
 MAX_TOP_K = 2**31 - 1
 LEAST_TOP_P = 1e-6
-"""In place of 0, which keeps the likeliest token alone."""
+"""Used in place of 0, which means: only the most likely token."""
 REPETITION_PENALTIES = (0.01, 10.0)
-"""Scores are divided by it, so that far smaller ones would leave no finite score."""
+"""Logits are divided by it, so a much smaller value would make them infinite."""
 RANDOM_SEED = -1
-"""llama-server's word for a seed of the server's choice."""
+"""llama-server's value for a random seed."""
 MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)
 TOKEN_ID_DIGITS = 9
 MAX_STEERING_VECTORS = 64
 MAX_STEERING_SCALE = 1000.0
-"""Beyond it a mistyped number is likelier than a meaning."""
+"""A larger scale is more likely a typing error than intended."""
 
 Body = Mapping[str, Any]
 
@@ -58,12 +58,12 @@ def whole(body: Body, name: str, low: int, high: int) -> int | None:
 
 
 def limit(body: Body, name: str) -> int | None:
-    """Most tokens to generate; None, and llama-server's -1, are no bound of the client's."""
+    """The maximum number of tokens to generate. None, also for llama-server's -1: the client sets no limit."""
     return None if body.get(name) == -1 else whole(body, name, 0, MAX_TOKENS)
 
 
 def only_one(body: Body, name: str) -> None:
-    """Of how many answers are wanted."""
+    """Checks a field for the number of answers."""
     if whole(body, name, 1, MAX_TOKENS) not in (None, 1):
         advice = "this server gives one answer a request. Send more requests for more."
         raise InvalidRequest(f"`{name}` must be 1: {advice}", param=name)
@@ -108,7 +108,7 @@ def items(body: Body, name: str) -> list[Any]:
 
 
 def stop_strings(body: Body, name: str) -> tuple[str, ...]:
-    """A string or a list of strings; empty strings stop nothing and are dropped."""
+    """A string or a list of strings. Empty strings are dropped, since they stop nothing."""
     value = body.get(name)
     if value is None:
         return ()
@@ -123,7 +123,7 @@ def stop_strings(body: Body, name: str) -> tuple[str, ...]:
 
 
 def steering(body: Body) -> Mapping[str, float] | None:
-    """`{"control vector": scale}`; None if absent. Which vectors there are, the engine knows."""
+    """`{"control vector": scale}`; None if absent. The engine checks whether the vectors exist."""
     if body.get("steering") is None:
         return None
     vectors = obj(body, "steering")
@@ -138,7 +138,7 @@ def steering(body: Body) -> Mapping[str, float] | None:
 
 
 def sampling(body: Body) -> SamplingParams:
-    """Sampling fields as the OpenAI API and llama.cpp name them; defaults are those of `SamplingParams`."""
+    """Sampling fields, by their names in the OpenAI API and llama.cpp. The defaults are those of `SamplingParams`."""
     known = SamplingParams()
 
     def given(value: float | None, default: float) -> float:

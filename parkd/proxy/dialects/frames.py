@@ -1,5 +1,5 @@
-"""Server-sent events as bytes. No frame carries an `id:` line: clients take it for a promise that a stream can be
-resumed, and some SDKs fail on one."""
+"""Server-sent events as bytes. No frame has an `id:` line: clients would conclude that the stream can be resumed, and
+some SDKs fail on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 
 
 def frame(data: bytes, event: str | None = None) -> bytes:
-    """One event. `data` has no newline, as JSON has none."""
+    """One event. `data` must not contain a newline; serialised JSON does not."""
     head = b"" if event is None else b"event: " + event.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
 
@@ -20,7 +20,7 @@ def json_frame(document: Mapping[str, Any], event: str | None = None) -> bytes:
 
 
 def comment() -> bytes:
-    """Keeps a connection alive; every parser skips it."""
+    """A comment, which every parser skips. It keeps the connection alive."""
     return b": keep-alive\n\n"
 
 

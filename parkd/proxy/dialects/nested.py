@@ -1,5 +1,5 @@
-"""Fields inside fields, and what several dialects hide there. As in `fields`, absent or null means the default; an
-error names the whole path, so that the person knows which of a hundred messages to correct."""
+"""Nested fields, and those that several dialects share. As in `fields`, absent or null means the default. Errors name
+the whole path, so that the user knows which of a hundred messages to correct."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def text_at(holder: Mapping[str, Any], name: str, path: str) -> str:
 
 
 def name_at(holder: Mapping[str, Any], name: str, path: str) -> str:
-    """A string that must not be empty."""
+    """A required string that must not be empty."""
     value = text_at(holder, name, path)
     if not value:
         raise wrong(f"{path}.{name}", "a string that is not empty")
@@ -48,7 +48,7 @@ def object_at(holder: Mapping[str, Any], name: str, path: str) -> Mapping[str, A
 
 
 def objects(value: Any, path: str) -> Sequence[Mapping[str, Any]]:
-    """A list of objects; empty if it is None."""
+    """A list of objects; empty if `value` is None."""
     if value is None:
         return ()
     if not isinstance(value, list):
@@ -60,8 +60,8 @@ def objects(value: Any, path: str) -> Sequence[Mapping[str, Any]]:
 
 
 def image_part(part: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """A picture in a message, of any dialect, as turns have it. Raises InvalidRequest if that is not what it is; one
-    that would have to be fetched from elsewhere is left for the turn to refuse."""
+    """The image part of a message, from any dialect, in the form that turns use. Raises InvalidRequest if it is not an
+    image. An image that would have to be fetched gets a `refusal`, with which the turn refuses it later."""
     name = "source" if "source" in part else "image_url"
     source, where = part.get(name), f"{path}.{name}"
     if part.get("file_id") or (isinstance(source, dict) and source.get("type") == "file"):
@@ -84,7 +84,7 @@ def _image(path: str, data: str = "", *, refusal: str = "") -> Mapping[str, Any]
 
 
 def function_tool(name: str, tool: Mapping[str, Any], schema_name: str, path: str) -> Mapping[str, Any]:
-    """A tool in the shape templates take; `schema_name` is the dialect's field for the parameters' schema."""
+    """A tool in the form that chat templates expect. `schema_name` is the dialect's name for the schema field."""
     function: dict[str, Any] = {"name": name}
     if description := text_at(tool, "description", path):
         function["description"] = description
@@ -93,14 +93,14 @@ def function_tool(name: str, tool: Mapping[str, Any], schema_name: str, path: st
 
 
 def check_named(name: str, tools: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Raises InvalidRequest when a tool that must be called is not there."""
+    """Raises InvalidRequest if the tool that must be called is not among `tools`."""
     if name not in {tool["function"]["name"] for tool in tools}:
         raise InvalidRequest(f"`{path}` names the tool {name!r}, which is not in `tools`.", param=path)
 
 
 def refuse_functions(body: Mapping[str, Any]) -> None:
-    """Chat's calls from before there were tools. Passed over, the model would not know of them; and who sends them
-    looks for the answer's call in another place than tools have it."""
+    """Refuses the chat API's older form of tools. If it were ignored, the model would not know of the functions, and
+    the client would look for the call in another place of the answer. Raises InvalidRequest."""
     advice = 'Send `tools`, each {"type": "function", "function": ...}, and `tool_choice`.'
     for name, harmless in (("functions", ([],)), ("function_call", ("", {}, "auto", "none"))):
         if body.get(name) not in (None, *harmless):
@@ -120,14 +120,16 @@ def refuse_functions(body: Mapping[str, Any]) -> None:
 
 
 def refuse_grammar(body: Mapping[str, Any]) -> None:
-    """Passed over, a grammar would leave a client with an answer of another form than it counts on."""
+    """Raises InvalidRequest for a grammar. If it were ignored, the answer would not have the form that the client
+    relies on."""
     if body.get("grammar"):
         advice = "Ask for JSON under a schema, or describe the form in the messages."
         raise InvalidRequest(f"`grammar` is not supported. {advice}", param="grammar")
 
 
 def response_schema(wanted: Mapping[str, Any], schema: Any, path: str) -> Mapping[str, Any] | None:
-    """The JSON schema that a response format asks for; None for text. `schema` is where the dialect keeps it."""
+    """The JSON schema that a response format asks for; None for text. `schema` is the dialect's schema field. Raises
+    InvalidRequest."""
     kind = wanted.get("type", "text")
     if kind == "text":
         return None
@@ -143,7 +145,7 @@ def response_schema(wanted: Mapping[str, Any], schema: Any, path: str) -> Mappin
 def cache_hints(
     body: Mapping[str, Any], headers: Mapping[str, str], *, min_retention_s: float | None = None
 ) -> CacheHints:
-    """What the request says about keeping it. The header speaks before `cache_prompt`."""
+    """The request's wishes for caching and retention. The header takes precedence over `cache_prompt`."""
     asked = headers.get(CACHE_MODE_HEADER)
     if asked is None:
         mode = CacheMode.USE if fields.flag(body, "cache_prompt", default=True) else CacheMode.OFF

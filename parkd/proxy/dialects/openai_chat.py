@@ -1,9 +1,9 @@
-"""OpenAI chat completions, as the SDK and the clients built on it read them.
+"""OpenAI chat completions, in the form that the SDK and clients built on it expect.
 
     chunk role | chunk delta ... | chunk finish_reason, timings | [chunk usage, choices []] | [DONE]
 
-`prompt_tokens` includes the cached ones; a token is cached if it was not computed in this request. llama.cpp's
-`timings` come along, with what parkd knows besides. Unknown fields are ignored.
+`prompt_tokens` includes cached tokens; a token is cached if it was not computed in this request. Answers also have
+llama.cpp's `timings`, with fields of parkd's own. Unknown fields of a request are ignored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NEED_CONTENT = frozenset({"system", "developer", "user"})
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
 QUIET_PARTS = frozenset({"refusal", "reasoning", "thinking"})
-"""Parts of an earlier answer that are carried along; the template sees their text or nothing."""
+"""Parts of earlier answers that are passed to the template unchecked; it uses their text or ignores them."""
 
 
 class OpenAIChat:
@@ -99,7 +99,7 @@ class OpenAIChat:
 
 
 class ChatEncoder:
-    """One answer, streamed and whole."""
+    """Implements `Encoder`."""
 
     def __init__(self, meta: ResponseMeta, system_fingerprint: str, *, include_usage: bool) -> None:
         self._head = {
@@ -174,7 +174,7 @@ class ChatEncoder:
         )
 
     def _call_delta(self, delta: ToolCallDelta) -> dict[str, Any]:
-        """Keeps the call for the document and returns the piece as clients read it: each piece has its index."""
+        """Adds the delta to the document's call, and returns it as clients expect it: each has the call's index."""
         call = self._calls.setdefault(
             delta.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
         )
@@ -201,7 +201,7 @@ def usage_of(finished: Finished) -> Mapping[str, Any]:
 
 
 def timings_of(finished: Finished) -> Mapping[str, Any]:
-    """llama.cpp's names first, then parkd's own; milliseconds."""
+    """llama.cpp's fields first, then parkd's own. Times are in milliseconds."""
     timings, report = finished.timings, finished.report
     drafts = timings.drafts
     guessed = {"draft_n": drafts.drafted, "draft_n_accepted": drafts.accepted} if drafts.drafted else {}
@@ -235,7 +235,7 @@ def _response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _checked_message(message: Any, where: str) -> Mapping[str, Any]:
-    """The message, its pictures as turns have them."""
+    """The message with its images in the form that turns use. Raises InvalidRequest."""
     if not isinstance(message, dict):
         raise wrong(where, "an object with `role` and `content`")
     role, content = message.get("role"), message.get("content")
@@ -264,7 +264,7 @@ def _checked_part(part: Any, where: str) -> Any:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """The function tools; those that only their vendor's servers can run are skipped."""
+    """The function tools. Tools that only the vendor's servers can run are skipped."""
     functions = [tool for tool in objects(body.get("tools"), "tools") if tool.get("type", "function") == "function"]
     for index, tool in enumerate(functions):
         path = f"tools[{index}].function"
@@ -279,7 +279,7 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
     if choice is None:
         return ToolChoice()
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        # It narrows by name, which a hint to the model cannot; its mode is what is left.
+        # parkd cannot restrict the model to some of the tools, so only the mode is used.
         allowed = object_at(choice, "allowed_tools", "tool_choice")
         choice = text_at(allowed, "mode", "tool_choice.allowed_tools") or "auto"
     if isinstance(choice, str) and choice in {"auto", "none", "required"}:
@@ -292,6 +292,6 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
 
 
 def _max_output_tokens(body: Mapping[str, Any]) -> int | None:
-    """`max_completion_tokens`, or its older name. 0 reads the prompt and generates nothing."""
+    """`max_completion_tokens`, or its older name. 0: read the prompt and generate nothing."""
     newer, older = fields.limit(body, "max_completion_tokens"), fields.limit(body, "max_tokens")
     return older if newer is None else newer

@@ -1,6 +1,6 @@
 """OpenAI's legacy completions: raw text in, raw text out, no template.
 
-`logprobs` is passed over and answered with null, as chat does: clients that would only show them go on without.
+`logprobs` is ignored and answered with null, as in chat: clients that only display them continue without.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parkd.proxy.dialects.openai_errors import error_answer, error_object
 from parkd.types import Event, Finished, FinishReason, ReasoningDelta, TextDelta, TurnRequest
 
 DEFAULT_MAX_TOKENS = 16
-"""What this API generates when nobody says."""
+"""The default of OpenAI's API."""
 
 REFUSED = {
     "echo": "the answer holds generated text only. Put the prompt before it yourself.",
@@ -55,7 +55,7 @@ class OpenAICompletions:
         include_usage = fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
         return CompletionsEncoder(meta, include_usage=include_usage)
 
-    def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it goes out as a header
+    def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it is a header
         return error_answer(error)
 
 
@@ -76,7 +76,7 @@ class CompletionsEncoder:
     def feed(self, event: Event) -> Iterable[bytes]:
         match event:
             case TextDelta(text) | ReasoningDelta(text):
-                # Without a template nothing is thinking: what was taken for it is text as any other.
+                # Without a template there is no thinking: what was parsed as such is ordinary text.
                 self._text.append(text)
                 return [self._chunk(text, None)]
             case Finished():

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, shared by its dialects."""
+"""Errors in OpenAI's format, for all of its dialects."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def error_object(error: ParkdError) -> Mapping[str, Any]:
 
 
 def error_answer(error: ParkdError) -> ErrorAnswer:
-    """The request's id is not in the body: it goes out as a header with every answer."""
+    """The body has no request id, because every answer has it in a header."""
     headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, QueueFull) else {}
     return ErrorAnswer(error.status, {"error": error_object(error)}, headers)

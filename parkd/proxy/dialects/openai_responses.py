@@ -1,7 +1,7 @@
-"""OpenAI's Responses API, without state: bodies to turns. The answers are in `responses_stream`.
+"""OpenAI's Responses API, without stored state: request bodies to turns. `responses_stream` encodes the answers.
 
-An answer comes back from the client as separate items (reasoning, message, calls); they are one assistant turn again
-before the template sees them. Unknown items, fields and tools are passed over.
+Clients send an earlier answer back as separate items (reasoning, message, calls). They are joined into one assistant
+message for the template. Unknown items, fields and tools are ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OpenAIResponses:
     """`POST /v1/responses`."""
 
     streamed_errors = frozenset({"context_length_exceeded"})
-    """Clients look for it in `response.failed`."""
+    """Clients expect it in `response.failed`."""
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         for name, advice in REFUSED.items():
@@ -86,7 +86,7 @@ def _only_prewarms(body: Mapping[str, Any]) -> bool:
 
 
 def _messages(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Raises InvalidRequest when there is nothing to answer."""
+    """Raises InvalidRequest if there is no message."""
     messages: list[Mapping[str, Any]] = []
     if instructions := fields.text(body, "instructions"):
         messages.append({"role": "system", "content": instructions})
@@ -104,7 +104,7 @@ def _messages(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 class _History:
-    """Items to messages. `_draft` is the assistant turn that the next item may still belong to."""
+    """Converts items to messages. `_draft` is the assistant message to which the next item may belong."""
 
     def __init__(self) -> None:
         self.messages: list[Mapping[str, Any]] = []
@@ -141,7 +141,7 @@ class _History:
             self.messages.append({"role": role, "content": content})
 
     def _turn(self, after: Sequence[str] = ()) -> dict[str, Any]:
-        """The assistant turn to add to; a new one if the last has one of `after` already."""
+        """The assistant message to add to; a new one if the current one already has one of the fields `after`."""
         if self._draft is None or any(self._draft.get(name) for name in after):
             self._draft = {"role": "assistant", "content": ""}
             self.messages.append(self._draft)
@@ -149,8 +149,8 @@ class _History:
 
 
 def _content(value: Any, path: str) -> str | list[Mapping[str, Any]]:
-    """Text, or parts of text and images. Raises InvalidRequest on files: leaving them out would change what was
-    asked."""
+    """Text, or a list of text and image parts. Raises InvalidRequest for files, since ignoring them would change the
+    question."""
     if value is None or isinstance(value, str):
         return value or ""
     parts: list[Mapping[str, Any]] = []
@@ -169,7 +169,7 @@ def _content(value: Any, path: str) -> str | list[Mapping[str, Any]]:
 
 
 def _thought(item: Mapping[str, Any], path: str) -> str:
-    """The text of a reasoning item: its content, or what was sealed in it, or its summary."""
+    """The text of a reasoning item: its content, else its sealed text, else its summary."""
     for name in ("content", "summary"):
         texts = [text_at(part, "text", f"{path}.{name}") for part in objects(item.get(name), f"{path}.{name}")]
         if any(texts):
@@ -192,16 +192,16 @@ def _call(item: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def _joined(namespace: str, name: str) -> str:
-    """The name the model sees for a tool inside a namespace."""
+    """The name under which the model sees a tool of a namespace."""
     return namespace + ("" if namespace.endswith(NAMESPACE_SEPARATOR) else NAMESPACE_SEPARATOR) + name
 
 
 ToolTable = Mapping[str, tuple[Mapping[str, Any], tuple[str, str] | None]]
-"""The model's name for each tool: the tool, and its (namespace, name) if it has a namespace."""
+"""The name that the model sees -> the tool, and its (namespace, name) if it has a namespace."""
 
 
 def _tools(body: Mapping[str, Any]) -> ToolTable:
-    """Function tools, those in namespaces too; what the vendor's servers would run is left out."""
+    """Function tools, including those in namespaces. Tools that the vendor's servers run are skipped."""
     table: dict[str, tuple[Mapping[str, Any], tuple[str, str] | None]] = {}
     for path, tool in _given_tools(body):
         if tool.get("type") == "function":
@@ -220,7 +220,7 @@ def _tools(body: Mapping[str, Any]) -> ToolTable:
 
 
 def _given_tools(body: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The tools with their places: the request's, then those that an item among the messages adds."""
+    """(path, tool) of the request's tools, then of those in `additional_tools` items of the input."""
     lists = [("tools", body.get("tools"))]
     given = body.get("input")
     for index, item in enumerate(given if isinstance(given, list) else ()):
@@ -241,7 +241,7 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
         check_named(name, tools, "tool_choice.name")
         return ToolChoice(ToolChoiceMode.NAMED, name)
     if isinstance(choice, dict):
-        # `allowed_tools` narrows by name, which a hint to the model cannot; its mode is what is left.
+        # `allowed_tools`: parkd cannot restrict the model to some of the tools, so only the mode is used.
         choice = choice.get("mode", "auto")
     if choice not in ("auto", "none", "required"):
         raise wrong("tool_choice", "`auto`, `none`, `required` or an object that names a function")

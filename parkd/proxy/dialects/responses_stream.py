@@ -1,9 +1,9 @@
-"""The answers of OpenAI's Responses API: events to frames and to one document.
+"""The answers of OpenAI's Responses API: events to SSE frames, and to one document.
 
     created  in_progress*  (output_item.added  ...parts and deltas...  output_item.done)*  completed
 
-One item is open at a time: reasoning, a message, or one function call. Every frame is numbered, and every frame about
-the response carries the response with one id.
+One item is open at a time: reasoning, a message, or one function call. Frames are numbered, and every frame that
+contains the response has the same response id.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from parkd.types import (
 )
 
 SEAL = "parkd1:"
-"""Heads reasoning that a client gave away as opaque text and sends back; it is encoded, not hidden."""
+"""Prefix of reasoning that is given to the client as opaque text and sent back by it. It is encoded, not encrypted."""
 
 
 def sealed_reasoning(text: str) -> str:
@@ -39,7 +39,7 @@ def sealed_reasoning(text: str) -> str:
 
 
 def opened_reasoning(sealed: str) -> str:
-    """The text; empty if another server sealed it."""
+    """The text; empty if parkd did not seal it."""
     if not sealed.startswith(SEAL):
         return ""
     try:
@@ -49,7 +49,7 @@ def opened_reasoning(sealed: str) -> str:
 
 
 class ResponsesEncoder:
-    """Implements `Encoder`. `namespaces` gives (namespace, name) for the model's names of such tools."""
+    """Implements `Encoder`. `namespaces` maps the model's name of a tool in a namespace to its (namespace, name)."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ResponsesEncoder:
         self._created = False
         self._items: list[dict[str, Any]] = []
         self._pieces: list[str] = []
-        """Of the open item's text or arguments."""
+        """Pieces of the open item's text or arguments."""
         self._open = False
         self._open_call: int | None = None
         self._document: dict[str, Any] | None = None
@@ -101,7 +101,7 @@ class ResponsesEncoder:
         return list(self._frames(event))
 
     def keep_alive(self) -> bytes:
-        """Comments do not reset the timers of this dialect's clients; a repeated `response.in_progress` does."""
+        """A repeated `response.in_progress`: comments do not reset the idle timers of this API's clients."""
         if not self._created:
             return b"".join(self._create())
         return self._event("response.in_progress", response=self._base)
@@ -141,7 +141,7 @@ class ResponsesEncoder:
             yield self._event("response.in_progress", response=self._base)
 
     def _ensure(self, kind: str) -> Iterator[bytes]:
-        """Opens a message or reasoning if it is not what is open."""
+        """Opens an item of this kind (message or reasoning) unless one is open."""
         if self._open and self._items[-1]["type"] == kind:
             return
         if kind == "message":
@@ -241,7 +241,7 @@ class ResponsesEncoder:
 
 
 def cache_diagnostics(report: CacheReport) -> Mapping[str, Any]:
-    """The comparison with an earlier response, if the client asked for one."""
+    """The comparison with an earlier response; empty if the client did not ask for one."""
     diagnosis = report.diagnosis
     if diagnosis is None:
         return {}
@@ -263,7 +263,7 @@ def cache_diagnostics(report: CacheReport) -> Mapping[str, Any]:
 
 
 def usage(event: Finished) -> Mapping[str, Any]:
-    """Input tokens include those that were not computed in this request."""
+    """Token counts. Input tokens include cached ones, which were not computed in this request."""
     prompt_tokens, output_tokens = event.report.prompt_tokens, event.timings.output_tokens
     return {
         "input_tokens": prompt_tokens,

@@ -1,6 +1,6 @@
-"""How much a model shall think: the names that clients have for it, in every dialect, as one meaning.
+"""How much a model should think: one meaning for the many fields that clients use for it, in every dialect.
 
-Fields that a dialect does not own are read leniently: of another shape than expected, they say nothing.
+Fields from other dialects are read leniently: if a value has an unexpected type, it is ignored.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from parkd.proxy.dialects.nested import text_at
 from parkd.types import ReasoningParams
 
 BUDGET_NAMES = ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget")
-"""Of Qwen's API, vLLM and llama-server."""
+"""Names in Qwen's API, vLLM and llama-server."""
 ENABLED_TYPES = {"enabled": True, "adaptive": True, "auto": None, "disabled": False}
 
 
 def reasoning_of(body: Mapping[str, Any], effort: str | None) -> ReasoningParams:
-    """`effort` is what the dialect's own field says. Raises InvalidRequest for a budget that is no count."""
+    """`effort` is the value of the dialect's own field. Raises InvalidRequest if a budget is not a whole number."""
     thinking, reasoning, kwargs = (_mapping(body, name) for name in ("thinking", "reasoning", "chat_template_kwargs"))
     effort = effort or text_at(reasoning, "effort", "reasoning") or None
     budget = fields.whole(thinking, "budget_tokens", 0, fields.MAX_TOKENS)
     if budget is None:
         budget = fields.whole(reasoning, "max_tokens", 0, fields.MAX_TOKENS)
     for name in BUDGET_NAMES:
-        if budget is None and body.get(name) != -1:  # llama-server's word for no bound
+        if budget is None and body.get(name) != -1:  # llama-server's value for "no limit"
             budget = fields.whole(body, name, 0, fields.MAX_TOKENS)
     said = (
         kwargs.get("enable_thinking"),
@@ -39,7 +39,7 @@ def reasoning_of(body: Mapping[str, Any], effort: str | None) -> ReasoningParams
 
 
 def template_words(body: Mapping[str, Any], reasoning: ReasoningParams) -> Mapping[str, Any]:
-    """What the template is told; the client's own words to it win."""
+    """Variables for the chat template. The client's own `chat_template_kwargs` take precedence."""
     words: dict[str, Any] = {}
     if reasoning.enabled is not None:
         words["enable_thinking"] = reasoning.enabled

@@ -1,4 +1,4 @@
-"""What turns generated text into a dialect's events: the seam between the turn and the model's habits.
+"""The protocol of output parsers, which split a model's text into thinking, answer and tool calls.
 
 generated text --Parser.push--> TextDelta | ReasoningDelta | ToolCallDelta --turn--> encoder
 """
@@ -16,10 +16,10 @@ from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
 OutputEvent = TextDelta | ReasoningDelta | ToolCallDelta
 
 MakeReader = Callable[[str, Sequence[Mapping[str, Any]]], ResponseReader]
-"""From the end of the rendered prompt and the tools to the reader of one answer."""
+"""(end of the rendered prompt, tools) -> the reader of one answer."""
 
 CallIds = Callable[[], str]
-"""Makes the id of the next tool call."""
+"""Returns an id for the next tool call."""
 
 
 class ToolFormat(StrEnum):
@@ -31,20 +31,20 @@ class ToolFormat(StrEnum):
     QWEN_XML = "qwen-xml"
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`"""
     LLAMA = "llama"
-    """`{"name": ..., "parameters": {...}}` as the whole answer, or behind `<|python_tag|>`."""
+    """`{"name": ..., "parameters": {...}}` as the whole answer, or after `<|python_tag|>`."""
     MISTRAL = "mistral"
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`"""
     GEMMA = "gemma"
     """`<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>`"""
     DEEPSEEK = "deepseek"
-    """A name, a separating token and the arguments as JSON, between tokens of their own."""
+    """A name, a separator token and the arguments as JSON, between begin and end tokens."""
     DEEPSEEK_FENCED = "deepseek-fenced"
-    """The same with `function` before the separating token, and the arguments in a fence behind the name."""
+    """The same with `function` before the separator token, and the arguments in a code fence after the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The texts around a model's thinking."""
+    """The markers around a model's thinking."""
 
     open: str
     close: str
@@ -52,27 +52,27 @@ class ReasoningMarks:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What a model's answers look like, read off its chat template."""
+    """The format of a model's answers, as its chat template or its own files tell."""
 
     tools: ToolFormat = ToolFormat.NONE
     reasoning: ReasoningMarks | None = None
     reader: MakeReader | None = None
-    """From the model's own files, where they say how answers are read; it goes before `tools`."""
+    """From the model's own response template, if it has one; takes precedence over `tools`."""
 
 
 class Parser(Protocol):
-    """One answer's text, split. Never raises on what a model wrote: what it got wrong comes out as text."""
+    """Splits the text of one answer. Never raises because of the model's text: malformed output becomes plain text."""
 
     @property
     def in_reasoning(self) -> bool:
-        """True while what is pushed counts as thinking."""
+        """True while pushed text counts as thinking."""
 
     @property
     def satisfied(self) -> bool:
-        """True once the one call a client allows (`parallel_tool_calls: false`) is complete: generation may end, and
-        what is pushed after it is dropped."""
+        """True once the only call that the client allows (`parallel_tool_calls: false`) is complete. Generation may
+        end; text pushed after it is dropped."""
 
     def push(self, text: str) -> list[OutputEvent]: ...
 
     def finish(self, reason: FinishReason) -> tuple[list[OutputEvent], FinishReason]:
-        """What was still held, and the reason as clients name it: `TOOL_CALLS` instead of `STOP` if calls were made."""
+        """The events held back so far, and the reason for clients: `TOOL_CALLS` instead of `STOP` after tool calls."""

@@ -1,4 +1,4 @@
-"""The answer's body: text, and the tool calls inside it.
+"""Splits the body of an answer into text and tool calls.
 
 "Sure.\\n" <tool_call> {"name": "f", "arguments": {"a": 1}} </tool_call> "\\n"
 |- text --|-- marker --|- fed to a reader ---------------------------------|- text, held while it is blank
@@ -17,12 +17,12 @@ Section = Callable[[], CallReader]
 
 
 class CallParser:
-    """Splits text from calls. `sections` maps each marker to the reader of what follows it; `bare` reads an answer
-    that is a call from its first character (Llama), which must be `{`.
+    """Splits text from calls. `sections` maps each marker to the reader for the text after it. `bare` reads an answer
+    that is a call from its first character on (Llama), which must be `{`.
 
-    With `whole_calls` a call is given out when it is complete, and a call that breaks off is text. Without, its
-    arguments are given out as they come; when it then breaks, what was given out stays and the rest is text.
-    Blanks before a call belong to the format, not to the text.
+    With `whole_calls`, a call is emitted when it is complete, and an incomplete call is text. Otherwise its arguments
+    are emitted as they arrive; if the call then turns out to be malformed, these stay and the rest is text.
+    White space before a call belongs to the format, not to the text.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class CallParser:
         self._max_calls = max_calls
         self._reader: CallReader | None = None
         self._pending = ""
-        """Text that may be the head of a marker."""
+        """Text that may be the beginning of a marker."""
         self._blanks = ""
-        """Blank text that is dropped if a call follows."""
+        """White space that is dropped if a call follows."""
         self._raw: list[str] = []
-        """What the reader took and nobody has been shown yet, from the marker or the last complete call on."""
+        """Text that the reader consumed but that was not emitted, since the marker or the last complete call."""
         self._signals: list[Signal] = []
         self._open = False
-        """A call's head has been given out and its end has not."""
+        """The beginning of a call was emitted, and its end was not."""
         self._section_calls = 0
         self._index = -1
         self.calls_made = 0
@@ -66,14 +66,14 @@ class CallParser:
         return events
 
     def finish(self) -> list[OutputEvent]:
-        """What was held. An unfinished call that was not given out is text, without a marker at a later place being
-        looked for in it."""
+        """The events held back. An unfinished call that was not emitted becomes text; no further marker is looked for
+        in it."""
         events: list[OutputEvent] = []
         if self.satisfied:
             return events
         raw = "".join(self._raw)
-        # Of a call whose arguments have begun to go out nothing more can be said; behind a complete call only the
-        # head of a further one is worth showing, the rest is the format's own.
+        # A call whose arguments were partly emitted cannot be completed. After a complete call, only the beginning of
+        # another one is shown; anything else belongs to the format.
         litter = self._open or (self._section_calls > 0 and "{" not in raw)
         unshown = "" if litter else raw
         self._text(unshown + self._pending, events)
@@ -119,7 +119,7 @@ class CallParser:
             events.append(TextDelta(shown))
 
     def _read_call(self, text: str, events: list[OutputEvent]) -> str:
-        """Feeds the reader until its section ends or breaks, and returns what is left to read."""
+        """Feeds the reader until its section ends or is malformed; returns the text that is left."""
         reader = self._reader
         assert reader is not None
         for place, ch in enumerate(text):
@@ -139,14 +139,14 @@ class CallParser:
         return ""
 
     def _break(self, rest: str, events: list[OutputEvent]) -> str:
-        """Ends a section whose next character, the first of `rest`, does not fit."""
+        """Ends a section at its first character that does not fit, which is the first of `rest`."""
         self._reader = None
         raw, self._raw = "".join(self._raw), []
         between = self._section_calls > 0 and not self._open and not self._signals
         self._signals = []
         self._open = False
         if between:
-            # Behind a complete call: what the reader took as its own may be the head of another marker.
+            # After a complete call, text that the reader consumed may be the beginning of another marker.
             return raw + rest
         self._text(raw, events)
         return rest

@@ -1,8 +1,8 @@
-"""The parser of answers whose model says itself how they are read: a response template's regions to events.
+"""Parses answers by the model's own response template: its regions become events.
 
 text   Sure. <tool_call>{"name": ...}</tool_call>
-regions     |content|  |tool_calls ............|      thinking and text are given out as they come, a call when its
-                                                      region closes: only the whole of it has a meaning
+regions     |content|  |tool_calls ............|      thinking and text are emitted as they arrive, a call when its
+                                                      region closes: only a whole region can be interpreted
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, 
 CONTENT = "content"
 CALLS = "tool_calls"
 REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})
-"""What templates call the thinking."""
+"""Names of the thinking field in templates."""
 
 
 class DeclaredParser:
-    """Implements `Parser` over a `ResponseReader`. An answer that does not fit its template is text from there on."""
+    """Implements `Parser` with a `ResponseReader`. From where an answer does not match its template, it is text."""
 
     def __init__(self, reader: ResponseReader, request: TurnRequest, call_ids: CallIds) -> None:
         self._reader = reader
@@ -34,13 +34,13 @@ class DeclaredParser:
         self._field: str | None = None
         """The open region."""
         self._raw = ""
-        """Of the open region as the model wrote it, its opening mark included."""
+        """The open region's text as the model wrote it, including its opening marker."""
         self._fed = ""
-        """Fed and not yet told of in an event: marks, and what may become one."""
+        """Text that was fed and is not in an event yet: markers, and what may become one."""
         self._shown = ""
-        """Of the open region."""
+        """Text of the open region that was emitted."""
         self._blanks = ""
-        """At the end of what was told, held: blanks next to a mark belong to the format."""
+        """White space at the end, held back: next to a marker it belongs to the format."""
         self._broken = False
         for event in reader.initial:
             self._field = None if event["type"] == "region_close" else event["field"]
@@ -74,7 +74,7 @@ class DeclaredParser:
                     if self.satisfied:
                         break
                 return out
-            except Exception:  # a template is a program fed by the model: whatever it trips over is the answer's text
+            except Exception:  # a template is a program with the model's text as input: if it fails, the text is shown
                 self._broken = True
         rest, self._raw, self._fed = self._raw + self._fed, "", ""
         return [*out, TextDelta(rest)] if rest else out
@@ -129,8 +129,8 @@ class DeclaredParser:
 
 
 def _call(value: Any) -> tuple[str, str] | None:
-    """Name, and arguments as JSON text; None for what is no call. Raises ValueError for arguments that JSON cannot
-    say."""
+    """Name, and arguments as JSON text; None if `value` is not a call. Raises ValueError if JSON cannot represent the
+    arguments."""
     function = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None

@@ -1,4 +1,4 @@
-"""The reader for DeepSeek's calls, each between tokens of its own.
+"""Reads DeepSeek's calls. Each is between a begin token and an end token.
 
 V3, R1   <calls begin> <call begin>function<sep>NAME\\n```json\\n{...}\\n```<call end> ... <calls end>
 V3.1     <calls begin> <call begin>NAME<sep>{...}<call end> ... <calls end>
@@ -13,7 +13,7 @@ from parkd.proxy.output.signals import NAME_LIMIT, CallOpened, Malformed, Signal
 
 
 def tag(words: str) -> str:
-    """The token of these words, with the bars and blanks that DeepSeek's tokens have."""
+    """The special token for these words, with the bars and spaces of DeepSeek's tokens."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -21,7 +21,7 @@ CALLS_BEGIN, CALLS_END = tag("tool calls begin"), tag("tool calls end")
 CALL_BEGIN, CALL_END, SEPARATOR = tag("tool call begin"), tag("tool call end"), tag("tool sep")
 FENCE = "```json"
 HEAD_LIMIT = NAME_LIMIT + 64
-"""Characters before a call's arguments: its name and the tokens around it."""
+"""The most characters before a call's arguments: its name and the tokens around it."""
 _HEAD = re.compile(
     rf"\s*{CALL_BEGIN}(?:function{SEPARATOR}(?P<fenced>[^\n]+)\n{FENCE}\s*|(?P<plain>.+?){SEPARATOR}\s*)"
 )
@@ -29,12 +29,12 @@ _TAIL = re.compile(rf"\s*(?:```)?\s*{CALL_END}")
 
 
 class DeepSeekCalls:
-    """Reads behind `CALLS_BEGIN`, up to `CALLS_END`."""
+    """Reads from after `CALLS_BEGIN` to `CALLS_END`."""
 
     def __init__(self) -> None:
         self.done = False
         self._text = ""
-        """Since the section began or since the last arguments ended."""
+        """Text since the section began or since the last arguments ended."""
         self._arguments: JsonArguments | None = None
         self._in_tail = False
 
@@ -57,7 +57,7 @@ class DeepSeekCalls:
         return []
 
     def _name(self) -> str:
-        """Ends the head, which is all that came before the arguments."""
+        """Ends the head (the text before the arguments) and returns the name."""
         head = _HEAD.fullmatch(self._text)
         name = "" if head is None else (head["fenced"] or head["plain"] or "").strip()
         if not is_name(name):

@@ -1,4 +1,4 @@
-"""Reads off a chat template how the model's answers look."""
+"""Finds the format of a model's answers from its chat template."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MISTRAL_ID_LENGTH = 9
 
 
 def pick_format(template_source: str | None) -> ToolFormat:
-    """The format of the calls the template shows the model, told by the markers in its text.
+    """The format of tool calls, recognised by the markers in the template's text.
 
-    Order matters: Qwen's XML template also holds `<tool_call>`, and Llama's has no marker but its wording.
+    The order matters: Qwen's XML template also contains `<tool_call>`, and Llama's is known only by its wording.
     """
     source = template_source or ""
     if CALLS_BEGIN in source:
@@ -40,7 +40,7 @@ def pick_format(template_source: str | None) -> ToolFormat:
 
 
 def pick_reasoning(template_source: str | None) -> ReasoningMarks | None:
-    """The marks around thinking, None for a model that does not think aloud."""
+    """The markers around thinking; None if the model does not write any."""
     source = template_source or ""
     if "<|channel>" in source:
         return GEMMA_THOUGHT
@@ -52,7 +52,7 @@ def output_format(template_source: str | None) -> OutputFormat:
 
 
 def opens_reasoning(prompt_tail: str, marks: ReasoningMarks | None) -> bool:
-    """Whether the rendered prompt ends inside thinking, so that the answer begins with it.
+    """Whether the rendered prompt ends within thinking, so that the answer begins with it.
 
     `prompt_tail` is the end of the rendered prompt; 64 characters are enough.
     """
@@ -60,7 +60,7 @@ def opens_reasoning(prompt_tail: str, marks: ReasoningMarks | None) -> bool:
 
 
 def call_ids(tools: ToolFormat, random_hex: CallIds) -> CallIds:
-    """A factory of call ids that the model's own template takes back. `random_hex` gives at least 24 hex digits."""
+    """A factory of call ids that the model's template accepts. `random_hex` returns at least 24 hex digits."""
     if tools is ToolFormat.MISTRAL:
         return lambda: random_hex()[:MISTRAL_ID_LENGTH]
     return lambda: "call_" + random_hex()[:24]

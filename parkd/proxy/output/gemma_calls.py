@@ -1,4 +1,4 @@
-"""The reader of Gemma's calls: `call:name{key:<|"|>text<|"|>,list:[1,2],inner:{flag:true}}`, given out as JSON."""
+"""Reads Gemma's calls, `call:name{key:<|"|>text<|"|>,list:[1,2],inner:{flag:true}}`, and emits them as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parkd.proxy.output.signals import NAME_LIMIT, CallArguments, CallClosed, Ca
 
 HEAD = "call:"
 BARE_LIMIT = 4096
-"""Characters in a key, a number or an unquoted word."""
+"""The most characters in a key, a number or an unquoted word."""
 
 
 class _Place(Enum):
@@ -24,9 +24,9 @@ class _Place(Enum):
     VALUE_OR_END = auto()
     BARE = auto()
     QUOTED = auto()
-    """Between two of the format's own quotes; nothing is escaped in there."""
+    """Between two of the format's own quotes, where nothing is escaped."""
     STRING = auto()
-    """Between plain double quotes, which some models write instead."""
+    """Between ordinary double quotes, which some models write instead."""
     ESCAPE = auto()
     NEXT = auto()
 
@@ -138,7 +138,7 @@ class GemmaCall:
                 raise Malformed
             return ""
         word, self._held = self._held.strip(), ""
-        # A word without quotes is a string: the template writes strings quoted, small models forget it.
+        # A word without quotes is taken as a string: small models forget the quotes that the template uses.
         text = word if LITERAL.fullmatch(word) else json.dumps(word, ensure_ascii=False)
         return text + self._next(ch)
 
@@ -154,7 +154,7 @@ class GemmaCall:
 
     def _string(self, ch: str) -> str:
         if self._place is _Place.ESCAPE:
-            # `\u` would need its four digits checked; no model writes it here.
+            # `\u` is not supported: its four digits would have to be checked, and no model writes it here.
             if ch not in ESCAPES or ch == "u":
                 raise Malformed
             self._place = _Place.STRING
@@ -179,5 +179,5 @@ class GemmaCall:
 
 
 def gemma_section(quote: str, close: str) -> ReaderSequence:
-    """Behind the marker that announces a call, up to `close`."""
+    """Reads from after the marker of a call to `close`."""
     return ReaderSequence(GemmaCall(quote), Closing(close))

@@ -1,5 +1,5 @@
-"""Grammars of whole answers, in llguidance's dialect of Lark: thinking, then JSON or tool calls as the model writes
-them. Pure text; `structured` compiles it.
+"""Grammars for whole answers in llguidance's dialect of Lark: thinking, then JSON or tool calls in the model's format.
+Only text is made here; `structured` compiles it.
 
     start: thinking? (json | calls)
 """
@@ -16,12 +16,12 @@ from parkd.proxy.output.formats import opens_reasoning
 from parkd.proxy.output.xml_calls import takes_text
 
 Terms = Callable[[str], str]
-"""A text as grammar terms: special tokens by id, the rest as literals."""
+"""Converts a text to grammar terms: special tokens by id, the rest as literals."""
 
 ANY_TEXT = r"/(.|\n)*/"
 NEWLINE = "\n"
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One spacing only: with free whitespace a model may write blanks until its limit."""
+"""Only one spacing is allowed: with free white space, a model may write spaces until it reaches its limit."""
 
 
 def literal(text: str) -> str:
@@ -37,8 +37,8 @@ def answer_grammar(
     *,
     parallel: bool,
 ) -> str:
-    """The grammar of an answer that is JSON under `schema` (None: no such answer) or calls of one of `tools` (empty: no
-    calls). One of the two must be given."""
+    """The grammar of an answer that is JSON under `schema` (None: not allowed) or calls of `tools` (empty: no calls).
+    At least one of the two must be given."""
     rules: list[str] = []
     bodies = []
     if schema is not None:
@@ -52,12 +52,12 @@ def answer_grammar(
 
 
 def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-    """A `%json` term. `lenient` passes over keywords that cannot be enforced."""
+    """A `%json` term. With `lenient`, keywords that cannot be enforced are ignored."""
     return "%json " + json.dumps({**schema, "x-guidance": {**JSON_OPTIONS, "lenient": lenient}})
 
 
 def _thinking(marks: ReasoningMarks | None, prompt_tail: str, terms: Terms, rules: list[str]) -> str:
-    """What comes before the body, with a blank behind it; "" where the model cannot think."""
+    """The terms before the body, followed by a space; "" if the model does not think."""
     if marks is None or prompt_tail.rstrip().endswith(marks.close):
         return ""
     rules += [f"thought: {until(marks.close, terms, rules, 'ANY_THOUGHT')}", r"blank: /[ \n]{0,2}/"]
@@ -67,7 +67,8 @@ def _thinking(marks: ReasoningMarks | None, prompt_tail: str, terms: Terms, rule
 
 
 def until(close: str, terms: Terms, rules: list[str], name: str) -> str:
-    """Any text up to and with `close`: a special token ends it by itself, a text must be looked for."""
+    """A term for any text up to and including `close`. A special token ends it by itself; a text must be searched
+    for."""
     ending = terms(close)
     if ending.startswith("<["):
         rules.append(f"{name}: {ANY_TEXT}")
@@ -77,7 +78,7 @@ def until(close: str, terms: Terms, rules: list[str], name: str) -> str:
 
 
 class _CallGrammar:
-    """Rules for calls in one format."""
+    """Grammar rules for calls in one format."""
 
     def __init__(self, tools: ToolFormat, terms: Terms) -> None:
         self._format = tools
@@ -98,7 +99,7 @@ class _CallGrammar:
         return self._rules
 
     def _frame(self) -> tuple[str, str, str]:
-        """What stands before, between and after the calls."""
+        """The terms before, between and after the calls."""
         match self._format:
             case ToolFormat.MISTRAL if not self._mistral_named:
                 return self._terms("[TOOL_CALLS]") + ' "["', '", "', '"]"'
@@ -153,7 +154,7 @@ class _CallGrammar:
         return " ".join([*pieces, literal("</function>\n"), self._terms("</tool_call>")])
 
     def _xml_value(self, schema: Any, rule: str) -> str:
-        """A value with its closing tag: bare text, one of several texts, or JSON."""
+        """A term for a value and its closing tag: bare text, one of several texts, or JSON."""
         close = f"{NEWLINE}</parameter>{NEWLINE}"
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
@@ -165,7 +166,7 @@ class _CallGrammar:
         return f"{rule} {literal(close)}"
 
     def _gemma_call(self, name: str, parameters: Mapping[str, Any]) -> str:
-        """Names of the parameters are the schema's; their values only have the format's form."""
+        """A term for one call. Parameter names are those of the schema; values need only be well-formed."""
         if not any(rule.startswith("g_value:") for rule in self._rules):
             quote = '<|"|>'
             self._rules += [

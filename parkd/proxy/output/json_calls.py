@@ -1,4 +1,4 @@
-"""Readers for the formats that write calls as JSON: Hermes and Qwen, Llama 3, Mistral."""
+"""Readers for formats that write calls as JSON: Hermes and Qwen, Llama 3, Mistral."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parkd.proxy.output.signals import NAME_LIMIT, CallOpened, CallReader, Malfo
 
 
 class Closing:
-    """Whitespace, then a closing tag."""
+    """Reads white space, then a closing tag."""
 
     def __init__(self, tag: str) -> None:
         self.done = False
@@ -28,7 +28,7 @@ class Closing:
 
 
 class Sequence:
-    """One reader after the other."""
+    """Reads with one reader after the other."""
 
     def __init__(self, *readers: CallReader) -> None:
         self.done = False
@@ -43,7 +43,7 @@ class Sequence:
 
 
 class Padded:
-    """Whitespace, then what the first other character calls for."""
+    """Reads white space, then with the reader that the first other character selects."""
 
     def __init__(self, choose: Callable[[str], CallReader]) -> None:
         self.done = False
@@ -61,12 +61,12 @@ class Padded:
 
 
 def padded_call(accepts: Callable[[str], bool] = is_name, *, strict: bool = False) -> Padded:
-    """One call as a JSON object, whitespace before it."""
+    """Reads white space, then one call as a JSON object."""
     return Padded(lambda _: JsonCall(accepts, strict=strict))
 
 
 class JsonCalls:
-    """Calls as JSON objects with `separator` between them, ended by `end` or (None) by whatever follows."""
+    """Reads calls as JSON objects with `separator` between them, up to `end`, or (None) up to any other character."""
 
     def __init__(
         self, separator: str, end: str | None, accepts: Callable[[str], bool] = is_name, *, strict: bool
@@ -94,7 +94,7 @@ class JsonCalls:
 
 
 class LlamaBare:
-    """The whole answer is one call, or several with `;` between them. The opening brace has not been fed."""
+    """Reads an answer that is one call, or several with `;` between them. The opening brace must be fed too."""
 
     def __init__(self, tool_names: frozenset[str]) -> None:
         self._calls = JsonCalls(";", None, tool_names.__contains__, strict=True)
@@ -105,7 +105,7 @@ class LlamaBare:
 
 
 class MistralNamed:
-    """`name[ARGS]{...}` or `name[CALL_ID]id[ARGS]{...}`; the model's own call id is not used."""
+    """Reads `name[ARGS]{...}` or `name[CALL_ID]id[ARGS]{...}`; the model's call id is ignored."""
 
     ARGS = "[ARGS]"
     CALL_ID = "[CALL_ID]"
@@ -138,7 +138,7 @@ class MistralNamed:
 
 
 class MistralArray:
-    """`[{...}, {...}]`."""
+    """Reads `[{...}, {...}]`."""
 
     def __init__(self) -> None:
         self.done = False
@@ -155,5 +155,5 @@ class MistralArray:
 
 
 def mistral_section() -> Padded:
-    """Behind `[TOOL_CALLS]`."""
+    """Reads what follows `[TOOL_CALLS]`."""
     return Padded(lambda ch: MistralArray() if ch == "[" else MistralNamed())

@@ -1,4 +1,4 @@
-"""A strict JSON reader that takes one character at a time, and the reader of a call written as one JSON object."""
+"""A strict JSON reader for one character at a time, and a reader for a call written as one JSON object."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from parkd.proxy.output.signals import CallArguments, CallClosed, CallOpened, Malformed, Signal, is_name
 
 DEPTH_LIMIT = 128
-"""Nesting beyond this is taken for nonsense; it also bounds the stack."""
+"""The deepest nesting that is accepted. It bounds the stack."""
 
 LITERAL_LIMIT = 512
-"""Characters in a number or a word."""
+"""The most characters in a number or a word."""
 
 WHITESPACE = " \t\n\r"
 LITERAL = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -22,7 +22,7 @@ ESCAPES = '"\\/bfnrtu'
 
 
 def escaped(text: str) -> str:
-    """`text` as the inside of a JSON string."""
+    """`text` escaped for use within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -33,7 +33,7 @@ class JsonState(Enum):
     KEY_OR_END = auto()
     COLON = auto()
     NEXT = auto()
-    """A comma or the end of the container."""
+    """Expects a comma or the end of the container."""
     STRING = auto()
     ESCAPE = auto()
     HEX = auto()
@@ -42,8 +42,8 @@ class JsonState(Enum):
 
 
 class JsonMachine:
-    """Accepts exactly the prefixes of one JSON object, but forgives raw control characters inside strings: models
-    write them, and every client's parser would refuse them, so `feed` gives them back escaped."""
+    """Accepts exactly the prefixes of one JSON object. One exception: raw control characters within strings, which
+    models write. Every client's parser would refuse them, so `feed` returns them escaped."""
 
     def __init__(self) -> None:
         self.state = JsonState.VALUE
@@ -54,11 +54,11 @@ class JsonMachine:
 
     @property
     def depth(self) -> int:
-        """Open containers."""
+        """The number of open containers."""
         return len(self._stack)
 
     def feed(self, ch: str) -> str:
-        """Takes one character and returns it as strict JSON. Raises Malformed."""
+        """Consumes one character and returns it as strict JSON. Raises Malformed."""
         match self.state:
             case JsonState.STRING:
                 return self._in_string(ch)
@@ -138,7 +138,7 @@ class JsonMachine:
 
 
 class JsonArguments:
-    """Reads one JSON object that is a call's arguments and nothing else; the call was opened by whoever made this."""
+    """Reads one JSON object that is only a call's arguments; its creator has already opened the call."""
 
     def __init__(self) -> None:
         self.done = False
@@ -153,10 +153,10 @@ class JsonArguments:
 
 
 class JsonCall:
-    """Reads `{"name": ..., "arguments": {...}}`, keys in any order, `parameters` for `arguments`, arguments possibly
-    as a JSON string. Arguments are passed on as they come once the name is known.
+    """Reads `{"name": ..., "arguments": {...}}`. Keys may be in any order, `arguments` may be called `parameters` and
+    may be a JSON string. Once the name is known, arguments are passed on as they arrive.
 
-    `accepts` judges the name; `strict` refuses every other key: that tells a call from an answer that is JSON.
+    `accepts` decides whether a name is valid. `strict` refuses other keys, to tell a call from an answer in JSON.
     """
 
     ARGUMENT_KEYS = ("arguments", "parameters")
@@ -173,7 +173,7 @@ class JsonCall:
         self._key = ""
         self._name: str | None = None
         self._arguments: str | None = None
-        """Complete arguments that wait for the name; "" once they have been passed on."""
+        """Complete arguments that wait for the name; "" once they were passed on."""
 
     def feed(self, ch: str) -> list[Signal]:
         machine = self._machine
@@ -254,7 +254,7 @@ class JsonCall:
 
 
 def _object_text(text: str) -> str:
-    """JSON text of an arguments object that was given as a value of its own. Raises Malformed."""
+    """The JSON text of arguments that were given as a separate value. Raises Malformed."""
     value = json.loads(text)
     if value is None:
         return "{}"

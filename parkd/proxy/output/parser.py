@@ -1,4 +1,4 @@
-"""The parser of a model's answers: thinking first, then text and tool calls."""
+"""The parser of answers: thinking first, then text and tool calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parkd.types import FinishReason, ReasoningDelta, ToolCallDelta, ToolChoiceM
 
 
 class AnswerParser:
-    """Implements `Parser`. The splitter finds the thinking, the call parser everything behind it."""
+    """Implements `Parser`. The splitter separates the thinking; the call parser parses everything after it."""
 
     def __init__(self, splitter: ReasoningSplitter, calls: CallParser) -> None:
         self._splitter = splitter
@@ -46,7 +46,7 @@ class AnswerParser:
 
 
 def merged(events: list[OutputEvent]) -> list[OutputEvent]:
-    """The same events with the neighbouring argument pieces of one call joined."""
+    """The same events, with adjacent argument pieces of one call joined."""
     joined: list[OutputEvent] = []
     for event in events:
         last = joined[-1] if joined else None
@@ -66,9 +66,8 @@ def merged(events: list[OutputEvent]) -> list[OutputEvent]:
 def make_parser(output: OutputFormat, request: TurnRequest, prompt_tail: str, call_ids: CallIds) -> Parser:
     """The parser for one answer.
 
-    `prompt_tail` is the end of the rendered prompt (64 characters are enough): it tells whether thinking is open. A
-    request without tools, or with `tool_choice: none`, gets every would-be call as text; one with a raw prompt gets
-    everything as text.
+    `prompt_tail` is the end of the rendered prompt (64 characters are enough); it shows whether thinking is open. For
+    a request without tools, or with `tool_choice: none`, calls are text. For a raw prompt, everything is text.
     """
     marks = output.reasoning if request.prompt is None else None
     if output.reader is not None and request.prompt is None:
@@ -87,7 +86,7 @@ def make_parser(output: OutputFormat, request: TurnRequest, prompt_tail: str, ca
 
 
 def _sections(tools: ToolFormat, request: TurnRequest) -> tuple[Mapping[str, Section], Section | None]:
-    """Markers with what reads behind them, and what reads an answer without a marker."""
+    """Markers with the readers for the text after them, and the reader for an answer that is a call (or None)."""
     schemas = tool_schemas(request.tools)
     match tools:
         case ToolFormat.NONE:

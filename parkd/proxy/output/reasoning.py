@@ -1,4 +1,4 @@
-"""Splits the thinking at an answer's start from the answer."""
+"""Splits the thinking at the start of an answer from the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class _Place(Enum):
     START = auto()
     THINKING = auto()
     AFTER = auto()
-    """Behind the closing mark, before the answer's first visible character."""
+    """After the closing marker, before the first visible character of the answer."""
     BODY = auto()
 
 
@@ -24,14 +24,14 @@ class Piece:
 
 
 class ReasoningSplitter:
-    """Thinking is recognised at the start only, where the model opens it or (`opened`) the prompt has opened it; a mark
-    anywhere else is text. Blanks next to the marks belong to the format."""
+    """Recognises thinking only at the start, where the model opens it, or where the prompt did (`opened`). A marker
+    elsewhere is text. White space next to the markers belongs to the format."""
 
     def __init__(self, marks: ReasoningMarks | None, *, opened: bool) -> None:
         self._marks = marks
         self._held = ""
         self._begun = False
-        """A visible character of the thinking has been given out."""
+        """A visible character of the thinking was emitted."""
         if marks is None:
             self._place = _Place.BODY
         else:
@@ -62,7 +62,7 @@ class ReasoningSplitter:
         return Piece("", held)
 
     def _start(self, text: str) -> str:
-        """Decides whether thinking opens; holds the text while that is open."""
+        """Decides whether thinking begins; holds the text back while that is undecided."""
         assert self._marks is not None
         begun = text.lstrip()
         if begun.startswith(self._marks.open):
@@ -75,7 +75,7 @@ class ReasoningSplitter:
         return text
 
     def _think(self, text: str) -> tuple[str, str]:
-        """(thinking, what follows its closing mark)."""
+        """(thinking, the text after its closing marker)."""
         assert self._marks is not None
         thought, closing, rest = text.partition(self._marks.close)
         if closing:

@@ -1,4 +1,4 @@
-"""What the readers of tool-call formats tell the parser. Internal to this folder."""
+"""Signals from the readers of tool-call formats to the parser. Internal to this folder."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 NAME_LIMIT = 256
-"""Characters in a tool's name."""
+"""The most characters in a tool's name."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
 def is_name(text: str) -> bool:
-    """Whether this can be a tool's name. Clients allow less; what has other characters is surely no name."""
+    """Whether this can be a tool's name. Clients allow fewer characters; text with others is certainly not a name."""
     return len(text) <= NAME_LIMIT and _NAME.fullmatch(text) is not None
 
 
@@ -31,21 +31,21 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallClosed:
-    """The call opened last is complete and its arguments are a JSON object."""
+    """The last opened call is complete, and its arguments are a JSON object."""
 
 
 Signal = CallOpened | CallArguments | CallClosed
 
 
 class Malformed(Exception):
-    """The character just fed does not fit the format. It has not been consumed."""
+    """The last character does not fit the format. It was not consumed."""
 
 
 class CallReader(Protocol):
-    """Reads the characters behind a marker that announces tool calls."""
+    """Reads the characters after a marker of tool calls."""
 
     done: bool
-    """True once the last character of the section has been fed."""
+    """True once the last character of the section was fed."""
 
     def feed(self, ch: str) -> list[Signal]:
-        """Takes one character. Raises Malformed; then the reader is not used again."""
+        """Consumes one character. Raises Malformed, after which the reader must not be used again."""

@@ -1,4 +1,4 @@
-"""What an answer said, gathered from its events, to be recognised when a client sends it back."""
+"""The content of an answer, collected from its events, by which it is recognised when a client sends it back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parkd.types import Event, ReasoningDelta, TextDelta, ToolCallDelta
 
 
 class Transcript:
-    """Fed with one answer's events in order. Used by one thread at a time."""
+    """Takes the events of one answer in order. For one thread at a time."""
 
     def __init__(self) -> None:
         self._runs: list[list[str]] = []
@@ -33,7 +33,7 @@ class Transcript:
         self._in_text = isinstance(event, TextDelta)
 
     def said(self) -> Said | None:
-        """None for what cannot be recognised: a call whose arguments broke off."""
+        """The content; None if it cannot be recognised, because the arguments of a call are incomplete."""
         runs = tuple("".join(run) for run in self._runs)
         calls: list[tuple[str, str]] = []
         for _, (name, pieces) in sorted(self._calls.items()):

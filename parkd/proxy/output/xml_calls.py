@@ -1,6 +1,6 @@
-"""The reader of Qwen's XML-like calls: `<function=name><parameter=key>value</parameter></function>`.
+"""Reads Qwen's XML-like calls: `<function=name><parameter=key>value</parameter></function>`.
 
-A parameter's value is bare text; whether it is a string or JSON is told by the tool's own schema.
+The value of a parameter is bare text; the tool's schema decides whether it is a string or JSON.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PARAMETER_END = "</parameter>"
 FUNCTION_END = "</function>"
 
 ToolSchemas = Mapping[str, Mapping[str, Any]]
-"""Tool name to the properties of its parameters."""
+"""Tool name -> the properties of its parameters."""
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> ToolSchemas:
-    """Properties by tool name, of tools in the chat dialect's shape; what has another shape has no properties."""
+    """Properties by tool name, for tools in the chat dialect's form. Tools in another form have no properties."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function")
@@ -46,7 +46,7 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> ToolSchemas:
 
 
 def takes_text(schema: Any) -> bool:
-    """Whether a value under this schema is a string when it could be one. Unknown schemas take text."""
+    """Whether a value under this schema is taken as a string if it could be one. True for unknown schemas."""
     if not isinstance(schema, Mapping):
         return True
     for several in ("anyOf", "oneOf"):
@@ -61,14 +61,14 @@ def takes_text(schema: Any) -> bool:
 
 
 class XmlCall:
-    """One call. `opened` says that `<function=` has been consumed as a marker already."""
+    """Reads one call. `opened`: `<function=` was already consumed as a marker."""
 
     def __init__(self, schemas: ToolSchemas, *, opened: bool = False) -> None:
         self.done = False
         self._schemas = schemas
         self._properties: Mapping[str, Any] = {}
         self._tag = FUNCTION if opened else ""
-        """The tag being read; empty between tags."""
+        """The tag that is being read; empty between tags."""
         self._keys: set[str] = set()
         self._value: XmlValue | None = None
 
@@ -101,7 +101,7 @@ class XmlCall:
         if not is_name(name):
             raise Malformed
         if tag.startswith(FUNCTION):
-            # The empty key marks the call as opened; no parameter can have it.
+            # The empty key, which no parameter can have, marks the call as opened.
             self._keys.add("")
             self._properties = self._schemas.get(name, {})
             return [CallOpened(name)]
@@ -114,14 +114,14 @@ class XmlCall:
 
 
 class XmlValue:
-    """The text of one parameter up to its closing tag, without the one newline the format puts on either side."""
+    """Reads the text of one parameter up to its closing tag, without the newline that the format adds on each side."""
 
     def __init__(self, *, text: bool) -> None:
         self.done = False
         self._text = text
         self._held = ""
-        """Read and not yet known to be the value's: a newline, the head of the closing tag, or the whole of a value
-        that is not text."""
+        """Text that may not belong to the value: a newline or the beginning of the closing tag. For a value that is
+        not text, all of it."""
         self._started = False
 
     def feed(self, ch: str) -> list[Signal]:
@@ -151,7 +151,7 @@ class XmlValue:
 
 
 def _held_tail(text: str) -> int:
-    """Length of the longest tail of `text` that may belong to the closing tag or the newline before it."""
+    """Length of the longest suffix of `text` that may belong to the closing tag or to the newline before it."""
     for length in range(min(len(text), len(PARAMETER_END) + 1), 0, -1):
         tail = text[-length:]
         if PARAMETER_END.startswith(tail) or ("\n" + PARAMETER_END).startswith(tail):
@@ -160,7 +160,7 @@ def _held_tail(text: str) -> int:
 
 
 def _json_value(text: str) -> str:
-    """The value as JSON text; what is no JSON is a string, Python's words for the constants are understood."""
+    """The value as JSON text. Python's names of constants are understood; anything that is not JSON is a string."""
     constant = {"True": "true", "False": "false", "None": "null"}.get(text)
     if constant is not None:
         return constant
@@ -176,7 +176,7 @@ def _refuse(word: str) -> Any:
 
 
 def tagged_section(schemas: ToolSchemas) -> ReaderSequence:
-    """Behind `<tool_call>`: JSON or XML, whichever the model writes, then `</tool_call>`."""
+    """Reads what follows `<tool_call>`: JSON or XML, whichever the model writes, then `</tool_call>`."""
 
     def choose(ch: str) -> CallReader:
         return JsonCall() if ch == "{" else XmlCall(schemas)
@@ -185,5 +185,5 @@ def tagged_section(schemas: ToolSchemas) -> ReaderSequence:
 
 
 def bare_function_section(schemas: ToolSchemas) -> XmlCall:
-    """Behind a `<function=` that no `<tool_call>` announced."""
+    """Reads what follows a `<function=` without a `<tool_call>` before it."""
     return XmlCall(schemas, opened=True)
