@@ -1,4 +1,4 @@
-"""Text that may turn out to be the head of a stop string."""
+"""Holds back text that may be the beginning of a stop string."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from parkd.engine_adapter.base import TextPiece
 
 
 class HeldText:
-    """Gives text out as soon as no stop string can begin in it."""
+    """Releases text as soon as no stop string can begin in it."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = [text for text in stop if text]
         self._held = ""
 
     def release(self, fresh: str, *, final: bool) -> TextPiece:
-        """What can be given out now; with `final`, all that is left. Ends before the first stop string that is met."""
+        """The text that can be released now; with `final`, all of it. It ends before the first stop string."""
         text = self._held + fresh
         met = [(text.find(stop), stop) for stop in self._stop if stop in text]
         if met:

@@ -1,4 +1,5 @@
-"""An engine's checkpoints: copies of its fixed state at earlier positions, and where chunks end to take them.
+"""An engine's checkpoints (copies of its fixed state at earlier positions), and where chunks end so that they can be
+taken.
 
 |---- root ----|---- dropped first ----|--------|---- used last ----| position
 """
@@ -12,12 +13,12 @@ S = TypeVar("S")
 
 
 class KeptStates(Generic[S]):
-    """At most `limit` states by position. The least recently used makes room; the earliest always stays."""
+    """At most `limit` states by position. The least recently used one is dropped first; the earliest always stays."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._states: dict[int, S] = {}
-        """By position, the least recently used first."""
+        """Position -> state, the least recently used first."""
 
     @property
     def positions(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The torch engine behind the daemon's seam: a session of `engine`, in the words of `parkd.engine_adapter.base`."""
+"""The torch engine: a session of `engine` behind the protocols of `parkd.engine_adapter.base`."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class TorchEngine:
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
         vectors: SteeringBank | None = None,
     ) -> None:
-        """`fresh_seed` gives the randomness of answers whose request names no seed. `vectors` are those that requests
-        can name; their default scales steer whoever names none."""
+        """`fresh_seed` returns the seed for requests without one. `vectors` are the control vectors that requests can
+        choose; a request that chooses none is steered by their default scales."""
         self.info = info
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.template: ChatTemplate = TranslatedTemplate(loaded.template)
@@ -73,7 +73,7 @@ class TorchEngine:
         free: Callable[[str], int] = free_bytes,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> TorchEngine:
-        """Loads the model and allocates the arenas. `free` tells the bytes a device can still give.
+        """Loads the model and allocates the arenas. `free` returns the free bytes of a device.
 
         Raises ModelError, whose message says what to do.
         """
@@ -82,7 +82,7 @@ class TorchEngine:
 
     @property
     def images_encoded(self) -> int:
-        """Pictures that went through the vision tower, over the engine's life."""
+        """The number of images encoded by the vision tower since the engine was loaded."""
         return 0 if self._session.vision is None else self._session.vision.encoded
 
     def tokenizer_json(self) -> str:
@@ -91,11 +91,11 @@ class TorchEngine:
 
     @property
     def response_reader(self) -> Callable[[str, Sequence[Mapping[str, Any]]], ResponseReader] | None:
-        """From a prompt's end and the tools to what reads the answer; None if the model's files do not say how."""
+        """(end of the prompt, tools) -> a reader for the answer; None if the model has no response template."""
         return None if self._chat.responses is None else self._chat.responses.reader
 
     def host_memory_hooks(self) -> PinnedMemory | None:
-        """What a pool of parked rows should tell of its memory, for copies at full speed; None without cards."""
+        """Hooks that page-lock the memory of the pool of parked rows, for fast copies; None without cards."""
         uses_cards = any(torch.device(device).type == "cuda" for device in self.info.devices)
         return PinnedMemory() if uses_cards else None
 
@@ -172,7 +172,7 @@ class TorchEngine:
             return self._vectors.digest(scales)
 
     def steer(self, scales: Mapping[str, float] | None) -> bytes:
-        # A set is often the same for a whole conversation: its sums are made only when it changes.
+        # The set is often the same for a whole conversation, so the summed directions are computed only on a change.
         if self.steering_digest(scales) != self._session.steering_digest:
             with translated():
                 self._session.steer(self._vectors.select(scales))
@@ -197,7 +197,7 @@ class TorchEngine:
 
     @property
     def reads_while_restoring(self) -> bool:
-        """Cards compute beside their copies; a CPU has to do one after the other."""
+        """True on cards, which compute while they copy; a CPU does one after the other."""
         return all(torch.device(device).type == "cuda" for device in self.info.devices)
 
     def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
@@ -209,7 +209,7 @@ class TorchEngine:
         try:
             yield
         except SnapshotError as error:
-            # A mismatch leaves the rows alone, but who asked for it must be able to read cold from an empty engine.
+            # A mismatch leaves rows in place, but the caller needs an empty engine to read the prompt cold.
             self._session.reset()
             if is_lost(error):
                 raise EngineLost(lost_message(error)) from error
@@ -219,5 +219,5 @@ class TorchEngine:
             raise
 
     def close(self) -> None:
-        """Gives weights and arenas back. The engine is of no use afterwards."""
+        """Frees weights and arenas. The engine must not be used afterwards."""
         self._open = None

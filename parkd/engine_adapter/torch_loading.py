@@ -1,4 +1,4 @@
-"""From what was asked for to a torch engine's parts: weights on their devices, arenas, an empty session."""
+"""Loads the parts of a torch engine: weights on their devices, arenas, an empty session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from parkd.errors import ModelError
 from parkd.types import StageLayout, StateLayout
 
 Progress = Callable[[str, float], None]
-"""Told what is being done and the share of it that is done, 0 to 1."""
+"""Called with (current activity, fraction done from 0 to 1)."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class TorchEngineConfig:
     """What to load and how to lay it out."""
 
     model: str
-    """Directory, hub id, GGUF file or `random:NAME`."""
+    """A directory, hub id, GGUF file or `random:NAME`."""
     cache_dir: Path
-    """Converted weights and digests of weight files are kept here."""
+    """Directory for converted weights and the digests of weight files."""
     name: str | None = None
-    """What the model is called; None: after its files."""
+    """The model's name; None: derived from its files."""
     chat_template_file: Path | None = None
     layout: EngineConfig = field(default_factory=EngineConfig)
     reserved_bytes: int = 0
-    """Main memory promised to parked conversations: the arenas leave it alone."""
+    """Main memory reserved for parked conversations, which the arenas must not use."""
     is_demo_model: bool = False
     control_vectors: tuple[VectorFile, ...] = ()
     steered_layers: tuple[int, int] | None = None
@@ -54,7 +54,7 @@ class TorchEngineConfig:
 
 @dataclass(frozen=True, eq=False)
 class EngineParts:
-    """What `TorchEngine` is made of."""
+    """The parts of a `TorchEngine`."""
 
     loaded: LoadedModel
     session: Session
@@ -63,7 +63,7 @@ class EngineParts:
 
 
 def load_parts(config: TorchEngineConfig, progress: Progress | None, free: Callable[[str], int]) -> EngineParts:
-    """Loads the model and allocates the arenas. `free` tells the bytes a device can still give.
+    """Loads the model and allocates the arenas. `free` returns the free bytes of a device.
 
     Raises ModelError, whose message says what to do.
     """
@@ -99,7 +99,7 @@ def load_parts(config: TorchEngineConfig, progress: Progress | None, free: Calla
 
 
 def _opened(config: TorchEngineConfig, loaded: LoadedModel, free: Callable[[str], int]) -> Session:
-    """An empty session with the context that fits."""
+    """An empty session with the largest context that fits, or with the configured one."""
     layout, text = config.layout, loaded.text_config
     state = build_layout(loaded.config, loaded.ranges, layout.kv_dtype or loaded.dtype, loaded.dtype)
     room = window_room(loaded.config, layout)
@@ -153,14 +153,14 @@ def _state_layout(stages: Sequence[StageStateLayout], checksum: str) -> StateLay
 
 
 def _need(device: str, layout: StageStateLayout, room: WindowRoom, copies: int) -> StageNeed:
-    """What a stage asks of its device beside the rows: what is live, and the copies of it that are kept there:
-    checkpoints, and the states that guesses are taken back to."""
+    """The memory that a stage needs on its device besides rows: live fixed state, and `copies` of it (checkpoints, and
+    states to return to after wrong guesses)."""
     fixed_bytes = layout.fixed_bytes * (1 + copies) + layout.window_bytes(room.tokens)
     return StageNeed(device, layout.row_bytes + math.ceil(layout.index_bytes_a_token), fixed_bytes)
 
 
 def _weights_bytes(stages: Sequence[Stage], tower: VisionTower | None, draft: DraftHead | None) -> int:
-    """Bytes of all weights; what stages on one device share counts once."""
+    """Bytes of all weights. Weights that stages on one device share count once."""
     modules = [module for stage in stages for module in (stage.inner, stage.head) if module is not None]
     modules += [] if tower is None else [tower.module]
     modules += [] if draft is None else [draft.model]

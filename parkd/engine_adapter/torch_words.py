@@ -1,4 +1,4 @@
-"""The torch engine's words in the daemon's: its errors, and the parts of it that refuse.
+"""Translates the torch engine's errors into parkd's, and wraps the parts of the engine that raise them.
 
 before serving   UnsupportedModel, ModelLoadError, InvalidSplit, OutOfMemory  ->  ModelError (`torch_loading`)
 in a turn        StageFailed, BadLogits, ContextFull                          ->  EngineFailure, the state is valid
@@ -29,7 +29,7 @@ _LOST_SIGNS = ("device-side assert", "illegal memory access", "unspecified launc
 
 
 class TranslatedCapture:
-    """The engine's, in the daemon's words."""
+    """The engine's capture, with errors translated."""
 
     def __init__(self, capture: CaptureInFlight) -> None:
         self._capture = capture
@@ -40,7 +40,7 @@ class TranslatedCapture:
 
 
 class TranslatedTemplate:
-    """The engine's template, refusing in the daemon's words."""
+    """The engine's template, with errors translated."""
 
     def __init__(self, template: EngineTemplate) -> None:
         self._template = template
@@ -60,7 +60,7 @@ class TranslatedTemplate:
 
 
 class TranslatedImages:
-    """The engine's way with pictures, refusing in the daemon's words."""
+    """The engine's image reader, with errors translated."""
 
     def __init__(self, processor: ImageProcessor) -> None:
         tokens = processor.tokens
@@ -77,7 +77,7 @@ class TranslatedImages:
 
 
 class TextStream:
-    """One answer's text."""
+    """Assembles the text of one answer."""
 
     def __init__(self, assembler: TextAssembler) -> None:
         self._assembler = assembler
@@ -95,7 +95,7 @@ def _piece(piece: Piece) -> TextPiece:
 
 @contextmanager
 def known_vectors() -> Iterator[None]:
-    """A vector that nobody named is the request's fault."""
+    """Translates an unknown control vector into InvalidRequest."""
     try:
         yield
     except UnknownVector as error:
@@ -104,7 +104,7 @@ def known_vectors() -> Iterator[None]:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """What a turn can meet. Raises EngineLost and EngineFailure; what is no engine's error passes as it is."""
+    """Translates errors of a turn to EngineLost and EngineFailure. Errors that are not the engine's pass through."""
     try:
         yield
     except Exception as error:
@@ -128,12 +128,12 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def lost_message(error: BaseException) -> str:
-    """What to do about a device that is gone."""
+    """A message that says what to do about a lost device."""
     return f"The device stopped working and parkd must be started again: {error}"
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether the device's context is poisoned: every later call on it would fail too."""
+    """Whether the device's context is poisoned, so that every later call on it would fail too."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, torch.AcceleratorError) and not isinstance(cause, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""Checksums of states that are given whole, as the store keeps them: `[parts, 1]`."""
+"""Checksums of whole states in the store's shape, `[parts, 1]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp in process, for GGUF models: needs llama-cpp-python (the extra `llama-cpp`)."""
+"""llama.cpp in process, for GGUF models. Needs llama-cpp-python (the extra `llama-cpp`)."""
 
 from parkd.engine_adapter.llama_cpp.config import CACHE_TYPES, LlamaCppConfig, LoraFile
 

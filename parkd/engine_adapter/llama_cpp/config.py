@@ -1,4 +1,4 @@
-"""What a GGUF model is loaded with."""
+"""The settings with which a GGUF model is loaded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from engine.steering import VectorFile
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-"""As llama-server names them."""
+"""llama-server's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraFile:
-    """An adapter, applied to all that is read and generated."""
+    """An adapter. It applies to all prompts and answers."""
 
     path: Path
     scale: float = 1.0
@@ -26,21 +26,21 @@ class LlamaCppConfig:
     model: Path
     """A GGUF file, or the first of several."""
     cache_dir: Path
-    """Digests of weight files are kept here."""
+    """Directory for the digests of weight files."""
     name: str | None = None
-    """What the model is called; None: as its file says."""
+    """The model's name; None: the name in its file."""
     chat_template_file: Path | None = None
     context_tokens: int | None = None
     """None: the model's own."""
     batch_tokens: int = 512
     ctx_checkpoints: int = 8
     gpu_layers: int | None = None
-    """None: all that the library can offload."""
+    """None: all layers that the library can offload."""
     split_mode: str = "layer"
     tensor_split: tuple[float, ...] = ()
     main_gpu: int = 0
     threads: int | None = None
-    """None: as many as the machine has cores."""
+    """None: one per core."""
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     flash_attn: str = "auto"

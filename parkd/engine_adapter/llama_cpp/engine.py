@@ -1,6 +1,7 @@
 """llama.cpp in process: an `OpaqueEngine` over one context with one sequence.
 
-What the library refuses leaves an empty engine and is a miss; nothing is read from a state that it did not take whole.
+A state that the library refuses leaves the engine empty and counts as a miss. A state that it did not take whole is
+never used.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class LlamaCppEngine:
     """An `OpaqueEngine` over llama.cpp's low-level interface."""
 
     response_reader = None
-    """GGUF files do not say how answers are read."""
+    """GGUF files contain no response template."""
 
     def __init__(
         self,
@@ -82,12 +83,12 @@ class LlamaCppEngine:
         return cls(LlamaModel(config, progress))
 
     def tokenizer_json(self) -> Callable[[], Any]:
-        """What structured output is compiled against: the vocabulary itself, since the file holds no tokenizer.json."""
+        """The vocabulary for structured output: an `LLTokenizer`, since a GGUF file has no tokenizer.json."""
         ends = sorted(self.info.end_token_ids)
         return lambda: self._vocabulary.grammar_tokenizer(self.info.vocab_size, ends)
 
     def host_memory_hooks(self) -> None:
-        """The library copies by itself."""
+        """None: the library does the copying."""
 
     @property
     def position(self) -> int:
@@ -108,7 +109,7 @@ class LlamaCppEngine:
         self._timeline.reset()
 
     def truncate(self, position: int) -> None:
-        """Raises RestoreFailed, with the engine empty, if the library refuses what should be possible."""
+        """Raises RestoreFailed if the library refuses a cut that should be possible; the engine is then empty."""
         self._timeline.truncate(position)
 
     def extend(
@@ -199,7 +200,7 @@ class LlamaCppEngine:
             raise
 
     def close(self) -> None:
-        """Gives weights and memory back. The engine is of no use afterwards."""
+        """Frees weights and memory. The engine must not be used afterwards."""
         self._sequence.close()
         self._model.close()
 
@@ -251,7 +252,7 @@ class LlamaCppEngine:
         )
 
     def _probe(self) -> tuple[int, int]:
-        """About what a token and a checkpoint take: seen on a few tokens, and scaled to a full window."""
+        """Approximate bytes of a token and of a checkpoint: measured with a few tokens, scaled to a full window."""
         token = np.zeros(1, dtype=np.int64)
         sizes = []
         for count in (_PROBE_TOKENS, 2 * _PROBE_TOKENS):

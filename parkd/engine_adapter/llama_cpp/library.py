@@ -1,9 +1,9 @@
-"""A model and its context in llama.cpp's hands: loaded, described, given back.
+"""A model and its context in llama.cpp: loading, describing, freeing.
 
     GGUF file -> model (weights on the devices that llama.cpp splits them over) -> context (memory of one sequence)
 
-Errors of the library are return values; what it has to say about them goes to its log, of which the last lines are kept
-for the message.
+The library returns error codes and writes the reasons to its log. The last lines of the log are kept for error
+messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parkd.errors import EngineFailure, ModelError
 
 FINGERPRINT_BYTES = 16
 MOST_PHYSICAL_BATCH = 512
-"""Tokens that are computed at once, of a batch."""
+"""The most tokens of a batch that are computed at once."""
 LOG_LINES = 8
 WARN_LEVEL = 3
 _SHARD_MARK = "-00001-of-"
@@ -36,7 +36,7 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 
 
 class LibraryLog:
-    """Takes the library's log for itself. One a process: the library has one log."""
+    """Receives the library's log. One per process, since the library has one log."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
@@ -53,7 +53,7 @@ class LibraryLog:
 
 
 class LlamaModel:
-    """The loaded model and its context. Used from the engine's thread, but for what only reads the vocabulary."""
+    """The loaded model and its context. For the engine's thread only, except for reading the vocabulary."""
 
     def __init__(self, config: LlamaCppConfig, progress: Callable[[str, float], None] | None = None) -> None:
         """Raises ModelError."""
@@ -62,7 +62,7 @@ class LlamaModel:
         low.llama_backend_init()
         self._check()
         self._progress = progress
-        # Held for as long as the library may call or read them.
+        # Referenced for as long as the library may call or read them.
         self._on_progress = low.llama_progress_callback(self._advance)
         self._tensor_split = (ctypes.c_float * max(1, low.llama_max_devices()))(*config.tensor_split)
         self.pointer = low.llama_model_load_from_file(os.fsencode(config.model), self._model_params())
@@ -108,12 +108,12 @@ class LlamaModel:
 
     @property
     def window_tokens(self) -> int:
-        """Of sliding layers; 0 without."""
+        """The window of sliding layers, in tokens; 0 without any."""
         return int(low.llama_model_n_swa(self.pointer))
 
     @property
     def is_recurrent(self) -> bool:
-        """Some of its state is exact at its end only."""
+        """Some of the state is valid only at its end."""
         return bool(low.llama_model_is_recurrent(self.pointer) or low.llama_model_is_hybrid(self.pointer))
 
     @property
@@ -124,7 +124,7 @@ class LlamaModel:
         return text.decode() if text else None
 
     def entry(self, key: str) -> str | None:
-        """A metadata value of the file, as text."""
+        """A metadata value of the file, as text; None without it."""
         buffer = ctypes.create_string_buffer(4096)
         size = low.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
         return buffer.value.decode(errors="replace") if size >= 0 else None
@@ -133,8 +133,8 @@ class LlamaModel:
         return frozenset(t for t in range(self.vocab_size) if low.llama_vocab_is_eog(self.vocab, t))
 
     def fingerprint(self) -> bytes:
-        """16 bytes over weights, KV types, adapters with their scales, the library's build, and what shapes the bytes
-        that it writes. Control vectors are in the conversation's key, request by request."""
+        """A digest of 16 bytes over the weights, KV types, adapters with their scales, the library's build, and the
+        settings that shape a written state. Control vectors are in each request's key instead."""
         cache, config = ModelCache(self.config.cache_dir), self.config
         hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-llama.cpp")
         parts = [cache.file_digest(path, self._progress) for path in shards(config.model)]
@@ -148,7 +148,8 @@ class LlamaModel:
         return hasher.digest()
 
     def steer(self, steering: Steering) -> None:
-        """Adds directions to the layers from here on; an empty set takes all off. Raises EngineFailure."""
+        """Sets the directions that are added to the layers from now on; an empty set removes all. Raises
+        EngineFailure."""
         embed, layers = int(low.llama_model_n_embd(self.pointer)), self.layers
         if not steering.sums:
             failed = low.llama_set_adapter_cvec(self.context, None, 0, embed, 0, 0)
@@ -162,7 +163,7 @@ class LlamaModel:
             raise EngineFailure(f"llama.cpp does not take the control vectors: {self._log.last}.")
 
     def last_words(self) -> str:
-        """Of the library's log, for a message."""
+        """The last lines of the library's log, for an error message."""
         return self._log.last
 
     def close(self) -> None:
@@ -227,7 +228,7 @@ def _type(name: str) -> int:
 
 
 def shards(first: Path) -> Iterator[Path]:
-    """All files of a model, which may lie in several: `NAME-00001-of-00003.gguf`."""
+    """All files of a model, which may be split: `NAME-00001-of-00003.gguf`."""
     head, mark, tail = first.name.partition(_SHARD_MARK)
     if not mark:
         yield first
@@ -238,7 +239,7 @@ def shards(first: Path) -> Iterator[Path]:
 
 
 def _library_files() -> list[Path]:
-    """The shared objects that compute and write state: another build may do both otherwise."""
+    """The shared objects that compute and write state. Another build may do either differently."""
     folder = Path(llama_cpp.__file__).parent / "lib"
     names = ("libllama", "libggml-base", "libggml-cpu", "llama", "ggml-base", "ggml-cpu")
     return [path for path in sorted(folder.iterdir()) if path.name.split(".")[0] in names and not path.is_symlink()]

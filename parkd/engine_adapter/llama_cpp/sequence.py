@@ -1,9 +1,9 @@
-"""The one sequence in the context's memory: tokens go in, logits and state come out.
+"""The only sequence in the context's memory: tokens go in, logits and state come out.
 
     positions   pos_min ............ pos_max        (-1, -1) when it is empty
                 |-- in memory ------------|-- position: where the next token goes
 
-Nothing is taken for granted: after each call that may move it, the position is what the memory reports.
+After each call that may move it, the position is read from the memory and not assumed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ABORTED = 2
 
 
 class Sequence:
-    """Memory, batch and logits of the context."""
+    """The context's memory, batch and logits."""
 
     def __init__(self, model: LlamaModel, batch_tokens: int) -> None:
         self._model = model
@@ -50,22 +50,22 @@ class Sequence:
 
     @property
     def first(self) -> int:
-        """The earliest position in memory, of the layers that hold fewest; -1 when it is empty."""
+        """The earliest position in memory, in the layers that hold the fewest; -1 if the memory is empty."""
         return int(low.llama_memory_seq_pos_min(self._memory, SEQUENCE))
 
     def clear(self) -> None:
         low.llama_memory_clear(self._memory, False)
 
     def cut(self, position: int) -> bool:
-        """Takes off what lies from `position` on. False if the library refuses, or did something else."""
+        """Removes everything from `position` on. False if the library refuses, or the result is not as expected."""
         if not low.llama_memory_seq_rm(self._memory, SEQUENCE, position, -1):
             return False
         return self.position == position
 
     def decode(self, token_ids: TokenIds, start: int, *, is_cancelled: Callable[[], bool] | None = None) -> bool:
-        """Computes tokens `[start, start + n)` in one batch, with logits of the last one if there is one only.
+        """Computes tokens `[start, start + n)` in one batch; with logits if there is only one token.
 
-        False if it was cancelled inside; then the memory holds some of it. Raises EngineFailure.
+        False if it was cancelled meanwhile; the memory then holds part of the batch. Raises EngineFailure.
         """
         count = len(token_ids)
         if count == 1:
@@ -94,12 +94,12 @@ class Sequence:
         return True
 
     def logits(self) -> npt.NDArray[np.float32]:
-        """`[vocab]` of the last token that was decoded alone; valid until the next one is."""
+        """Logits `[vocab]` of the last token that was decoded alone; valid until the next `decode`."""
         pointer = low.llama_get_logits_ith(self._context, -1)
         if not pointer:
             raise EngineFailure("llama.cpp gave no logits. Send the request again.")
         address = ctypes.addressof(pointer.contents)
-        if address != self._logits_at:  # the library may move its buffer, and seldom does
+        if address != self._logits_at:  # the library may move its buffer, but rarely does
             self._logits_at, self._logits = address, np.ctypeslib.as_array(pointer, (self._vocab_size,))
         return self._logits
 
@@ -107,12 +107,12 @@ class Sequence:
         return int(low.llama_state_seq_get_size_ext(self._context, SEQUENCE, flags))
 
     def read_state(self, buffer: Bytes, flags: int) -> bool:
-        """Fills the buffer. False if the state is not exactly as long."""
+        """Writes the state into the buffer. False if it does not have exactly the buffer's length."""
         size = low.llama_state_seq_get_data_ext(self._context, _pointer(buffer), buffer.nbytes, SEQUENCE, flags)
         return int(size) == buffer.nbytes
 
     def write_state(self, buffer: Bytes, flags: int) -> bool:
-        """False if the library refuses it, or does not take all of it; what is in memory then means nothing."""
+        """Sets the state from the buffer. False if the library does not take all of it; the memory is then invalid."""
         size = low.llama_state_seq_set_data_ext(self._context, _pointer(buffer), buffer.nbytes, SEQUENCE, flags)
         return int(size) == buffer.nbytes
 

@@ -1,11 +1,11 @@
-"""What a conversation will take in llama.cpp, from the header of its GGUF file alone.
+"""The size of a conversation's state in llama.cpp, computed from the header of the GGUF file.
 
     whole state of n tokens    n * row_bytes + fixed_bytes
     checkpoint                 fixed_bytes: full windows and recurrent states
 
-Sizes as the library writes them (llama.cpp: `llama_kv_cache::state_write`, `llama_memory_recurrent::state_write`,
-`llama_hparams::n_embd_r`, `n_embd_s`): rows of the types of keys and values, float32 recurrent states, and a few bytes
-for each cell. What a header does not tell is refused by name.
+Sizes are those that the library writes (llama.cpp: `llama_kv_cache::state_write`,
+`llama_memory_recurrent::state_write`, `llama_hparams::n_embd_r`, `n_embd_s`): rows in the types of keys and values,
+recurrent states in float32, and a few bytes per cell. A model whose header is not sufficient is refused by name.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from engine.gguf_metadata import GgufMetadata, read_metadata
 from parkd.errors import ModelError
 
 CELL_BYTES = 12
-"""A token's position, and its only sequence: how many, and which."""
+"""A token's position, the number of its sequences (one), and the sequence id."""
 MROPE_CELL_BYTES = 12
-"""More where a position has several coordinates."""
+"""Added to CELL_BYTES if a position has several coordinates."""
 MROPE_KINDS = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "glm4v")
 STATE_ELEMENT_BYTES = 4
 FULL_EVERY: Mapping[str, int] = MappingProxyType(
     {"gemma2": 2, "gemma3": 6, "cohere2": 4, "gpt-oss": 2, "qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
 )
-"""Kinds of which every so-manieth layer sees the whole context, as llama.cpp knows it where the file does not say."""
+"""Architectures in which every n-th layer has full attention: llama.cpp's n, where the file does not contain it."""
 UNKNOWN = ("attention.kv_lora_rank", "wkv.head_size", "kda.head_dim")
-"""Entries of models whose state is of another kind."""
+"""Metadata keys of models whose state is of another kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaStateSize:
-    """Bytes of one conversation's state."""
+    """The size of one conversation's state."""
 
     name: str
     architecture: str
     context_tokens: int
     layers: int
     row_bytes: int
-    """A token, in the layers that see the whole context."""
+    """Bytes per token, in layers with full attention."""
     fixed_bytes: int
-    """What does not grow: windows once they are full, recurrent states."""
+    """Bytes that do not grow with the conversation: full windows, recurrent states."""
     windows_not_counted: bool
-    """The file names a window that llama.cpp is not known to use for this kind: all layers are counted in full."""
+    """The file has a window that llama.cpp is not known to use for this architecture; all layers count as full."""
 
 
 def state_size(path: Path, type_k: str, type_v: str) -> LlamaStateSize:
-    """Of the file, or the first of several. Raises ModelError."""
+    """`path` is the file, or the first of several. Raises ModelError."""
     try:
         file = read_metadata(path)
     except ModelLoadError as error:
@@ -67,7 +67,7 @@ def state_size(path: Path, type_k: str, type_v: str) -> LlamaStateSize:
     layers, recurrent = _needed(file, "block_count"), _recurrent_layers(file)
     window = int(file.of_kind("attention.sliding_window", 0))
     sliding = _sliding_layers(file, layers) if window else frozenset()
-    # Falcon-H1's layers are of both kinds.
+    # Falcon-H1's layers have both kinds of state.
     attending = [layer for layer in range(layers) if layer not in recurrent or file.kind == "falcon-h1"]
     whole = [layer for layer in attending if layer not in sliding]
     cell = CELL_BYTES + (MROPE_CELL_BYTES if file.kind in MROPE_KINDS else 0)
@@ -92,7 +92,7 @@ def _needed(file: GgufMetadata, entry: str) -> int:
 
 
 def _of_layer(value: Any, layer: int) -> int:
-    """Entries are one number, or one a layer."""
+    """The value for one layer; `value` is one number for all layers, or a list with one per layer."""
     return int(value[layer] if isinstance(value, list) else value)
 
 
@@ -132,7 +132,7 @@ def _recurrent_layers(file: GgufMetadata) -> frozenset[int]:
 
 
 def _recurrent_bytes(file: GgufMetadata) -> int:
-    """Of one layer: the tail of its convolution and its state."""
+    """Bytes of one layer: the inputs kept for its convolution, and its recurrent state."""
     if reach := file.of_kind("shortconv.l_cache"):
         return (int(reach) - 1) * _needed(file, "embedding_length") * STATE_ELEMENT_BYTES
     inner, state = _needed(file, "ssm.inner_size"), _needed(file, "ssm.state_size")

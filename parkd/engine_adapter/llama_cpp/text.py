@@ -1,4 +1,4 @@
-"""Text and tokens by llama.cpp's own vocabulary, which is what decides the ids of a GGUF model."""
+"""Text and tokens by llama.cpp's own vocabulary, which defines the token ids of a GGUF model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FIRST_PIECE_BYTES = 64
 
 
 class LlamaTokenizer:
-    """A `Tokenizer`. The vocabulary never changes, and the library's look-ups keep no state, so it is thread-safe."""
+    """A `Tokenizer`. Thread-safe: the vocabulary never changes, and the library's look-ups keep no state."""
 
     def __init__(self, model: LlamaModel) -> None:
         self._vocab = model.vocab
         attributes = [low.llama_vocab_get_attr(model.vocab, token) for token in range(model.vocab_size)]
         cut_out = [token for token, attribute in enumerate(attributes) if attribute & _CUT_OUT]
-        # A token that swallows the spaces beside it ties the texts on both sides together: nothing is cut there.
+        # If a special token consumes adjacent spaces, pieces cut there would tokenise differently: nothing is cut.
         strips = any(attributes[token] & _STRIPS for token in cut_out)
         texts = [self.piece(token).decode(errors="replace") for token in cut_out]
         self.special_tokens: tuple[str, ...] = () if strips else tuple(text for text in texts if text)
@@ -47,7 +47,7 @@ class LlamaTokenizer:
         return b"".join(self.piece(int(token)) for token in token_ids).decode(errors="replace")
 
     def piece(self, token: int) -> bytes:
-        """The token's bytes, special ones included."""
+        """The token's bytes, also for special tokens."""
         room = _FIRST_PIECE_BYTES
         while True:
             buffer = ctypes.create_string_buffer(room)
@@ -58,20 +58,20 @@ class LlamaTokenizer:
 
     def grammar_tokenizer(self, vocab_size: int, end_token_ids: Sequence[int]) -> Any:
         """An `LLTokenizer` over the same vocabulary. Takes about a second."""
-        # As llguidance.llamacpp does it, without the functions that the library calls deprecated.
+        # The same as in llguidance.llamacpp, without functions that the library has deprecated.
         tokens = [self.piece(token) for token in range(vocab_size)]
         for token, text in enumerate(tokens):
             attribute = low.llama_vocab_get_attr(self._vocab, token)
             is_mark = attribute & low.LLAMA_TOKEN_ATTR_USER_DEFINED and text[:1] == b"<" and text[-1:] == b">"
             if attribute & low.LLAMA_TOKEN_ATTR_CONTROL or is_mark:
-                tokens[token] = b"\xff" + text  # llguidance's mark of what no text matches
+                tokens[token] = b"\xff" + text  # llguidance's prefix for tokens that no text matches
         tokenize = ctypes.cast(low._lib.llama_tokenize, ctypes.c_void_p).value
         make: Any = LLTokenizer.from_llamacpp  # type: ignore[attr-defined]
         return make(tokens=tokens, vocab_ptr=self._vocab, tokenize_fptr=tokenize, eos_token=list(end_token_ids))
 
 
 class AnswerBytes:
-    """The bytes that each token adds to an answer's text: none for those that say nothing. Thread-safe."""
+    """The bytes that each token adds to an answer's text; none for tokens that are not text. Thread-safe."""
 
     def __init__(self, tokenizer: LlamaTokenizer, vocab: Any) -> None:
         self._tokenizer = tokenizer
@@ -90,7 +90,7 @@ class AnswerBytes:
 
 
 class _FileTemplate:
-    """What the template's renderer asks of a library tokenizer."""
+    """The attributes of a transformers tokenizer that the template renderer uses."""
 
     def __init__(self, source: str | None, special_tokens_map: Mapping[str, str]) -> None:
         self.chat_template = source
@@ -104,7 +104,7 @@ class _FileTemplate:
 
 
 def model_template(model: LlamaModel, tokenizer: LlamaTokenizer) -> TranslatedTemplate:
-    """The file's own, rendered as those of other models are."""
+    """The template in the file, rendered like those of other models."""
     named = {
         "bos_token": low.llama_vocab_bos(model.vocab),
         "eos_token": low.llama_vocab_eos(model.vocab),

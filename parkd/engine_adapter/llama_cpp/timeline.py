@@ -1,10 +1,10 @@
-"""Where the sequence is, and where it can go back to.
+"""The position of the sequence, and the positions to which it can return.
 
     full attention     cut anywhere                                 [0 .............. position]
     sliding windows    cut as far back as the windows still reach   [0 .. floor ..... position]   else a checkpoint
-    recurrent layers   exact at the end                             [0 .............. position]   else a checkpoint
+    recurrent layers   valid at the end                             [0 .............. position]   else a checkpoint
 
-What the library refuses leaves it empty, which is exact.
+If the library refuses an operation, the sequence is left empty, which is a valid state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parkd.errors import EngineFailure, RestoreFailed
 from parkd.types import Bytes, TokenIds
 
 _NOWHERE = -1
-"""In place of a position that nothing was noted at."""
+"""The position if no state was noted."""
 
 
 class Timeline:
@@ -34,12 +34,12 @@ class Timeline:
         self.window = model.window_tokens
         self.has_fixed_state = model.is_recurrent or self.window > 0
         self.limit = ctx_checkpoints if self.has_fixed_state else 0
-        """Checkpoints at most."""
+        """The most checkpoints."""
         self._kept: KeptStates[Bytes] = KeptStates(self.limit)
         self._before_batch: tuple[int, Bytes] = (_NOWHERE, np.empty(0, dtype=np.uint8))
-        """The partial state in front of the batch that runs, and its position."""
+        """The position before the current batch, and the partial state there."""
         self.position = 0
-        """As the memory last reported it; the tests of what moves it are in `_settle`."""
+        """As the memory last reported it."""
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ class Timeline:
         self._kept.keep(self.position, self._partial)
 
     def held(self, position: int) -> Bytes:
-        """The checkpoint's partial state. Raises EngineFailure."""
+        """The partial state of the checkpoint at `position`. Raises EngineFailure."""
         held = self._kept.get(position)
         if held is None:
             raise EngineFailure(f"The engine holds no checkpoint at {position}.")
@@ -71,7 +71,7 @@ class Timeline:
         self.position = 0
 
     def truncate(self, position: int) -> None:
-        """Raises RestoreFailed, with all gone, if the library refuses what should be possible."""
+        """Raises RestoreFailed if the library refuses a cut that should be possible; the sequence is then empty."""
         if not 0 <= position <= self.position:
             raise ValueError(f"cannot keep {position} of {self.position} tokens")
         if position == self.position:
@@ -86,7 +86,8 @@ class Timeline:
         self.cut(position)
 
     def set(self, state: Bytes, flags: int, position: int) -> None:
-        """Raises RestoreFailed, with all gone, unless the library took all of it and is where it should be."""
+        """Raises RestoreFailed unless the library took the whole state and reports `position`; the sequence is then
+        empty."""
         taken = self._sequence.write_state(state, flags)
         reached = self._sequence.position
         if not taken or reached != position:
@@ -99,7 +100,7 @@ class Timeline:
         self.position = reached
 
     def cut(self, position: int) -> None:
-        """Raises RestoreFailed, with all gone."""
+        """Raises RestoreFailed; the sequence is then empty."""
         if not self._sequence.cut(position):
             self.reset()
             raise RestoreFailed(f"llama.cpp refused to cut its memory at {position} tokens.")
@@ -107,8 +108,8 @@ class Timeline:
         self._kept.forget_beyond(position)
 
     def decode(self, token_ids: TokenIds, cancel: Cancel | None) -> bool:
-        """Computes tokens behind the position. False if it was cancelled meanwhile; then, as after an error, the
-        position is one at which the state is exact. Raises EngineFailure."""
+        """Computes tokens after the position. False if it was cancelled meanwhile. Then, and after an error, the state
+        is valid at the position, which may be an earlier one. Raises EngineFailure."""
         start = self.position
         if cancel is not None and self._model.is_recurrent and start:
             self._note_start()
@@ -132,7 +133,7 @@ class Timeline:
         return held
 
     def _note_start(self) -> None:
-        """Keeps the partial state in front of a batch: one that is stopped inside has left it in some layers."""
+        """Keeps the partial state before a batch, because a batch that is stopped has changed it in some layers."""
         size = self._sequence.state_size(PARTIAL)
         held = self._before_batch[1]
         if held.nbytes != size:
@@ -141,7 +142,7 @@ class Timeline:
         self._before_batch = (self.position if is_whole else _NOWHERE, held)
 
     def _settle(self, start: int) -> None:
-        """After a batch that did not end: back to its beginning if that is exact still, else to the last checkpoint."""
+        """After a batch that was not completed: returns to its beginning if possible, else to the last checkpoint."""
         if self._model.is_recurrent and self._before_batch[0] == start:
             self._go_back(self._before_batch[1], start)
             return
@@ -156,6 +157,6 @@ class Timeline:
             self._go_back(self.held(place), place)
 
     def _go_back(self, state: Bytes, position: int) -> None:
-        with suppress(RestoreFailed):  # Empty is exact.
+        with suppress(RestoreFailed):  # An empty sequence is valid.
             self.set(state, PARTIAL, position)
             self.cut(position)
