@@ -1,16 +1,16 @@
-"""The most that any policy could save in this store, knowing the whole trace: an upper bound, not a policy.
+"""The most seconds that any policy could save in this store if it knew the whole trace: an upper bound, not a policy.
 
-A block of a prompt that was live at turn j and is next asked for at turn i saves its reading, less its restore, if it
-is held in between, and so is all of the prompt before it, since state with a hole is of no use. What leaves the arenas
-is parked before what comes is restored, by a copy: so both are held at once. With x the held part of each interval, the
-best is the linear program
+If a block of a prompt was live at turn j and is next requested at turn i, holding it in between saves the time to read
+it, less the time to restore it. This requires that all of the prompt before it is held too, since state with a hole is
+of no use. The outgoing conversation is parked before the incoming one is restored, and a restore copies, so both are
+held at once. With x the held fraction of each interval, the best is the linear program
 
     max  sum x * benefit      such that for every turn t     sum over intervals with j <= t < i of x * bytes  <=  budget
                               and along every prompt         x never grows
 
-which forgets that a conversation is parked whole, and all metadata: each makes the bound larger, never smaller. Every
-vector of prices, one a turn, gives an upper bound by weak duality: at given prices the best of a prompt is the best of
-its heads. Subgradient steps look for low prices. What turn i - 1 left in the arenas is free.
+It ignores that a conversation is parked whole, and all metadata; both can only make the bound larger. By weak duality,
+any vector of prices, one per turn, gives an upper bound: at given prices, the best for a prompt is its best prefix.
+Subgradient steps search for prices with a low bound. State that turn i - 1 left in the arenas is free.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parkd.store.policy import Costs
 
 STEPS = 400
 PATIENCE = 15
-"""Steps without progress before the aim is moved nearer."""
+"""Steps without progress before the target value is moved nearer."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -33,9 +33,10 @@ Floats = npt.NDArray[np.float64]
 def clairvoyant_bound_s(
     header: TraceHeader, turns: Sequence[TurnRecord], costs: Costs, budget_bytes: int, *, known_s: float = 0.0
 ) -> float:
-    """Seconds, live hits included. `known_s`, what some policy did save, speeds up the search and changes nothing else.
+    """The bound in seconds, including live hits. `known_s`, the seconds that some policy saved, only speeds up the
+    search.
 
-    Models without fixed state only: checkpoints are not accounted for. The bound then still holds, but is loose.
+    Checkpoints are not accounted for, so for models with fixed state the bound holds but is loose.
     """
     size = header.block_tokens
     block_bytes = size * sum(header.row_bytes)
@@ -70,8 +71,8 @@ def clairvoyant_bound_s(
 
 
 class _Program:
-    """Intervals are `[first, last]` in turns: from the one that left the block to the last before the one that asks for
-    it. They are ordered by the prompts that ask, and by depth in each; `heads` are the first of each prompt."""
+    """Intervals `[first, last]` in turns: from the turn that left the block to the last one before it is requested.
+    They are ordered by the requesting prompt, then by depth; `heads` are the indices of each prompt's first."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class _Program:
         self._budget_blocks = budget_blocks
         self._turns = turns
         self._prompt = np.repeat(np.arange(len(heads)), np.diff(np.append(heads, len(first))))
-        """The prompt of each interval."""
+        """The index of each interval's prompt."""
         self._places = np.arange(len(first))
 
     def bound_s(self, known_s: float) -> float:
@@ -112,7 +113,7 @@ class _Program:
         return best
 
     def _at(self, prices: Floats) -> tuple[float, Floats]:
-        """The dual's value and a subgradient."""
+        """The value of the dual at these prices, and a subgradient `[turns]`."""
         paid = np.concatenate([[0.0], np.cumsum(prices)])
         gain = self._benefit - (paid[self._last + 1] - paid[self._first])
         total = np.cumsum(gain)

@@ -1,4 +1,4 @@
-"""`parkd replay`: what budgets and policies would have been worth over a trace."""
+"""`parkd replay`: how much time budgets and policies would have saved over a trace."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ DEFAULT_GROWTH_NS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model's configuration tells of its state and its reading."""
+    """The size of a model's state and the work to read its prompts, from its configuration."""
 
     row_bytes: tuple[int, ...]
-    """A stage each."""
+    """Bytes per token, one for each stage."""
     fixed_bytes: tuple[int, ...]
     read_flop: float
-    """To read one token."""
+    """Operations to read one token."""
     growth_flop: float
-    """More for each token before it."""
+    """Additional operations for each token before it."""
 
 
 SizesOf = Callable[[Sequence[str]], ModelSizes]
-"""From flags of `parkd plan`, `--model` first. Raises ConfigError and ModelError."""
+"""Takes flags of `parkd plan`, `--model` first. Raises ConfigError and ModelError."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(words: Sequence[str], say: Callable[[str], None] = print, sizes_of: SizesOf | None = None) -> int:
-    """Returns the exit code. `sizes_of` is asked for `--model`. Raises ConfigError, and what that raises."""
+    """Returns the exit code. `sizes_of` is called for `--model`. Raises ConfigError, and the errors of `sizes_of`."""
     given, others = _parser().parse_known_args(words)
     if others and given.model is None:
         raise ConfigError(f"unknown flag {others[0]} (parkd replay --help)")
@@ -139,7 +139,7 @@ def run(words: Sequence[str], say: Callable[[str], None] = print, sizes_of: Size
         for name in given.policy or [policy.name for policy in POLICIES]:
             config = ReplayConfig(ram, policy_named(name), costs, given.slots, disk, daily)
             results.append(replay(trace.header, trace.turns, config))
-    # What is on disk comes through memory: at memory's speed, and held once, it would save no less.
+    # State on disk is restored through memory. The bound assumes memory's speed and counts it once: it saves no less.
     bounds = {
         (ram, disk): clairvoyant_bound_s(trace.header, trace.turns, costs, ram + disk)
         for ram, disk in (budgets if given.bound else ())

@@ -1,4 +1,4 @@
-"""Results over budgets: a table for a terminal, and a picture."""
+"""Results over budgets: a table for a terminal, and a plot."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COLUMNS = (
 
 
 DISK_COLUMNS = ("disk MiB", "from disk", "to disk MiB")
-"""Behind the others, if any result had a disk."""
+"""Added after the other columns if any result has a disk budget."""
 Budget = tuple[int, int]
-"""Bytes of memory, and of disk."""
+"""(bytes of memory, bytes of disk)."""
 
 
 def table(results: Sequence[ReplayResult], bounds: Mapping[Budget, float]) -> str:
-    """`bounds`: budget -> the most seconds that could be saved."""
+    """The table as text. `bounds`: budget -> the most seconds that could be saved."""
     has_disk = any(result.disk_bytes for result in results)
     columns = (*COLUMNS, *DISK_COLUMNS) if has_disk else COLUMNS
     rows: list[tuple[str, ...]] = [columns]
@@ -68,8 +68,8 @@ def table(results: Sequence[ReplayResult], bounds: Mapping[Budget, float]) -> st
 
 
 def plot(path: Path, title: str, results: Sequence[ReplayResult], bounds: Mapping[Budget, float]) -> None:
-    """Seconds saved over the memory budget, a line a policy; over the disk budget, if that varies, a line a policy and
-    memory budget. Raises ConfigError if matplotlib is not installed."""
+    """Plots seconds saved over the memory budget, one line per policy. If the disk budget varies, over the disk budget,
+    one line per policy and memory budget. Raises ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

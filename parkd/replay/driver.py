@@ -1,8 +1,8 @@
-"""Replays a trace on the real store: the same admission, eviction and accounting, no model and no bytes.
+"""Replays a trace on the real store, with the same admission, eviction and accounting, but without a model or data.
 
-Slabs are reserved as on a server but never written, so that a replay takes address space and not memory. What differs
-from a server: turns are cut to full blocks, time is the trace's own, and reading and moving cost what `Costs` says.
-With a disk budget the store is the one over RAM and disk; its file work is done at once and touches no file.
+Slabs are reserved as on a server but never written, so a replay takes address space and no memory. Differences from a
+server: turns are cut to full blocks, time is the trace's, and reading and copying take the time given by `Costs`. With
+a disk budget, the store is the one for RAM and disk; its file operations complete at once and touch no file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def layout_of(header: TraceHeader) -> StateLayout:
 
 @dataclass
 class _Live:
-    """What the arenas would hold."""
+    """The conversation that the arenas would hold."""
 
     key: str = ""
     chain: tuple[bytes, ...] = ()
@@ -55,7 +55,7 @@ class _Start:
 
 
 class Replayer:
-    """One lane over one store."""
+    """One lane with one store."""
 
     def __init__(self, header: TraceHeader, config: ReplayConfig) -> None:
         self._size = header.block_tokens
@@ -95,7 +95,7 @@ class Replayer:
         self._work()
 
     def _begun(self, start: _Start) -> tuple[BlockId, ...] | None:
-        """The lineage of a turn that starts so; None if there is no room for what must come from disk."""
+        """The lineage of a turn with this start; None if memory has no room for state that must come from disk."""
         blocks = start.position // self._size
         if start.parked is None:
             self.result.live_hit_tokens += start.position
@@ -116,7 +116,7 @@ class Replayer:
             return lease.lineage[:blocks]
 
     def _work(self) -> None:
-        """The disk's work, done at once: what it takes is behind the reply."""
+        """Completes the disk's jobs at once: on a server, they run behind the reply."""
         while self._tiers is not None and (job := self._tiers.next_job()) is not None:
             self._tiers.finished(job, None)
 
@@ -143,10 +143,10 @@ class Replayer:
         return _Start(position, self._costs.reading_s(position, turn.prompt_tokens))
 
     def _parked_starts(self, turn: TurnRecord, key: bytes, prompt: tuple[bytes, ...]) -> list[_Start]:
-        """The deepest of each tier that costs least."""
+        """The cheapest of the deepest starts, for each tier."""
         best: dict[bool, _Start] = {}
-        # Deepest first: without fixed state no later one has more, with it a later one may have a checkpoint; and what
-        # is in memory may be the better start although more is on disk.
+        # Deepest first. Without fixed state, no later one has more; with it, a later one may have a better checkpoint.
+        # A start in memory may be cheaper even if more is on disk.
         simple = not self._layout.fixed_bytes and self._tiers is None
         for parked, shared in self.store.candidates(key, prompt, 1 if simple else CANDIDATE_LIMIT):
             places = tuple(checkpoint.position for checkpoint in parked.checkpoints)
@@ -166,7 +166,7 @@ class Replayer:
         return list(best.values())
 
     def _resumable(self, shared: int, prompt_tokens: int, checkpoints: tuple[int, ...]) -> int:
-        """The last token of a prompt always runs."""
+        """The tokens that can be reused: never the last one of a prompt, which always runs."""
         limit = min(shared * self._size, prompt_tokens - 1)
         if not self._layout.fixed_bytes:
             return limit
@@ -204,7 +204,7 @@ class Replayer:
 def _tiered(
     store_config: StoreConfig, config: ReplayConfig, layout: StateLayout, clock: Callable[[], float]
 ) -> TieredStore:
-    """A store over RAM and disk, without a file."""
+    """A store for RAM and disk that touches no file."""
     index_bytes = index_bytes_for(store_config, config.disk_bytes, layout)
     numbers = count(1)
     return TieredStore(
@@ -225,7 +225,7 @@ def replay(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ReplayResult:
-    """Drives a fresh store through the turns."""
+    """Replays the turns on a new store."""
     began_s = clock()
     replayer = Replayer(header, config)
     for turn in turns:
@@ -236,7 +236,7 @@ def replay(
 
 
 def _shared(left: tuple[bytes, ...] | tuple[int, ...], right: tuple[bytes, ...] | tuple[int, ...]) -> int:
-    """Leading elements in common."""
+    """The number of leading elements in common."""
     limit = min(len(left), len(right))
     if left[:limit] == right[:limit]:
         return limit
@@ -244,7 +244,7 @@ def _shared(left: tuple[bytes, ...] | tuple[int, ...], right: tuple[bytes, ...] 
 
 
 def _units(chain: tuple[bytes, ...], block_tokens: int) -> Units:
-    """Stand-ins: equal exactly where the chains are."""
+    """Units that stand in for the real ones: equal exactly where the chains are equal."""
     units = np.empty(len(chain) * block_tokens, dtype=np.uint64)
     units.reshape(-1, block_tokens)[:] = np.frombuffer(b"".join(chain), dtype="<u8")[:, np.newaxis]
     units.flags.writeable = False

@@ -1,6 +1,7 @@
-"""Traces made up from the patterns people have, the same for the same seed.
+"""Synthetic traces of typical usage patterns; the same for the same seed.
 
-A name and its parameters: `round-robin?agents=8&turns=20`. Sizes are tokens, times seconds.
+A trace is named by a pattern and its parameters: `round-robin?agents=8&turns=20`. Sizes are in tokens, times in
+seconds.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from parkd.replay.trace import HASH_BYTES, Trace, TraceError, TraceHeader, TurnR
 
 BLOCK_TOKENS = 256
 TURN_S = 8.0
-"""Between two turns of agents that wait for nobody."""
+"""Seconds between two turns of agents that do not wait for a person."""
 THINK_S = 120.0
-"""Median pause of a person."""
+"""Median pause of a person, in seconds."""
 SPREAD = 1.0
-"""Of the log-normal law of pauses."""
+"""Sigma of the log-normal distribution of pauses."""
 
 
 class _Talk:
@@ -38,7 +39,7 @@ class _Talk:
         return TurnRecord(at_s, "", prompt, self.tokens, self.chain, end)
 
     def fork(self, tokens: int) -> _Talk:
-        """Another one that begins with the full blocks of this."""
+        """A new conversation that begins with this one's full blocks."""
         return _Talk(self._rng, tokens, self.chain)
 
     def _grow(self, tokens: int) -> None:
@@ -57,7 +58,7 @@ def parent_worker(
     worker_turns: int = 3,
     shared: int = 6_000,
 ) -> list[TurnRecord]:
-    """Parents that hand work to fresh workers, a few turns each, and go on when these are done."""
+    """Parents that delegate work to new workers, for a few turns each, and continue when these are done."""
     system = _Talk(rng, shared)
     turns: list[TurnRecord] = []
     talks = [system.fork(parent_tokens) for _ in range(parents)]
@@ -77,7 +78,7 @@ def parent_worker(
 def round_robin(
     rng: random.Random, agents: int = 8, turns: int = 25, tokens: int = 20_000, step: int = 900, shared: int = 4_000
 ) -> list[TurnRecord]:
-    """Agents that take turns in a fixed order, each growing."""
+    """Agents that take turns in a fixed order; each conversation grows."""
     system = _Talk(rng, shared)
     talks = [system.fork(tokens) for _ in range(agents)]
     return [
@@ -90,7 +91,7 @@ def round_robin(
 def fan_out(
     rng: random.Random, workers: int = 16, shared: int = 20_000, tail: int = 2_500, turns: int = 6, waves: int = 4
 ) -> list[TurnRecord]:
-    """Waves of workers over one long system prompt, working side by side."""
+    """Waves of workers with one long system prompt, working in parallel."""
     system = _Talk(rng, shared)
     records: list[TurnRecord] = []
     for _ in range(waves):
@@ -104,7 +105,7 @@ def fan_out(
 def chat_titles(
     rng: random.Random, chats: int = 24, turns: int = 12, tokens: int = 3_000, step: int = 1_200, shared: int = 1_500
 ) -> list[TurnRecord]:
-    """People who chat, each with the client's own jobs (a title, follow-up questions) behind the answers."""
+    """People who chat; after answers, their client sends requests of its own (a title, follow-up questions)."""
     system = _Talk(rng, shared)
     records: list[TurnRecord] = []
     for chat in range(chats):
@@ -127,7 +128,7 @@ def compaction(
     limit: int = 50_000,
     shared: int = 6_000,
 ) -> list[TurnRecord]:
-    """Agents that grow to a limit and begin anew from a summary; the old conversation never returns."""
+    """Agents that grow to a limit and start again from a summary; the old conversation never returns."""
     system = _Talk(rng, shared)
     talks = [system.fork(start + rng.randrange(limit - start)) for _ in range(agents)]
     records: list[TurnRecord] = []
@@ -149,7 +150,7 @@ def one_shots(
     flood: int = 500,
     shot: int = 12_000,
 ) -> list[TurnRecord]:
-    """Long chats in a flood of prompts that nobody sends again."""
+    """Long chats among many prompts that are never sent again."""
     records: list[TurnRecord] = []
     last_s = 0.0
     for chat in range(chats):
@@ -179,7 +180,7 @@ GENERATORS: Mapping[str, Generator] = MappingProxyType(
 
 
 def generate(text: str) -> Trace:
-    """`NAME`, or `NAME?parameter=number&...`; `seed` (0) is a parameter of all. Raises TraceError."""
+    """`text` is `NAME` or `NAME?parameter=number&...`; all patterns have a parameter `seed` (0). Raises TraceError."""
     name, _, query = text.partition("?")
     make = GENERATORS.get(name)
     if make is None:

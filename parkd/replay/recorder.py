@@ -1,7 +1,7 @@
-"""Writes a trace of what a server does, off its event loop and without a word of any prompt.
+"""Writes a trace of a server's turns, outside of its event loop and without any text of a prompt.
 
-Hashes of prompts are keyed with a secret that is drawn for each recording and kept nowhere, so that a trace cannot be
-searched for a text that someone guesses, nor two traces be matched.
+Hashes of prompts are keyed with a secret that is drawn for each recording and stored nowhere. So a trace cannot be
+searched for a guessed text, and two traces cannot be matched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parkd.types import Units
 log = logging.getLogger(__name__)
 
 QUEUE_TURNS = 256
-"""Turns that may wait to be written; more are dropped and counted."""
+"""The most turns that wait to be written; further ones are dropped and counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,10 +38,10 @@ class _Seen:
 
 
 class Recorder:
-    """One trace file and the thread that writes it."""
+    """A trace file and the thread that writes it."""
 
     def __init__(self, path: Path, header: TraceHeader, began_s: float, *, secret: bytes | None = None) -> None:
-        """`began_s` is time 0 of the trace. Raises ConfigError if the file is there already or cannot be made."""
+        """`began_s` is time 0 of the trace. Raises ConfigError if the file exists or cannot be created."""
         try:
             self._file = path.open("x", encoding="utf-8")
         except FileExistsError:
@@ -68,14 +68,14 @@ class Recorder:
         end: str,
         extra: Mapping[str, Any],
     ) -> None:
-        """Never waits. `units` are those that are live after the turn; they must not change."""
+        """Queues a turn without waiting. `units` are those that are live after the turn; they must not change."""
         try:
             self._waiting.put_nowait(_Seen(at_s, key_digest, prompt_tokens, units, end, extra))
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Writes what waits and closes the file."""
+        """Writes the queued turns and closes the file."""
         self._waiting.put(None)
         self._thread.join()
         self._file.close()

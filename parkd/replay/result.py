@@ -1,4 +1,4 @@
-"""What a replay is given and what it tells."""
+"""The configuration and the result of a replay."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from parkd.store.policy import Costs, Policy
 
 DEFAULT_COSTS = Costs(read_s=3.8e-4, read_growth_s=1e-8, bytes_per_s=8e9)
-"""20 s for 36k tokens and 70 s for 86k, as two cards of the middle class were seen to take."""
+"""20 s for 36k tokens and 70 s for 86k, as observed on two mid-range cards."""
 WRITE_BYTES_PER_DAY = 200 << 30
-"""As on a server that was not told otherwise."""
+"""The server's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class ReplayConfig:
     costs: Costs = DEFAULT_COSTS
     slots: int | None = None
     disk_bytes: int = 0
-    """0: RAM alone."""
+    """0: no disk."""
     write_bytes_per_day: int = WRITE_BYTES_PER_DAY
 
 
 @dataclass
 class ReplayResult:
-    """What a budget was worth over a trace. Seconds are the cost model's."""
+    """What a budget saved over a trace. Seconds are those of the cost model."""
 
     policy: str
     budget_bytes: int
@@ -34,19 +34,19 @@ class ReplayResult:
     requests: int = 0
     prompt_tokens: int = 0
     live_hit_tokens: int = 0
-    """Found in the arenas: these need no store."""
+    """Tokens found in the arenas, without the store."""
     parked_hit_tokens: int = 0
     disk_hit_tokens: int = 0
-    """Of these, from conversations that were read from disk."""
+    """Of the hit tokens: from conversations that were read from disk."""
     cold_s: float = 0.0
-    """Had every prompt been read whole."""
+    """Seconds to read every prompt whole."""
     saved_s: float = 0.0
-    """Of these, by live and parked state, restores paid."""
+    """Of these, the seconds saved by live and parked state, less the time for restores."""
     live_saved_s: float = 0.0
-    """What the arenas alone save: the same under every policy and budget."""
+    """Seconds saved by the arenas alone, which are the same for every policy and budget."""
     evictions: int = 0
     written_bytes: int = 0
-    """Copied into the store."""
+    """Bytes copied into the store."""
     disk_written_bytes: int = 0
     disk_read_bytes: int = 0
     peak_bytes: int = 0

@@ -1,17 +1,17 @@
-"""Traces: what was asked of a server and when, without a word of it.
+"""Traces: what a server was asked, and when, without any text.
 
-A trace is JSON lines. The first names the format and what the server's state weighs; each further line is one turn:
+A trace consists of JSON lines. The first has the format and the size of the server's state; each other is one turn:
 
     {"parkd_trace": 1, "block_tokens": 256, "row_bytes": [98304], "fixed_bytes": [0]}
     {"at": 12.5, "key": "a", "prompt": 1100, "live": 1180, "chain": "5e0c...", "end": "stop"}
 
-    chain   |h0|h1|h2|h3|          one hash, 16 hexadecimal digits, a full block of what was live after the turn
-    prompt  |..........|.          tokens; its full blocks are the first of the chain
-    live    |............|         tokens after the turn, the answer among them
+    chain   |h0|h1|h2|h3|          a hash of 16 hexadecimal digits for each full block that is live after the turn
+    prompt  |..........|.          tokens; the prompt's full blocks are the first of the chain
+    live    |............|         tokens after the turn, including the answer
 
-A hash names its block and all before it, so two turns share as many blocks as their chains have hashes in common. What
-is shared past the last full block is not told. The public block-hash format (`timestamp` in ms, `input_length`,
-`output_length`, `hash_ids`, 512 tokens each) is read too.
+A hash identifies its block and all blocks before it, so two turns share as many blocks as their chains have leading
+hashes in common. What they share after the last full block is unknown. The public block-hash format (`timestamp` in
+ms, `input_length`, `output_length`, `hash_ids`, 512 tokens each) can be read too.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ HASH_DIGITS = 16
 HASH_BYTES = HASH_DIGITS // 2
 PUBLIC_BLOCK_TOKENS = 512
 DEFAULT_ROW_BYTES = 98_304
-"""A token of a model of some ten billion parameters with grouped keys and values, 16-bit."""
+"""Bytes per token of a model of about ten billion parameters with grouped-query attention, in 16 bits."""
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read: the message names the line and what is wrong with it."""
+    """A trace that cannot be read. The message names the line and the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
     block_tokens: int
     row_bytes: tuple[int, ...] = (DEFAULT_ROW_BYTES,)
-    """A stage each."""
+    """Bytes per token, one for each stage."""
     fixed_bytes: tuple[int, ...] = (0,)
 
 
@@ -48,7 +48,7 @@ class TurnRecord:
 
     at_s: float
     key: str
-    """Turns under different keys share nothing."""
+    """Turns with different keys share nothing."""
     prompt_tokens: int
     live_tokens: int
     chain: tuple[bytes, ...]
@@ -61,7 +61,7 @@ class Trace:
     name: str
     header: TraceHeader
     turns: tuple[TurnRecord, ...]
-    """By time."""
+    """Ordered by time."""
 
 
 def header_line(header: TraceHeader) -> str:
@@ -76,7 +76,7 @@ def header_line(header: TraceHeader) -> str:
 
 
 def turn_line(turn: TurnRecord, extra: Mapping[str, Any] | None = None) -> str:
-    """`extra` is what a recording tells besides; a replay ignores it."""
+    """The JSON line of a turn. `extra` are additional fields of a recording, which a replay ignores."""
     values = {
         "at": round(turn.at_s, 3),
         "key": turn.key,
@@ -95,7 +95,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:
-    """Either format, at most `limit` turns. Raises TraceError; OSError if the file cannot be read."""
+    """Reads either format, at most `limit` turns. Raises TraceError, or OSError if the file cannot be read."""
     with path.open(encoding="utf-8") as file:
         lines = _objects(file)
         number, first = next(lines, (0, None))
@@ -167,8 +167,8 @@ def _turn(number: int, values: dict[str, Any], block_tokens: int) -> TurnRecord:
 
 
 def _public_turn(number: int, values: dict[str, Any]) -> TurnRecord:
-    """Such a trace does not say what an answer's blocks hash to, so that what is live ends with the prompt's last full
-    block; the answer is read again with the next prompt."""
+    """This format has no hashes for an answer's blocks. So the live state ends with the prompt's last full block, and
+    the answer is read again with the next prompt."""
     try:
         prompt = int(values["input_length"])
         ids = [int(value) for value in values["hash_ids"]]
