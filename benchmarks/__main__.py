@@ -20,7 +20,7 @@ BENCH = (
     "checkpoint_cost",
     "aba",
 )
-"""Each is a process of its own, so that none inherits another's memory or threads."""
+"""Each runs in a process of its own, so that none inherits another's memory or threads."""
 
 
 def main() -> int:

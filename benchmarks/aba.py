@@ -1,17 +1,17 @@
-"""Leaving a conversation and coming back: parkd and llama.cpp's server side by side over HTTP, same GGUF file.
+"""Leaving a conversation and returning to it: parkd and llama.cpp's server over HTTP, with the same GGUF file.
 
     python -m benchmarks.aba [--runs 3] [--output-tokens 48] [--a-characters 12200] [--b-characters 4000] [--threads N]
 
-Every run uses fresh texts, so nothing of an earlier run helps; each step goes to one server and then to the other, so
-whatever else the machine does hits both. Steps of a run, in order:
+Every run uses new texts, so that no run profits from an earlier one. Each step is sent to one server and then to the
+other, so that other load on the machine affects both. Steps of a run, in order:
 
     A1               cold            a document of about 3,000 tokens and a question
     A2               same conversation: one more turn
     B1               cold            another document, about 1,000 tokens
-    A2 after B       the request A2 again, as a client that retries sends it
+    A2 after B       the request A2 again, as from a client that retries
     B2 after A       one more turn of B
     A3 after B       one more turn of A
-    A2 cold, A3 cold the very same messages where nothing of them is cached
+    A2 cold, A3 cold the same messages, with nothing of them cached
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progres
 
 STEPS = ("A1", "A2", "B1", "A2 after B", "B2 after A", "A3 after B", "A2 cold", "A3 cold")
 COMPARED = {"A2": "A2 cold", "A2 after B": "A2 cold", "A3 after B": "A3 cold"}
-"""Step answered from cache: step that read the same messages cold."""
+"""Step answered from the cache -> step that reads the same messages cold."""
 A_CHARACTERS = 12_200
 B_CHARACTERS = 4_000
 CONTEXT_TOKENS = 8192
@@ -52,7 +52,7 @@ class Contender:
 
 @dataclass
 class Conversations:
-    """The messages that one server has seen in one run; they hold its own answers, as a client's would."""
+    """The messages sent to one server in one run, including its own answers."""
 
     a: list[dict[str, str]]
     b: list[dict[str, str]]
@@ -60,7 +60,7 @@ class Conversations:
 
 
 def run_steps(contender: Contender, run: int, a_characters: int, b_characters: int) -> Callable[[str], Answer]:
-    """A function that takes the next step's name; it is called once for each of STEPS, in order."""
+    """A function that runs the step of the given name. Call it once for each of STEPS, in order."""
     seen = Conversations(
         a=texts.opening("Ada", 1000 + run, a_characters, QUESTIONS[0]),
         b=texts.opening("Boris", 2000 + run, b_characters, QUESTIONS[0]),
@@ -96,7 +96,7 @@ def run_steps(contender: Contender, run: int, a_characters: int, b_characters: i
 
 
 Measured = dict[str, dict[str, list[Answer]]]
-"""Contender's name -> step -> one answer a run."""
+"""Contender's name -> step -> one answer per run."""
 
 
 def measure(
@@ -121,7 +121,7 @@ def first_token_s(answers: list[Answer]) -> float:
 
 
 def equal_answers(steps: dict[str, list[Answer]], cached: str) -> tuple[int, int]:
-    """Runs whose answer from cache is the cold one, character by character, of all runs."""
+    """(runs whose answer from the cache equals the cold one in every character, all runs)."""
     pairs = list(zip(steps[cached], steps[COMPARED[cached]], strict=True))
     return sum(one.text == other.text for one, other in pairs), len(pairs)
 
@@ -187,7 +187,7 @@ def judge(measured: Measured, result: Result) -> None:
 
 
 def memory(server: servers.Server, result: Result) -> None:
-    """Peak resident memory against what the server accounts for, in its start-up lines and its metrics."""
+    """Compares peak resident memory with what the server reports in its start-up lines and metrics."""
     metrics = server.metrics()
     peak = server.peak_rss_bytes() / MIB
     parts = {
@@ -249,10 +249,10 @@ def main() -> None:
 
 
 HOW = (
-    "parkd on two stages (cpu,cpu, fp32) and llama.cpp's server (Q4_1 weights, f16 state, its RAM cache on) serve the "
-    "same SmolLM2-135M-Instruct GGUF file with 8,192 tokens of context. Each step goes to one and then to the other. "
-    "Greedy answers. Cold means: a parkd without parking that has just served something else; `cache_prompt: false` "
-    "for llama.cpp. Medians over the runs."
+    "parkd on two stages (cpu,cpu, fp32) and llama.cpp's server (Q4_1 weights, f16 state, RAM cache enabled) serve the "
+    "same SmolLM2-135M-Instruct GGUF file with 8,192 tokens of context. Each step is sent to one and then to the "
+    "other. Answers are greedy. Cold means: a parkd without parking that has just served another request; "
+    "`cache_prompt: false` for llama.cpp. Figures are medians over the runs."
 )
 
 if __name__ == "__main__":

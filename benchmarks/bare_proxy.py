@@ -1,4 +1,4 @@
-"""A proxy that hands bytes on and does nothing else, to measure what standing between costs at least.
+"""A proxy that only forwards bytes, to measure the least that any proxy costs.
 
 python -m benchmarks.bare_proxy UPSTREAM_URL PORT
 """

@@ -1,4 +1,4 @@
-"""A streamed chat request as a client makes it, with the moment of its first content token."""
+"""A streamed chat request as a client sends it, with the time of its first content token."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 import httpx
 
 REQUEST_TIMEOUT_S = 900.0
-"""A cold prompt on a busy machine takes minutes; nothing here may wait for ever."""
+"""A cold prompt on a busy machine takes minutes; this bounds the wait."""
 
 
 @dataclass(frozen=True)
 class Answer:
     text: str
     first_token_s: float
-    """From sending the request to the first piece of text (not the empty piece that names the role)."""
+    """From sending the request to the first piece of text (not the empty piece with the role)."""
     total_s: float
     prompt_tokens: int
     reused_tokens: int
     output_tokens: int
     cache: str
-    """What the server said of its cache, in its own words; empty if it says nothing."""
+    """The server's own report on its cache; empty if it has none."""
 
 
 class ServerError(Exception):
-    """The server answered with an error or with a stream that does not end as it should."""
+    """The server answered with an error, or its stream was incomplete."""
 
 
 def ask(
@@ -52,7 +52,7 @@ def ask(
     pieces: list[str] = []
     last: dict[str, Any] = {}
     first_token_s: float | None = None
-    client = httpx.Client(timeout=REQUEST_TIMEOUT_S)  # reads certificates, for tens of milliseconds
+    client = httpx.Client(timeout=REQUEST_TIMEOUT_S)  # reads certificates, which takes tens of milliseconds
     started = time.perf_counter()
     with client, client.stream("POST", f"{base_url}/v1/chat/completions", json=body) as response:
         if response.status_code != httpx.codes.OK:
@@ -82,7 +82,7 @@ def ask(
 
 
 def _chunks(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The JSON documents of a server-sent event stream; comments (keep-alive) carry nothing."""
+    """The JSON documents of a stream of server-sent events, without comments (keep-alives)."""
     for line in lines:
         if not line.startswith("data:"):
             continue

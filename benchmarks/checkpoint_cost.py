@@ -1,11 +1,11 @@
-"""What checkpoints of fixed state cost while a prompt is read, as a share of the time that reading takes.
+"""The cost of checkpoints of fixed state while a prompt is read, as a share of the reading time.
 
     python -m benchmarks.checkpoint_cost [--tokens 512 2048 8192] [--pairs 16]
 
-A checkpoint costs a copy, and those inside the prompt end a chunk early, so that the arithmetic runs in one piece more.
-What one more piece costs is measured on one chunk, read whole and cut in turns; how many there are follows from the
-places that the proxy takes in a prompt of such a length. Reading long prompts with and without would not do: on shared
-machines one reading differs from the next by more than the goal.
+A checkpoint costs a copy. One inside the prompt also ends a chunk early, so that there is one chunk more. The cost of
+that is measured on one chunk, read alternately whole and cut. The number of cuts follows from the checkpoints that the
+proxy takes in a prompt of that length. Comparing long prompts with and without checkpoints would not work: on shared
+machines, two readings differ by more than the goal.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from parkd.types import ConversationKey, PromptIdentity
 
 CHUNK, LIMIT, COPIES, NARROWER = 512, 8, 20, 4
 HEAD, QUESTION, GENERATION = 0.25, 0.8, 4
-"""Where the system text ends and the last user message begins, in shares of the prompt; tokens of the last opener."""
+"""End of the system text and start of the last user message, as fractions of the prompt; tokens of the generation
+prompt."""
 CUTS = (125, 406, 508)
-"""Where one chunk is cut to see what that costs."""
+"""The positions at which one chunk is cut to measure the cost."""
 MIDDLE_TURNS = 6
-"""Answers of earlier turns in a long conversation."""
+"""Earlier answers in a long conversation."""
 GOAL = 0.02
 VOCABULARY = 8_000
 KINDS = ("a first message", "a later message, all read anew", "the same, and the template rewrites its tail")
 
 
 def shape() -> Any:
-    """One period of Qwen3.5-27B's layers (three linear, one full) at a quarter of its width. Arithmetic falls with the
-    square of the width, state with the width: so a checkpoint weighs four times what it does in the whole model."""
+    """One period of Qwen3.5-27B's layers (three linear, one full) at a quarter of its width. The work is proportional
+    to the square of the width, the state to the width: relative to the work, a checkpoint is four times as large as in
+    the whole model."""
     kind, settings = HYBRID_PRESETS["qwen3.5-27b"]
     parted = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     parted += ("linear_num_key_heads", "linear_num_value_heads")
@@ -51,7 +53,8 @@ def shape() -> Any:
 
 
 def places_of(tokens: int, kind: str) -> tuple[int, ...]:
-    """What the proxy takes in a prompt of so many tokens whose turns lie evenly between system text and question."""
+    """The checkpoints that the proxy takes in a prompt of `tokens`, with turns evenly spaced between system text and
+    question."""
     head, question = int(tokens * HEAD) - 3, int(tokens * QUESTION) - 3
     generation = tokens - GENERATION
     turns = [head + (question - head) * turn // (MIDDLE_TURNS + 1) for turn in range(1, MIDDLE_TURNS + 1)]
@@ -78,7 +81,7 @@ def read_s(session: Session, ids: npt.NDArray[np.int64], places: tuple[int, ...]
 
 
 def copies_s(session: Session, ids: npt.NDArray[np.int64]) -> list[float]:
-    """Seconds of each copy alone; the memory of an earlier one is used again, as in a long conversation."""
+    """Seconds of each copy alone. Copies reuse the memory of earlier ones, as in a long conversation."""
     session.reset()
     taken = []
     for token in ids[:COPIES]:
@@ -90,7 +93,7 @@ def copies_s(session: Session, ids: npt.NDArray[np.int64]) -> list[float]:
 
 
 def cuts_s(session: Session, ids: npt.NDArray[np.int64], pairs: int) -> list[float]:
-    """Seconds that one cut adds to a chunk, copy included: of each pair of readings one behind the other."""
+    """Seconds that one cut adds to a chunk, including the copy, for each pair of consecutive readings."""
     return [
         (read_s(session, ids[:CHUNK], (*CUTS, CHUNK)) - read_s(session, ids[:CHUNK], (CHUNK,))) / len(CUTS)
         for _ in range(pairs)
@@ -98,7 +101,7 @@ def cuts_s(session: Session, ids: npt.NDArray[np.int64], pairs: int) -> list[flo
 
 
 def row(tokens: int, kind: str, whole_s: float, cut_s: float, copy_s: float) -> dict[str, Any]:
-    """What a kind of turn costs beside reading `tokens`, which takes `whole_s`."""
+    """The cost of checkpoints for a kind of turn, relative to `whole_s`, the time to read `tokens`."""
     places = places_of(tokens, kind)
     cuts = sum(place % CHUNK != 0 and place != tokens - 1 for place in places)
     extra_s = cuts * cut_s + (len(places) - cuts) * copy_s
@@ -161,19 +164,19 @@ def main() -> None:
         "checkpoint_cost",
         "What checkpoints cost while a prompt is read",
         f"One period of Qwen3.5-27B's layers (three linear, one full) at a quarter of its width, random weights, "
-        f"float32, one stage on the CPU, {torch.get_num_threads()} threads. So a checkpoint weighs {NARROWER} times "
-        f"what it does in the whole one. What a cut costs is the median of {options.pairs} pairs of readings of one "
-        f"chunk of {CHUNK} tokens, whole and cut at {', '.join(map(str, CUTS))}; the shares are that, times the cuts "
-        f"that the proxy makes in such a prompt, over the time to read it without any. A first message stands "
-        f"behind its system text; the later one behind {MIDDLE_TURNS} answers, of which nothing was parked.",
+        f"float32, one stage on the CPU, {torch.get_num_threads()} threads. Relative to the work, a checkpoint is "
+        f"{NARROWER} times as large as in the whole model. The cost of a cut is the median of {options.pairs} pairs of "
+        f"readings of one chunk of {CHUNK} tokens, whole and cut at {', '.join(map(str, CUTS))}. A share is that cost, "
+        f"times the number of cuts that the proxy makes in such a prompt, divided by the time to read it without cuts. "
+        f"A first message follows a system text; the later one follows {MIDDLE_TURNS} answers, and nothing is parked.",
         [Table("Reading the prompt", columns, rows)],
         goals,
         [
             f"One copy of {fixed_bytes / MIB:.1f} MiB takes {1000 * copy_s:.2f} ms, one cut {1000 * cut_s:.0f} ms: as "
             f"much as reading {cut_s / token_s:.0f} tokens. Every chunk reads all weights once.",
-            "The third kind of prompt is of templates whose generation prompt is not what they write before an earlier "
-            "answer (an empty block of thought, say): there its start is kept too.",
-            "A turn of an agent that goes on from its last answer takes one checkpoint, at its end, and cuts nothing.",
+            "The third kind of prompt is for templates whose generation prompt differs from the text before earlier "
+            "answers (by an empty thinking block, for example): a checkpoint is then taken at its start too.",
+            "An agent's turn that continues from the last answer takes one checkpoint, at its end, and cuts no chunk.",
         ],
         {"results": results, "copies_s": copies, "cuts_s": cuts, "reading_s": reading_s, "fixed_bytes": fixed_bytes},
     )

@@ -1,6 +1,6 @@
-"""What every benchmark shares: the machine in words, tables, goals, and the result file.
+"""Code that all benchmarks share: the description of the machine, tables, goals, and the result file.
 
-A result names the processor, the cores and the memory, never a host or a path: it is published with the source.
+A result names the processor, the cores and the memory, but no host or path, because it is published with the source.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
-        """The same text serves a terminal and a page: columns are padded to one width."""
+        """The table as Markdown, with columns padded to one width so that it is readable in a terminal too."""
         lines = (self.columns, *self.rows)
         widths = [max(len(line[column]) for line in lines) for column in range(len(self.columns))]
         padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure that was promised, and what came out."""
+    """A goal and its measured figure."""
 
     claim: str
     bound: str
@@ -53,21 +53,21 @@ class Goal:
 
 @dataclass
 class Result:
-    """One benchmark's outcome; the file holds exactly these fields."""
+    """The result of one benchmark. The result file has exactly these fields."""
 
     name: str
     title: str
     how: str
-    """What was done, for a reader who has not seen the script."""
+    """A description of the method for readers who have not seen the script."""
     tables: list[Table] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     raw: dict[str, Any] = field(default_factory=dict)
-    """Every single measurement the tables were made from."""
+    """All single measurements behind the tables."""
 
 
 def machine() -> dict[str, Any]:
-    """The machine in words. The load average tells whether others used it at the same time."""
+    """A description of the machine. The load average shows whether it was in use by others."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -95,7 +95,7 @@ def _cpu_model() -> str:
 
 
 def commit() -> str:
-    """The source that was measured; `+` when files differed from it."""
+    """The commit that was measured, with `+` if files differed from it."""
     git = shutil.which("git")
     if git is None:
         return "unknown"
@@ -109,7 +109,7 @@ def commit() -> str:
 
 
 def finish(result: Result, started: dict[str, Any]) -> None:
-    """Prints the tables and goals and writes the result file. `started` is `machine()` from before the work."""
+    """Prints tables and goals and writes the result file. `started` is `machine()` from before the measurement."""
     for table in result.tables:
         print(f"\n{table.title}\n{table.markdown()}")
     for goal in result.goals:
@@ -132,7 +132,7 @@ def _module_command() -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile: always a value that was measured."""
+    """The nearest-rank percentile, which is always a measured value."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 

@@ -1,10 +1,10 @@
-"""How fast state is parked and restored, against a plain copy of as many bytes.
+"""The speed of parking and restoring, compared with a plain copy of the same number of bytes.
 
     python -m benchmarks.copies [--device cpu] [--repeats 9]
 
-Park and restore go through the engine's snapshot code, checks and checksums included. The plain copy moves the same
-bytes between the same two places with nothing else: on a CPU with one thread and with as many as the engine uses, on
-CUDA from and to pinned memory. Plain copies and snapshots take turns. No model is needed: rows are random bytes.
+Park and restore use the engine's snapshot code, including checks and checksums. The plain copy only moves the same
+bytes between the same buffers: on a CPU with one thread and with as many as the engine uses, on CUDA from and to pinned
+memory. Plain copies and snapshots alternate. Rows are random bytes; no model is needed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SHAPES = (
 
 
 def session_of(shape: Shape, devices: tuple[str, ...]) -> Session:
-    """Arenas full of random rows behind stages that have no weights."""
+    """A session whose arenas are full of random rows and whose stages have no weights."""
     config = LlamaConfig(
         num_hidden_layers=shape.layers,
         num_key_value_heads=shape.kv_heads,
@@ -78,7 +78,7 @@ def session_of(shape: Shape, devices: tuple[str, ...]) -> Session:
 
 
 def host_plan(session: Session, tokens: int, pinned: bool) -> SnapshotPlan:
-    """One contiguous, already touched run a stage, as a store with free neighbouring slots gives out."""
+    """One contiguous run per stage, in memory that was touched before, as from a store with free adjacent slots."""
     stages = []
     for arena in session.arenas:
         buffer = torch.zeros(tokens * arena.layout.row_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -87,7 +87,7 @@ def host_plan(session: Session, tokens: int, pinned: bool) -> SnapshotPlan:
 
 
 def plain_copy(session: Session, plan: SnapshotPlan, threads: int) -> Callable[[], None]:
-    """Host to arena, as a restore, with nothing but the copy."""
+    """Copies from host memory to the arenas as a restore does, without anything else."""
     pairs = [
         (arena.rows[: plan.stop].view(-1), torch.from_numpy(stage.rows[0].buffer))
         for arena, stage in zip(session.arenas, plan.stages, strict=True)
@@ -125,7 +125,7 @@ def plain_copy(session: Session, plan: SnapshotPlan, threads: int) -> Callable[[
 
 
 def gigabytes_per_s(ways: dict[str, Callable[[], object]], size: int, repeats: int) -> dict[str, list[float]]:
-    """Every way once a round, so that whatever else the machine does meets all of them."""
+    """GB/s of every way, run once per round so that other load on the machine affects all of them."""
     measured: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(repeats + 1):
         for name, way in ways.items():

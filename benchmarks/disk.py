@@ -1,7 +1,7 @@
-"""The disk tier: writes and reads against a plain loop of the same sizes, start-up and look-up with many conversations.
+"""The disk tier: writes and reads compared with a plain loop; start-up and look-up with many conversations.
 
-The plain loop does what the tier must at least do: `pwritev` and `preadv` of large pieces, unbuffered where the file
-system takes it, one `fsync` at the end. It is run before and after each measurement of the tier, on the same disk.
+The plain loop does the minimum that the tier must do: `pwritev` and `preadv` of large pieces, unbuffered if the file
+system supports it, and one `fsync` at the end. It runs before and after each measurement of the tier, on the same disk.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ KEY = b"k" * 16
 FINGERPRINT = b"f" * 16
 CALLS_IN_FLIGHT = 4
 PLAIN_BYTES = 16 << 20
-"""Of a call of the plain loop: it has one in flight, so larger ones than the tier's make it faster."""
+"""Bytes per call of the plain loop. It has one call in flight, so larger calls than the tier's make it faster."""
 LARGE = StateLayout(tuple(StageLayout(i, i + 1, 32768, 0, bytes([i]) * 16) for i in range(2)), "weighted-sum-64")
-"""Two stages of 32 KiB a token each."""
+"""Two stages of 32 KiB per token each."""
 SMALL = StateLayout(tuple(StageLayout(i, i + 1, 16, 0, bytes([i]) * 16) for i in range(2)), "weighted-sum-64")
-"""So small that only records count."""
+"""Rows so small that only metadata matters."""
 
 
 def open_store(fs: PosixFs, layout: StateLayout, ram_bytes: int, disk_bytes: int) -> TieredStore:
@@ -115,7 +115,7 @@ def direct_flag(path: Path) -> int:
 
 
 def forget_cached(path: Path) -> None:
-    """So that a read reaches the device also where there is no direct I/O."""
+    """Drops the file from the page cache, so that a read reaches the device even without direct I/O."""
     if hasattr(os, "posix_fadvise"):
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -123,8 +123,8 @@ def forget_cached(path: Path) -> None:
 
 
 def measure_speed(folder: Path, tokens: int, rounds: int) -> tuple[dict[str, list[float]], int, float]:
-    """Seconds of each write and read, the tier's and the plain loop's in turn, and of a read without checksums;
-    bytes of one; seconds of checksums alone."""
+    """(seconds of each write and read of the tier and of the plain loop, alternating, and of reads without checksums;
+    bytes of one; seconds of the checksums alone)."""
     fs = open_directory(folder / "speed")
     size = tokens * LARGE.row_bytes
     store = open_store(fs, LARGE, 2 * size + (64 << 20), 64 * size)
@@ -148,7 +148,7 @@ def measure_speed(folder: Path, tokens: int, rounds: int) -> tuple[dict[str, lis
             promotion = store.promote(parked.id, tokens)
             assert isinstance(promotion, Promotion)
             ways = ("read", "unchecked") if number % 2 else ("unchecked", "read")
-            for way in (*ways, *reversed(ways)):  # so that what drifts does not tell for either
+            for way in (*ways, *reversed(ways)):  # so that a drift favours neither
                 for ref, _ in promotion.job.extents:
                     forget_cached(folder / "speed" / ref.name)
                 with patch.object(disk_jobs, "part_sum", disk_jobs.part_sum if way == "read" else Anything):
@@ -165,7 +165,7 @@ def measure_speed(folder: Path, tokens: int, rounds: int) -> tuple[dict[str, lis
 
 
 class Anything:
-    """A checksum that is never wrong: what a read would take without any."""
+    """A checksum that equals any other, to measure reads without checksums."""
 
     def __init__(self, buffer: np.ndarray) -> None: ...
 
@@ -174,7 +174,7 @@ class Anything:
 
 
 def sum_seconds(job: ReadJob) -> float:
-    """Checksums of the same bytes alone, on one thread."""
+    """Seconds of the checksums of the same bytes alone, on one thread."""
     began = time.perf_counter()
     for _, parts in job.extents:
         for part in parts:
@@ -199,7 +199,7 @@ def drain(store: TieredStore, fs: PosixFs) -> None:
 
 
 def measure_many(folder: Path, conversations: int, blocks: int) -> dict[str, float]:
-    """Start-up and look-up with so many conversations on disk, of so many blocks together."""
+    """Start-up and look-up with `conversations` on disk that have `blocks` in total."""
     path, tokens = folder / "many", blocks // conversations * BLOCK_TOKENS
     fs = open_directory(path)
     store = open_store(fs, SMALL, 256 << 20, 8 << 30)
@@ -272,9 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = Result(
         "disk",
         "The disk tier",
-        "A conversation of two stages is written and read back by the tier's own jobs, and a file of the same size by "
-        "a plain loop of direct I/O, in turn; medians. Then many small conversations are parked, the store is opened "
-        "anew and each is looked up.",
+        "The tier's own jobs write a conversation of two stages and read it back; a plain loop of direct I/O does the "
+        "same with a file of the same size. The two alternate, and the figures are medians. Then many small "
+        "conversations are parked, the store is opened again and each is looked up.",
         tables=[
             Table("Speed", ("", "MiB", "tier GB/s", "plain GB/s", "share"), tuple(rows)),
             Table(
@@ -293,8 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ],
         goals=goals,
         notes=[
-            f"Checksums of one read take {sums_s * 1e3:.0f} ms of one thread; {CALLS_IN_FLIGHT} share them while "
-            f"others wait for the device, which is {sums_share:.0%} of those threads' time."
+            f"The checksums of one read take {sums_s * 1e3:.0f} ms of one thread. {CALLS_IN_FLIGHT} threads share "
+            f"them, and compute while others wait for the device: {sums_share:.0%} of their time."
         ],
         raw={"seconds": seconds, "sums_s": sums_s, "many": many},
     )

@@ -1,12 +1,12 @@
-"""What guessing ahead costs and gains, for a head that is never right and for one made to agree.
+"""The cost and gain of guessing with a draft head that is never right, and with one constructed to agree.
 
     python -m benchmarks.draft [--tokens 48]
 
-No checkpoint with a draft head is to be had here, so weights are random, of Qwen3.5's kind. A random head says what
-guessing costs where it gains nothing. The other pair is made to agree, to a degree that is chosen and reported: layers
-add little to what they read (`engine.draft_presets`), while all their arithmetic is done. Answers are greedy, and those
-of every setting are compared with those of single steps. Only the last setting pauses while guesses are rarely right,
-as parkd does; the others show what such a pause saves.
+No trained checkpoint with a draft head is available here, so weights are random, of Qwen3.5's kind. A random head shows
+the cost of guessing without any gain. The other pairs are constructed to agree to a chosen, reported degree: layers add
+little to their input (`engine.draft_presets`), but do all of their arithmetic. Answers are greedy, and every setting's
+are compared with those of single steps. Only the last setting pauses while few guesses are right, as parkd does; the
+others show what such a pause saves.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from engine.sampling import Sampler
 from parkd.types import SamplingParams
 
 GUESSES = ((0, False), (1, False), (2, False), (2, True))
-"""(tokens a step, whether guessing pauses)."""
+"""(guesses per step, whether guessing pauses)."""
 SHAPES = {"4 narrow layers": (4, 256), "12 wider layers": (12, 1024)}
-"""What a model is called -> its layers and hidden size. A step of the first is mostly calls, one of the second mostly
-reading weights, as in models that people run."""
+"""The model's label -> its layers and hidden size. A step of the first is mostly call overhead; one of the second is
+mostly reading weights, as in models that people run."""
 GAINS = {"random head": 1.0, "agreeing, layers at 0.003": 0.003, "agreeing, layers at 0.0003": 0.0003}
-"""What the pair is called -> how much layers add to what they read."""
+"""The label of a pair of model and head -> the factor for what layers add to their input."""
 PROMPT_TOKENS = 128
 VOCABULARY = 8_000
 
 
 def shape(layers: int, hidden: int) -> Any:
-    """Qwen3.5's kind of layers, three of four linear, narrow enough for a processor; with a draft head."""
+    """A configuration with Qwen3.5's layers (three of four linear), narrow enough for a CPU, with a draft head."""
     kind, settings = HYBRID_PRESETS["qwen3.5-27b"]
     changes = {
         "hidden_size": hidden,
@@ -64,7 +64,7 @@ def shape(layers: int, hidden: int) -> Any:
 
 
 def measure(config: Any, gain: float, tokens: int) -> list[dict[str, Any]]:
-    """One pair of model and head, at every number of guesses."""
+    """Measures one pair of model and head with every setting of GUESSES."""
     model = random_model(config, torch.float32, torch.device("cpu"), gain)
     head = random_head(model, ECHO if gain < 1 else "")
     prompt = np.random.default_rng(0).integers(3, VOCABULARY, PROMPT_TOKENS)
@@ -77,7 +77,7 @@ def measure(config: Any, gain: float, tokens: int) -> list[dict[str, Any]]:
         session.extend(prompt[:-1])
         session.checkpoint()
         seconds: list[float] = []
-        for _ in range(3):  # The first warms up.
+        for _ in range(3):  # The first is a warm-up.
             session.truncate(PROMPT_TOKENS - 1)
             decoder = Decoder(session, Sampler(SamplingParams(temperature=0.0), VOCABULARY, prompt))
             steps = decoder.tokens(int(prompt[-1]))
@@ -133,12 +133,12 @@ def main() -> None:
         how=(
             f"Random weights of Qwen3.5's kind: "
             f"{', '.join(f'{name} (hidden size {size[1]:,})' for name, size in SHAPES.items())}; vocabulary "
-            f"{VOCABULARY:,}, float32, {torch.get_num_threads()} threads. {options.tokens} greedy tokens behind a "
-            f"prompt of {PROMPT_TOKENS}; the faster of two runs after one to warm up. A random head gains nothing and "
-            f"shows what guessing costs. The others are constructed to agree: layers add the given share to what they "
-            f"read, so that model and head mostly follow from the last token alone; all arithmetic is done. How often "
-            f"a trained head is right is not known here. Without `--draft-tokens` parkd guesses nothing; with it, "
-            f"guessing pauses while fewer than a quarter are right, as in the last line of each table."
+            f"{VOCABULARY:,}, float32, {torch.get_num_threads()} threads. {options.tokens} greedy tokens after a "
+            f"prompt of {PROMPT_TOKENS}; the faster of two runs, after one warm-up. A random head gains nothing and "
+            f"shows the cost of guessing. The others are constructed to agree: layers add the given share to their "
+            f"input, so that the output of model and head mostly depends on the last token alone, but do all of their "
+            f"arithmetic. How often a trained head is right is not known. Without `--draft-tokens`, parkd does not "
+            f"guess. With it, guessing pauses while fewer than a quarter are right, as in the last line of each table."
         ),
         tables=[table(name, rows) for name, rows in raw.items()],
         raw=raw,

@@ -1,9 +1,9 @@
-"""How late `/health` answers while the engine reads a long prompt, and while it writes the answer.
+"""The latency of `/health` while the engine reads a long prompt, and while it writes the answer.
 
     python -m benchmarks.health_lag [--characters 28000] [--threads N]
 
-The event loop and the engine share a process; were the loop ever blocked by the engine, a probe would wait for the end
-of a chunk (seconds). Probes come from another process on one kept-alive connection, one every 20 ms.
+The event loop and the engine share a process. If the engine ever blocked the loop, a probe would wait for the end of a
+chunk (seconds). Another process sends the probes on one keep-alive connection, one every 20 ms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PHASES = ("idle", "prefill", "decode")
 
 
 class Probe(threading.Thread):
-    """Measures `/health` until it is stopped; `phase` says where each sample belongs."""
+    """Measures `/health` until it is stopped. Each sample belongs to the current `phase`."""
 
     def __init__(self, base_url: str) -> None:
         super().__init__(daemon=True)
@@ -55,7 +55,7 @@ def measure(server: servers.Server, characters: int) -> tuple[Probe, Answer]:
         probe.phase = "decode"
 
     gc.collect()
-    gc.freeze()  # else a collection of this process, over the libraries it imports, counts as the server's delay
+    gc.freeze()  # a garbage collection in this process would count as the server's delay
     probe.start()
     time.sleep(IDLE_S)
     progress("reading a long prompt ...")

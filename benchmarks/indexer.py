@@ -1,9 +1,9 @@
-"""How fast the index of sparse attention is, against the library's own.
+"""The speed of the index for sparse attention, compared with the library's own.
 
     python -m benchmarks.indexer [--repeats 5]
 
-The index alone, of the published shape, choosing for queries at the end of long contexts; and whole prompts of a tiny
-model, through the library with its own cache and through the engine. Both choose the same keys: that is checked first.
+Measured are the index alone, with the published shape, for queries at the end of long contexts; and whole prompts of a
+tiny model, with the library and its own cache and with the engine. First, both are checked to select the same keys.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHAPE = {
 
 
 class Kept:
-    """A cache that holds indexer keys of a context and takes those of the chunk behind it, again and again."""
+    """A cache with the indexer keys of a context, to which the following chunk's keys can be added repeatedly."""
 
     def __init__(self, keys: torch.Tensor, count: int) -> None:
         self.keys, self.start = keys, len(keys) - count
@@ -55,7 +55,7 @@ class Kept:
 
 
 class KeptBlocks(Kept):
-    """The same with blocks that are made once, as in a timeline; those of the chunk are made each time."""
+    """The same, with the context's blocks computed once, as in a timeline, and the chunk's each time."""
 
     def __init__(self, keys: torch.Tensor, count: int, block_tokens: int) -> None:
         super().__init__(keys, count)
@@ -69,7 +69,7 @@ class KeptBlocks(Kept):
 
 
 def taken_s(run: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each run but the first, which warms up."""
+    """Seconds of each run, except for the first, which is a warm-up."""
     taken = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -79,7 +79,7 @@ def taken_s(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def alone(context: int, repeats: int) -> dict[str, float]:
-    """Milliseconds a query, of either; raises AssertionError if they choose differently."""
+    """Milliseconds per query of both. Raises AssertionError if they select different keys."""
     torch.manual_seed(context)
     config = Qwen4ExpTextConfig(**SHAPE)
     original = Qwen4ExpTextQSAIndexer(config, 0)
@@ -92,7 +92,7 @@ def alone(context: int, repeats: int) -> dict[str, float]:
     causal = torch.ones(few, context, dtype=torch.bool).tril(context - few)[None, None]
     blocks = KeptBlocks(keys.clone(), QUERIES, 4)
     chosen = mine(states, last, CausalOrder(), blocks)
-    # The library's sees the keys of the whole chunk as its past, and is asked for the last queries of it.
+    # The library's index gets the keys of the whole chunk as its past, and the chunk's last queries.
     theirs = Kept(blocks.keys.clone(), few)
     expected = original(states[:, -few:], tables, causal, theirs)[0, 0]
     assert torch.equal(chosen.mask(QUERIES - few, QUERIES), expected), "they choose different keys"
@@ -109,7 +109,7 @@ def alone(context: int, repeats: int) -> dict[str, float]:
 
 
 class KeptBlocksOfOne:
-    """A view of kept blocks whose last token alone is new."""
+    """A view of kept blocks in which only the last token is new."""
 
     def __init__(self, blocks: KeptBlocks) -> None:
         self._blocks = blocks
@@ -124,7 +124,7 @@ class KeptBlocksOfOne:
 
 
 def prompts() -> dict[str, float]:
-    """Seconds to read prompts of the tiny model: the library's way, and the engine's."""
+    """Seconds to read prompts of the tiny model, with the library and with the engine."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 500, (LONG_PROMPT,), generator=generator)
     model = random_model(preset_config(MODEL), torch.float32, torch.device("cpu"))
@@ -183,9 +183,10 @@ def main() -> None:
     result = Result(
         "indexer",
         "The index of sparse attention",
-        "The index of one layer of the published shape (4 heads of 128, 2,048 of all tokens seen, blocks of 4), fp32, "
-        "chooses for the last queries of a context whose keys are kept: the library's own, which goes query by query, "
-        f"and the engine's, {QUERIES} at once and one alone. Then whole prompts of a tiny model in chunks of {CHUNK}.",
+        "The index of one layer with the published shape (4 heads of 128, 2,048 of all tokens selected, blocks of 4), "
+        "fp32, selects keys for the last queries of a context whose keys are kept: the library's index, one query at a "
+        f"time, and the engine's, {QUERIES} queries at once and one alone. Then whole prompts of a tiny model are read "
+        f"in chunks of {CHUNK}.",
         [
             Table("Choosing keys, median", columns, rows),
             Table(f"Reading a prompt, {MODEL}", ("", "tokens", "s", "tokens/s"), read),
@@ -198,7 +199,7 @@ def main() -> None:
                 long_s <= GOAL_LONG_S,
             ),
         ],
-        ["Before timing, both were seen to choose the same keys for the queries compared."],
+        ["Before the measurement, both were checked to select the same keys for these queries."],
         {"alone": measured, "prompts_s": seconds},
     )
     finish(result, started)

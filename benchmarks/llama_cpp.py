@@ -1,10 +1,10 @@
-"""llama.cpp five ways, on one model: what comes back after another conversation and after a restart.
+"""Five ways to serve a model with llama.cpp: what is reused after another conversation and after a restart.
 
 python -m benchmarks.llama_cpp [--tokens N] [--without-others]
 
-Its own server with its cache in memory; parkd with the library in process; parkd before the same server; `hearth-llm`
-and `stillwarm` before the same server. On SmolLM2 and on a tiny hybrid of random weights. Needs parkd[bench,llama-cpp].
-Plain speed is measured by benchmarks.llama_speed, what standing between costs by benchmarks.llama_server.
+They are llama.cpp's own server with its RAM cache; parkd with the library in process; and parkd, `hearth-llm` and
+`stillwarm` in front of that server. Models: SmolLM2 and a tiny hybrid with random weights. benchmarks.llama_speed
+measures plain speed, and benchmarks.llama_server the overhead in front of a server. Needs parkd[bench,llama-cpp].
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Start = Callable[[], contextlib.AbstractContextManager[Server]]
 
 @dataclass
 class Compared:
-    """All ways of serving one model, each with the one that says what is right."""
+    """All ways to serve one model, each with the rows that it must equal."""
 
     title: str
     served: list[tuple[Rows, Rows]] = field(default_factory=list)
@@ -61,7 +61,7 @@ def in_process(model: Path, park_dir: Path | None) -> Iterator[Server]:
 
 
 def rows_of(rows: Rows, start: Start, tokens: int) -> Rows:
-    """What is asked of each: everything, then the next turn once the server was stopped and started."""
+    """Runs the whole conversation, then the next turn after the server was restarted."""
     with start() as server:
         a, said = conversation(rows, server, tokens)
     with start() as server:
@@ -70,14 +70,14 @@ def rows_of(rows: Rows, start: Start, tokens: int) -> Rows:
 
 
 def never_left(name: str, start: Start, tokens: int) -> Rows:
-    """The same turns of A where nothing comes between."""
+    """The same turns of A without another conversation in between."""
     rows = Rows(name)
     a = opening("alpha", tokens)
     with start() as server:
         said = rows.ask(server, "A cold", a).text
         rows.ask(server, "A2 after B", after(a, said, "And then?"))
         rows.ask(server, "branch of A", after(a, said, "Say it in other words."))
-        # Before the edited message, whose shorter beginning would have the answer read where it was decoded.
+        # Before the edited message: after it, the answer would be read as part of a prompt instead of decoded.
         rows.ask(server, "A2 after a restart", after(a, said, "And last?"))
         rows.ask(server, "A, last message edited", edited(a))
     return rows
@@ -116,9 +116,9 @@ def compare(title: str, model: Path, tokens: int, folder: Path, others: Path | N
     for rows, start in ((Rows("hearth-llm"), hearth), (stillwarm, warm)):
         try:
             compared.served.append((rows_of(rows, start, tokens), right))
-        except (Exception, SystemExit) as error:  # theirs is not ours to mend: what they said is in the notes
+        except (Exception, SystemExit) as error:  # another tool's failure is reported in the notes
             if isinstance(error, SystemExit) and not isinstance(error.code, str):
-                raise  # told to end
+                raise  # this process was told to exit
             compared.notes.append(f"{rows.name} on {title} stopped: {str(error).splitlines()[0][:200]}")
             compared.served.append((rows, right))
     return compared
@@ -160,7 +160,7 @@ def main() -> int:
         tiny = folder / "tiny.gguf"
         runpy.run_path(str(TINY))["write_tiny_hybrid"](tiny)
         compared = []
-        # A byte is a token of the hybrid: its openings are shorter texts.
+        # The hybrid's tokens are bytes, so its texts are shorter.
         for title, model, tokens in (
             ("SmolLM2", demo_model(), options.tokens),
             ("tiny hybrid", tiny, options.tokens // 2),
@@ -171,15 +171,15 @@ def main() -> int:
     notes = [note for each in compared for note in each.notes]
     if why_not:
         notes.append(f"hearth-llm and stillwarm are not in the tables: {why_not}.")
-    notes.append("stillwarm does not stream: its time is its restore plus what the server says it read for.")
+    notes.append("stillwarm does not stream: its time is its restore plus the reading time that the server reports.")
     result = Result(
         name="llama_cpp",
         title="llama.cpp: in process, behind parkd, alone, and behind others",
         how=(
             f"SmolLM2-135M-Instruct Q4_1 and a tiny hybrid (Qwen3.5's kind, random weights, {tiny_tokens(compared)}), "
             f"one slot of {CONTEXT_TOKENS} tokens, f16 keys and values, greedy, on the CPU. The server is that of the "
-            f"xllamacpp wheel, the library in process that of llama-cpp-python: two builds. Equal: to the same turn "
-            f"where nothing came between, of the same build."
+            f"xllamacpp wheel, and the library in process that of llama-cpp-python, which are two builds. Equal means "
+            f"equal to the same turn without another conversation in between, with the same build."
         ),
         tables=[turns(each.title, each.served) for each in compared],
         goals=goals(compared),

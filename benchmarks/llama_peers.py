@@ -1,7 +1,7 @@
-"""Two tools of others that keep the slots of a llama-server, for comparison: `hearth-llm` and `stillwarm` from PyPI.
+"""Two other tools that save the slots of a llama-server, for comparison: `hearth-llm` and `stillwarm` from PyPI.
 
-They are installed into a folder that is thrown away, without what they might depend on (they need nothing), and run in
-front of the same server as parkd. Both keep whole slot files; neither may be imported by anything else here.
+They are installed into a temporary folder without dependencies (they need none), and run in front of the same server as
+parkd. Both keep whole slot files. Nothing else here may import them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTALL_TIMEOUT_S = 120
 
 
 def install(folder: Path) -> str | None:
-    """Why they are not there afterwards; None if they are."""
+    """Installs both. Returns the reason if that failed, else None."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *PACKAGES]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
@@ -49,9 +49,9 @@ def hearth_server(upstream: Server, slot_dir: Path, folder: Path) -> Iterator[Se
 
 
 class StillwarmRows(Rows):
-    """Its `Session`, which the caller tells which conversation it is; it does not stream.
+    """Answers through stillwarm's `Session`, which does not stream; the caller names the conversation.
 
-    The time to the first token is its restore and the server's reading; after each answer it saves, and has the server
+    The time to the first token is its restore plus the server's reading. After each answer it saves, and has the server
     decode a probe of 64 tokens, which is not counted.
     """
 
@@ -67,7 +67,7 @@ class StillwarmRows(Rows):
         with client:
             reply = client.post("/apply-template", json={"messages": messages})
         prompt = reply.raise_for_status().json()["prompt"]
-        name = messages[0]["content"].split()[2]  # of the document: the conversation
+        name = messages[0]["content"].split()[2]  # the document's name, which identifies the conversation
         started = time.perf_counter()
         if session._loaded != name and session._bin_path(name).exists():
             session.restore(name)

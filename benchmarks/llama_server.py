@@ -1,4 +1,4 @@
-"""parkd before a llama-server, against that server alone: what comes back, after what, and what standing between costs.
+"""parkd in front of a llama-server, compared with that server alone: what is reused after what, and the overhead.
 
 python -m benchmarks.llama_server [--tokens N] [--rounds N]
 """
@@ -25,12 +25,12 @@ OUTPUT_TOKENS = 8
 OVERHEAD_GOAL_MS = 3.0
 OVERHEAD_REQUESTS = 60
 OVERHEAD_PAUSE_S = 0.1
-"""Between two requests: what parkd does behind a reply takes 20 ms, and is not to be measured with the next."""
+"""Pause between two requests. parkd's work behind a reply takes 20 ms, which must not count in the next request."""
 DIRECT, PARKD, BARE = "llama-server", "parkd", "a proxy that does nothing"
 WORDS_A_TOKEN = 0.55
 KINDS = ("parkd", "llama-server", "both")
 ALL_CORES, SPARE_CORE = "every core", "all cores but one"
-"""What the server's model computes with: whether what stands between must share its cores."""
+"""The cores of the server's model: does the proxy in front have to share them?"""
 
 Messages = list[dict[str, str]]
 
@@ -48,13 +48,13 @@ def after(messages: Messages, answer: str, question: str) -> Messages:
 
 
 def edited(messages: Messages) -> Messages:
-    """An opening that ends otherwise."""
+    """The same opening with another ending."""
     return [{"role": "user", "content": messages[0]["content"].replace("What is it about?", "How long is it?")}]
 
 
 @dataclass
 class Rows:
-    """Answers of one way of serving, by what was asked."""
+    """The answers of one way to serve, by turn."""
 
     name: str
     answers: dict[str, Answer] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Rows:
         answer = self.send(server, messages)
         progress(f"{self.name}: {what}: {answer.reused_tokens} of {answer.prompt_tokens}, {answer.first_token_s:.2f} s")
         self.answers[what] = answer
-        time.sleep(0.5)  # what is parked behind the reply is not measured here
+        time.sleep(0.5)  # parking behind the reply is not measured here
         return answer
 
     def send(self, server: Server, messages: Messages) -> Answer:
@@ -71,7 +71,7 @@ class Rows:
 
 
 def conversation(rows: Rows, server: Server, tokens: int) -> tuple[Messages, str]:
-    """Everything but the restart; the opening and its answer."""
+    """Runs all turns except for the one after a restart. Returns the opening and its answer."""
     a, b = opening("alpha", tokens), opening("beta", tokens // 2)
     said = rows.ask(server, "A cold", a).text
     rows.ask(server, "B cold", b)
@@ -104,8 +104,8 @@ def compare(tokens: int) -> list[Rows]:
 
 
 def overhead(tokens: int, threads: int | None) -> dict[str, list[float]]:
-    """Milliseconds to the first token of one warm conversation, with and without parkd between, turn about; and with a
-    proxy between that only hands bytes on."""
+    """Milliseconds to the first token of one warm conversation: directly, through parkd, and through a proxy that only
+    forwards bytes, alternating."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         slots = Path(folder)
         upstream = stack.enter_context(upstream_server(slots, context_tokens=CONTEXT_TOKENS, slots=2, threads=threads))
@@ -116,7 +116,7 @@ def overhead(tokens: int, threads: int | None) -> dict[str, list[float]]:
         }
         times: dict[str, list[float]] = {name: [] for name in servers}
         messages = opening("gamma", tokens)
-        own_slot = {"id_slot": 1, "cache_prompt": True}  # the other one is parkd's
+        own_slot = {"id_slot": 1, "cache_prompt": True}  # parkd uses the other one
         for number in range(1 + OVERHEAD_REQUESTS):
             for name, server in servers.items():
                 answer = ask(server.base_url, messages, output_tokens=1, extra=None if name == PARKD else own_slot)
@@ -127,7 +127,7 @@ def overhead(tokens: int, threads: int | None) -> dict[str, list[float]]:
 
 
 def kills(rounds: int, tokens: int) -> list[dict[str, Any]]:
-    """Kills one or both, at once after an answer, and compares the next turn with a server that was never killed."""
+    """Kills one or both right after an answer, and compares the next turn with a server that was never killed."""
     questions = [f"Question {number}?" for number in range(rounds * len(KINDS))]
     with peer_server(cache_ram_mib=0, context_tokens=CONTEXT_TOKENS) as server:
         expected, history = [], opening("delta", tokens)
@@ -155,7 +155,7 @@ def kills(rounds: int, tokens: int) -> list[dict[str, Any]]:
             )
             progress(f"kill loop: {outcomes[-1]}")
             history = [history[0], *after([], answer.text, question)]
-            time.sleep(1.0)  # a kill before the manifest is synced loses the turn, and no more
+            time.sleep(1.0)  # a kill before the manifest is synced loses the turn, but nothing else
             if kind in ("parkd", "both"):
                 server.process.send_signal(signal.SIGKILL)
                 server.process.wait()
@@ -180,11 +180,11 @@ def main() -> None:
     rows = compare(options.tokens)
     result = Result(
         name="llama_server",
-        title="parkd before a llama-server",
+        title="parkd in front of a llama-server",
         how=(
-            f"SmolLM2-135M-Instruct Q4_1, one slot of {CONTEXT_TOKENS} tokens, greedy, {OUTPUT_TOKENS} tokens an "
-            f"answer, on the CPU; the server is that of the xllamacpp wheel. Equal: to the same turn of a server that "
-            f"the conversation never left."
+            f"SmolLM2-135M-Instruct Q4_1, one slot of {CONTEXT_TOKENS} tokens, greedy, {OUTPUT_TOKENS} tokens per "
+            f"answer, on the CPU. The server is that of the xllamacpp wheel. Equal means equal to the same turn on a "
+            f"server that served no other conversation."
         ),
         tables=[turns_table(rows), overhead_table(times), kills_table(outcomes)],
         goals=goals(times, outcomes),
@@ -203,7 +203,7 @@ def turns_table(rows: list[Rows]) -> Table:
 
 
 def turns(title: str, served: list[tuple[Rows, Rows]]) -> Table:
-    """Each way of serving beside the one whose conversations are never left, which says what is right."""
+    """Each way to serve beside the one without interruptions, whose answers are the reference."""
     lines = []
     for row, cold in served:
         for what, answer in row.answers.items():

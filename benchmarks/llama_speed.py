@@ -1,4 +1,4 @@
-"""What the engine in process takes from the library's speed: the same context, used bare and through the engine.
+"""The overhead of the in-process engine: the same library context, used directly and through the engine.
 
 python -m benchmarks.llama_speed [--tokens N] [--repeats N]
 
@@ -25,9 +25,9 @@ from benchmarks.servers import demo_model
 
 BATCH_TOKENS = 512
 DECODED = 16
-"""Short, so that two that are compared lie close to each other in time."""
+"""Tokens per answer. Few, so that two compared answers are close in time."""
 ANSWERS = 6
-"""Of each kind, behind each reading."""
+"""Answers of each kind after each prompt."""
 BARE, NO_CALLBACK, ENGINE = "the library, bare", "the engine, not cancellable", "the engine"
 WAYS = (BARE, NO_CALLBACK, ENGINE)
 GOAL = 0.98
@@ -36,13 +36,13 @@ CALLBACK_GOAL = 0.99
 
 @dataclass
 class Speed:
-    """Seconds by what computes: reading a prompt, decoding an answer."""
+    """Seconds by way of computing, for reading a prompt and for decoding an answer."""
 
     tokens: int
     raw: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def note(self, name: str, what: str, seconds: float, *, counts: bool) -> None:
-        """Not what warms up."""
+        """Adds a measurement if it `counts`, that is, if it is not a warm-up."""
         if counts:
             self.raw.setdefault(name, {}).setdefault(what, []).append(seconds)
 
@@ -66,18 +66,18 @@ class Speed:
 
     @property
     def callback_share(self) -> float:
-        """Of the reading's speed that is left when it may be cancelled."""
+        """The speed of reading that can be cancelled, relative to reading that cannot."""
         pairs = zip(self.raw[NO_CALLBACK]["read"], self.raw[ENGINE]["read"], strict=True)
         return statistics.median(without / with_it for without, with_it in pairs)
 
     def _share(self, what: str, name: str) -> float:
-        """Median of the runs' own shares: a run and its neighbour see the same machine."""
+        """The median of the shares of single pairs, since two consecutive runs see the same load on the machine."""
         pairs = zip(self.raw[BARE][what], self.raw[name][what], strict=True)
         return statistics.median(bare / other for bare, other in pairs)
 
 
 def speed(model: Path, cache_dir: Path, tokens: int, repeats: int) -> Speed:
-    """One warm-up of each first; then each run in an order of its own, so that none has always the same neighbour."""
+    """One warm-up of each; then runs in random order, so that none always has the same neighbour."""
     from parkd.engine_adapter.llama_cpp import LlamaCppConfig
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
 
@@ -108,7 +108,7 @@ def speed(model: Path, cache_dir: Path, tokens: int, repeats: int) -> Speed:
 
 
 def _bare_reading(engine: Any, ids: Any) -> None:
-    """What llama.cpp's own examples do: whole batches."""
+    """Reads in whole batches, as llama.cpp's examples do."""
     import llama_cpp.llama_cpp as low
 
     context = engine._model.context
@@ -122,7 +122,7 @@ def _bare_reading(engine: Any, ids: Any) -> None:
 
 
 def _uncancellable(engine: Any, ids: Any) -> None:
-    """As the engine reads, but that nothing can stop it."""
+    """Reads as the engine does, but without the possibility to cancel."""
     for start in range(0, len(ids), BATCH_TOKENS):
         engine._timeline.decode(ids[start : start + BATCH_TOKENS], None)
 
@@ -132,7 +132,7 @@ def _cancellable(engine: Any, ids: Any) -> None:
 
 
 def _bare_answer(engine: Any, last: int, _ids: Any) -> None:
-    """As llama.cpp's examples decode: greedy tokens one by one."""
+    """Decodes greedy tokens one by one, as llama.cpp's examples do."""
     import llama_cpp.llama_cpp as low
 
     context, one = engine._model.context, (ctypes.c_int32 * 1)(last)
@@ -177,9 +177,9 @@ def main() -> None:
             title="llama.cpp in process: what the engine takes from the library's speed",
             how=(
                 f"SmolLM2-135M-Instruct Q4_1 on the CPU: a prompt of {options.tokens} tokens in batches of "
-                f"{BATCH_TOKENS}, then {DECODED} greedy tokens, by the engine and by a bare loop over the same library "
-                f"and context (llama_decode, llama_sampler_sample), in random order: {options.repeats} readings and "
-                f"{options.repeats * ANSWERS} answers of each. A share is the median over what pairs give that were "
+                f"{BATCH_TOKENS}, then {DECODED} greedy tokens, with the engine and with a bare loop over the same "
+                f"library and context (llama_decode, llama_sampler_sample), in random order: {options.repeats} "
+                f"readings and {options.repeats * ANSWERS} answers of each. A share is the median over pairs that were "
                 f"measured close to each other, since the machine's speed drifts."
             ),
             tables=[

@@ -1,11 +1,11 @@
-"""Two hundred streaming clients wait for one lane: how late the event loop runs, and whether every event arrives.
+"""Two hundred streaming clients wait for one lane: the delay of the event loop, and whether every event arrives.
 
     python -m benchmarks.many_clients [--clients 200]
 
-A real server on a real socket over the tests' deterministic engine, which takes two milliseconds a token as a device
-would, without computing. All clients, in a process of their own, ask at once and stream; one runs, the others wait and
-are kept alive. A timer on the server's event loop measures how late it is woken. Afterwards each request is sent again
-without a stream, and the texts are compared: a lost or reordered event would show.
+A real server on a real socket runs the tests' deterministic engine, which takes two milliseconds per token, as a device
+would, but does not compute. All clients run in another process, send their requests at once and stream; one request
+runs, the others wait and get keep-alives. A timer on the server's event loop measures how late it fires. Afterwards,
+each request is sent again without streaming and the texts are compared, which would show a lost or reordered event.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEEP_ALIVE_S = 0.5
 
 
 class Probe:
-    """How late a timer on the loop fires, in milliseconds."""
+    """Measures how late a timer on the loop fires, in milliseconds."""
 
     def __init__(self) -> None:
         self.late_ms: list[float] = []
@@ -91,7 +91,7 @@ def body(number: int, *, stream: bool) -> dict[str, Any]:
 
 
 async def listen(client: httpx.AsyncClient, number: int) -> dict[str, Any]:
-    """One streamed answer: its pieces in order, and the longest silence."""
+    """Streams one answer. Returns its pieces in order and the longest silence."""
     text, ended, silence_s, at_s = "", False, 0.0, time.perf_counter()
     async with client.stream("POST", "/v1/chat/completions", json=body(number, stream=True)) as response:
         async for line in response.aiter_lines():
@@ -114,7 +114,7 @@ def clients_process(url: str, clients: int, results: Any) -> None:
 
 
 def measure(clients: int) -> tuple[list[dict[str, Any]], list[float], int]:
-    """What clients saw, the loop's lateness while they were served, and how many texts differ from a plain answer."""
+    """(the clients' answers, the loop's delays in ms meanwhile, the number of texts that differ without streaming)."""
     server = ProbedServer(services(clients))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

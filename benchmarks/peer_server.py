@@ -33,7 +33,7 @@ def main() -> None:
     server = xllamacpp.Server(parameters)
     ended.wait()
     del server
-    # Its worker threads do not end with it; nothing is to be saved.
+    # The server's worker threads do not end by themselves, and there is nothing to save.
     os._exit(0)
 
 

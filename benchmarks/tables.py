@@ -14,8 +14,9 @@ ORDER = ("aba", "copies", "proxy_time", "health_lag", "perplexity", "indexer", "
 PAGE = REPOSITORY / "docs" / "BENCHMARKS.md"
 HEAD = """# Benchmarks
 
-Made by `python -m benchmarks.tables` from the files under `benchmarks/results/`, which hold every single measurement.
-`make bench` measures again what a machine can measure, and rewrites both. Missed goals stay in the tables.
+`python -m benchmarks.tables` generates this page from the files under `benchmarks/results/`, which contain every single
+measurement. `make bench` runs all measurements that the machine supports again and rewrites both. Missed goals stay in
+the tables.
 """
 
 
@@ -44,7 +45,7 @@ def section(document: dict[str, Any]) -> str:
 
 
 def page() -> str:
-    """Sections in ORDER, then any other result by name."""
+    """The page: sections in ORDER, then all other results by name."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     names = [name for name in ORDER if name in found] + [name for name in found if name not in ORDER]
     return "\n\n".join([HEAD.rstrip(), *(section(found[name]) for name in names)]) + "\n"

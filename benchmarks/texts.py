@@ -1,8 +1,8 @@
 """Long prompts that are the same on every machine.
 
-Paragraphs of the licence (English of the kind people paste) alternate with seeded reports full of names, numbers and
-punctuation, so that tokenisers meet real words as well as what splits badly. The project's own pages are left out:
-they change with every commit, and the figures would change with them.
+Paragraphs of the licence (English like that in pasted documents) alternate with seeded reports full of names, numbers
+and punctuation, so that tokenisers get ordinary words and text that splits badly. The project's own pages are not used,
+because they change with every commit and would change the figures.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _paragraphs(seed: int) -> Iterator[str]:
 
 
 def document(seed: int, characters: int) -> str:
-    """Paragraphs until `characters` is reached; another seed gives another text from its first words on."""
+    """Paragraphs up to `characters`. Texts of different seeds differ from their first words on."""
     parts: list[str] = []
     length = 0
     for paragraph in _paragraphs(seed):
@@ -59,7 +59,7 @@ def document(seed: int, characters: int) -> str:
 
 
 def opening(name: str, seed: int, characters: int, question: str) -> list[dict[str, str]]:
-    """The messages of a conversation's first turn: a system prompt of its own, a document and a question."""
+    """The messages of a conversation's first turn: its own system prompt, a document and a question."""
     return [
         {"role": "system", "content": f"{name} is the reader of file {seed}. Answer from the document alone."},
         {"role": "user", "content": f"{document(seed, characters)}\n\n{question}"},
@@ -67,5 +67,5 @@ def opening(name: str, seed: int, characters: int, question: str) -> list[dict[s
 
 
 def next_turn(messages: list[dict[str, str]], answer: str, question: str) -> list[dict[str, str]]:
-    """What a client sends next: the whole history again, as it received it."""
+    """The messages of the next turn: the whole history, as the client received it, and the question."""
     return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": question}]

@@ -1,10 +1,10 @@
-"""What guessing ahead with a draft head costs and gains on a card.
+"""The cost and gain of guessing with a draft head on a card.
 
     python -m benchmarks.gpu.draft [--gain 0.0001] [--position 4096] [--tokens 96] [--out FILE]
 
-Weights are random, and model and head are made to agree: layers add `gain` times what they would
-(`engine.draft_presets`). What is said of a trained head is the time of a step, and the share of right guesses from
-which on it pays. Answers are greedy. All settings run over one set of weights, one after the other.
+Weights are random, and model and head are constructed to agree: the output of layers is multiplied by `gain`
+(`engine.draft_presets`). What carries over to a trained head is the time of a step, and so the share of right guesses
+above which guessing pays. Answers are greedy. All settings use the same weights, one after the other.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from parkd.types import SamplingParams
 
 CARD = "cuda:0"
 SETTINGS = (0, 1, 2, 3)
-"""Guesses a step."""
+"""Guesses per step."""
 RUNS = 3
-"""The first warms up."""
+"""The first is a warm-up."""
 
 
 def answer(session: Session, prompt: Any, vocabulary: int, tokens: int) -> dict[str, Any]:
-    """The same answer `RUNS` times: its tokens, and what one took."""
+    """Generates the same answer `RUNS` times. Returns its tokens and the time that one took."""
     seconds: list[float] = []
     for _ in range(RUNS):
         session.truncate(len(prompt) - 1)
@@ -52,7 +52,7 @@ def answer(session: Session, prompt: Any, vocabulary: int, tokens: int) -> dict[
 
 
 def step_seconds(session: Session, guesses: int) -> dict[str, float]:
-    """What one step takes, by its parts: the guesses, the check of all at once, or the single token."""
+    """Seconds of one step by part: the guesses and the check of all of them, or the single token."""
     start = session.position
     times: dict[str, list[float]] = {"guess_ms": [], "check_ms": []} if guesses else {"single_ms": []}
     for _ in range(12):

@@ -1,8 +1,8 @@
-"""A1 -> B1 -> A2 held to the run that was never interrupted, for models whose speed is not the question.
+"""A1 -> B1 -> A2 compared with a run that was never interrupted, for models whose speed is not in question.
 
     python -m benchmarks.gpu.gate --model random:qwen3.5-27b-vl --pictures 2 [--a1 30000] [--b1 5000] [--kv bf16,int8]
 
-State of every stage is compared to the bit, and tokens; pictures are counted that were read. Prints JSON.
+The state of every stage is compared bit for bit, and the tokens; encoded images are counted. Prints JSON.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from parkd.types import ImageSpan
 
 ANSWER_TOKENS = 17
 MORE_TOKENS = 16
-"""A2's prompt holds A1's, its answer and a new message of so many."""
+"""A2's prompt contains A1's, its answer and a new message of this many tokens."""
 PICTURE_PIXELS = (1024, 768)
 WORDS = range(100, 500)
-"""Ids that no preset has another use for."""
+"""Token ids without a special meaning in any preset."""
 
 
 def words(count: int, seed: int) -> Ids:

@@ -1,4 +1,4 @@
-"""Matrix-vector products of an 8B shape: how they should be cut, and what the vendor's library does.
+"""Matrix-vector products with the shapes of an 8B model: the best tiling, and the speed of the vendor's library.
 
 python -m benchmarks.gpu.kernels [--out FILE]
 """
@@ -27,9 +27,9 @@ MORE = (
     *((10_240, 5120), (6144, 5120), (5120, 6144), (5120, 17_408)),
     *((4096, 2560), (2560, 2048), (20_480, 2560), (2560, 10_240), (262_208, 2560)),
 )
-"""Matrices of a 27B model with gated delta nets, and of a 4B model of Gemma 3's."""
+"""Matrices of a 27B model with gated delta nets, and of Gemma 3 4B."""
 COPIES = 6
-"""Sets of weights that are used in turn, so that none is still in the cache."""
+"""Sets of weights that are used in rotation, so that none is still in the cache."""
 
 
 def linear(rows: int, columns: int) -> Any:
@@ -39,7 +39,7 @@ def linear(rows: int, columns: int) -> Any:
 
 
 def microseconds(actions: list[Any]) -> float:
-    """Of one action, all recorded in a graph so that launches do not count."""
+    """Microseconds of one action. All are recorded in one graph, so that launches do not count."""
     for action in actions:
         action()
     torch.cuda.synchronize()
@@ -89,7 +89,7 @@ def products() -> dict[str, dict[str, float]]:
                 ]
             try:
                 row[f"{tiling.rows}x{tiling.columns}/{tiling.warps}"] = size / microseconds(actions) / 1e3
-            except Exception as error:  # a cut that does not fit the card is a result too
+            except Exception as error:  # a tiling that does not fit the card is a result too
                 print(name, tiling, type(error).__name__, error)
         table[name] = row
     return table

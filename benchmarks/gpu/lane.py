@@ -1,4 +1,4 @@
-"""Turns as the daemon runs them (engine, store, parking), over token ids: no HTTP, no rendering, no tokenising."""
+"""Turns as the daemon runs them (engine, store, parking), from token ids: no HTTP, rendering or tokenising."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ NEVER = threading.Event()
 
 @dataclass(frozen=True)
 class TurnFigures:
-    """What a turn said and what it took. Seconds count from the moment the lane took it."""
+    """The tokens and times of a turn. Seconds are counted from when the lane takes it."""
 
     tokens: list[int]
     outcome: str
     reused: int
     first_token_s: float
     decode_s: float
-    """Seconds a token behind the first."""
+    """Seconds per token after the first."""
     wall_s: float
-    """To the last token."""
+    """Seconds to the last token."""
 
 
 def load(model: str, devices: tuple[str, ...], cache_dir: Path, **layout: Any) -> TorchEngine:
@@ -55,7 +55,7 @@ def load(model: str, devices: tuple[str, ...], cache_dir: Path, **layout: Any) -
 
 
 class GpuLane:
-    """One engine and its store. Not for use by two tasks at once."""
+    """An engine and its store. For one task at a time."""
 
     def __init__(self, engine: TorchEngine, budget_bytes: int) -> None:
         self.engine = engine
@@ -78,7 +78,7 @@ class GpuLane:
         return PromptIdentity(key, ids, units, prefix_hashes(units, key.digest, BLOCK_TOKENS), images=images)
 
     async def turn(self, prompt: PromptIdentity, count: int) -> TurnFigures:
-        """Reads `prompt`, decodes `count` tokens greedily, parks behind the reply."""
+        """Reads `prompt`, decodes `count` tokens greedily, and parks behind the reply."""
         began_s = time.perf_counter()
         parked = [entry for entry, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
         plan = decide_start(
@@ -88,7 +88,7 @@ class GpuLane:
             layout=self.engine.info.layout,
             live_checkpoints=self.live.checkpoints,
             rewind_floor=self.live.rewind_floor,
-            cost=dataclasses.replace(self.costs.model, read_s=1.0),  # reuse whatever there is
+            cost=dataclasses.replace(self.costs.model, read_s=1.0),  # reading costs so much that any state is reused
         )
         try:
             await self.live.begin(plan, prompt.key, PromptTail(prompt, plan.common, None))
@@ -97,7 +97,7 @@ class GpuLane:
             await self.live.begin(plan, prompt.key)
         reused, start = plan.option.position, self.live.conversation.position
         places = checkpoints_to_take(prompt, start, plan.common, self.engine.info.ctx_checkpoints)
-        await self.live.call(  # Nothing, if that was read while the rest was restored.
+        await self.live.call(  # Nothing to read if the end was read during the restore.
             self.engine.extend, prompt.token_ids[start:-1], cancel=NEVER, checkpoint_at=places, images=prompt.images
         )
         await self.live.advance(prompt.key, prompt.units)
@@ -137,5 +137,5 @@ def random_ids(count: int, vocab_size: int, seed: int) -> Ids:
 
 
 def following(prompt: Ids, figures: TurnFigures, more: Ids) -> Ids:
-    """The next prompt of a conversation: all so far, and what its user adds."""
+    """The next prompt of a conversation: everything so far and the user's new tokens."""
     return np.concatenate([prompt, np.array(figures.tokens, dtype=np.int64), more])

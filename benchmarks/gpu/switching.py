@@ -1,8 +1,8 @@
-"""A1 -> B1 -> A2 at the sizes of the report that began this project, on one card and on more, beside the links' speed.
+"""A1 -> B1 -> A2 at the sizes of the report that began this project, on one card or more, and the speed of the links.
 
     python -m benchmarks.gpu.switching [--model random:qwen3-8b] [--cards 1,2] [--kv bf16,int8] [--out FILE]
 
-Prints a table and writes JSON. Every figure of a run is measured in that run, the links and the memory too.
+Prints JSON, and writes it with `--out`. All figures of a run are measured in that run, also those of links and memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parkd.types import SamplingParams
 
 A1_TOKENS, B1_TOKENS, A2_TOKENS = 86_343, 14_533, 86_376
 ANSWER_TOKENS = 17
-"""A2's prompt holds A1's, its answer and a new message."""
+"""A2's prompt contains A1's, its answer and a new message."""
 GIB = 1 << 30
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
 KV = {"bf16": torch.bfloat16, "int8": torch.int8}
@@ -42,7 +42,7 @@ def synchronize(devices: tuple[str, ...]) -> None:
 
 
 def timed(devices: tuple[str, ...], action: Callable[[], Any], repeats: int) -> float:
-    """The median's seconds."""
+    """The median seconds of `action`."""
     seconds = []
     for _ in range(repeats):
         synchronize(devices)
@@ -54,7 +54,7 @@ def timed(devices: tuple[str, ...], action: Callable[[], Any], repeats: int) -> 
 
 
 def memory_read_bytes_per_s(device: str) -> float:
-    """The speed at which a card's memory is read: the faster of a sum and of a copy's half."""
+    """The speed at which a card's memory is read: the faster of a sum and of a copy, which reads and writes."""
     data = torch.empty(2 * GIB, dtype=torch.int64, device=device).random_()
     out = torch.empty_like(data)
     summed = timed((device,), data.sum, 5)
@@ -63,7 +63,7 @@ def memory_read_bytes_per_s(device: str) -> float:
 
 
 def raw_copies(lane: GpuLane, transfer: Any, *, into: bool) -> Callable[[], None]:
-    """The plain copy of a transfer's bytes, all cards at once: no sums, no checks."""
+    """A plain copy of a transfer's bytes, on all cards at once, without checksums or checks."""
     from engine.copies import host_tensor
 
     arenas = lane.engine._session.arenas
@@ -104,7 +104,7 @@ def capture_request(lane: GpuLane) -> CaptureRequest:
 
 
 def copy_figures(lane: GpuLane, devices: tuple[str, ...]) -> dict[str, float]:
-    """What is live, captured and restored again, against plain copies between the same memory."""
+    """Captures and restores the live state, and compares with plain copies between the same buffers."""
     engine = lane.engine
     capture = lane.store.begin_capture(capture_request(lane))
     transfer = capture.transfer
@@ -133,7 +133,7 @@ def copy_figures(lane: GpuLane, devices: tuple[str, ...]) -> dict[str, float]:
 
 
 def decode_seconds(lane: GpuLane, devices: tuple[str, ...], steps: int) -> float:
-    """A token's seconds behind the present position, which stays."""
+    """Seconds per token after the present position, which is kept."""
     session = lane.engine._session
     position = session.position
     session.checkpoint()
@@ -149,7 +149,7 @@ def decode_seconds(lane: GpuLane, devices: tuple[str, ...], steps: int) -> float
 
 
 def generate_seconds(lane: GpuLane, sampling: SamplingParams, steps: int) -> float:
-    """A token's seconds with sampling, behind the present position, which stays."""
+    """Seconds per sampled token after the present position, which is kept."""
     engine = lane.engine
     position = engine.position
     engine.checkpoint()
@@ -165,7 +165,7 @@ def generate_seconds(lane: GpuLane, sampling: SamplingParams, steps: int) -> flo
 
 
 def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -> dict[str, Any]:
-    """Decode with and without recorded graphs at the present position, and the time that reading all of it takes."""
+    """Decoding at the present position with and without recorded graphs, and the time to read all weights and rows."""
     session = lane.engine._session
     head = session.stages[-1].head
     embedding = session.stages[0].inner.embed_tokens.weight.nbytes
@@ -174,7 +174,7 @@ def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -
     position = session.position
     rows = position * lane.engine.info.layout.row_bytes
     windows = sum(field.nbytes for arena in session.arenas for field in arena.layout.window_fields)
-    fixed = 2 * lane.engine.info.layout.fixed_bytes - windows  # Read and written, but for windows.
+    fixed = 2 * lane.engine.info.layout.fixed_bytes - windows  # Read and written; windows are only read.
     limit = (weights + rows + fixed) / read_speed
     runs = [decode_seconds(lane, devices, 80) for _ in range(3)]
     recorded = statistics.median(runs)
@@ -194,7 +194,7 @@ def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -
 
 
 def state_of(lane: GpuLane) -> list[torch.Tensor]:
-    """Rows of every stage, and its fixed state if the model has any."""
+    """The rows of every stage, and its fixed state if the model has any."""
     session = lane.engine._session
     state = [arena.rows[: session.position].clone() for arena in session.arenas]
     if session.fixed_state.exists:
@@ -244,7 +244,7 @@ async def measure(
     lane.store.drop(lane.live.conversation.parked_id or "", "measured")
     await lane.live.reset()
 
-    # Interrupted: B comes the moment A1 was answered.
+    # Interrupted: B comes right after A1's answer.
     cold = await lane.turn(lane.prompt("parted", a1), ANSWER_TOKENS)
     b_parking = [(await lane.turn(lane.prompt("parted", b1), 4)).first_token_s]
     await lane.live.settle()
@@ -277,7 +277,7 @@ async def measure(
         f"with {ANSWER_TOKENS} tokens": cold.wall_s / back.wall_s,
     }
 
-    # B's first token with A to be parked, and with nothing.
+    # B's first token while A is parked, and with nothing to park.
     for _ in range(b_runs):
         lane.store.drop(lane.live.conversation.parked_id or "", "measured")
         await lane.live.reset()
