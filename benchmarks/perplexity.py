@@ -149,7 +149,7 @@ def result_of(
         f"float32 rows in nats; `chunking` the largest difference of any logit when the first two chunks are read "
         f"{options.chunk // 4} tokens at a time.",
         tables=[Table("Keys and values kept as", columns, tuple(rows))],
-        notes=[f"The text's digest is {digest}. The pages change over time, so figures from another day are for another text."],
+        notes=[f"The text's digest is {digest}. The pages change, so figures from another day are for another text."],
         raw=raw | {"pages": list(PAGES)},
     )
 
