@@ -214,12 +214,16 @@ def restore_and_read(
     """Does `restore`, then reads `token_ids` as `Session.extend` does.
 
     Reading is queued while rows are still on their way; on each card it begins when the rows of that card have arrived.
-    Nothing stays of damaged rows, nor of what was read after them. Raises as `restore` and `extend` do; after a
-    StageFailed nothing is live.
+    Nothing stays of damaged rows, nor of what was read after them. Raises as `restore` and `extend` do; after
+    any error but SnapshotMismatch nothing is live.
     """
     if not _may_be_read_unchecked(session):
         restore(session, plan, steps=steps)
-        session.extend(token_ids, checkpoint_at=checkpoint_at)
+        try:
+            session.extend(token_ids, checkpoint_at=checkpoint_at)
+        except BaseException:
+            session.reset()
+            raise
         return
 
     def read() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from recordings import Replay, record_chunks
 
 from engine import EngineConfig, Session, chunk_graphs, open_session, presets
 
@@ -17,43 +17,15 @@ IDS = np.random.default_rng(0).integers(0, 500, 5 * CHUNK)
 pytestmark = pytest.mark.filterwarnings("ignore:.*falling back to its reference")
 
 
-class Replay:
-    """Runs on replay what a graph would have recorded."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.replays = 0
-        self._run = run
-
-    def replay(self) -> None:
-        self.replays += 1
-        self._run()
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
-    made: list[Replay] = []
-
-    def recorded(run: Callable[[], None], *_: Any) -> Replay:
-        run()  # As while recording: whatever state there is is overwritten.
-        made.append(Replay(run))
-        return made[-1]
-
-    monkeypatch.setattr(chunk_graphs, "recorded", recorded)
-    return made
-
-
 def opened() -> Session:
     config = presets.preset_config("random:tiny-qwen3.5")
     model = presets.random_model(config, torch.float32, torch.device("cpu"))
     return open_session(model, EngineConfig(devices=("cpu", "cpu"), context_tokens=512, batch_tokens=CHUNK))
 
 
-def recorded_session() -> Session:
+def recorded_session() -> tuple[Session, list[Replay]]:
     session = opened()
-    for stage, cache in zip(session.stages, session._caches, strict=True):
-        chunk_graphs.record_chunks(stage, cache, CHUNK)
-    session.reset()
-    return session
+    return session, record_chunks(session, CHUNK)
 
 
 def state_of(session: Session) -> list[torch.Tensor]:
@@ -64,8 +36,8 @@ def state_of(session: Session) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("pieces", [(320,), (64, 256), (40, 24, 256), (10, 200, 110)], ids=str)
-def test_state_is_that_of_the_librarys_forward(pieces: tuple[int, ...], graphs: list[Replay]) -> None:
-    plain, recorded = opened(), recorded_session()
+def test_state_is_that_of_the_librarys_forward(pieces: tuple[int, ...]) -> None:
+    plain, (recorded, graphs) = opened(), recorded_session()
     for session in (plain, recorded):
         for start, count in zip(np.cumsum((0, *pieces)), pieces, strict=False):
             session.extend(IDS[start : start + count])
@@ -82,20 +54,20 @@ def _is_cut(start: int, pieces: tuple[int, ...]) -> bool:
     return any(start < place < start + CHUNK for place in np.cumsum(pieces))
 
 
-def test_layers_that_attend_are_not_recorded(graphs: list[Replay]) -> None:
-    session = recorded_session()
+def test_layers_that_attend_are_not_recorded() -> None:
+    session, graphs = recorded_session()
     layers = [layer for stage in session.stages for layer in stage.layers]
     assert len(graphs) == sum(layer.block_type == "linear_attention" for layer in layers) < len(layers)
 
 
-def test_a_steered_layer_is_steered_in_whole_chunks_too(graphs: list[Replay]) -> None:
-    session = recorded_session()
+def test_a_steered_layer_is_steered_in_whole_chunks_too() -> None:
+    session, graphs = recorded_session()
     session.extend(IDS[:CHUNK])
     hook = session.stages[0].layers[0].register_forward_hook(lambda _module, _inputs, output: output + 1.0)
     session.extend(IDS[CHUNK:])
     hook.remove()
     steered, replays = state_of(session), graphs[0].replays
-    plain = recorded_session()
+    plain, _ = recorded_session()
     plain.extend(IDS)
     assert replays
     assert not all(torch.equal(mine, theirs) for mine, theirs in zip(steered, state_of(plain), strict=True))
@@ -108,7 +80,10 @@ def test_what_cannot_be_recorded_stays_as_it_was(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(chunk_graphs, "recorded", refuse)
-    session, plain = recorded_session(), opened()
+    session, plain = opened(), opened()
+    for stage, cache in zip(session.stages, session._caches, strict=True):
+        chunk_graphs.record_chunks(stage, cache, CHUNK)
+    session.reset()
     assert "recording failed" in caplog.text
     for reading in (session, plain):
         reading.extend(IDS)

@@ -3,62 +3,34 @@ and every guess can be taken back."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from core_models import VOCAB
 from draft_models import PROMPT, decoder, drafting, drafting_session, greedy, guessed, oracle_guess, prompt_ids, say
-from test_engine_placed import reference_attention
+from recordings import Replay, record_steps, without_triton
 
 from engine import Session
-from engine.decode_graph import DecodeGraph, LibraryDecoder
-from engine.draft_graph import RecordedGuessing
-from engine.handoff import HandOff
-from engine.placed import TokenPlace
 
 GUESSES = 2
 FAMILIES = pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next"])
 STAGES = pytest.mark.parametrize("stages", [1, 3])
 
 
-class Rerun:
-    """Stands for a graph: what was recorded runs again, as it does on a card without Python."""
-
-    def __init__(self, recording: Any) -> None:
-        self.recording = recording
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        cache = getattr(self.recording, "_cache", None)
-        if cache is not None:
-            cache.record(self.recording._place)
-        self.recording.run()
-        if cache is not None:
-            cache.record(None)
-
-
-def recorded_session(family: str, stages: int, **settings: Any) -> tuple[Session, list[Rerun]]:
+def recorded_session(family: str, stages: int, **settings: Any) -> tuple[Session, list[Replay]]:
+    """With the graphs of a single step, of one with guesses, and of a guess."""
     session = drafting_session(family, stages, draft_tokens=GUESSES, **settings)
-    assert session.draft is not None
-    steps: dict[int, list[LibraryDecoder]] = {1: [], 1 + GUESSES: []}
-    for tokens, decoders in steps.items():
-        for stage, cache in zip(session.stages, session._caches, strict=True):
-            head = session.draft if stage is session.stages[-1] else None
-            decoders.append(LibraryDecoder(stage, cache, session.config, tokens, head))
-            decoders[-1]._graph = Rerun(decoders[-1])
-    guessing = RecordedGuessing(session.draft)
-    guessing._graph = Rerun(guessing)
-    handoffs = [HandOff(one.device, other.device) for one, other in pairwise(session.stages)]
-    session._forward.decode_graph = DecodeGraph(steps, handoffs, guessing)
-    return session, [steps[1][0]._graph, steps[1 + GUESSES][0]._graph, guessing._graph]
+    steps, guess = record_steps(session)
+    assert guess is not None
+    return session, [steps[1][0], steps[1 + GUESSES][0], guess]
 
 
 @pytest.fixture(autouse=True)
-def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenPlace, "attention", lambda *_, codes: reference_attention)
+def _no_triton() -> Iterator[None]:
+    with without_triton():
+        yield
 
 
 def assert_close_state(left: Session, right: Session) -> None:

@@ -4,48 +4,26 @@ every row where the host's would, and the logits be those of the forward that is
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
+from breakages import MemoryFor, windows_move_in
+from recordings import without_triton
 
 from engine import EngineConfig, Session, StageFailed, open_session, presets
-from engine.cache_layers import WindowTimeline
 from engine.decode_graph import LibraryDecoder
-from engine.placed import TokenPlace
 
 PRESETS = ["tiny-qwen2", "tiny-gemma3", "tiny-qwen3.5", "tiny-lfm2", "tiny-granite-h", "tiny-qwen3-next"]
 CONTEXT, READ, STEPS = 512, 100, 60
 
 
-def reference_attention(
-    query: torch.Tensor,
-    key_rows: torch.Tensor,
-    value_rows: torch.Tensor,
-    position: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    scale_rows: torch.Tensor | None = None,
-    *,
-    window: int | None = None,
-) -> None:
-    """What `engine.kernels.attend.DecodeAttention` does."""
-    last = int(position) + 1
-    first = max(0, last - window) if window else 0
-    keys, values = key_rows[first:last].float(), value_rows[first:last].float()
-    if scale_rows is not None:
-        keys, values = (r * scale_rows[:last, part, :, None].float() for part, r in enumerate((keys, values)))
-    heads = query.view(1, -1, 1, key_rows.shape[2]).float()
-    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-    out.copy_(scaled_dot_product_attention(heads, keys, values, scale=scale, enable_gqa=True).flatten())
-
-
 @pytest.fixture(autouse=True)
-def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenPlace, "attention", lambda *_, codes: reference_attention)
+def _no_triton() -> Iterator[None]:
+    with without_triton():
+        yield
 
 
 def opened(model: Any, kv_dtype: torch.dtype | None) -> Session:
@@ -108,37 +86,16 @@ def test_a_chunk_that_broke_between_two_layers_leaves_their_windows_together() -
         placed._position += 1
 
 
-class MemoryFor(TorchDispatchMode):
-    """A card that has memory for `tensors` new ones and no more."""
-
-    def __init__(self, tensors: int) -> None:
-        super().__init__()
-        self.left = tensors
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("clone", "empty", "empty_like"):
-            self.left -= 1
-            if self.left < 0:
-                raise torch.OutOfMemoryError("injected")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("tensors", range(4))
-def test_windows_that_could_not_all_be_moved_are_where_they_were(tensors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_that_could_not_all_be_moved_are_where_they_were(tensors: int) -> None:
     config = presets.preset_config("random:tiny-gemma3")
     model = presets.random_model(config, torch.float32, torch.device("cpu"))
     plain, broken = opened(model, None), opened(model, None)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, CONTEXT)
     for session in (plain, broken):
         session.extend(ids[:130])
-    make_room, memory = WindowTimeline._make_room, MemoryFor(tensors)
-
-    def make_room_with(timeline: WindowTimeline, count: int) -> None:
-        with memory:
-            make_room(timeline, count)
-
-    with monkeypatch.context() as patch, contextlib.suppress(StageFailed):
-        patch.setattr(WindowTimeline, "_make_room", make_room_with)
+    memory = MemoryFor(tensors)
+    with windows_move_in(memory), contextlib.suppress(StageFailed):
         broken.extend(ids[130:192])
     assert memory.left < tensors, "what follows did not fit the rest of the buffers"
     for session in (plain, broken):
