@@ -11,8 +11,8 @@ penalty asks of a token is asked of what the model says, so a guess can only eve
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,7 +69,7 @@ class Decoder:
         """Says one token each `next`; first reads `last_token_id`, the prompt's last. Ends where the context does.
 
         Once closed, and whenever a step is over, the state is that of all tokens before the last one said. Raises
-        StageFailed, BadLogits; then the state is that of tokens that were said, or an earlier one.
+        StageFailed, BadLogits; then the state is that of tokens that were said, an earlier one, or none.
         """
         session, token = self._session, last_token_id
         while session.position < session.context_tokens:
@@ -89,20 +89,34 @@ class Decoder:
         wanted = session.draft_tokens > 0 and (self._pace is None or self._pace.guesses())
         guesses = self._guesses(token_id, allowed) if wanted else []
         if not guesses:
-            return [self._said(self._sampler.pick(session.step(token_id), allowed))]
+            scores = session.step(token_id)
+            with self._emptied_by(scores[None]):
+                return [self._said(self._sampler.pick(scores, allowed))]
         start, accepted = session.position, self.counts.accepted
         logits = session.verify([token_id, *(guess for guess, _ in guesses)])
         self.counts.drafted += len(guesses)
         said: list[int] = []
-        try:
-            self._check(guesses, logits, allowed, said)
-        except BaseException:
-            session.truncate(start + 1)  # nobody has heard what was found until then
-            raise
+        with self._emptied_by(logits):
+            try:
+                self._check(guesses, logits, allowed, said)
+            except BaseException:
+                session.truncate(start + 1)  # nobody has heard what was found until then
+                raise
         session.truncate(start + len(said))
         if self._pace is not None:
             self._pace.note(len(guesses), self.counts.accepted - accepted)
         return said
+
+    @contextmanager
+    def _emptied_by(self, logits: torch.Tensor) -> Iterator[None]:
+        """Empties the session if the answer breaks off inside, where a token has no score that is a number: then the
+        state has none either, and whoever asks again, or restored it, would get no further."""
+        try:
+            yield
+        except BadLogits:
+            if not torch.isfinite(logits).any(dim=-1).all():
+                self._session.reset()
+            raise
 
     def _check(
         self, guesses: list[tuple[int, Distribution]], logits: torch.Tensor, allowed: Allowed | None, said: list[int]

@@ -7,12 +7,16 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from core_models import assert_same, read_and_decode, tiny_model, tiny_session, token_ids
+from core_models import VOCAB, assert_same, read_and_decode, tiny_model, tiny_session, token_ids
 from transformers import DynamicCache
 
-from engine import ContextFull, EngineError, OutOfMemory, StageFailed
+from engine import BadLogits, ContextFull, EngineError, OutOfMemory, StageFailed
+from engine.decoding import Decoder
+from engine.sampling import Sampler
+from parkd.types import SamplingParams
 
 
 def test_chunks_end_at_absolute_multiples() -> None:
@@ -140,6 +144,33 @@ def test_a_full_context_is_refused_before_anything_runs() -> None:
     with pytest.raises(ContextFull):
         session.step(0)
     assert session.position == 100
+
+
+def test_state_that_gives_no_scores_is_not_gone_on_from() -> None:
+    """A number that is none, in one row of one layer: every later token would be of it."""
+    session, ids = tiny_session(2), token_ids(40)
+    session.extend(ids[:-1])
+    session.arenas[0].field_view(session.arenas[0].layout.row_fields[1])[7].fill_(torch.nan)
+    sampler = Sampler(SamplingParams(temperature=0.0), VOCAB, ids)
+    with pytest.raises(BadLogits):
+        next(Decoder(session, sampler).tokens(int(ids[-1])))
+    assert session.position == 0
+
+
+def test_a_mask_that_allows_nothing_is_not_the_states_fault() -> None:
+    class Nothing:
+        def allowed(self) -> npt.NDArray[np.bool_]:
+            return np.zeros(VOCAB, dtype=np.bool_)
+
+        def accept(self, token_id: int) -> None:
+            raise AssertionError("nothing is said")
+
+    session, ids = tiny_session(2), token_ids(40)
+    session.extend(ids[:-1])
+    sampler = Sampler(SamplingParams(temperature=0.0), VOCAB, ids)
+    with pytest.raises(BadLogits):
+        next(Decoder(session, sampler, mask=Nothing()).tokens(int(ids[-1])))
+    assert session.position == 40
 
 
 def test_reset_forgets() -> None:
