@@ -104,6 +104,14 @@ def mib_or_auto(text: str) -> int | Literal["auto"]:
         raise ValueError("expected a whole number of MiB, 0 for no parking, or auto") from None
 
 
+def context(text: str) -> int | None:
+    """Tokens of the context; None for 0, which is llama-server's word for the default."""
+    try:
+        return count(16)(text) if text != "0" else None
+    except ValueError as error:
+        raise ValueError(f"{error}, or 0 for the largest that fits") from None
+
+
 def batch(text: str) -> int | None:
     """Tokens of a chunk; None: as the device has it."""
     if text == "auto":

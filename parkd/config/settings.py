@@ -68,9 +68,9 @@ SETTINGS: tuple[Setting, ...] = (
         "ctx-size",
         "model",
         "TOKENS",
-        parsers.count(16),
+        parsers.context,
         None,
-        "context (the largest that fits, up to the model's)",
+        "context (0: the largest that fits, up to the model's)",
         short=("-c",),
     ),
     Setting(

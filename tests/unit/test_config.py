@@ -32,6 +32,10 @@ def test_defaults_serve_on_loopback_without_a_key_and_park_in_a_share_of_free_me
     assert load({"batch-size": "auto"}, {"PARKD_BATCH_SIZE": "64"}).model.batch_tokens is None
 
 
+def test_a_context_of_zero_is_the_largest_as_in_llama_server() -> None:
+    assert load({"ctx-size": "0"}, {"PARKD_CTX_SIZE": "64"}).model.context_tokens is None
+
+
 def test_flag_wins_over_variable_over_file_over_default(tmp_path: Path) -> None:
     file = toml(tmp_path, "ctx-size = 1000\n")
     environ = {"PARKD_CTX_SIZE": "2000"}
@@ -80,6 +84,7 @@ def test_missing_file_is_refused() -> None:
         ("port", "70000", "from 0 to 65535"),
         ("port", "-1", "from 0 to 65535"),
         ("ctx-size", "8k", "whole number"),
+        ("ctx-size", "15", "from 16 up, or 0 for the largest"),
         ("batch-size", "0", "from 1"),
         ("conversation-cache-mib", "lots", "auto"),
         ("conversation-cache-slots", "0", "from 1"),
