@@ -82,6 +82,9 @@ class LoggedSession:
         assert mine.position == other.position == (self.log[-1].stop if self.log else 0)
         assert all(0 < place <= mine.position for place in mine.checkpoints)
         assert 0 <= mine.rewind_floor <= mine.position
+        if mine.fixed_state.is_exact_once and self.log:
+            last = self.log[-1]  # Only of a checked step tokens can be taken back.
+            assert mine.rewind_floor >= (last.start + 1 if last.how == "verify" else last.stop)
         if mine.position == 0:
             return
         kept = [arena.fixed.clone() for arena in mine.arenas]

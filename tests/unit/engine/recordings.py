@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine import Session, chunk_graphs
+from engine.cache import StageCache
 from engine.cache_layers import ArenaLinearLayer
 from engine.decode_graph import DecodeGraph, LibraryDecoder
 from engine.draft_graph import RecordedGuessing
@@ -61,14 +63,19 @@ class StepReplay(Replay):
         self._cache, self._place = decoder._cache, decoder._place
 
     def replay(self) -> None:
-        for layer in self._cache.layers:
-            if isinstance(layer, ArenaLinearLayer):
-                layer.begin(1)  # There was state to go on from, wherever the timeline is now.
+        _with_state(self._cache)
         self._cache.record(self._place)
         try:
             super().replay()
         finally:
             self._cache.record(None)
+
+
+def _with_state(cache: StageCache) -> None:
+    """As while a graph was recorded: there is state to go on from, wherever the timeline is now."""
+    for layer in cache.layers:
+        if isinstance(layer, ArenaLinearLayer):
+            layer.begin(1)
 
 
 def record_steps(session: Session) -> tuple[dict[int, list[StepReplay]], Replay | None]:
@@ -93,19 +100,25 @@ def record_steps(session: Session) -> tuple[dict[int, list[StepReplay]], Replay 
     return graphs, guess
 
 
+def _recorded(cache: StageCache, made: list[Replay], run: Callable[[], None], *_: Any) -> Replay:
+    """In place of `engine.graphs.recorded`; adds to `made`."""
+
+    def replay() -> None:
+        _with_state(cache)
+        run()
+
+    run()  # As while recording: whatever state there is is overwritten.
+    made.append(Replay(replay))
+    return made[-1]
+
+
 def record_chunks(session: Session, tokens: int) -> list[Replay]:
     """From now on whole chunks go through recorded layers where `engine.chunk_graphs` knows them. Returns the graphs.
     Resets the timeline."""
     made: list[Replay] = []
-
-    def recorded(run: Callable[[], None], *_: Any) -> Replay:
-        run()  # As while recording: whatever state there is is overwritten.
-        made.append(Replay(run))
-        return made[-1]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_graphs, "recorded", recorded)
         for stage, cache in zip(session.stages, session._caches, strict=True):
+            patch.setattr(chunk_graphs, "recorded", partial(_recorded, cache, made))
             chunk_graphs.record_chunks(stage, cache, tokens)
     session.reset()
     return made

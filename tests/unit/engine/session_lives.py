@@ -113,7 +113,7 @@ class Life(LoggedSession):
     def truncate(self) -> None:
         session = self.session
         places = [0, *session.checkpoints, *range(session.rewind_floor, session.position + 1)]
-        place = self.pick(places)
+        place = self.pick([session.rewind_floor, self.pick(places[-3:]), self.pick(places)])
         if self.processor is not None and self.processor.family.sees_itself:
             place = next((image.start for image in self._images if image.start < place < image.stop), place)
             if place not in places:
