@@ -10,6 +10,7 @@ before the position; without either everywhere, and then there is nothing to kee
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,6 +19,8 @@ import torch
 from engine.arena import StageArena
 from engine.cache import StageCache
 from engine.errors import StageFailed
+
+log = logging.getLogger("parkd.engine")
 
 Copies = list[torch.Tensor]
 """uint8 `[fixed_bytes]` of each stage."""
@@ -72,7 +75,8 @@ class FixedState:
         return self.at(position) or [live.clone() for live in self.live(position)]
 
     def keep(self, position: int) -> None:
-        """Takes a checkpoint at `position`, where the timeline is. Queues copies; waits for nothing."""
+        """Takes a checkpoint at `position`, where the timeline is, if there is memory for it. Queues copies; waits for
+        nothing."""
         if not self.exists:
             return
         if position in self._kept:
@@ -82,7 +86,11 @@ class FixedState:
         if self._is_read():
             memory = None  # It is freed by the capture, once that is done.
         live = self.live(position)
-        copies = [torch.empty_like(fixed) for fixed in live] if memory is None else memory
+        try:
+            copies = [torch.empty_like(fixed) for fixed in live] if memory is None else memory
+        except torch.OutOfMemoryError:
+            log.info("no memory for a checkpoint at %d: prompts that go on from there will read more", position)
+            return
         for copy, fixed in zip(copies, live, strict=True):
             copy.copy_(fixed)
         self._kept[position] = copies

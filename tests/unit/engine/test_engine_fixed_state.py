@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from breakages import MemoryFor
 from core_models import tiny_config
 
 from engine import SnapshotDamaged, SnapshotMismatch, SnapshotPlan, capture, host_plan, restore
@@ -50,6 +51,19 @@ def test_fixed_state_comes_back() -> None:
     restore(session, plan)
     assert session.position == 70
     assert all(arena.fixed.equal(fixed) for arena, fixed in zip(session.arenas, before, strict=True))
+
+
+def test_what_was_restored_stays_where_there_is_no_memory_for_a_checkpoint_of_it() -> None:
+    session = session_with_fixed_state()
+    before = session.arenas[0].fixed.clone()
+    plan = parked(session)
+    session.reset()
+    with MemoryFor(0):
+        restore(session, plan)
+    assert (session.position, session.checkpoints) == (70, ())
+    assert session.arenas[0].fixed.equal(before)
+    session.checkpoint()
+    assert session.checkpoints == (70,)
 
 
 def test_a_damaged_byte_of_it_reads_cold() -> None:
