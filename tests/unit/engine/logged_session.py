@@ -52,6 +52,8 @@ class LoggedSession:
         self._images: list[PromptImage] = []
         self._shadow: Session | None = None
         self._shadow_log: Log = []
+        self._shadow_fixed: dict[int, list[torch.Tensor]] = {}
+        """The shadow's fixed state where each of its forwards ended."""
 
     @property
     def has_fixed(self) -> bool:
@@ -77,7 +79,7 @@ class LoggedSession:
         return [0 if token == IMAGE_ID else int(token) for token in ids]
 
     def check(self) -> None:
-        """The state is that of the log, to the bit."""
+        """The state is that of the log to the bit, and so is each checkpoint."""
         mine, other = self.session, self._caught_up()
         assert mine.position == other.position == (self.log[-1].stop if self.log else 0)
         assert all(0 < place <= mine.position for place in mine.checkpoints)
@@ -87,16 +89,23 @@ class LoggedSession:
             assert mine.rewind_floor >= (last.start + 1 if last.how == "verify" else last.stop)
         if mine.position == 0:
             return
-        kept = [arena.fixed.clone() for arena in mine.arenas]
-        states = [session.fixed_state.live(session.position) for session in (mine, other)]
-        for one, two, before, fixed, expected in zip(mine.arenas, other.arenas, kept, *states, strict=True):
+        for one, two in zip(mine.arenas, other.arenas, strict=True):
             for field in one.layout.row_fields:
                 rows = (arena.field_view(field)[: mine.position] for arena in (one, two))
                 assert torch.equal(*rows), f"{field.name} of layer {field.layer}"
-            for field in one.layout.fixed_fields:
-                parts = (state[field.offset : field.offset + field.nbytes] for state in (fixed, expected))
-                assert torch.equal(*parts), f"{field.name} of layer {field.layer}"
-            one.fixed.copy_(before)  # Looking must not bring about what was forgotten.
+        before = [arena.fixed.clone() for arena in mine.arenas]
+        self._check_fixed(mine.position, mine.fixed_state.live(mine.position))
+        for arena, fixed in zip(mine.arenas, before, strict=True):
+            arena.fixed.copy_(fixed)  # Looking must not bring about what was forgotten.
+        for place in mine.checkpoints:
+            self._check_fixed(place, mine.fixed_state.at(place))
+
+    def _check_fixed(self, position: int, states: list[torch.Tensor] | None) -> None:
+        assert states is not None
+        for arena, state, expected in zip(self.session.arenas, states, self._shadow_fixed[position], strict=True):
+            for field in arena.layout.fixed_fields:
+                parts = (each[field.offset : field.offset + field.nbytes] for each in (state, expected))
+                assert torch.equal(*parts), f"{field.name} of layer {field.layer} at {position}"
 
     def compare_answers(self, token: int) -> None:
         """What is said next, and what a draft head guesses, are those of the log too."""
@@ -105,6 +114,7 @@ class LoggedSession:
             assert torch.equal(mine, expected)
         self._note("step", [token])
         self._shadow_log.append(self.log[-1])
+        self._look_at(other)
 
     @property
     def _may_verify(self) -> bool:
@@ -215,7 +225,7 @@ class LoggedSession:
         if shadow is None or self.log[:known] != self._shadow_log or shadow.steering_digest != self.steering.digest:
             self._shadow = shadow = self._open(CONTEXT)
             shadow.steer(self.steering)
-            known = 0
+            self._shadow_fixed, known = {}, 0
         for forward in self.log[known:]:
             if forward.how == "chunk":
                 shadow.extend(forward.tokens, images=forward.images)
@@ -224,8 +234,13 @@ class LoggedSession:
             else:
                 shadow.verify(self._with_other_guesses(forward))
             shadow.truncate(forward.stop)
+            self._look_at(shadow)
         self._shadow_log = list(self.log)
         return shadow
+
+    def _look_at(self, shadow: Session) -> None:
+        states = shadow.fixed_state.live(shadow.position)
+        self._shadow_fixed[shadow.position] = [state.clone() for state in states]
 
     def _with_other_guesses(self, forward: Forward) -> list[int]:
         """In place of those that were taken back, which must have left no bit behind: but that experts take all tokens

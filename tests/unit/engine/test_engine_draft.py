@@ -350,6 +350,23 @@ def break_at(session: Session, layer: int) -> Any:
     return inner.layers[layer].register_forward_hook(hook)
 
 
+def test_a_restore_between_the_guesses_of_the_last_step_leaves_none_to_take_back() -> None:
+    session, ids = drafting_session("qwen3.5"), prompt_ids(3)
+    session.extend(ids[:-2])
+    start = session.position
+    for token in ids[-2:]:
+        session.step(int(token))
+    plan = host_plan(session, start + 2, block_tokens=32)
+    sums = capture(session, plan)
+    session.reset()
+    session.extend(ids[:-2])
+    session.verify([1, 2, 3])
+    restore(session, replace(plan, checksums=sums.rows, fixed_checksums=sums.fixed))
+    assert session.rewind_floor == session.position == start + 2
+    with pytest.raises(ValueError, match="cannot truncate"):
+        session.truncate(start + 1)
+
+
 def test_behind_scores_of_no_use_nothing_is_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
     session, ids = drafting_session("qwen3.5", echo=True), prompt_ids(3)
     session.extend(ids[:-1])
