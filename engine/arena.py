@@ -17,12 +17,12 @@ from engine.streams import DeviceStreams
 
 @dataclass(frozen=True, slots=True)
 class WindowRoom:
-    """Rows in the live buffer of a sliding layer beyond its window."""
+    """The room in a sliding layer's live buffer beyond its window."""
 
     chunk_tokens: int = 512
-    """The longest chunk that is ever written at once."""
+    """The longest chunk that is written at once."""
     slack_tokens: int = 256
-    """How far back the timeline can be cut at any time."""
+    """How far back the timeline can always be cut without a checkpoint."""
 
     @property
     def tokens(self) -> int:
@@ -30,13 +30,13 @@ class WindowRoom:
 
 
 class StageArena:
-    """`rows` and `fixed` of one stage.
+    """One stage's rows, fixed state, and buffers derived from them.
 
     rows    row 0 | row 1 | ... | row context_tokens - 1        each `row_bytes` long
-            |-- valid: [0, position) --|-- whatever was there --|
+            |-- valid: [0, position) --|-- undefined -----------|
     fixed   valid at the session's position only
-    windows the live buffers of sliding layers; their part of `fixed` is written when a checkpoint is taken
-    index_blocks  what sparse attention derives from rows: computed again when it is missing, never parked
+    windows the live buffers of sliding layers; packed into `fixed` for a checkpoint or a capture
+    index_blocks  block keys that sparse attention derives from rows: recomputed when missing, never parked
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class StageArena:
     ) -> None:
         """Allocates `bytes_needed` on `device`.
 
-        `free` returns the bytes that a device can still give. Raises OutOfMemory, which says how many tokens would fit.
+        `free` returns the bytes still free on a device. Raises OutOfMemory, which says how many tokens would fit.
         """
         self.layout = layout
         self.context_tokens = context_tokens
         self.device = torch.device(device)
         self.window_room = window_room
         needed = self.bytes_needed(layout, context_tokens, window_room)
-        # The system grants main memory before it has it: without this check the process could be killed later,
-        # mid-answer.
+        # The operating system overcommits main memory: without this check the process could be killed later, during
+        # an answer.
         if needed > (room := free(str(self.device))):
             raise self._refusal(needed, room)
         try:
@@ -67,21 +67,21 @@ class StageArena:
             self.fixed = torch.zeros(layout.fixed_bytes, dtype=torch.uint8, device=self.device)
             """uint8 `[fixed_bytes]`."""
             self.windows = self._windows()
-            """Layer -> its keys and values, `[window - 1 + chunk + slack, heads, head_dim]` each."""
+            """Layer -> keys and values, `[window - 1 + chunk_tokens + slack_tokens, heads, head_dim]` each."""
             self.index_blocks = self._index_blocks()
-            """Layer of sparse attention -> `[context_tokens // block_tokens, dim]`."""
+            """Layer of sparse attention -> block keys, `[context_tokens // index_block_tokens, dim]`."""
         except (RuntimeError, MemoryError) as error:
             raise self._refusal(needed, free(str(self.device))) from error
 
     @staticmethod
     def bytes_needed(layout: StageStateLayout, context_tokens: int, window_room: WindowRoom = WindowRoom()) -> int:
-        """Rows, fixed state, windows and index blocks."""
+        """Bytes of rows, fixed state, windows and index blocks."""
         derived = layout.window_bytes(window_room.tokens) + layout.index_bytes(context_tokens)
         return context_tokens * layout.row_bytes + layout.fixed_bytes + derived
 
     @cached_property
     def streams(self) -> DeviceStreams:
-        """The streams that copy these rows. Only for an arena on a card."""
+        """The streams that copy to and from this arena. Only for an arena on a GPU."""
         return DeviceStreams(self.device)
 
     @property
@@ -89,12 +89,12 @@ class StageArena:
         return self.bytes_needed(self.layout, self.context_tokens, self.window_room)
 
     def field_view(self, field: Field) -> torch.Tensor:
-        """`[context_tokens, *field.shape]` of `field.dtype`, strided by whole rows; writing to it writes the rows."""
+        """A view `[context_tokens, *field.shape]` of `field.dtype`, strided by whole rows; writes go to the rows."""
         columns = self.rows[:, field.offset : field.offset + field.nbytes]
         return columns.view(field.dtype).view(self.context_tokens, *field.shape)
 
     def fixed_view(self, field: Field) -> torch.Tensor:
-        """`field.shape` of `field.dtype`; writing to it writes the fixed state."""
+        """A view `field.shape` of `field.dtype`; writes go to the fixed state."""
         return self.fixed[field.offset : field.offset + field.nbytes].view(field.dtype).view(field.shape)
 
     def _windows(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The library's cache interface over arenas: a layer's keys and values are views, nothing is ever appended."""
+"""The transformers cache interface over arenas: a layer's keys and values are views, and nothing is ever appended."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from engine.step_history import StepHistory
 
 
 class StageCache(Cache):  # type: ignore[misc]
-    """The cache of one stage, with a place for every layer of the model (other stages' stay empty).
+    """The cache of one stage, with an entry for every layer of the model; entries of other stages' layers are empty.
 
-    Lengths are answered from the timeline's position at the start of the chunk, never from a layer: the layer asked
-    about may belong to another stage, and layers of this one have already written when later ones ask.
+    Lengths come from the timeline's position at the start of the chunk, never from a layer: the layer in question may
+    belong to another stage, and earlier layers have already written the chunk when later ones ask.
     """
 
     def __init__(self, arena: StageArena, num_layers: int, step_tokens: int = 0) -> None:
-        """Of a step of up to `1 + step_tokens` tokens all but the first can be taken back."""
+        """In a step of up to `1 + step_tokens` tokens, all but the first can be taken back."""
         layers: list[Any] = [OtherStagesLayer() for _ in range(num_layers)]
         fields = {(field.layer, field.name): arena.field_view(field) for field in arena.layout.row_fields}
         fields |= {(field.layer, field.name): arena.fixed_view(field) for field in arena.layout.fixed_fields}
@@ -39,15 +39,15 @@ class StageCache(Cache):  # type: ignore[misc]
         self._windows = tuple(windows.values())
         self._positions: IndexPositions | None = None
         self._indexes: dict[int, LayerIndex] = {}
-        """By layer; those of sparse attention."""
+        """By layer, for layers of sparse attention."""
         self._add_indexes(arena, fields)
         self.has_linear_state = any(isinstance(layer, ArenaLinearLayer) for layer in self._mine)
-        """Some state here is true at one position only."""
+        """Whether any state here is valid at a single position only."""
         self.history = StepHistory(arena, step_tokens)
         self.position = 0
 
     def begin(self, position: int) -> None:
-        """The chunk that comes starts at `position`: rows `[0, position)` are its past."""
+        """Prepares for a chunk that starts at `position`: rows `[0, position)` are its past."""
         self._moved_to(position)
         for window in self._windows:
             window.begin(position)
@@ -63,19 +63,19 @@ class StageCache(Cache):  # type: ignore[misc]
         self.rows_changed_from(position)
 
     def rows_changed_from(self, position: int) -> None:
-        """Rows from `position` on are no longer those that went through here."""
+        """Forgets what was derived from rows at and after `position`, which have changed or are about to."""
         for index in self._indexes.values():
             index.forget_from(position)
 
     def record(self, place: TokenPlace | None) -> None:
-        """From now on a forward writes a step's tokens where `place` says; None: where `begin` said, as ever."""
+        """Makes forward passes write a step's tokens at `place`, on the device; None: at the position of `begin`."""
         for layer in self._mine:
             if hasattr(layer, "place"):
                 layer.place = place
 
     def ready_for_step(self, position: int, turn: int, place: TokenPlace) -> None:
-        """Before a recorded forward is replayed for tokens from `position` on, turned by `turn` and more. Only queues
-        work. Layers whose state lies where it always does are not told: they take no part in a replay."""
+        """Prepares a replay of a recorded forward pass for tokens from `position` on; the first has the rotary position
+        `turn`. Only queues work. Layers whose state has a fixed address need no update before a replay."""
         self._moved_to(position)
         place.put(position, turn)
         for window in self._windows:
@@ -83,30 +83,30 @@ class StageCache(Cache):  # type: ignore[misc]
             place.set_slot(window.window, window.room_for(place.tokens))
 
     def floor(self, position: int) -> int:
-        """The lowest position the timeline can be cut to while this stage's state stays exact."""
+        """The lowest position to which the timeline, now at `position`, can be cut without a checkpoint."""
         exact_from = 0 if self.history.is_empty else self.history.floor(position)
         return max([exact_from, *(window.floor for window in self._windows)])
 
     def pack(self, position: int) -> None:
-        """Makes the arena's `fixed` the whole fixed state at `position`, where the timeline is."""
+        """Completes the arena's `fixed` with the windows at `position`, where the timeline is."""
         for window in self._windows:
             window.begin(position)
         for layer in self._sliding:
             layer.pack()
 
     def unpack(self, position: int) -> None:
-        """Makes the arena's `fixed` what this stage goes on from at `position`."""
+        """Loads the windows from the arena's `fixed`, which is valid at `position`."""
         for window in self._windows:
             window.restart(position)
         for layer in self._sliding:
             layer.unpack()
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Writes `[1, q, dim]` at the position; returns the view `[1, position + q, dim]`."""
+        """Writes index keys `[1, q, dim]` at the position; returns the view `[1, position + q, dim]`."""
         return self._indexes[layer_idx].write(indexer_key_states, self.position)
 
     def index_blocks(self, layer_idx: int, count: int, make: MakeBlocks) -> torch.Tensor:
-        """The first `count` blocks' keys of a layer's index, `[count, dim]`, the missing ones made by `make`."""
+        """Keys of the first `count` blocks of a layer's index, `[count, dim]`; `make` computes the missing ones."""
         return self._indexes[layer_idx].blocks(count, make)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
@@ -127,13 +127,13 @@ class StageCache(Cache):  # type: ignore[misc]
             if isinstance(layer, TakesPositions):
                 layer.positions = self._positions
         for layer, blocks in arena.index_blocks.items():
-            if layer < arena.layout.end_layer:  # A draft head's begins a row later, and is its own to keep.
+            if layer < arena.layout.end_layer:  # A draft head keeps its own, which starts a row later.
                 keys, size = fields[layer, INDEX_KEY], arena.layout.index_block_tokens
                 self._indexes[layer] = LayerIndex(keys, blocks, self._positions, size)
 
 
 def attention_layer(layer: int, fields: Mapping[tuple[int, str], torch.Tensor]) -> ArenaAttentionLayer:
-    """The layer over its fields' views, which are named by layer and field."""
+    """The cache layer over the views of its fields, keyed by layer and field name."""
     latent = (layer, LATENT_FIELDS[0]) in fields
     keys, values = (fields[layer, name] for name in (LATENT_FIELDS if latent else ("key", "value")))
     scales = fields.get((layer, "scale"))
@@ -148,8 +148,8 @@ def _layer(
     fields: Mapping[tuple[int, str], torch.Tensor],
     windows: dict[int, WindowTimeline],
 ) -> Any:
-    """The cache layer for what the arena's layout has of `layer`, by the names of its fields. `windows` are those of
-    the stage by how many tokens they see; a new one is added."""
+    """The cache layer for `layer`; the names of its fields in the arena's layout decide its class. `windows` holds the
+    stage's window timelines by window length in tokens; a new length is added."""
     if (layer, WINDOW_FIELDS[0]) in fields:
         packed = (fields[layer, WINDOW_FIELDS[0]], fields[layer, WINDOW_FIELDS[1]])
         window, capacity = len(packed[0]) + 1, len(arena.windows[layer][0])

@@ -12,14 +12,14 @@ from engine.placed import PlacedRows, PlacedStates, TokenPlace
 
 
 class WindowTimeline:
-    """Where tokens lie in the buffers of the layers that see `window` tokens: at the same place in each, also after a
-    forward that broke between two of them.
+    """Where tokens lie in the buffers of the layers with a window of `window` tokens: at the same place in each, even
+    after a forward pass that failed between two of them.
 
     token    base ...... floor - (window-1) ...... position ...... base + capacity
     buffer   |-- slack --|------ window - 1 -------|-- written now --|-- free --|
 
-    When the buffers are full their ends move to the front, with `slack` tokens before the window: so far back the
-    timeline can be cut without anything having been kept.
+    When the buffers are full, the window and up to `slack` tokens before it move to the front. The timeline can always
+    be cut back by those `slack` tokens without a checkpoint.
     """
 
     def __init__(self, window: int, capacity: int, slack: int) -> None:
@@ -29,16 +29,16 @@ class WindowTimeline:
         self.position = 0
         self.base = 0
         self.buffers: list[torch.Tensor] = []
-        """`[capacity, heads, head_dim]`, the same for all."""
+        """Keys and values of all layers, each `[capacity, heads, head_dim]`."""
 
     @property
     def past(self) -> int:
-        """Tokens of the window before the position."""
+        """The number of tokens before the position that are in the window."""
         return min(self.position, self.window - 1)
 
     @property
     def floor(self) -> int:
-        """The lowest position at which the whole window is still here."""
+        """The lowest position whose whole window is still in the buffers."""
         return self.base + self.window - 1 if self.base else 0
 
     def begin(self, position: int) -> None:
@@ -47,12 +47,12 @@ class WindowTimeline:
             self.base = 0
 
     def restart(self, position: int) -> None:
-        """The buffers begin with the window before `position`, once each layer has unpacked it."""
+        """Makes the buffers start with the window before `position`, which each layer unpacks next."""
         self.position = position
         self.base = position - self.past
 
     def room_for(self, count: int) -> int:
-        """Where in the buffers `count` tokens from the position on go. Raises ValueError for more than can ever fit."""
+        """Returns the buffer index for `count` tokens from the position on. Raises ValueError if they can never fit."""
         if self.position - self.base + count > self.capacity:
             self._make_room(count)
         return self.position - self.base
@@ -63,7 +63,7 @@ class WindowTimeline:
             raise ValueError(f"{count} tokens at once do not fit a window's buffer of {self.capacity}")
         at = self.position - self.base
         kept = min(at, room, self.window - 1 + self.slack)
-        # Taken before anything moves: what failed in between would leave some buffers moved and others not.
+        # Allocated before anything moves: a failure in between would leave some buffers moved and others not.
         between = torch.empty_like(self.buffers[0][:kept])
         for buffer in self.buffers:
             between.copy_(buffer[at - kept : at])
@@ -72,9 +72,9 @@ class WindowTimeline:
 
 
 class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer that sees a window, in a buffer of its own in order of time (`WindowTimeline`).
+    """Keys and values of one sliding-window layer, in a buffer ordered by position (`WindowTimeline`).
 
-    A view covers the last `window - 1` tokens and the new ones, which is what the library's own layer would hold.
+    The returned views cover the last `window - 1` tokens and the new ones, as those of the transformers layer do.
     """
 
     is_sliding = True
@@ -85,21 +85,21 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
         packed: tuple[torch.Tensor, torch.Tensor],
         timeline: WindowTimeline,
     ) -> None:
-        """`live` are keys and values `[capacity, heads, head_dim]`, `packed` the fixed state's, `[window - 1, ...]`."""
+        """`live` is keys and values `[capacity, heads, head_dim]`; `packed` their fixed state `[window - 1, ...]`."""
         super().__init__()
         self.timeline = timeline
         self.place: TokenPlace | None = None
-        """Set while a step's forward is recorded."""
+        """Set while the forward pass of a step is recorded."""
         self.is_initialized = True
         self._live = live
         self._packed = packed
         timeline.buffers += live
 
     def begin(self, position: int) -> None:
-        """Its timeline is told, once for all layers."""
+        """Nothing to do: the position is set on the timeline, once for all its layers."""
 
     def placed(self) -> PlacedRows:
-        """While a step's forward is recorded."""
+        """The layer's buffers and where a step's tokens go. Only while a step is recorded."""
         assert self.place is not None, "nothing is recorded"
         window = self.timeline.window
         return PlacedRows(*self._live, None, self.place.slot(window), window)
@@ -128,7 +128,7 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
         return views[0], views[1]
 
     def pack(self) -> None:
-        """Writes the window before the position into the fixed state; what is not of it is zero."""
+        """Copies the window before the position into the fixed state and zeroes the rest."""
         count = self.timeline.past
         at = self.timeline.position - self.timeline.base
         for buffer, packed in zip(self._live, self._packed, strict=True):
@@ -136,7 +136,7 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
             packed[count:] = 0
 
     def unpack(self) -> None:
-        """Takes the window before the position, at which its timeline has restarted, from the fixed state."""
+        """Copies the window from the fixed state to the start of the buffer, after the timeline has restarted."""
         count = self.timeline.past
         for buffer, packed in zip(self._live, self._packed, strict=True):
             buffer[:count] = packed[:count]
@@ -153,10 +153,10 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class ArenaLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """Convolution and recurrent states of one layer, living in an arena's fixed state.
+    """Convolution and recurrent states of one layer, as views of an arena's fixed state.
 
-    The library's layer writes them in place; it only never allocates. Whether there is a previous state follows from
-    the position: at 0 there is none.
+    The transformers base class writes them in place; this one keeps it from allocating. There is a previous state
+    unless the position is 0.
     """
 
     def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
@@ -176,7 +176,7 @@ class ArenaLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.dtype, self.device = self._views["conv_0"].dtype, self._views["conv_0"].device
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Called only for a state that the layout does not name."""
+        """Raises ValueError: called only for a state that is missing from the layout."""
         raise ValueError("the layer keeps a recurrent state that its layout does not have")
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **arguments: Any) -> torch.Tensor:
@@ -193,7 +193,7 @@ class ArenaLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         return kept
 
     def _check(self, kind: str, index: int, shape: torch.Size, dtype: torch.dtype) -> None:
-        """A state of another shape or dtype than the layout's would be broadcast or rounded without a word."""
+        """Raises ValueError if shape or dtype differ from the layout's: a copy would silently broadcast or round."""
         view = self._views[f"{kind}_{index}"]
         expected = view.shape[:-1] if kind == "conv" else view.shape
         if shape != expected or dtype != view.dtype:

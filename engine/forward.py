@@ -1,4 +1,4 @@
-"""One forward through all stages: by the library's code, or by few kernels where the model is made for them.
+"""One forward pass through all stages: by transformers' code, or by fused kernels for models they support.
 
 ids -> | stage 0 | -> hidden -> | stage 1 | -> hidden -> | head | -> logits
            rows                     rows
@@ -33,7 +33,7 @@ log = logging.getLogger("parkd.engine")
 
 
 class ModelForward:
-    """Writes rows and advances fixed state. It knows no position: the caller commits, or goes back.
+    """Writes rows and advances fixed state. Keeps no position: the caller commits the new one or goes back.
 
     Never overwrites rows that one of `captures` has yet to copy.
     """
@@ -50,8 +50,8 @@ class ModelForward:
         guesses: int = 0,
         peer_access: bool = True,
     ) -> None:
-        """`guesses`: most tokens that the draft head guesses at once. Without `peer_access`, hidden states pass from
-        card to card through main memory."""
+        """`guesses` is the most tokens that the draft head guesses at once. Without `peer_access`, hidden states pass
+        between GPUs through main memory."""
         self._stages = tuple(stages)
         self._arenas = tuple(arenas)
         self._caches = tuple(caches)
@@ -63,20 +63,20 @@ class ModelForward:
             HandOff(one.device, other.device, peer_access=peer_access) for one, other in pairwise(self._stages)
         ]
         self.decode_graph: DecodeGraph | None = None
-        """None: every step goes through `run`."""
+        """If None, every step goes through `run`."""
         self.dense: Sequence[DenseStage] = ()
 
     def record(self, chunk_tokens: int, progress: Callable[[str, float], None] | None = None) -> bool:
-        """Records decoding, and what it can of whole chunks, and takes the kernels from now on, each where that is
-        possible. Overwrites rows.
+        """Records decoding, and switches chunks to fused kernels or recorded layers, where possible. Overwrites rows
+        and fixed state.
 
-        False if nothing was tried, because of what the model or the devices are.
+        Returns False if the model or the devices do not allow recording, so that nothing was tried.
         """
         reason = no_recording(self._config, self._stages)
         if self._draft is not None and not self._draft.can_be_recorded:
             reason = "the draft head goes on from another place behind every token"
         if reason is not None:
-            if any(stage.device.type == "cuda" for stage in self._stages):  # on a CPU nobody expects it
+            if any(stage.device.type == "cuda" for stage in self._stages):  # On a CPU nobody expects it.
                 log.info("decoding is not recorded: %s", reason)
             return False
         if (reason := refusal(self._config, self._stages, self._arenas)) is not None:
@@ -101,7 +101,7 @@ class ModelForward:
         return True
 
     def is_recorded(self, tokens: int) -> bool:
-        """Whether a step of so many was recorded, and what was stands for the layers as they are now."""
+        """Whether a step of this many tokens was recorded and still applies: a layer with hooks needs `run`."""
         return self.decode_graph is not None and self.decode_graph.takes(tokens) and not self._has_hooks
 
     @property
@@ -111,15 +111,16 @@ class ModelForward:
     def run(
         self, token_ids: npt.NDArray[np.int64], position: int, doing: str, images: ChunkImages = NO_IMAGES
     ) -> torch.Tensor:
-        """Hidden states `[1, q, hidden]` of the last stage for `[position, position + q)`.
+        """Runs the tokens at `[position, position + q)`; returns the last stage's hidden states `[1, q, hidden]`.
 
-        `doing` is `prefill` or `decode`. Raises StageFailed; then some layers have moved on and others have not.
+        `doing` is `prefill` or `decode`. Raises StageFailed; the state of some layers has then advanced and that of
+        others has not.
         """
         flow = ids = torch.from_numpy(token_ids).unsqueeze(0)
         stop = position + len(token_ids)
         dense = (
             bool(self.dense) and not self._has_hooks and doing == "prefill"
-        )  # Which leaves the last layer's output out.
+        )  # A dense prefill omits the last layer's output, which decoding needs.
         with torch.inference_mode():
             for stage, cache in zip(self._stages, self._caches, strict=True):
                 try:
@@ -142,7 +143,7 @@ class ModelForward:
         return flow
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 `[q, vocab]` of what follows. Raises StageFailed."""
+        """The logits after each token, float32 `[q, vocab]`. Raises StageFailed."""
         try:
             with torch.inference_mode():
                 return self._stages[-1].every_logits(hidden)
@@ -150,8 +151,8 @@ class ModelForward:
             raise StageFailed(len(self._stages) - 1, "decode", error) from error
 
     def step_recorded(self, token_ids: Sequence[int], position: int, offset: int) -> torch.Tensor:
-        """A step's tokens through the recorded graphs; float32 `[q, vocab]`. `offset` is that of rotary positions.
-        Raises StageFailed."""
+        """Runs a step's tokens through the recorded graphs; returns their logits, float32 `[q, vocab]`. `offset` is
+        added to rotary positions. Raises StageFailed."""
         assert self.decode_graph is not None, "nothing was recorded"
         try:
             for stage in self._stages:
@@ -167,7 +168,7 @@ class ModelForward:
     def guess(
         self, draft: DraftHead, token_id: int, position: int, offset: int, count: int, choose: Choose
     ) -> list[int]:
-        """The head's guesses of what follows a token at `position`. Raises StageFailed."""
+        """Returns up to `count` guesses of the tokens after `token_id` at `position`. Raises StageFailed."""
         guessing = None if self.decode_graph is None else self.decode_graph.guessing
         self._before_write(self._stages[-1], position, position + count)
         try:
@@ -186,7 +187,7 @@ class ModelForward:
 
 
 class ChunksUnderWay:
-    """Lets at most one chunk a stage be under way on CUDA, so that cancelling takes effect soon."""
+    """Bounds the chunks queued on CUDA to one for each stage, so that cancelling takes effect soon."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._device = stages[-1].device
@@ -194,7 +195,7 @@ class ChunksUnderWay:
         self._running: deque[torch.cuda.Event] = deque()
 
     def add(self) -> None:
-        """A chunk was queued. Waits for the earliest if there are too many."""
+        """Notes that a chunk was queued. Waits for the earliest if there are too many."""
         if self._device.type != "cuda":
             return
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -204,6 +205,6 @@ class ChunksUnderWay:
             self._running.popleft().synchronize()
 
     def wait(self) -> None:
-        """Until all are done."""
+        """Waits until all chunks are done."""
         while self._running:
             self._running.popleft().synchronize()

@@ -1,7 +1,7 @@
 """The live timeline: one conversation's tokens in the arenas of all stages.
 
 arena rows   0 ............ position ................ context_tokens
-             |-- valid ----|-- whatever was there --|
+             |-- valid ----|-- undefined -----------|
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from engine.warm_up import tune_prompts
 
 
 class Cancel(Protocol):
-    """Checked between chunks. `threading.Event` is one."""
+    """A cancellation flag, checked before each chunk. `threading.Event` satisfies it."""
 
     def is_set(self) -> bool: ...
 
 
 class Session:
-    """One mutable timeline over all stages. Used from one thread at a time.
+    """One mutable timeline over all stages. Not thread-safe: use it from one thread at a time.
 
-    `position` counts the tokens whose rows are valid in every stage. Every method leaves a valid position, also when it
-    raises. Rows beyond the position are meaningless.
+    `position` counts the tokens whose rows are valid in every stage. Every method leaves it valid, even when it raises.
+    Rows beyond the position are undefined.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Session:
         draft_tokens: int = 0,
         peer_access: bool = True,
     ) -> None:
-        """`config` is the library's configuration of the text model; without it decoding is never recorded. `vision`
-        reads the images of prompts. `draft_model` is the model's draft head (the library's `MtpModel`), whose state
-        must be part of the layouts; it guesses at most `draft_tokens`. Without `peer_access`, hidden states pass from
-        card to card through main memory. Raises ValueError unless there is one arena for each stage."""
+        """`config` is the transformers configuration of the text model; without it, decoding is never recorded.
+        `vision` encodes the images of prompts. `draft_model` is the model's draft head (`MtpModel`), whose state must
+        be part of the layouts; it guesses at most `draft_tokens` at once. Without `peer_access`, hidden states pass
+        between GPUs through main memory. Raises ValueError unless there is one arena for each stage."""
         if len(stages) != len(arenas):
             raise ValueError(f"{len(stages)} stages need as many arenas, not {len(arenas)}")
         self.stages = tuple(stages)
@@ -70,12 +70,12 @@ class Session:
         self.context_tokens = min(arena.context_tokens for arena in arenas)
         self.checksum: Checksum = checksum_for(arena.device for arena in arenas)
         self.layout_digest = state_digest([arena.layout for arena in arenas], self.checksum.name)
-        """16 bytes. A snapshot fits this session only if it has the same."""
+        """16 bytes. A snapshot can be restored here only if its digest is the same."""
         self._caches = [
             StageCache(arena, stage.num_layers, draft_tokens) for stage, arena in zip(stages, arenas, strict=True)
         ]
         self.captures = CapturesUnderWay()
-        """Captures that go on beside other work. Whoever starts one adds it."""
+        """Captures that run while the engine computes. Whoever starts one adds it."""
         self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints, self.captures.any)
         self.vision = vision
         self._images = TimelineImages(self.arenas[0], vision)
@@ -86,9 +86,9 @@ class Session:
             for stage, cache in zip(self.stages, self._caches, strict=True):
                 step_by_step(stage, cache.history)
         self.draft_tokens = draft_tokens if draft_model is not None else 0
-        """Most tokens that are guessed at once; 0 without a draft head."""
+        """The most tokens guessed at once; 0 without a draft head."""
         self.draft_pauses = True
-        """Whether guessing pauses while it is rarely right (`engine.draft_pace`)."""
+        """Whether guessing pauses while guesses are rarely accepted (`engine.draft_pace`)."""
         self._position = 0
         self._steered = SteeringHooks(self.stages)
         self._forward = ModelForward(
@@ -108,13 +108,13 @@ class Session:
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        """Positions of the checkpoints, ascending. The timeline can be cut to each."""
+        """Positions of the checkpoints, ascending. The timeline can be cut to each of them."""
         return self.fixed_state.positions
 
     @property
     def rewind_floor(self) -> int:
-        """The timeline can be cut to every position from here on; 0 without fixed state."""
-        # After a reset, windows still have their old floor until something is read.
+        """The timeline can be cut to any position from this one up to the present; 0 without fixed state."""
+        # After a reset, windows keep their old floor until something is read.
         return min(self._position, self.fixed_state.floor(self._position))
 
     def checkpoint(self) -> None:
@@ -124,19 +124,20 @@ class Session:
 
     @property
     def steering_digest(self) -> bytes:
-        """The digest of the control vectors in effect; empty if nothing steers."""
+        """The digest of the control vectors in effect; empty if there are none."""
         return self._steered.steering.digest
 
     def steer(self, steering: Steering) -> None:
-        """Steers every forward from now on. Rows stay: the caller must know what they were made with.
+        """Steers every forward pass from now on. Existing rows stay: the caller must track which steering they were
+        computed with.
 
-        Raises StageFailed, after which the steering is as before.
+        Raises StageFailed; the steering is then unchanged.
         """
         self._steered.change(steering)
 
     def use_kernels(self, progress: Callable[[str, float], None] | None = None) -> bool:
-        """Records decoding as CUDA graphs, and runs the model through few kernels (`engine.dense`), where possible.
-        Reads dummy chunks, so that kernels are compiled and tuned now.
+        """Records decoding as CUDA graphs and switches to fused kernels (`engine.dense`), where possible. Reads dummy
+        chunks so that kernels are compiled and tuned now.
 
         Returns whether decoding is recorded. Resets the timeline. Call it once, before the first token.
         """
@@ -153,8 +154,8 @@ class Session:
         self.fixed_state.forget_beyond(0)
 
     def truncate(self, position: int) -> None:
-        """Keeps `[0, position)`. Raises ValueError unless `position` is 0, a checkpoint, or between `rewind_floor` and
-        the present position, and if it is inside an image that sees itself."""
+        """Cuts the timeline to `[0, position)`. Raises ValueError unless `position` is 0, a checkpoint, or between
+        `rewind_floor` and the present position; also if it is inside an image with bidirectional attention."""
         if not 0 <= position <= self._position:
             raise ValueError(f"cannot truncate to {position}: the session is at {self._position}")
         self._images.check_cut(position)
@@ -196,19 +197,19 @@ class Session:
         checkpoint_at: Sequence[int] = (),
         images: Sequence[PromptImage] = (),
     ) -> int:
-        """Reads tokens from the position on, in chunks that end at absolute multiples of `batch_tokens`. Makes no
-        logits.
+        """Prefills tokens from the position on, in chunks that end at absolute multiples of `batch_tokens`. Computes
+        no logits.
 
         With fixed state, chunks also end at the positions `checkpoint_at`, and a checkpoint is taken there. At the
         positions of `images`, the images are read instead of the ids; images that end before the position are ignored.
-        If the model lets an image see itself, no chunk ends and no checkpoint is taken inside one.
+        If the model attends to images bidirectionally, no chunk ends and no checkpoint is taken inside one.
 
         `cancel` is checked before each chunk. `on_chunk` is called with the position after each; on CUDA, as many
-        chunks as there are stages may then still be running.
+        chunks as there are stages may still be running then.
 
-        Returns the position reached. Raises ContextFull, with nothing read; StageFailed, with the chunks before it kept
-        (with linear layers, those before the last checkpoint); UnreadableImage; and ValueError if an image that sees
-        itself is cut by the position or by the end of `token_ids`.
+        Returns the position reached. Raises ContextFull, with nothing read; StageFailed, keeping the chunks before the
+        failed one (with linear layers, only what precedes the last checkpoint); UnreadableImage; and ValueError if the
+        position or the end of `token_ids` cuts an image with bidirectional attention.
         """
         ids = np.ascontiguousarray(token_ids, dtype=np.int64)
         origin, end = self._position, self._position + len(ids)
@@ -246,8 +247,8 @@ class Session:
         return self._decoded([token_id])[0]
 
     def guess(self, token_id: int, count: int, choose: Choose) -> list[int]:
-        """The tokens that the draft head expects after `token_id`, which is next at the position: at most `count`, and
-        no more than fit the context. The timeline does not change. Raises StageFailed."""
+        """Returns the draft head's guesses of the tokens after `token_id`, itself the next token at the position: at
+        most `count`, and no more than fit the context. Does not change the timeline. Raises StageFailed."""
         start = self._position
         count = min(count, self.draft_tokens, self.context_tokens - start - 1)
         if self.draft is None or count < 1:
@@ -255,19 +256,19 @@ class Session:
         return self._forward.guess(self.draft, token_id, start, self._images.offset.value, count, choose)
 
     def verify(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Decodes a token and up to `draft_tokens` guesses of those after it, all at once.
+        """Decodes a token and up to `draft_tokens` guesses of the tokens after it in one forward pass.
 
-        Returns the logits after each, float32 `[q, vocab]`. Until more is read, the timeline can be cut to every
-        position after the first token, as if the later guesses had never been read. Raises ContextFull, StageFailed.
+        Returns the logits after each, float32 `[q, vocab]`. Until more is read, the timeline can be cut to any position
+        after the first token, as if the guesses beyond it had never been read. Raises ContextFull, StageFailed.
         """
         self._check_room(len(token_ids))
         with self.fixed_state.recorded(self._position, len(token_ids)):
             return self._decoded(token_ids)
 
     def _decoded(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """The logits after each token, float32 `[q, vocab]`. Advances the position."""
+        """Returns the logits after each token, float32 `[q, vocab]`, and advances the position."""
         forward, start, offset = self._forward, self._position, self._images.offset
-        # At 0, layers of linear attention have no state yet, which is another computation than the recorded one.
+        # At 0, linear layers have no previous state, and the recorded computation assumes one.
         goes_on = start > 0 or not self.fixed_state.is_exact_once
         with self._recovering():
             if goes_on and forward.is_recorded(len(token_ids)):
@@ -281,7 +282,7 @@ class Session:
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
-        """Makes the position valid again if a forward inside fails."""
+        """Restores a valid position if a forward pass inside fails."""
         try:
             yield
         except BaseException:
@@ -289,10 +290,10 @@ class Session:
             raise
 
     def _recover(self) -> None:
-        """After a failed forward the fixed state of some layers has advanced and that of others has not: goes back to
-        the last checkpoint where that matters."""
+        """Goes back to the last checkpoint if the model has linear layers: a failed forward pass has advanced the state
+        of some and not of others."""
         if not self.fixed_state.is_exact_once:
-            return  # rows beyond the position are ignored, and windows reach back before it
+            return  # Rows beyond the position are ignored, and windows still hold what precedes it.
         position = self.fixed_state.last_before(self._position)
         if position:
             self._go_back(position)
