@@ -1,4 +1,4 @@
-"""Work on a card, recorded once and replayed."""
+"""GPU work that is recorded once as a CUDA graph and then replayed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ WARM_UP_RUNS = 2
 
 
 def recorded(run: Callable[[], None], device: torch.device, pool: Any = None) -> Any:
-    """A CUDA graph of what `run` queues on `device`; it runs a few times first, so that kernels are compiled.
+    """A CUDA graph of what `run` queues on `device`. It runs `WARM_UP_RUNS` times first, so that kernels are compiled.
 
-    Graphs of one `pool` (`torch.cuda.graph_pool_handle`) share the memory of what they make on the way: none of them
-    may run beside another, nor leave anything there.
+    Graphs of one `pool` (`torch.cuda.graph_pool_handle`) share the memory of their intermediate tensors. They must not
+    run at the same time, nor leave results in that memory.
     """
     with torch.cuda.device(device), torch.inference_mode():
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -24,7 +24,7 @@ def recorded(run: Callable[[], None], device: torch.device, pool: Any = None) ->
                 run()
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may be registering memory meanwhile: their calls must not spoil the recording.
+        # Other threads may be page-locking memory meanwhile; their calls must not invalidate the recording.
         with torch.cuda.graph(graph, pool, stream=side, capture_error_mode="thread_local"):
             run()
     return graph

@@ -1,8 +1,8 @@
-"""Hidden states from one stage's device to the next one's.
+"""Copies hidden states from one stage's device to the next stage's.
 
-cards that reach each other   one copy, ordered behind the one stage and ahead of the other by the copy itself
-cards that do not             sending stream -> page-locked memory -> receiving stream, in turn through few slots
-anything else                 the copy the library makes
+GPUs with peer access         one copy, which orders itself after the first stage's work and before the second's
+GPUs without                  sending stream -> page-locked memory -> receiving stream, through `SLOTS` buffers in turn
+anything else                 torch's own copy
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 SLOTS = 2
-"""Chunks that may be on their way at once: the one being received and the one being sent."""
+"""Chunks that can be in transfer at once: one being received and one being sent."""
 
 
 class _Slot:
-    """Page-locked memory for one chunk; `read` has happened once it may be overwritten."""
+    """Page-locked memory for one chunk. It may be overwritten after the event `read`."""
 
     def __init__(self) -> None:
         self.read: torch.cuda.Event | None = None
@@ -27,10 +27,10 @@ class _Slot:
 
 
 class HandOff:
-    """One boundary between stages. The host waits for nothing where both sides are cards."""
+    """The boundary between two stages. Between two GPUs the host does not wait."""
 
     def __init__(self, source: torch.device, target: torch.device, *, peer_access: bool = True) -> None:
-        """Without `peer_access` cards go through main memory also where they could reach each other."""
+        """Without `peer_access` GPUs copy through main memory even if they could reach each other."""
         self.source, self.target = source, target
         cards = source.type == target.type == "cuda"
         reaches = source == target or (cards and torch.cuda.can_device_access_peer(source, target))
@@ -39,16 +39,16 @@ class HandOff:
         self._next = 0
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same numbers on the target."""
+        """A copy of `hidden` on the target device."""
         if self.is_staged:
             out = torch.empty_like(hidden, device=self.target)
             self._through_host(hidden, out)
             return out
-        # To the CPU the copy must be waited for: nothing orders what the CPU reads after what a card still sends.
+        # A copy to the CPU must be synchronous: nothing makes the CPU wait until the GPU has sent its data.
         return hidden.to(self.target, non_blocking=self.target.type == "cuda")
 
     def into(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """The same into memory on the target that stays where it is."""
+        """Copies `hidden` into `out`, a tensor on the target device with a fixed address."""
         if self.is_staged:
             self._through_host(hidden, out)
         else:

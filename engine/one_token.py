@@ -1,17 +1,17 @@
-"""A step's forward in fewer kernels, for models that run through the library's code.
+"""Runs a decode step in fewer kernels, for models that run through the library's code.
 
-While a forward is recorded (`engine.decode_graph`), modules whose work for one token, or a few, is known to a kernel of
-`engine.kernels` are run by that:
+While a forward is recorded (`engine.decode_graph`), modules for which `engine.kernels` has a kernel for one or a few
+tokens use it:
 
-    a matrix                     one product at memory speed
-    a norm                       one kernel where the library launches seven
-    gate, up, silu, product      one kernel, and the product down
-    a gated delta net            four products, its window, its memory and gate, one product: 7 kernels of some 30
-    a layer of Gemma 3           9 kernels of some 30 (`engine.gemma_layer`)
+    linear layer                 one matrix-vector product at memory speed
+    norm                         one kernel instead of seven
+    gate, up, silu, product      one kernel, and one for the down projection
+    gated delta net              four products, convolution, recurrence with gate, one product: 7 kernels, not some 30
+    Gemma 3 layer                9 kernels instead of some 30 (`engine.gemma_layer`)
 
-Where a draft head guesses, a step may be of several tokens. Each is computed as it would be alone, to the bit: products
-read the weights once for all (`engine.kernels.few_tokens`), the rest is done token by token. Everything else stays the
-library's, and so does every chunk of a prompt.
+With a draft head a step can have several tokens. Each is computed as if alone, to the bit: products read the weights
+once for all tokens (`engine.kernels.few_tokens`), and the rest runs token by token. All other modules, and prompt
+chunks, run the library's code, except for norms and gates (`chunks_in_fewer_kernels`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 
 Forward = Callable[..., Any]
 Note = Callable[[int, int], None]
-"""Told (layer, token) when a layer's state is that behind the token."""
+"""Called with (layer, token) when the layer's state is the one after that token."""
 NORM, GATED, DELTA_NET, GEMMA_LAYER = "norm", "gated", "delta net", "gemma layer"
 KNOWN: Mapping[str, str] = MappingProxyType(
     {
@@ -38,15 +38,15 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "Gemma3DecoderLayer": GEMMA_LAYER,
     }
 )
-"""The library's class -> what it does."""
+"""Name of the library's class -> kind of module."""
 SILU = "silu"
 
 
 @contextmanager
 def few_kernels(*modules: nn.Module | None, together: bool = False, note: Note | None = None) -> Iterator[None]:
-    """Inside, `modules` and all in them run a step in few kernels, where that is known how: of one token, or with
-    `together` of as many as there are, in the same bits for each. `note` is told of recurrent state behind each token.
-    They must be on a card and hold bf16 or f16."""
+    """Inside the context, `modules` and their submodules run a step in few kernels where there is one for them. A step
+    has one token; with `together` it can have more, and each gets the same bits as alone. `note` is called for the
+    recurrent state after each token. The modules must be on a GPU, in bf16 or f16."""
     changed: list[tuple[Any, Forward | None]] = []
     try:
         for root in modules:
@@ -81,8 +81,7 @@ def _in_few_kernels(module: Any, note: Note | None, *, together: bool) -> Forwar
 
 
 def chunks_in_fewer_kernels(inner: nn.Module) -> None:
-    """From now on chunks of any length go through the kernels for norms and gates. For models on a card that hold bf16
-    or f16."""
+    """From now on chunks of any length use the kernels for norms and gates. For models on a GPU in bf16 or f16."""
     module: Any
     for module in inner.modules():
         kind = KNOWN.get(type(module).__name__)
@@ -93,7 +92,7 @@ def chunks_in_fewer_kernels(inner: nn.Module) -> None:
 
 
 def _has_even_heads(module: Any) -> bool:
-    """Sizes that are powers of two: what the kernel takes."""
+    """Whether the head sizes are powers of two, as the kernel requires."""
     return all(size & (size - 1) == 0 for size in (module.head_k_dim, module.head_v_dim))
 
 
@@ -128,7 +127,8 @@ def _norm(norm: Any) -> Forward:
     from engine.kernels.pointwise import offset_norm
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, -2) if x.dim() > 2 else x  # Tokens' heads: evenly apart, also where half are a gate.
+        # One row per head. Their stride is constant, also where the projection interleaves heads and gates.
+        rows = x.flatten(0, -2) if x.dim() > 2 else x
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         offset_norm(rows, norm.weight, out.view(rows.shape), norm.eps)
         return out

@@ -1,9 +1,9 @@
-"""Page-locks host memory in the background, so that cards copy to and from it at the speed of the link.
+"""Page-locks host memory in the background, so that GPUs copy to and from it at the speed of the link.
 
-    added -> waiting -> locking -> locked          a copy works at any time; it is fast from `locked` on
+    added -> waiting -> locking -> locked          copies work in every state, and are fast once `locked`
                  |-- refused: stays pageable, with one warning
 
-Locking waits for nobody and nobody waits for it, except who takes memory away while it is being locked.
+Nothing waits for locking, except `removed` of memory that is being locked.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 log = logging.getLogger("parkd.engine")
 
 HOST_REGISTER_PORTABLE = 1
-"""For all cards, not just the current one (CUDA runtime API, cudaHostRegister)."""
+"""For all GPUs, not just the current one (CUDA runtime API, cudaHostRegister)."""
 MADV_POPULATE_WRITE = 23
-"""Gives pages their memory without changing what is in them (Linux 5.14 and later)."""
+"""Faults pages in without changing their content (Linux 5.14 and later)."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def register_with_cuda(address: int, size: int) -> int:
-    """0, or the error's number."""
+    """Returns 0, or the CUDA error number."""
     return int(torch.cuda.cudart().cudaHostRegister(address, size, HOST_REGISTER_PORTABLE))  # type: ignore[no-untyped-call]
 
 
@@ -38,15 +38,15 @@ def unregister_with_cuda(address: int) -> int:
 
 
 def populate(address: int, size: int) -> None:
-    """Faults the pages in ahead of locking, which would do it more slowly; a kernel that can't is no harm."""
+    """Faults the pages in before locking, which would do it more slowly. A kernel that refuses does no harm."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE)
 
 
 class PinnedMemory:
-    """Hooks for a pool of host memory: what is added gets page-locked, what is removed is released first.
+    """Hooks for a pool of host memory. Memory is page-locked when added and unlocked when removed.
 
-    `added` and `removed` are called by the pool's owner, from one thread at a time.
+    The pool's owner calls `added` and `removed`, from one thread at a time.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PinnedMemory:
         with self._changed:
             self._waiting.append((memory.ctypes.data, memory.nbytes))
             if self._thread is None:
-                # A daemon: a driver call that hangs must not keep the process from ending.
+                # A daemon thread: a hanging driver call must not keep the process from exiting.
                 self._thread = threading.Thread(target=self._serve, name="parkd-pin", daemon=True)
                 self._thread.start()
 
@@ -88,12 +88,12 @@ class PinnedMemory:
                 self._unregister(address)
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until nothing is left to be locked. False after `timeout_s`."""
+        """Waits until nothing is left to lock. Returns False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and self._locking is None, timeout_s)
 
     def _serve(self) -> None:
-        """Locks what waits and ends when nothing does."""
+        """Locks waiting memory; ends when there is none left."""
         while True:
             with self._changed:
                 self._locking = None

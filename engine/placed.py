@@ -1,10 +1,10 @@
-"""Where the state of a step's tokens goes while its forward is recorded as a CUDA graph.
+"""Positions in device memory, so that a step's forward can be recorded as a CUDA graph.
 
-    host     position 86,392              before every replay: position -> device, window buffers' slots -> device
-    device   position | slot a window     read by what was recorded: rows are written there, attention ends there
+    host     position 86,392                before every replay: sends the position and the window buffers' slots
+    device   position | slot per window     read by the graph: where to write rows, and where attention ends
 
-A graph is recorded once and replayed for every step, so nothing in it may depend on a number that the host knows.
-A step is one token, or a token and guesses of what follows it; each attends by itself, as it would alone.
+A graph is recorded once and replayed for every step, so nothing in it may depend on a number that only the host knows.
+A step is one token, or a token followed by draft tokens. Attention runs for each of them separately, as for one alone.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
 
 
 class TokenPlace:
-    """One stage's numbers on its device, of each of the step's tokens."""
+    """Positions and slots of a step's tokens, on one stage's device."""
 
     def __init__(self, device: torch.device, tokens: int = 1) -> None:
         self.device = device
         self.tokens = tokens
         self.position = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.turn = torch.zeros(tokens, dtype=torch.int64, device=device)
-        """By how much a token's queries and keys are turned: another number than its row's behind pictures."""
+        """int64 `[tokens]`: the tokens' rotary positions, which differ from their rows after images."""
         self._steps = torch.arange(tokens, device=device)
         self._slots: dict[int, torch.Tensor] = {}
         self._filled: dict[int, int] = {}
         self._attentions: dict[tuple[int, int, int, bool], DecodeAttention] = {}
 
     def put(self, position: int, turn: int) -> None:
-        """The first token comes at `position` and is turned by `turn`, the others behind it. Only queues work."""
+        """Sets row and rotary position of the first token; the others follow it. Only queues work."""
         torch.add(self._steps, position, out=self.position)
         torch.add(self._steps, turn, out=self.turn)
 
     def slot(self, window: int) -> torch.Tensor:
-        """int64 `[tokens]`: their places in the buffers of layers that see `window` tokens."""
+        """int64 `[tokens]`: the tokens' rows in the buffers of layers with this window."""
         if window not in self._slots:
             self._slots[window] = torch.zeros_like(self._steps)
         return self._slots[window]
 
     def set_slot(self, window: int, slot: int) -> None:
-        """That of the first token. Layers of one window move together, so that the device is told once for all."""
+        """Sets the first token's slot. Layers with the same window share slots, so one update serves all."""
         if self._filled.get(window) != slot:
             torch.add(self._steps, slot, out=self.slot(window))
             self._filled[window] = slot
@@ -60,20 +60,20 @@ class TokenPlace:
 
 
 class PlacedRows(NamedTuple):
-    """Where a layer's keys and values of the step's tokens go, for kernels that write them themselves."""
+    """Where kernels write a layer's keys and values of the step's tokens themselves."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    """`[n, heads, dim]`, as are the keys."""
+    """`[n, heads, dim]`, like the keys."""
     scales: torch.Tensor | None
-    """float16 `[n, 2, heads]` if the rows are codes."""
+    """float16 `[n, 2, heads]` if the rows are quantised, else None."""
     slot: torch.Tensor
-    """int64 `[tokens]`: their rows."""
+    """int64 `[tokens]`: the rows to write."""
     window: int | None
 
 
 class PlacedStates:
-    """The keys or the values of one layer as all the rows there are; the device says how many of them count."""
+    """The keys or values of one layer: all allocated rows. A number on the device says how many are in use."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class PlacedStates:
         window: int | None = None,
         scale_rows: torch.Tensor | None = None,
     ) -> None:
-        """`rows` is `[n, heads, dim]`; to each token those up to its `last` (int64 `[tokens]`) count, of them the last
-        `window`. With `scale_rows`, float16 `[n, 2, heads]`, they are codes."""
+        """`rows` is `[n, heads, dim]`. A token sees the rows up to its `last`, int64 `[tokens]`, inclusive; with a
+        `window`, only that many of them. With `scale_rows`, float16 `[n, 2, heads]`, the rows are quantised."""
         self.place, self.rows, self.last = place, rows, last
         self.window, self.scale_rows = window, scale_rows
 
@@ -92,7 +92,7 @@ class PlacedStates:
     def written(
         cls, place: TokenPlace, rows: torch.Tensor, states: torch.Tensor, slot: torch.Tensor, window: int | None = None
     ) -> PlacedStates:
-        """`rows` with the tokens' `states`, `[1, heads, tokens, dim]`, written at `slot`."""
+        """Writes the tokens' `states`, `[1, heads, tokens, dim]`, to `rows` at `slot`."""
         rows.index_copy_(0, slot, states[0].transpose(0, 1).to(rows.dtype))
         return cls(place, rows, slot, window)
 
@@ -100,7 +100,7 @@ class PlacedStates:
     def coded(
         cls, place: TokenPlace, rows: torch.Tensor, scale_rows: torch.Tensor, part: int, states: torch.Tensor
     ) -> PlacedStates:
-        """The same as codes at the positions, with their scales in `part` of `scale_rows` (0 keys, 1 values)."""
+        """Writes them quantised at their positions, with scales in `part` of `scale_rows` (0 keys, 1 values)."""
         codes, scales = quantise(states[0].transpose(0, 1))
         rows.index_copy_(0, place.position, codes)
         scale_rows[:, part].index_copy_(0, place.position, scales)

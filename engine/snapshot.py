@@ -1,4 +1,4 @@
-"""Capture and restore of every stage as one snapshot: all stages, or none.
+"""Capture and restore of all stages as one snapshot. A restore makes all stages live, or none.
 
     capture   check plan -> copy out all stages -> checksums            the live state stays
     restore   check plan -> copy in all stages -> compare checksums -> commit the position
@@ -6,10 +6,10 @@
 
     restore_and_read             stage 0  copy in ......... sums | the next tokens
                                  stage 1  copy in .......... sums       | the next tokens
-                                 host     queues all of it ............................. compares, then commits both
+                                 host     queues all of it ............................. compares; damaged: reset
 
-A plan says which rows go where. The engine does not care who keeps the bytes between a capture and a restore; any
-object with the attributes of `SnapshotPlan` will do.
+A plan says which rows are copied from or to which host buffers. The engine does not care who keeps the bytes between a
+capture and a restore. Any object with the attributes of `SnapshotPlan` works as a plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Sums = npt.NDArray[np.uint64]
 
 
 class Run(Protocol):
-    """Rows `[start, stop)` of one stage, and the host bytes that they are in or go to."""
+    """Rows `[start, stop)` of one stage, and the host buffer they are copied from or to."""
 
     @property
     def start(self) -> int: ...
@@ -63,7 +63,7 @@ class StageMove(Protocol):
 
 
 class Plan(Protocol):
-    """What `capture` and `restore` take. `SnapshotPlan` documents the fields."""
+    """The plan that `capture` and `restore` take. `SnapshotPlan` documents the fields."""
 
     @property
     def layout_digest(self) -> bytes: ...
@@ -99,16 +99,16 @@ class FixedPart:
 @dataclass(frozen=True, slots=True, eq=False)
 class StagePlan:
     rows: tuple[RowRun, ...]
-    """Ascending and without gaps inside `[start, stop)` of the plan."""
+    """In ascending order; together they cover `[start, stop)` of the plan without gaps."""
     fixed: tuple[FixedPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotPlan:
-    """One move of the rows `[start, stop)` of every stage.
+    """A copy of the rows `[start, stop)` of every stage, in one direction.
 
-    The rows consist of blocks at absolute multiples of `block_tokens`. `start` is such a multiple, or equal to `stop`
-    if only fixed state moves. The part of each block (within `[start, stop)`) in each stage has a checksum.
+    Blocks begin at absolute multiples of `block_tokens`. `start` is such a multiple, or equals `stop` if only fixed
+    state is copied. There is one checksum per block and stage, over the rows of the block inside `[start, stop)`.
     """
 
     layout_digest: bytes
@@ -121,12 +121,12 @@ class SnapshotPlan:
     fixed_checksums: Sums | None = None
     """`[fixed parts, stages]`; required for a restore with fixed parts."""
     resume_at: int | None = None
-    """Only for a restore: the position that becomes live; None means `stop`. A checksum covers a whole block, so rows
-    of the last block after this position are copied and compared too, but are not live afterwards."""
+    """For a restore: the session's position afterwards; None means `stop`. A checksum covers a whole block, so later
+    rows of the last block are copied and compared too, but are not live afterwards."""
 
     @property
     def position(self) -> int:
-        """The position after a restore, which is also that of the fixed state."""
+        """The session's position after a restore. The fixed state is of this position too."""
         return self.stop if self.resume_at is None else self.resume_at
 
 
@@ -142,7 +142,7 @@ DEFAULT_STEPS = CopySteps()
 
 
 def host_plan(session: Session, stop: int, *, start: int = 0, block_tokens: int = 256) -> SnapshotPlan:
-    """A plan for the rows `[start, stop)` with host buffers of its own, one run per stage, for use without a store."""
+    """A plan for the rows `[start, stop)` that owns its host buffers, one run per stage; for use without a store."""
     stages = []
     for arena in session.arenas:
         run = RowRun(start, stop, np.empty((stop - start) * arena.layout.row_bytes, dtype=np.uint8))
@@ -156,8 +156,8 @@ def host_plan(session: Session, stop: int, *, start: int = 0, block_tokens: int 
 def capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> SnapshotChecksums:
     """Copies the planned rows and fixed state of every stage into the plan's buffers.
 
-    Fixed parts may be of the present position and of every checkpoint. The live state does not change. Raises
-    SnapshotMismatch, and StageFailed if a copy fails, after which the content of the buffers is undefined.
+    Fixed parts can be of the current position and of any checkpoint. The live state does not change. Raises
+    SnapshotMismatch, and StageFailed if a copy fails; the buffers' content is then undefined.
     """
     check_capture(session, plan)
     try:
@@ -170,12 +170,12 @@ def capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -
 
 
 def start_capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> CaptureInFlight | None:
-    """Begins a capture that goes on while the engine works: whatever overwrites its rows waits, on the cards, until
+    """Starts a capture that runs while the engine computes. Work that would overwrite its rows waits, on the GPU, until
     they are copied.
 
-    Returns None if a stage is in main memory, where this is not possible. Fixed state is copied from checkpoints, which
-    do not change while the next tokens change the live state. The buffers belong to the capture until its `wait`
-    returns. Raises as `capture` does.
+    Returns None if a stage is on the CPU, where this is not possible. Fixed state is taken from checkpoints or
+    clones, which the next tokens do not change. The buffers belong to the capture until its `wait` returns. Raises the
+    errors of `capture`.
     """
     if any(arena.device.type != "cuda" for arena in session.arenas):
         return None
@@ -195,10 +195,10 @@ def start_capture(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_ST
 
 
 def restore(session: Session, plan: Plan, *, steps: CopySteps = DEFAULT_STEPS) -> None:
-    """Makes the rows `[0, plan.position)` live, and the session's position `plan.position`.
+    """Restores the planned state: the rows `[0, plan.position)` are live afterwards, and that is the position.
 
-    The rows `[0, plan.start)` must be live already, and stay. Raises SnapshotMismatch before anything is written, and
-    SnapshotDamaged after a reset of every stage.
+    The rows `[0, plan.start)` must be live already and are kept. Raises SnapshotMismatch before anything is written,
+    and SnapshotDamaged after every stage was reset.
     """
     _restore(session, plan, steps)
 
@@ -213,9 +213,9 @@ def restore_and_read(
 ) -> None:
     """Does `restore`, then reads `token_ids` as `Session.extend` does.
 
-    Reading is queued while rows are still on their way; on each card it begins when the rows of that card have arrived.
-    Nothing stays of damaged rows, nor of what was read after them. Raises as `restore` and `extend` do; after
-    any error but SnapshotMismatch nothing is live.
+    The forward passes are queued while rows are still being copied; each GPU starts when its own rows have arrived.
+    If the rows were damaged, they and everything computed from them are discarded. Raises the errors of `restore` and
+    `extend`; after any error but SnapshotMismatch the session is empty.
     """
     if not _may_be_read_unchecked(session):
         restore(session, plan, steps=steps)
@@ -229,7 +229,7 @@ def restore_and_read(
     def read() -> None:
         for arena in session.arenas:
             if arena.device.type == "cuda":
-                # After the sums too: reading overwrites rows of the last block, and fixed state.
+                # Wait for the checksums too: the forward overwrites rows of the last block, and fixed state.
                 torch.cuda.current_stream(arena.device).wait_stream(arena.streams.sums)
         session.adopt(plan.position, kept=plan.start)
         session.extend(token_ids, checkpoint_at=checkpoint_at)
@@ -238,14 +238,14 @@ def restore_and_read(
 
 
 def _may_be_read_unchecked(session: Session) -> bool:
-    """Whether a forward over damaged state only gives wrong numbers. Not if the state has indices into memory: a wrong
-    one would end the card's context."""
+    """Whether a forward over damaged state can do no more than give wrong numbers. False if the state holds indices
+    into memory: a wrong index would destroy the CUDA context."""
     fields = [field for arena in session.arenas for field in (*arena.layout.row_fields, *arena.layout.fixed_fields)]
     return all(field.dtype.is_floating_point or field.dtype == torch.int8 for field in fields)
 
 
 def _restore(session: Session, plan: Plan, steps: CopySteps, read: Callable[[], None] | None = None) -> None:
-    """Checks, copies, compares and commits. `read`, if given, commits and reads on before the comparison."""
+    """Checks, copies, compares and commits. `read`, if given, commits and reads tokens before the comparison."""
     check(session, plan)
     check_restore(session, plan)
     states = [[arena.fixed for arena in session.arenas] for _ in plan.stages[0].fixed]

@@ -1,4 +1,4 @@
-"""What must be true before a snapshot is copied, and afterwards."""
+"""Checks a plan before a snapshot is copied, and the checksums afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_capture(session: Session, plan: Plan) -> None:
-    """Raises SnapshotMismatch unless the live state has everything that the plan asks for."""
+    """Checks that the live state holds everything the plan asks for. Raises SnapshotMismatch."""
     check(session, plan)
     if plan.stop > session.position:
         raise SnapshotMismatch(f"rows up to {plan.stop} are asked for; the session has {session.position}")
@@ -30,12 +30,12 @@ def check_capture(session: Session, plan: Plan) -> None:
 
 
 def check(session: Session, plan: Plan) -> None:
-    """Checks what does not depend on the direction, for all stages. Raises SnapshotMismatch."""
+    """Checks what capture and restore have in common, for all stages. Raises SnapshotMismatch."""
     if plan.layout_digest != session.layout_digest:
         raise SnapshotMismatch("the snapshot's layout is not this engine's")
     if len(plan.stages) != len(session.arenas):
         raise SnapshotMismatch(f"the snapshot has {len(plan.stages)} stages, the engine {len(session.arenas)}")
-    # Fixed state alone may be of any position: the store has its rows already.
+    # Fixed state alone can be of any position, since its rows are in the store already.
     has_rows = plan.start != plan.stop
     if plan.block_tokens < 1 or (has_rows and plan.start % plan.block_tokens) or not 0 <= plan.start <= plan.stop:
         raise SnapshotMismatch(f"rows [{plan.start}, {plan.stop}) do not begin at a block of {plan.block_tokens}")
@@ -85,7 +85,7 @@ def check_restore(session: Session, plan: Plan) -> None:
 
 
 def compare(plan: Plan, rows: Sums, fixed: Sums) -> None:
-    """Compares the checksums of what arrived with the plan's. Raises SnapshotDamaged with stage and block."""
+    """Compares the checksums of the restored bytes with the plan's. Raises SnapshotDamaged, naming stage and block."""
     assert plan.checksums is not None, "checked before anything was written"
     wrong = np.argwhere(rows != plan.checksums)
     if len(wrong):

@@ -1,10 +1,10 @@
-"""Stages: contiguous layers on one device, each a forward of its own.
+"""Stages: each runs a contiguous range of layers on one device, in a forward pass of its own.
 
     token ids -> | stage 0: embedding, layers [0, a) | -> hidden -> | stage 1: layers [a, n), norm, head | -> logits
                         device 0                                            device 1
 
-A stage is the library's own model object with the layers of other stages replaced by pass-throughs (indices kept),
-so every architecture keeps its own code.
+A stage is a copy of the library's model object whose other layers are replaced by pass-throughs. Layer indices stay the
+same, and every architecture runs its own code.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from engine.vision import ChunkImages
 
 FINAL_NORMS = ("norm", "embedding_norm", "final_layernorm")
-"""What families call the norm behind the last layer."""
+"""Names of the norm after the last layer, which differ between families."""
 MIXER = "hyper_connection_mixer"
-"""What makes one hidden state of several residual streams, in place of that norm."""
+"""Name of the module that mixes several residual streams into one hidden state; it takes the place of that norm."""
 TUPLE_LAYERS = frozenset({"falcon_h1"})
-"""Families that take the first of what a layer gives."""
+"""Families whose layers return a tuple, of which the model uses the first element."""
 EMBEDDING_SCALE = "embedding_multiplier"
 
 
 class PassThrough(nn.Module):
-    """Stands where another stage's layer is."""
+    """Takes the place of a layer that belongs to another stage."""
 
     def __init__(self, *, gives_tuple: bool = False) -> None:
         super().__init__()
@@ -71,33 +71,34 @@ class Stage:
         self.device = device
         self.inner = inner
         self.head = head
-        """Hidden states to logits; only in the last stage."""
+        """Maps hidden states to logits; last stage only."""
         self.mixer = mixer
-        """Several residual streams to one hidden state, before the head."""
+        """Mixes several residual streams into one hidden state for the head; last stage only."""
         self.logit_scale = logit_scale
-        """Some families divide what the head gives, others multiply it."""
+        """Logits are divided by this."""
         self.logit_factor = logit_factor
+        """Logits are multiplied by this."""
         self.streams = streams
-        """Residual streams between layers, side by side in what stages hand on."""
+        """Number of residual streams; stages pass them on concatenated."""
         self.needs_ids = bool(getattr(getattr(inner, "config", None), "ple_layer_ids", None))
-        """Layers look up n-grams of token ids, whichever stage they are in."""
+        """Whether the model's layers look up n-grams of token ids. Every stage needs the ids then."""
         layers: Any = inner.layers
         self.layers: tuple[Any, ...] = tuple(layers[index] for index in range(first_layer, end_layer))
-        """Its own, without the pass-throughs."""
+        """The stage's own layers, without the pass-throughs."""
 
     @property
     def num_layers(self) -> int:
-        """Of the whole model."""
+        """Number of layers of the whole model."""
         return len(self.inner.layers)  # type: ignore[arg-type]
 
     @property
     def has_hooks(self) -> bool:
-        """Whether something was hung on a layer that only the library's forward knows of."""
+        """Whether a layer has forward hooks, which only the library's forward calls."""
         return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The compute dtype."""
         return next(parameter.dtype for parameter in self.inner.parameters())
 
     def forward(
@@ -110,12 +111,12 @@ class Stage:
     ) -> torch.Tensor:
         """Runs `q` tokens at `[position, position + q)` and writes their rows through `cache`.
 
-        `inputs` are token ids, int64 `[1, q]`, in the first stage, and the stage before's hidden states,
-        `[1, q, hidden]` (of all streams side by side), in the others; on any device. `images` is what the chunk has
-        besides. `token_ids` is needed by stages that `needs_ids`. Returns hidden states `[1, q, hidden]` (of all
-        streams) on this stage's device, after the final norm in the last stage.
+        `inputs`, on any device, are token ids, int64 `[1, q]`, in the first stage, and in others the previous stage's
+        hidden states `[1, q, hidden]` (all streams concatenated). `images` are the chunk's images. `token_ids` are
+        required if `needs_ids` is set. Returns hidden states `[1, q, hidden]` (all streams) on this stage's device,
+        after the final norm in the last stage.
         """
-        # To the CPU the copy must be waited for: nothing orders what the CPU reads after what a card still sends.
+        # A copy to the CPU must be synchronous: nothing makes the CPU wait until the GPU has sent its data.
         inputs = inputs.to(self.device, non_blocking=self.device.type == "cuda")
         stop = position + inputs.shape[1]
         position_ids = torch.arange(position, stop, device=self.device).unsqueeze(0)
@@ -131,36 +132,36 @@ class Stage:
             assert token_ids is not None, "layers of this stage look up token ids"
             arguments["ple_input_ids"] = token_ids.to(self.device, non_blocking=self.device.type == "cuda")
         cache.begin(position)
-        # Kernels of our own run on the card that is current, whichever their tensors are on.
+        # Our own kernels run on the current device, wherever their tensors are.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             output = self.inner(**{name: inputs}, position_ids=position_ids, cache=cache, use_cache=True, **arguments)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
     def embed(self, token_ids: npt.NDArray[np.int64], rows: Sequence[tuple[int, torch.Tensor]] = ()) -> torch.Tensor:
-        """Embeddings `[1, q, hidden]` of ids `[q]`, with `rows` in their places; first stage only."""
+        """Embeddings `[1, q, hidden]` of ids `[q]`, with image `rows` put in at their positions; first stage only."""
         return self._embedded(torch.from_numpy(token_ids).to(self.device)[None], rows)
 
     def _embedded(self, ids: torch.Tensor, rows: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """Embeddings `[1, q, hidden]` of the ids, with `rows` in their places."""
+        """Embeddings `[1, q, hidden]` of ids `[1, q]`, with image `rows` put in at their positions."""
         ids = ids.clone()
         for start, values in rows:
-            ids[0, start : start + len(values)] = 0  # the image's own id may lie beyond the vocabulary
+            ids[0, start : start + len(values)] = 0  # the image token's id may be outside the embedding
         embedded: torch.Tensor = self.inner.embed_tokens(ids)  # type: ignore[operator]
         for start, values in rows:
             embedded[0, start : start + len(values)] = values.to(embedded.dtype)
         return embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[vocab]` for the last token of `hidden`, as `forward` gives it; last stage only."""
+        """Logits, float32 `[vocab]`, of the last token of `hidden` as returned by `forward`; last stage only."""
         return self.every_logits(hidden[:, -1:])[-1]
 
     def every_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[q, vocab]` for all tokens of `hidden`, as `forward` gives it; last stage only."""
+        """Logits, float32 `[q, vocab]`, of all tokens of `hidden` as returned by `forward`; last stage only."""
         return self.scores(hidden if self.mixer is None else self.mixer(hidden))
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[q, vocab]` for hidden states `[1, q, hidden]`, of streams those that were mixed."""
+        """Logits, float32 `[q, vocab]`, of hidden states `[1, q, hidden]` whose streams are mixed already."""
         assert self.head is not None, "only the last stage has the head"
         logits: torch.Tensor = self.head(hidden)
         if self.logit_scale != 1.0:
@@ -171,10 +172,10 @@ class Stage:
 
 
 def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str | torch.device]) -> list[Stage]:
-    """Cuts a causal language model into stages and puts each on its device.
+    """Splits a causal language model into stages and puts each on its device.
 
-    Weights already on the right device are shared with `model`, others are copied; `model` itself keeps working, but
-    with the engine's attention from now on. Drop it to free what was copied.
+    Weights that are on the right device already are shared with `model`; the others are copied. `model` still works,
+    but uses the engine's attention from now on. Drop it to free the weights that were copied.
     """
     register_attention()
     model.eval()
@@ -201,7 +202,7 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
 
 
 def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: bool) -> nn.Module:
-    """A twin of the inner model that has only the layers `[first, end)`; the weights are the same tensors."""
+    """A copy of the inner model with only the layers `[first, end)`. It shares the weight tensors."""
     twin = _twin(inner)
     config: Any = inner.config
     tuples = config.model_type in TUPLE_LAYERS
@@ -213,14 +214,14 @@ def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: boo
     if not is_first:
         twin._modules["embed_tokens"] = None
         if hasattr(twin, EMBEDDING_SCALE):
-            # Applied to whatever comes in, which here has been through it.
+            # The model would scale its input again; the first stage has done so.
             setattr(twin, EMBEDDING_SCALE, 1.0)
         if hasattr(twin.config, STREAMS):
-            # What comes in is all streams already, and not one to be repeated. Layers know their number themselves.
+            # The input has all streams already; the model must not repeat it. The layers keep the real count.
             twin.config = copy.copy(twin.config)
             setattr(twin.config, STREAMS, 1)
     if MIXER in twin._modules:
-        # The last stage hands streams on too: to what mixes them for the head, and to a draft head.
+        # The last stage returns all streams too, for the mixer before the head and for a draft head.
         twin._modules[MIXER] = nn.Identity()
     elif not is_last:
         name = next(name for name in FINAL_NORMS if name in twin._modules)
@@ -229,19 +230,19 @@ def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: boo
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A shallow copy whose tables of parameters, buffers, children and hooks are its own."""
+    """A shallow copy with its own tables of parameters, buffers, children and hooks."""
     twin = copy.copy(module)
     twin.__dict__.update({name: copy.copy(table) for name, table in vars(module).items() if isinstance(table, dict)})
     return twin
 
 
 def moved_twin(module: nn.Module, device: torch.device) -> nn.Module:
-    """A twin of the whole tree on `device`; weights that are there already are shared."""
+    """A copy of the module tree on `device`. Weights that are there already are shared."""
     return _moved(module, device, {})
 
 
 def _moved(module: nn.Module, device: torch.device, moved: dict[int, torch.Tensor]) -> nn.Module:
-    """A twin of the whole tree with every tensor on `device`; tensors that were tied stay tied (`moved`)."""
+    """A copy of the module tree with every tensor on `device`. `moved` keeps tied tensors tied."""
     twin = _twin(module)
     for name, parameter in twin._parameters.items():
         if parameter is not None:

@@ -1,4 +1,4 @@
-"""The streams of a card beside the one it computes on."""
+"""The CUDA streams of a device besides its compute stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class DeviceStreams:
-    """The streams of one device that move its rows: one each way, and one for the checksums."""
+    """One device's streams for copying rows: one per direction, and one for the checksums."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -15,7 +15,7 @@ class DeviceStreams:
         self.sums = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def follow_computing(self) -> None:
-        """What is queued from now on comes after all that the device was told to compute so far."""
+        """Makes later work on these streams wait for everything queued on the compute stream so far."""
         computing = torch.cuda.current_stream(self.device)
         for stream in (self.out, self.into, self.sums):
             stream.wait_stream(computing)

@@ -1,9 +1,9 @@
-"""Moves the bytes of a checked plan between arenas and host memory, and computes their checksums.
+"""Copies the bytes of a checked plan between arenas and host memory, and computes their checksums.
 
-    CPU     block parts over a few threads; each a piece at a time, copied and then summed while it is in the cache
-    CUDA    `engine.copies`; all devices queued before any is waited for
+    CPU     blocks are spread over a few threads; each is copied in pieces, and a piece is summed while in the cache
+    CUDA    `engine.copies`; work is queued on all devices before the host waits for any
 
-The checksum is always that of the arena's bytes: what was there (out) or what arrived (in).
+Checksums are always computed over the arena's bytes: before a copy out, after a copy in.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from engine.snapshot import Plan, Run, StageMove
 
 PIECE_BYTES = 1 << 20
-"""Copied and summed in one go on CPU: small enough to be in the cache still when the sum reads it, large enough that
-threads seldom meet at the interpreter lock."""
+"""Copied and then summed at a time on the CPU: small enough that the sum reads it from the cache, large enough that
+threads seldom wait for the interpreter lock."""
 MAX_THREADS = 4
-"""More do not copy faster: memory is what is short."""
+"""More do not copy faster, since memory bandwidth is the limit."""
 
 
 class Direction(Enum):
@@ -41,7 +41,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopySteps:
-    """How one piece is copied, `(destination, source)`; replaced by tests that make the Nth copy fail."""
+    """How one piece is copied: `(destination, source)`. Tests replace these to make the Nth copy fail."""
 
     host: Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], Any] = np.copyto
     device: Callable[[torch.Tensor, torch.Tensor], Any] = copy_on_device
@@ -49,12 +49,12 @@ class CopySteps:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one checksum covers: bytes of one arena and the host bytes they go to or come from, in order."""
+    """The bytes that one checksum covers: those of one arena, and the host buffers they are copied from or to."""
 
     arena_bytes: torch.Tensor
     """uint8 `[n]`, contiguous."""
     host: tuple[npt.NDArray[np.uint8], ...]
-    """Together `[n]`."""
+    """In order; together `[n]`."""
 
 
 def move_stages(
@@ -67,12 +67,12 @@ def move_stages(
     fixed: Sequence[Sequence[torch.Tensor]],
     meanwhile: Callable[[], None] | None = None,
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Moves all stages; returns the checksums `[blocks, stages]` and `[fixed parts, stages]`.
+    """Copies all stages; returns the checksums `[blocks, stages]` and `[fixed parts, stages]`.
 
-    The plan has been checked. `fixed` is, for each of its fixed parts, where every stage's bytes of it are to be had,
-    or are to go. `before_write` is told `(stage, stream, start, stop)` before rows on a card are overwritten.
-    `meanwhile` is called once the copies of cards are queued and those of the host are made. Raises whatever a copy or
-    `meanwhile` raises; then some bytes were moved and others not.
+    The plan must have been checked. `fixed` has, for each fixed part, one tensor per stage to copy from or to.
+    `before_write` is called with `(stage, stream, start, stop)` before rows on a GPU are overwritten. `meanwhile` is
+    called once all GPU copies are queued and all CPU copies are done. Raises what a copy or `meanwhile` raises; some
+    of the bytes have been copied then.
     """
     on_device = [index for index, arena in enumerate(arenas) if arena.device.type != "cpu"]
     on_host = [index for index, arena in enumerate(arenas) if arena.device.type == "cpu"]
@@ -96,7 +96,7 @@ def move_stages(
             axis=1,
         )
     finally:
-        # Also after a failure: the host buffers may be another conversation's as soon as this returns.
+        # Also after a failure: the host buffers may be reused for another conversation as soon as this returns.
         for index in on_device:
             arenas[index].streams.synchronize()
     blocks = -(-(plan.stop - plan.start) // plan.block_tokens)
@@ -113,7 +113,7 @@ def queue_stage(
     before_write: Callable[[int, torch.cuda.Stream, int, int], None],
     fixed: Sequence[torch.Tensor],
 ) -> StageCopy:
-    """Starts one stage's move on a card, behind what that was told to compute so far. `fixed` is a tensor a part."""
+    """Queues one stage's copies on a GPU, after its compute work so far. `fixed` has one tensor per fixed part."""
     assert isinstance(checksum, WeightedSum), "the kind that cards compute"
     arena.streams.follow_computing()
     copy = StageCopy(arena, arena.streams)
@@ -130,7 +130,7 @@ def _parts(arena: StageArena, plan: Plan, move: StageMove, fixed: Sequence[torch
 
 
 def _block_parts(arena: StageArena, plan: Plan, runs: Sequence[Run]) -> Iterator[Part]:
-    """One stage's parts of the blocks that overlap `[plan.start, plan.stop)`, in order."""
+    """One stage's part of each block that overlaps `[plan.start, plan.stop)`, in order."""
     row_bytes = arena.layout.row_bytes
     index = 0
     for first in range(plan.start, plan.stop, plan.block_tokens):
@@ -152,7 +152,7 @@ def _move_on_host(work: Sequence[tuple[Part, RunningChecksum]], direction: Direc
         for part, running in work:
             _move_part(part, running, direction, steps)
         return
-    # Copies and sums release the interpreter lock. The first failure ends the move; the pool is left only when no
+    # Copies and sums release the interpreter lock. The first failure ends the copy. Leaving the pool waits until no
     # thread writes any more.
     with ThreadPoolExecutor(threads, thread_name_prefix="engine-copy") as pool:
         futures = [pool.submit(_move_part, part, running, direction, steps) for part, running in work]
