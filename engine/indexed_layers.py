@@ -1,10 +1,10 @@
-"""Cache layers of sparse attention over arenas: rows as attention's, and the indexer's keys beside them.
+"""Cache layers of sparse attention over arenas: the rows of attention, with indexer keys in them.
 
-    row t    | key | value | ... | index_key |          | index_position |   the latter once a stage
-    blocks   | 0 .. t | ... of whole blocks of rows, made from index_key and index_position when they are first needed
+    row t    | key | value | ... | index_key |          | index_position |   the latter once per stage
+    blocks   one key per whole block of rows, computed from index_key and index_position when first needed
 
-The blocks are not state: they follow from the rows, bit for bit, whenever and however many at once they are made. So
-they are neither parked nor restored, and a cut of the timeline only forgets them.
+Block keys are not state. They can be recomputed from the rows, in any order and number at a time, with the same bits.
+So they are neither parked nor restored, and are forgotten when the timeline is cut.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 
 
 class IndexPositions:
-    """The positions that a stage's tokens were given, `[context_tokens, 3]` (time, height, width) in arena rows."""
+    """Rotary positions of a stage's tokens, `[context_tokens, 3]` (time, height, width), in arena rows."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
         self.position = 0
 
     def write(self, position_ids: torch.Tensor) -> None:
-        """`[3, 1, q]`, of the tokens behind the position."""
+        """Writes `[3, 1, q]` for the tokens from `position` on."""
         self.rows[self.position : self.position + position_ids.shape[2]] = position_ids[:, 0].T
 
 
 class TakesPositions:
-    """The library's models hand the positions of new tokens to the first indexed layer of the model, whosever it is.
+    """Receives the positions of new tokens, which the library's models set on the first indexed layer of the model,
+    whichever stage has it.
 
-    They are told that there are none of earlier tokens, and so make rotary tables for the new ones alone.
+    Reading the attribute gives None (no earlier tokens), so the model makes rotary tables for the new tokens only.
     """
 
     positions: IndexPositions | None = None
@@ -51,11 +52,11 @@ class TakesPositions:
 
 
 class OtherStagesLayer(TakesPositions, DummyLayer):  # type: ignore[misc]
-    """Stands where another stage's layer is."""
+    """Takes the place of a layer that belongs to another stage."""
 
 
 class LayerIndex:
-    """The indexer's keys of one layer and the blocks made of them."""
+    """The indexer keys of one layer, and the block keys computed from them."""
 
     def __init__(self, keys: torch.Tensor, blocks: torch.Tensor, positions: IndexPositions, block_tokens: int) -> None:
         """`keys` `[context_tokens, dim]` is a view of arena rows, `blocks` `[context_tokens // block_tokens, dim]`."""
@@ -64,20 +65,20 @@ class LayerIndex:
         self._positions = positions
         self._block_tokens = block_tokens
         self._ready = 0
-        """Blocks `[0, ready)` are made."""
+        """Blocks `[0, ready)` are computed."""
 
     def forget_from(self, position: int) -> None:
-        """Rows from `position` on are, or will be, others than those that blocks were made of."""
+        """Forgets blocks with rows at or after `position`, since these rows have changed or will change."""
         self._ready = min(self._ready, position // self._block_tokens)
 
     def write(self, keys: torch.Tensor, position: int) -> torch.Tensor:
-        """Indexer keys `[1, q, dim]` of the tokens at `position`; returns all, `[1, position + q, dim]`."""
+        """Writes indexer keys `[1, q, dim]` at `position`; returns all keys so far, `[1, position + q, dim]`."""
         stop = position + keys.shape[1]
         self._keys[position:stop] = keys[0]
         return self._keys[:stop].unsqueeze(0)
 
     def blocks(self, count: int, make: MakeBlocks) -> torch.Tensor:
-        """The first `count` blocks' keys `[count, dim]`, the missing ones made by `make`."""
+        """Keys `[count, dim]` of the first `count` blocks; `make` computes the missing ones."""
         size = self._block_tokens
         while self._ready < count:
             first, stop = self._ready, min(count, self._ready + MOST_BLOCKS)

@@ -1,11 +1,11 @@
-"""Sparse attention's index: which keys a query sees, chosen a block of keys at a time.
+"""The index of sparse attention: chooses which blocks of keys a query sees.
 
-    keys     | block 0 | block 1 | ... | block n - 1 | tail |      `block_tokens` (4 in the published model) a block
-    index    | mean 0  | mean 1  | ... | mean n - 1  |             normed, turned to the position of its first token
-    a query  sees the `budget / block_tokens` blocks that score highest, and the tail
+    keys     | block 0 | block 1 | ... | block n - 1 | tail |      `block_tokens` per block (4 in the published model)
+    index    | mean 0  | mean 1  | ... | mean n - 1  |             normed, with the rotary position of its first token
+    a query  sees the `budget / block_tokens` blocks with the highest scores, and the tail
 
 Score of a block: the sum over index heads of relu(query . block). (Source: the library's `Qwen4ExpTextQSAIndexer`,
-which goes query by query in Python; what is chosen here is what it chooses, equal scores included.)
+which loops over queries in Python. The choice here is the same, also among equal scores.)
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 INDEXED = "indexed_attention"
-"""The library's name for layers that have an index."""
+"""The library's name for layers with an index."""
 MOST_SCORES = 1 << 20
-"""Query, head and block triples scored at once: 4 MiB."""
+"""Scores, one per query, head and block, computed at a time: 4 MiB."""
 MOST_BLOCKS = 4096
-"""Blocks whose means are made at once."""
+"""Block means computed at a time."""
 
 MakeBlocks = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(indexer keys `[n * block_tokens, dim]`, positions of the blocks' first tokens `[3, n]`) -> blocks `[n, dim]`."""
 
 
 class CausalOrder:
-    """Stands where models with an index expect the mask of what came before: `&` leaves what the index chose, which
-    attention knows to cut at each query. No mask of all queries exists."""
+    """Takes the place of the causal mask in models with an index. `&` returns the index's selection unchanged;
+    attention itself applies causality to it. So no mask over all queries is made."""
 
     dtype = torch.bool
 
@@ -47,15 +47,15 @@ class KeySelection:
     position: int
     block_tokens: int
     chosen: torch.Tensor | None
-    """int64 `[q, blocks]`, ascending; blocks that are not whole before the query count for nothing. None: all keys."""
+    """int64 `[q, blocks]`, ascending. Blocks that do not end before the query are ignored. None: all keys."""
 
     def mask(self, start: int, stop: int) -> torch.Tensor:
-        """bool `[stop - start, position + stop]` of the queries `[start, stop)`: True where a key is seen."""
+        """Mask of the queries `[start, stop)`: bool `[stop - start, position + stop]`, True where a key is seen."""
         assert self.chosen is not None, "without a choice there is nothing to mask"
         keys = self.position + stop
         blocks = -(-keys // self.block_tokens)
         at = torch.arange(self.position + start, keys, device=self.chosen.device).unsqueeze(1)
-        # One column more than there are blocks takes what lies beyond.
+        # One extra column takes the indices that are out of range.
         seen = torch.zeros((stop - start, blocks + 1), dtype=torch.bool, device=self.chosen.device)
         seen.scatter_(1, self.chosen[start:stop].clamp(max=blocks), True)
         seen.scatter_(1, (at + 1) // self.block_tokens, True)
@@ -64,18 +64,18 @@ class KeySelection:
 
     @property
     def width(self) -> int:
-        """Keys that a query sees at most; 0 without a choice."""
+        """The most keys that a query sees; 0 if `chosen` is None."""
         return 0 if self.chosen is None else (self.chosen.shape[1] + 1) * self.block_tokens
 
     def places(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the keys are that each of the queries `[start, stop)` sees: int64 `[stop - start, width]`, ascending,
-        and bool of that shape: False where there are fewer."""
+        """Positions of the keys that each of the queries `[start, stop)` sees: int64 `[stop - start, width]`, ascending
+        where valid, and bool of that shape, False for entries that are not valid."""
         assert self.chosen is not None, "without a choice these are all"
         device = self.chosen.device
         ends = torch.arange(self.position + start + 1, self.position + stop + 1, device=device).unsqueeze(1)
         whole = ends // self.block_tokens
         blocks = torch.cat((self.chosen[start:stop], whole), dim=1)
-        # What lies beyond the whole blocks before a query is in the last one, and nowhere else.
+        # The tail is the last of these blocks. Others that are not whole before the query do not count.
         seen = torch.cat((blocks[:, :-1] < whole, torch.ones_like(whole, dtype=torch.bool)), dim=1)
         places = blocks.unsqueeze(2) * self.block_tokens + torch.arange(self.block_tokens, device=device)
         places = places.flatten(1)
@@ -91,10 +91,10 @@ def choose_blocks(
     block_tokens: int,
     most_scores: int = MOST_SCORES,
 ) -> torch.Tensor:
-    """The `count` highest scoring whole blocks before each query, int64 `[q, count]`, ascending.
+    """The `count` highest-scoring whole blocks before each query, int64 `[q, count]`, ascending.
 
-    `queries` `[q, heads, dim]` stand at `[position, position + q)`; `blocks` is `[n, dim]` with `n > count`. A query
-    with no more than `count` whole blocks before it gets the first `count`, of which those beyond it mean nothing.
+    `queries` `[q, heads, dim]` are at `[position, position + q)`; `blocks` is `[n, dim]` with `n > count`. A query
+    with at most `count` whole blocks before it gets the first `count` blocks; ignore those that are not before it.
     """
     heads = queries.shape[1]
     keys = blocks.float().T
@@ -112,20 +112,20 @@ def choose_blocks(
 
 
 def _highest(scores: torch.Tensor, whole: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the `count` highest of the first `whole` scores of each row, as choosing row by row gives them."""
+    """Indices of the `count` highest of the first `whole` scores of each row; ties are broken as in a top-k per row."""
     values, places = scores.topk(count + 1, dim=1, sorted=False)
     above = values > values.amin(dim=1, keepdim=True)
     clear = above.sum(dim=1) == count
     chosen = torch.arange(count, device=scores.device).repeat(len(scores), 1)
     chosen[clear] = places[clear][above[clear]].view(-1, count)
-    # Where the last place is shared, who gets it depends on how many there are to choose from: these are asked alone.
+    # In a tie for the last place, the choice of top-k depends on the row's length, so such rows are done one by one.
     for row in torch.nonzero(~clear & (whole > count)).flatten().tolist():
         chosen[row] = scores[row, : whole[row]].topk(count).indices
     return chosen
 
 
 class BlockIndexer(nn.Module):
-    """Takes the place of a layer's indexer, with its weights."""
+    """Replaces a layer's indexer and uses its weights."""
 
     def __init__(self, original: Any, rotary: nn.Module) -> None:
         super().__init__()
@@ -146,9 +146,9 @@ class BlockIndexer(nn.Module):
         attention_mask: Any,  # noqa: ARG002
         cache: Cache | None,
     ) -> KeySelection:
-        """`hidden_states` is `[1, q, hidden]`; writes the tokens' indexer keys through `cache`.
+        """Chooses keys for `hidden_states` `[1, q, hidden]`, and writes the tokens' indexer keys through `cache`.
 
-        `position_embeddings` are rotary tables of these tokens; without an arena's cache, of all from the first on.
+        `position_embeddings` are the rotary tables of these tokens, or, without an arena's cache, of all tokens.
         """
         length = hidden_states.shape[1]
         both = _split(self.index_qk_proj(hidden_states)[0], self.dim, axis=1)
@@ -170,8 +170,8 @@ class BlockIndexer(nn.Module):
         return KeySelection(position, self.block_tokens, chosen)
 
     def make_blocks(self, keys: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
-        """Indexer keys `[n * block_tokens, dim]` and the positions of the blocks' first tokens `[3, n]` to the blocks'
-        keys `[n, dim]`; each depends on its own tokens alone."""
+        """Block keys `[n, dim]` from indexer keys `[n * block_tokens, dim]` and the positions `[3, n]` of the blocks'
+        first tokens. Each block depends on its own tokens alone."""
         cos, sin = self.rotary(keys, firsts.unsqueeze(1))
         return self._means(keys, cos[0], sin[0])
 
@@ -181,7 +181,7 @@ class BlockIndexer(nn.Module):
 
 
 def replace_indexers(model: Any) -> None:
-    """Gives every indexed layer of the library's inner model a `BlockIndexer`. May be called again."""
+    """Gives every indexed layer of the library's inner model a `BlockIndexer`. Idempotent."""
     for layer in model.layers:
         attention = getattr(layer, "self_attn", None)
         original = getattr(attention, "indexer", None)
@@ -190,13 +190,13 @@ def replace_indexers(model: Any) -> None:
 
 
 def _split(states: torch.Tensor, size: int, *, axis: int) -> torch.Tensor:
-    """`[n, m]` cut in groups of `size` along the axis."""
+    """Splits `[n, m]` along `axis` into groups of `size`: `[n / size, size, m]` or `[n, m / size, size]`."""
     tokens, width = states.shape
     return states.view(tokens, width // size, size) if axis else states.view(tokens // size, size, width)
 
 
 def _turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on the first `cos.shape[-1]` numbers of each vector."""
+    """Applies rotary positions to the first `cos.shape[-1]` numbers of each vector."""
     width = cos.shape[-1]
     turned, rest = states[..., :width], states[..., width:]
     first, second = turned.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
-"""Which stage has which layers: contiguous ranges, as told or balanced by what the layers weigh. Pure.
+"""Assigns contiguous ranges of layers to stages, as configured or balanced by parameter count. Pure functions.
 
 layers   0 ........ a ........ b ........ n
-stages   |-- 0 ----|-- 1 ----|-- 2 ------|        the embedding counts in the first, the head in the last
+stages   |-- 0 ----|-- 1 ----|-- 2 ------|        the first stage also has the embedding, the last one the head
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from engine.multimodal import language_config
 def split_layers(config: Any, stages: int, layer_split: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
     """Layer ranges `[first, end)` of every stage.
 
-    `layer_split` names the first layer of each later stage; None balances the parameters, each layer counted by its
-    own, the embedding in the first stage and the head in the last. Raises InvalidSplit.
+    `layer_split` names the first layer of each stage but the first. None balances the stages by parameters, counting
+    the embedding in the first stage and the head in the last. Raises InvalidSplit.
     """
     config = language_config(config)
     layers = int(config.num_hidden_layers)
@@ -48,7 +48,7 @@ def split_layers(config: Any, stages: int, layer_split: Sequence[int] | None = N
 def shared_layers(config: Any) -> tuple[int, int]:
     """The range `[first, end)` of layers that share keys and values, `(0, 0)` if none do.
 
-    A layer that reuses reads what the last layers before all the reusing ones wrote, one for each kind of attention.
+    A reusing layer reads the keys and values of the last layer of its kind before the first reusing layer.
     """
     modes = getattr(config, "kv_sharing_modes", None) or ()
     reusing = [layer for layer, mode in enumerate(modes) if mode == "reuse"]
@@ -61,7 +61,7 @@ def shared_layers(config: Any) -> tuple[int, int]:
 
 
 def _balanced_starts(config: Any, stages: int, forbidden: range) -> tuple[int, ...]:
-    """First layers of the stages that make the heaviest stage as light as possible."""
+    """First layers of the stages, chosen so that the largest stage is as small as possible."""
     layers = int(config.num_hidden_layers)
     if stages == 1:
         return (0,)
@@ -77,10 +77,11 @@ def _balanced_starts(config: Any, stages: int, forbidden: range) -> tuple[int, .
 def least_worst(
     stages: int, layers: int, forbidden: range, cost: Callable[[int, int, int], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The cut whose costliest stage costs least: that cost, and the first layers. `cost` is told stage, first, end.
+    """The split whose most expensive stage is cheapest: that cost, and the first layers of all stages but the first.
 
-    No stage begins inside `forbidden`. Raises InvalidSplit."""
-    # best[end]: the same for the layers [0, end) in the stages so far.
+    `cost` takes (stage, first, end). No stage begins inside `forbidden`. Raises InvalidSplit.
+    """
+    # best[end]: the best split of the layers [0, end) over the stages so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0, 0, end), ()) for end in range(1, layers + 1)}
     for index in range(1, stages):
         grown: dict[int, tuple[float, tuple[int, ...]]] = {}

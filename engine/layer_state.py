@@ -1,12 +1,12 @@
-"""What a layer keeps, by its kind: the fields of a row, and those of the fixed state, before they have a place.
+"""State fields of a layer by its kind, before they have offsets: fields of a row, and of the fixed state.
 
-    full          key | value                  what one token leaves, of every KV head
-    latent        latent | rotary key          latent attention: keys and values are made of them each time
-    hybrid        key | value, and a convolution and a recurrence in the fixed state
-    sliding       nothing a token: the last `window - 1` keys and values are fixed state
-    linear        nothing a token: convolutions and recurrences are fixed state
+    full          row: key | value             of every KV head
+    latent        row: latent | rotary key     latent attention, which computes keys and values from them
+    hybrid        row: key | value             and convolution and recurrent states in the fixed state
+    sliding       no row fields                the last `window - 1` keys and values are fixed state
+    linear        no row fields                convolution and recurrent states are fixed state
 
-Which fields a layer has follows from its kind and its family alone: supporting another is adding an entry here.
+Kind and family of a layer determine its fields. To support another kind, add an entry here.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ LATENT_FIELDS = ("latent", "rotary_key")
 INDEX_KEY = "index_key"
 INDEX_POSITION = "index_position"
 STREAMS = "hc_count"
-"""Configuration entry: residual streams that go side by side through all layers, in families that have several."""
+"""Configuration entry: number of parallel residual streams, in families that have several."""
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
-"""Layers some of whose state is true at one position only."""
+"""Layers with state that is valid at one position only."""
 LATENT_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
 """`model_type` of models with latent attention. (DeepSeek-V2, section 2.1.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """A field before it has a place."""
+    """A field that has no offset yet."""
 
     name: str
     dtype: torch.dtype
@@ -44,31 +44,31 @@ class FieldSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """What one layer of some kind keeps: a part that grows a row a token, and a part that does not grow."""
+    """The state of one layer: fields of each token's row, and fields of the fixed state."""
 
     row: tuple[FieldSpec, ...] = ()
     fixed: tuple[FieldSpec, ...] = ()
     row_once: tuple[FieldSpec, ...] = ()
-    """Of the row too, but the same for all such layers: the first of a stage keeps it."""
+    """Row fields with equal values in all such layers. Only the first such layer of a stage stores them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateTypes:
-    """The dtypes state is kept in, where the model leaves a choice."""
+    """The dtypes of state, where the model does not determine them."""
 
     kv: torch.dtype
     compute: torch.dtype
 
 
 LayerKind = Callable[[Any, int, StateTypes], LayerState]
-"""(the library's configuration, layer, dtypes) -> what that layer keeps."""
+"""(the library's configuration, layer, dtypes) -> the state of that layer."""
 
 
 def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
-    """Full attention: keys and values of every KV head, a token a row; and their scales if they are quantised.
+    """Full attention: keys and values of every KV head, and their scales if they are quantised.
 
-    Latent attention keeps what both are made of, of one head that all share: the latent, and the part of the key that
-    is turned by its position. The two have different sizes.
+    Latent attention stores, for one head shared by all, what keys and values are computed from: the latent, and the
+    rotary part of the key. The two differ in size.
     """
     if config.model_type in LATENT_FAMILIES:
         names, heads, dims = LATENT_FIELDS, 1, (int(config.kv_lora_rank), int(config.qk_rope_head_dim))
@@ -82,9 +82,9 @@ def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:  
 
 
 def sliding_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
-    """Attention that sees `sliding_window` tokens, itself among them: what the next token sees of the past.
+    """Attention over the last `sliding_window` tokens, the token itself included. The state is the tokens before it.
 
-    Windows stay as they were computed where rows are quantised: they are small, and do not grow.
+    Windows are never quantised, since they are small and do not grow; they then keep the compute dtype.
     """
     shape = (config.sliding_window - 1, *_kv_shape(config))
     dtype = types.compute if is_quantised(types.kv) else types.kv
@@ -92,8 +92,8 @@ def sliding_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # 
 
 
 def indexed_state(config: Any, layer: int, types: StateTypes) -> LayerState:
-    """Sparse attention: as full attention, with the indexer's key, and the position it is turned to (time, height,
-    width). The indexer's keys stay as they were computed where rows are quantised: they decide what is seen."""
+    """Sparse attention: full attention's fields, the indexer's key, and its rotary position (time, height, width).
+    Indexer keys are never quantised, since they decide which keys are seen."""
     index = FieldSpec(INDEX_KEY, types.compute, (config.indexer_head_dim,))
     rows = (*attention_state(config, layer, types).row, index)
     return LayerState(row=rows, row_once=(FieldSpec(INDEX_POSITION, torch.int32, (3,)),))
@@ -105,17 +105,17 @@ def linear_state(config: Any, layer: int, types: StateTypes) -> LayerState:
 
 
 def hybrid_state(config: Any, layer: int, types: StateTypes) -> LayerState:
-    """Full attention and a recurrence side by side in one layer."""
+    """Full attention and a recurrence in parallel in one layer."""
     rows, fixed = attention_state(config, layer, types).row, linear_state(config, layer, types).fixed
     return LayerState(row=rows, fixed=fixed)
 
 
 def draft_state(config: Any, layer: int, types: StateTypes) -> LayerState:
-    """A draft head: what a layer of its kind keeps, and the hidden state behind the token (of all residual streams),
-    which the next row of the head is made from.
+    """A draft head: the state of a layer of its kind, and the model's hidden state after the token (all residual
+    streams), from which the head computes its next row.
 
-    That hidden state is a field of every row where the timeline can be cut to any token, so that the head goes on from
-    there too; where fixed state forbids that, it is part of it, and costs no row anything.
+    If the timeline can be cut at any token, every row has that hidden state, so that the head can continue from any
+    cut. In models with recurrent state it cannot; the hidden state is then part of the fixed state and not of rows.
     """
     state = LAYER_KINDS[config.mtp_layer_types[0]](config, layer, types)
     hidden = FieldSpec("hidden", types.compute, (int(config.hidden_size) * streams_of(config),))
@@ -134,7 +134,7 @@ LAYER_KINDS: Mapping[str, LayerKind] = MappingProxyType(
         "hybrid": hybrid_state,
     }
 )
-"""Layer kind, as the library's `layer_types` names it -> what a layer of it keeps."""
+"""Layer kind, as named in the library's `layer_types` -> the state of such a layer."""
 
 
 def _kv_shape(config: Any) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def _kv_shape(config: Any) -> tuple[int, int]:
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
-    """The kind of every layer, `[num_hidden_layers]`; a configuration that names none has full attention only."""
+    """The kind of every layer, `[num_hidden_layers]`; full attention if the configuration names no kinds."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return ("full_attention",) * int(config.num_hidden_layers)
@@ -151,13 +151,13 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
 
 
 def streams_of(config: Any) -> int:
-    """Residual streams of a model; the library's configuration of its text."""
+    """Number of residual streams. `config` is the library's text configuration."""
     return int(getattr(config, STREAMS, 1))
 
 
 def draft_layers(config: Any) -> int:
-    """Layers of the draft head that runs beside the model: 1, or 0 without one.
+    """Number of layers of the loaded draft head: 1, or 0 without one.
 
-    Some configurations count layers of a head whether or not it is loaded; `draft_loading` also names their kinds.
+    Counts the kinds that `draft_loading` adds when it loads a head; the configuration's own count does not tell that.
     """
     return len(getattr(config, "mtp_layer_types", None) or ())

@@ -1,4 +1,4 @@
-"""How many parameters each layer has, told without reading or making any."""
+"""Counts the parameters of each layer without reading or allocating any."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from transformers.initialization import no_init_weights
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Numbers of parameters: of each layer, and of what goes before the first and behind the last."""
+    """Parameter counts."""
 
     layers: tuple[int, ...]
+    """Of each layer."""
     first: int
+    """Of the embedding."""
     last: int
+    """Of the head and all else."""
 
 
 def layer_weights(config: Any) -> LayerWeights:
-    """Of a language model of this configuration, as its own code lays it out: experts, recurrent and n-gram layers
-    weigh what they are. A tied head counts in both ends, since stages on two devices hold it twice."""
+    """Counts the parameters of a model that the library builds without memory, so every kind of layer is counted right.
+    A tied head counts in both `first` and `last`, since stages on two devices hold it twice."""
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     inner = model.base_model

@@ -1,17 +1,17 @@
-"""What one token leaves in a stage, and where.
+"""Layout of a stage's state: what is stored per token, what is stored once, and at which offset.
 
-A row is the bytes of one token in one stage, token-major: all fields of all the stage's layers side by side.
+A row holds the bytes of one token in one stage: all fields of all the stage's layers, one after the other.
 
     row t   | key 0 | value 0 | key 1 | value 1 | ... | padding to ROW_ALIGNMENT |
 
-What does not grow with length is the fixed state: recurrent and convolution states, and the last `window - 1` tokens of
-layers that see no further.
+The fixed state does not grow with the number of tokens. It holds recurrent and convolution states, and the last
+`window - 1` tokens of layers with sliding-window attention.
 
     fixed   | conv 0 | recurrent 0 | ... | window keys 2 | window values 2 | ...
 
-A draft head (`engine.draft`) adds a layer behind the model's last, in the last stage.
+A draft head (`engine.draft`) adds a layer after the model's last one, in the last stage.
 
-Which fields a layer has follows from its kind (`engine.layer_state`).
+The kind of a layer determines its fields (`engine.layer_state`).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from engine.layer_state import (
 from engine.multimodal import family_of, language_config
 
 ROW_ALIGNMENT = 16
-"""Bytes. Flash kernels load 16 at a time, so every field of every row starts at a multiple of it."""
+"""Bytes. Every field of every row starts at a multiple of it, since flash kernels load 16 bytes at a time."""
 DIGEST_BYTES = 16
 OFFSET_FIELD = "position_offset"
-"""Of models whose positions run apart from the count of tokens; one number, in the first stage."""
+"""One number in the first stage of models whose rotary positions can differ from the token count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Field:
     name: str
     """`key`, `value`, `index_key`; in the fixed state `conv_0`, `recurrent_0`, `window_key`, `window_value`, ..."""
     layer: int
-    """Index in the whole model; a draft head's layer comes after the last."""
+    """Index in the whole model; the draft head's layer has the index after the last."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of one token: `(heads, head_dim)` for keys and values. Of windows: `(window - 1, heads, head_dim)`."""
+    """In a row, for one token: `(heads, head_dim)` for keys and values. Windows: `(window - 1, heads, head_dim)`."""
     offset: int
     """Bytes from the start of the row, or of the fixed state."""
 
@@ -78,18 +78,18 @@ class StageStateLayout:
     """A multiple of 16."""
     fixed_bytes: int
     digest: bytes
-    """16 bytes over the range and over name, layer, dtype, shape and offset of every field."""
+    """16 bytes over the layer range and over name, layer, dtype, shape and offset of every field."""
     index_block_tokens: int = 0
-    """Rows that go into one block of sparse attention's index; 0 without any."""
+    """Rows per block of the sparse attention index; 0 without an index."""
 
     @property
     def index_bytes_a_token(self) -> float:
-        """What the live index takes; it follows from the rows and is not part of them."""
+        """Bytes of the live index per token. The index is computed from the rows and is not part of them."""
         fields = [field for field in self.row_fields if field.name == INDEX_KEY]
         return sum(field.nbytes for field in fields) / self.index_block_tokens if fields else 0.0
 
     def index_bytes(self, context_tokens: int) -> int:
-        """That of `context_tokens` rows, in whole blocks."""
+        """Bytes of the live index for `context_tokens` rows, in whole blocks."""
         if not self.index_block_tokens:
             return 0
         whole = context_tokens // self.index_block_tokens * self.index_block_tokens
@@ -97,11 +97,11 @@ class StageStateLayout:
 
     @property
     def window_fields(self) -> tuple[Field, ...]:
-        """The fixed fields that hold the last tokens of sliding layers."""
+        """The fixed fields that hold the last tokens of sliding-window layers."""
         return tuple(field for field in self.fixed_fields if field.name in WINDOW_FIELDS)
 
     def window_bytes(self, spare_tokens: int) -> int:
-        """What the live windows take: each field and `spare_tokens` more of its rows."""
+        """Bytes of the live windows, each with room for `spare_tokens` more tokens."""
         return sum(
             field.nbytes + spare_tokens * prod(field.shape[1:]) * field.dtype.itemsize for field in self.window_fields
         )
@@ -113,12 +113,12 @@ def build_layout(
     kv_dtype: torch.dtype,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[StageStateLayout, ...]:
-    """Layouts of the stages that hold the layers `[first, end)` of each range; None computes in `kv_dtype`.
+    """One layout per stage; stage `i` holds the layers `[first, end)` of `stage_ranges[i]`.
 
-    A row is never empty: a stage that keeps nothing a token has one of `ROW_ALIGNMENT` bytes, by which its state is
-    counted and moved like any other's. Raises KeyError for a kind that is not in `LAYER_KINDS`;
-    `architectures.check_config` refuses it by name first. Raises UnsupportedModel for a kind
-    whose keys and values cannot be kept in `kv_dtype`.
+    `compute_dtype` None means `kv_dtype`. A row is never empty: a stage without per-token state has rows of
+    `ROW_ALIGNMENT` bytes, so that it is counted and copied like any other. Raises UnsupportedModel for a layer kind
+    whose keys and values cannot be stored in `kv_dtype`, and KeyError for a kind that is not in `LAYER_KINDS`, which
+    `architectures.check_config` refuses first.
     """
     family, config = family_of(config), language_config(config)
     kinds = layer_kinds(config)
@@ -149,9 +149,9 @@ def build_layout(
 
 
 def state_digest(layouts: Sequence[StageStateLayout], checksum: str) -> bytes:
-    """16 bytes over all stages and the checksum's name: what a snapshot must carry to be restored here.
+    """16 bytes over all stages and the checksum's name. A snapshot must have the same digest to be restored here.
 
-    The formula is that of `StateLayout.digest` on the store's side, so that either end can compute it.
+    The store computes the same formula in `StateLayout.digest`.
     """
     hasher = blake2b(digest_size=DIGEST_BYTES, person=b"parkd-layout")
     hasher.update(checksum.encode())
@@ -163,14 +163,14 @@ def state_digest(layouts: Sequence[StageStateLayout], checksum: str) -> bytes:
 
 
 def _check_format(kind: str, state: LayerState) -> None:
-    """Codes mean nothing without their scales: a kind of layer that keeps none would cut its numbers to whole ones."""
+    """Refuses quantised fields in a layer that has no scales: its values would be cut to integers."""
     specs = (*state.row, *state.fixed)
     if any(is_quantised(spec.dtype) for spec in specs) and not any(spec.name == "scale" for spec in specs):
         raise UnsupportedModel(f"layers of kind {kind} cannot keep keys and values as int8; choose another kv type")
 
 
 def _place(specs: Sequence[tuple[int, FieldSpec]]) -> tuple[tuple[Field, ...], int]:
-    """Lays the fields one behind the other, each aligned; returns them and the bytes they take, aligned too."""
+    """Places the fields one after the other, aligned; returns them and their total bytes, aligned too."""
     offset = 0
     fields = []
     for layer, spec in specs:

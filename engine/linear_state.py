@@ -1,7 +1,7 @@
-"""What layers of linear attention keep: convolution windows and recurrent states, by family.
+"""State of linear attention layers, by family: convolution windows and recurrent states.
 
-Shapes are those the library's own cache ends up with (a test compares them), without its batch dimension. Recurrent
-states stay in the dtype the model computes them in, which is float32 whatever the weights are in where that is so.
+Shapes are those of the library's own cache (a test compares them), without the batch dimension. Recurrent states keep
+the dtype in which the model computes them: float32, whatever the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 Shape = tuple[int, ...]
 States = tuple[tuple[str, torch.dtype, Shape], ...]
-"""(name, dtype, shape) of each; `conv_0` and `recurrent_0` are state 0 of the layer."""
+"""(name, dtype, shape) of each state; `conv_0` and `recurrent_0` are the layer's state 0."""
 
 
 def gated_delta_net(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
-    """Qwen3-Next and Qwen3.5: one convolution over queries, keys and values, one key-value memory a head."""
+    """Qwen3-Next and Qwen3.5: one convolution over queries, keys and values, and one key-value memory per head."""
     key_dim = config.linear_num_key_heads * config.linear_key_head_dim
     value_dim = config.linear_num_value_heads * config.linear_value_head_dim
     memory = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
@@ -29,8 +29,8 @@ def gated_delta_net(config: Any, layer: int, dtype: torch.dtype) -> States:  # n
 
 
 def delta_net_and_ngrams(config: Any, layer: int, dtype: torch.dtype) -> States:
-    """Qwen4-exp: a gated delta net. Layers with an n-gram embedding (counted from 1 in the configuration) also keep
-    what its dilated convolution looks back on, of all residual streams, and the last token ids."""
+    """Qwen4-exp: a gated delta net. Layers with an n-gram embedding (numbered from 1 in the configuration) also keep
+    the inputs of its dilated convolution, for all residual streams, and the last token ids."""
     states = gated_delta_net(config, layer, dtype)
     if layer + 1 not in config.ple_layer_ids:
         return states
@@ -43,7 +43,7 @@ def delta_net_and_ngrams(config: Any, layer: int, dtype: torch.dtype) -> States:
 
 
 def mamba2(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
-    """Granite 4 H, Falcon-H1: one convolution over input, B and C, one state a head."""
+    """Granite 4 H, Falcon-H1: one convolution over input, B and C, and one state per head."""
     inner = config.mamba_n_heads * config.mamba_d_head
     channels = inner + 2 * config.mamba_n_groups * config.mamba_d_state
     return (
@@ -53,7 +53,7 @@ def mamba2(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG0
 
 
 def short_convolution(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
-    """LFM2: a convolution and nothing else."""
+    """LFM2: a convolution only."""
     return (("conv_0", dtype, (config.hidden_size, config.conv_L_cache)),)
 
 
@@ -67,9 +67,9 @@ LINEAR_STATES: Mapping[str, Callable[[Any, int, torch.dtype], States]] = Mapping
         "lfm2": short_convolution,
     }
 )
-"""`model_type` -> (configuration, layer, dtype) -> what that linear layer keeps."""
+"""`model_type` -> function from (configuration, layer, dtype) to the states of that layer."""
 
 
 def linear_states(config: Any, layer: int, dtype: torch.dtype) -> States:
-    """Raises KeyError for a family that is not listed; `architectures.check_config` refuses it by name first."""
+    """States of one layer. Raises KeyError for an unlisted family, which `architectures.check_config` refuses first."""
     return LINEAR_STATES[config.model_type](config, layer, dtype)

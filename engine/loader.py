@@ -1,7 +1,7 @@
 """Finds a model's files and loads them: a Hugging Face directory, a hub id, a GGUF file or `random:NAME`.
 
-The configuration is read and judged first; only then are weights touched. Nothing is ever unpickled and no code that
-comes with a model is run.
+The configuration is read and checked before any weights. Nothing is unpickled, and no code that comes with a model is
+run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What to load, and where converted files are kept."""
+    """What to load, and where to keep converted files."""
 
     model: str
     """Directory, hub id, GGUF file or `random:NAME`."""
@@ -55,21 +55,21 @@ class LoadConfig:
     chat_template_file: Path | None = None
     """Replaces the model's own template."""
     dtype: torch.dtype | None = None
-    """What the weights are computed in; None is float32 on CPU and the checkpoint's own elsewhere."""
+    """The compute dtype. None means float32 on CPU and the checkpoint's own dtype on GPU."""
     draft: bool = True
     """Whether to load the model's draft head, if it has one."""
     device: str = "cpu"
-    """Of the first stage. Weights come to main memory, random ones of a real shape to the cards themselves."""
+    """Device of the first stage. Weights are loaded to main memory; random ones are drawn on the GPU."""
     devices: tuple[str, ...] = ()
-    """Of all stages, if there are several."""
+    """Devices of all stages, if there are several."""
     split: Callable[[Any, torch.dtype], Ranges] | None = None
-    """(the library's configuration, compute dtype) -> the stages' layers, asked before weights are read; None: one
-    stage."""
+    """(the library's configuration, compute dtype) -> the stages' layer ranges. Called before weights are read. None:
+    one stage."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model with everything that turns messages into its ids and its ids into text."""
+    """A model, with all that is needed to turn messages into ids and ids into text."""
 
     name: str
     config: Any
@@ -77,7 +77,7 @@ class LoadedModel:
     model: Any
     """The library's causal language model, in evaluation mode."""
     draft_model: Any
-    """Its draft head, the library's `MtpModel`, if it has one that was asked for; then `config` names it. Else None."""
+    """Its draft head, an `MtpModel` of the library, which `config` then names. None without one or if not wanted."""
     tokenizer: ChatTokenizer
     template: ChatTemplate
     dtype: torch.dtype
@@ -91,14 +91,14 @@ class LoadedModel:
 
     @property
     def text_config(self) -> Any:
-        """The part of the configuration that is about text."""
+        """The text part of the configuration."""
         return language_config(self.config)
 
 
 def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedModel:
     """Loads `config.model`. Raises UnsupportedModel (before weights are read) or ModelLoadError."""
     if has_triton():
-        keep_tuning()  # Before the library loads kernels with the model's code.
+        keep_tuning()  # Before the library imports kernels with the model's code.
     template = _template_source(config.chat_template_file)
     if config.model.startswith(presets.PREFIX):
         return _load_preset(config, template)
@@ -197,7 +197,7 @@ def _ranges(config: LoadConfig, settings: Any, dtype: torch.dtype) -> Ranges:
 
 
 def _converted(path: Path, config: LoadConfig, cache: ModelCache, progress: Progress | None) -> tuple[Path, bytes]:
-    """The folder made of a GGUF file, now or earlier, and the digest of what it holds."""
+    """The folder converted from a GGUF file, now or earlier, and the digest of its content."""
     dtype = config.dtype or (torch.float32 if torch.device(config.device).type == "cpu" else torch.bfloat16)
     source = cache.file_digest(path, progress)
     recipe = f"{source.hex()} {gguf_convert.CONVERSION_VERSION} {dtype}"
@@ -207,7 +207,7 @@ def _converted(path: Path, config: LoadConfig, cache: ModelCache, progress: Prog
 
 
 def _downloaded(hub_id: str) -> Path:
-    """The folder of a hub model: configuration first, weights only when it is one that can be run."""
+    """Downloads a hub model and returns its folder. Weights are downloaded only if the configuration is supported."""
     try:
         checked_config(Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES))))
         return Path(snapshot_download(hub_id, allow_patterns=[*SMALL_FILES, *WEIGHT_FILES]))
@@ -216,7 +216,8 @@ def _downloaded(hub_id: str) -> Path:
 
 
 def checked_config(folder: Path) -> Any:
-    """The configuration in `folder`, known to be one the engine runs."""
+    """Reads the configuration in `folder` and checks that the engine can run it. Raises ModelLoadError and
+    UnsupportedModel."""
     if not (folder / "config.json").is_file():
         files = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f" Name one of its GGUF files: {', '.join(files)}." if files else ""
@@ -230,7 +231,7 @@ def checked_config(folder: Path) -> Any:
 
 
 def _tokenizer(folder: Path) -> Any:
-    # The library's own class for a model kind may cut text otherwise than `tokenizer.json` says; the file decides.
+    # The library's class for a model kind may tokenize differently from `tokenizer.json`; the file decides.
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         return kind.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
@@ -239,7 +240,7 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _image_processor(folder: Path, settings: Any, tokenizer: Any) -> ImageProcessor | None:
-    """How the model in `folder` takes pictures; None if it takes none. Raises ModelLoadError."""
+    """The image processor of the model in `folder`; None if it reads text only. Raises ModelLoadError."""
     if family_of(settings) is None:
         return None
     try:
@@ -253,7 +254,7 @@ def _image_processor(folder: Path, settings: Any, tokenizer: Any) -> ImageProces
 
 
 def _directory_digest(folder: Path, cache: ModelCache, progress: Progress | None) -> bytes:
-    """16 bytes over names and content of the weight files. Raises ModelLoadError if there are none to be trusted."""
+    """16 bytes over names and content of the weight files. Raises ModelLoadError if there are no safetensors files."""
     files = sorted(folder.glob(WEIGHT_FILES[0]))
     if not files:
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED_SUFFIXES)
@@ -272,7 +273,7 @@ def _directory_digest(folder: Path, cache: ModelCache, progress: Progress | None
 def _compute_dtype(config: LoadConfig, settings: Any) -> torch.dtype:
     if config.dtype is not None:
         return config.dtype
-    # CPUs without bf16 instructions are three times slower in it, so there it is float32 whatever the file holds.
+    # CPUs without bf16 instructions are three times slower in bf16, so the CPU always computes in float32.
     own = getattr(settings, "dtype", None)
     if torch.device(config.device).type == "cpu":
         return torch.float32

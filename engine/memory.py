@@ -1,4 +1,4 @@
-"""How long a context fits the devices."""
+"""Computes the longest context that fits the devices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from engine.errors import ModelLoadError
 
 MARGIN_SHARE = 0.1
-"""Of the free memory, left alone: activations of a chunk, the tokenizer's memo, the allocator's waste."""
+"""Share of free memory that is not used: for a chunk's activations, the tokenizer's cache, allocator overhead."""
 MARGIN_MIN_BYTES = 256 << 20
 CONTEXT_STEP = 256
-"""A chosen context is a multiple of it."""
+"""A context below the model's limit that is chosen here is a multiple of this."""
 MIN_CONTEXT = 512
-"""A model that cannot hold even this much is of no use as a server."""
+"""Tokens. A server whose context is shorter than this is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """What one stage asks of its device."""
+    """The memory that one stage needs on its device."""
 
     device: str
     row_bytes: int
@@ -29,14 +29,14 @@ class StageNeed:
 
 
 def free_bytes(device: str) -> int:
-    """Bytes that can still be taken on `device`; knows nothing of a limit on this process alone."""
+    """Free bytes on `device`. Ignores limits on this process alone."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     return int(psutil.virtual_memory().available)
 
 
 def usable_bytes(free: int) -> int:
-    """What of `free` bytes is given out."""
+    """The part of `free` bytes that may be used: all but the margin."""
     return free - max(MARGIN_MIN_BYTES, int(free * MARGIN_SHARE))
 
 
@@ -48,10 +48,10 @@ def choose_context(
     reserved_bytes: int = 0,
     free: Callable[[str], int] = free_bytes,
 ) -> int:
-    """Rows for the arenas: what was asked, or the most that fits, up to the model's own limit.
+    """Context length in tokens: `asked_tokens`, or the most that fits, up to the model's own limit.
 
-    To be called once the weights are in place. `reserved_bytes` of main memory are promised to others (parked state).
-    Raises ModelLoadError with the numbers if it does not fit, or is longer than the model reads.
+    Call it when the weights are loaded. `reserved_bytes` of main memory are set aside for parked state. Raises
+    ModelLoadError, with numbers, if the context does not fit or is longer than the model's limit.
     """
     if asked_tokens is not None and asked_tokens > model_tokens:
         raise ModelLoadError(

@@ -1,4 +1,4 @@
-"""From a loaded model to an empty timeline over its stages."""
+"""Opens a session over a loaded model: stages, arenas and an empty timeline."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from engine.vision import VisionTower
 def open_session(
     model: Any, config: EngineConfig, images: ImageProcessor | None = None, *, draft_model: Any = None
 ) -> Session:
-    """Splits a loaded causal language model as `config` says, allocates the arenas and starts an empty timeline.
+    """Splits a loaded causal language model as configured, allocates the arenas and starts an empty timeline.
 
-    The context is `config.context_tokens`, or the model's own limit. With `images`, a model of a known
-    family reads pictures too. Raises UnsupportedModel, InvalidSplit and OutOfMemory.
+    The context is `config.context_tokens`, or else the model's own limit. With `images`, the model, of a known family,
+    reads images too. Raises UnsupportedModel, InvalidSplit and OutOfMemory.
     """
     check_config(model.config)
     ranges = split_layers(model.config, len(config.devices), config.layer_split)
@@ -50,6 +50,6 @@ def open_session(
 
 
 def window_room(settings: Any, config: EngineConfig) -> WindowRoom:
-    """For chunks of the batch size, or of a picture that must be read at once. `settings` is the library's
-    configuration of the whole model."""
+    """Window room for chunks of the batch size, or of an image that must be read in one chunk. `settings` is the
+    library's configuration of the whole model."""
     return WindowRoom(max(config.batch_tokens, longest_span(settings)), config.window_slack_tokens)
