@@ -1,17 +1,17 @@
-"""The engine's attention function, which the library's models call in place of theirs.
+"""The attention function that transformers models call instead of their own.
 
-It takes keys and values as arenas give them (strided by whole rows) and lets the library make no mask. The queries
-are always the last `q` positions of the keys.
+It takes keys and values as views of arena rows, strided by whole rows, and keeps transformers from making a mask. The
+queries are always the last `q` positions of the keys.
 
     CPU     256 queries at a time over the keys they see, with one [256, kv] bias; no larger mask exists
-    images  where the tokens of a picture see each other, a bias that says so; pictures lie wholly in a chunk
-    window  the same on every device, since no kernel here knows windows; a window no key falls out of is not one. On
-            cards a chunk's are taken more at a time, since launching takes longer than computing, and heads of keys
-            are repeated: the kernel that takes a bias knows no groups
-    index   sparse attention: the same, with the keys that the index chose; where these are few they are gathered
-    CUDA    the lower-right causal bias, which keeps the flash kernel; never cuDNN's, which plans anew for every length
-            (2.3 ms a layer and token where the kernel itself takes 0.07), and which did not repeat itself over
-            gathered keys
+    images  a bias that lets the tokens of an image see each other; an image lies wholly in one chunk
+    window  the blocked path with a bias on every device, since no kernel here supports windows; used only once a key
+            falls out of the window. On GPUs a chunk takes larger blocks, since launches take longer than computing,
+            and KV heads are repeated, since the kernel that takes a bias does not support grouped queries
+    index   sparse attention: the same with the keys that the index selected; a small selection is gathered instead
+    CUDA    the lower-right causal bias, which keeps the flash kernel. Never cuDNN's kernel: it builds a new plan for
+            every length (2.3 ms for each layer and token; the kernel itself takes 0.07 ms), and over gathered keys its
+            results were not reproducible
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from engine.placed import PlacedStates
 
 ATTENTION_NAME = "parkd"
 QUERY_BLOCK = 256
-"""Queries a block on CPU, where a causal bias has to be written out."""
+"""Queries in each block that needs an explicit bias."""
 WINDOW_QUERIES = 1024
-"""The same of a window on a card."""
+"""The same for a sliding window on a GPU."""
 
 CUDA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 Spans = Sequence[tuple[int, int]]
-"""Ranges of queries."""
+"""Ranges `[start, stop)` of queries."""
 FEW = 8
-"""Keys chosen by an index are gathered where there are so many times as many: less work than hiding the others."""
+"""Selected keys are gathered if there are more than this many times as many keys: less work than masking the rest."""
 GATHERED = 1 << 22
-"""Numbers gathered at once: 16 MiB in float32."""
+"""Elements gathered at once: 16 MiB in float32."""
 
 Hidden = int | KeySelection | None
-"""What hides keys that came before: a window of so many, an index that chose some; None if nothing does."""
+"""What hides earlier keys: a window of this many tokens, or an index's selection; None if nothing does."""
 
 HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
-"""Handed through by models; they do not change what attention computes."""
+"""Arguments that models pass through; they do not change what attention computes."""
 
 
 def register_attention() -> None:
-    """Makes `attn_implementation="parkd"` known to the library. May be called again."""
+    """Registers `attn_implementation="parkd"` with transformers. May be called again."""
     AttentionInterface.register(ATTENTION_NAME, arena_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, no_mask)
 
 
 def no_mask(*, config: Any, attention_mask: torch.Tensor | None = None, **_: Any) -> CausalOrder | None:
-    """The mask function: there is none to make. Padding would need one, so it is refused.
+    """The mask function: makes no mask. Raises UnsupportedModel for padding, which would need one.
 
-    Models with an index of keys always want one to put theirs on, and get what stands for it.
+    Models with an index of keys always add their own mask to this one, so they get a placeholder.
     """
     if attention_mask is not None:
         raise UnsupportedModel("attention with a padding mask is not supported")
@@ -87,10 +87,10 @@ def arena_attention(
     """Causal attention of `[1, heads, q, dim]` queries over `[1, kv_heads, kv, dim]` keys and values (tensors, or
     `QuantisedStates`).
 
-    With `sliding_window` a query sees that many keys at most, its own among them; with a `KeySelection` those chosen.
-    Each query in one of `image_spans`, ranges of the queries, sees all keys of the range besides.
-    Returns `[1, q, heads, dim]` and None, as the library's models expect. Raises UnsupportedModel for an argument that
-    would change the result and is not honoured.
+    With `sliding_window`, a query sees at most that many keys, including its own; with a `KeySelection`, the selected
+    ones. A query in one of `image_spans`, ranges of the queries, also sees all keys of its range.
+    Returns `[1, q, heads, dim]` and None, as transformers models expect. Raises UnsupportedModel for an unsupported
+    argument that would change the result.
     """
     for name, given in arguments.items():
         if given is not None and given is not False and name not in HARMLESS_ARGUMENTS:
@@ -118,8 +118,8 @@ def _output(
     selection: KeySelection | None,
     image_spans: Spans,
 ) -> torch.Tensor:
-    """`[1, heads, q, dim]`."""
-    # A window that no key falls out of hides nothing.
+    """Returns `[1, heads, q, dim]`."""
+    # A window at least as long as the keys hides nothing.
     window = sliding_window if sliding_window is not None and key.shape[2] > sliding_window else None
     hidden = window if selection is None or selection.chosen is None else selection
     if isinstance(hidden, KeySelection) and (query.shape[2] == 1 or key.shape[2] > FEW * hidden.width):
@@ -139,7 +139,7 @@ def _attend_quantised(
     hidden: Hidden,
     spans: Spans,
 ) -> torch.Tensor:
-    """On CPU a KV head at a time, so that no more than one head's numbers exist at once."""
+    """Attends one KV head at a time on CPU, so that only one head's dequantised keys and values exist at once."""
     if query.device.type == "cuda":
         return _attend(query, key.numbers(query.dtype), value.numbers(query.dtype), scaling, hidden, spans)
     heads = key.shape[1]
@@ -169,7 +169,7 @@ def _attend(
 
 
 def _piece(query: torch.Tensor, key: KeptStates, hidden: Hidden) -> tuple[int, int]:
-    """Queries at a time, and how often a KV head is repeated."""
+    """The queries in each block, and how often each KV head is repeated."""
     if isinstance(hidden, int) and query.device.type == "cuda" and query.shape[2] > 1:
         return WINDOW_QUERIES, query.shape[1] // key.shape[1]
     return QUERY_BLOCK, 1
@@ -184,7 +184,7 @@ def _blocked(
     hidden: Hidden,
     spans: Spans,
 ) -> torch.Tensor:
-    """Attends `QUERY_BLOCK` queries at a time, or `WINDOW_QUERIES`; returns `[1, heads, q, dim]`."""
+    """Attends in blocks of `QUERY_BLOCK` or `WINDOW_QUERIES` queries; returns `[1, heads, q, dim]`."""
     past = key.shape[2] - query.shape[2]
     step, repeats = _piece(query, key, hidden)
     outputs = []
@@ -198,7 +198,7 @@ def _blocked(
         if ahead:
             bias = torch.nn.functional.pad(bias, (0, stop - past - end), value=-torch.inf)
             for head, tail in ahead:
-                seen_from = max(past + head - first, 0)  # a window may begin inside the picture
+                seen_from = max(past + head - first, 0)  # A window may begin inside the image.
                 bias[max(head, start) - start : tail - start, seen_from : past + tail - first] = 0
         if isinstance(hidden, int):
             gone = torch.ones_like(bias, dtype=torch.bool).tril_(past + start - first - hidden)
@@ -219,7 +219,8 @@ def _blocked(
 def _gathered(
     query: torch.Tensor, key: KeptStates, value: KeptStates, scaling: float | None, chosen: KeySelection
 ) -> torch.Tensor:
-    """Attends each query to the keys chosen for it, `GATHERED` numbers at a time; returns `[1, heads, q, dim]`."""
+    """Attends each query to its selected keys, gathering about `GATHERED` elements at a time; returns
+    `[1, heads, q, dim]`."""
     heads, each = key.shape[1], key.shape[1] * (key.shape[3] + value.shape[3]) * chosen.width
     step = max(1, GATHERED // each)
     outputs = []
@@ -235,7 +236,7 @@ def _gathered(
 
 
 def lower_right_bias(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[queries, keys]` of 0 and -inf: query `i` sees the keys up to `keys - queries + i`."""
+    """`[queries, keys]` of 0 and -inf: query `i` sees the keys `0` to `keys - queries + i`, inclusive."""
     bias = torch.zeros((queries, keys), dtype=dtype, device=device)
     bias[:, keys - queries :].fill_(float("-inf")).triu_(1)
     return bias

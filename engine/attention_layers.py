@@ -1,4 +1,4 @@
-"""Cache layers of full attention over arena rows: nothing is ever appended, what is handed out are views."""
+"""Cache layers of full attention over arena rows: they return views, and nothing is ever appended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.placed import PlacedRows, PlacedStates, TokenPlace
 
 
 class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one full-attention layer, living in an arena's rows.
+    """Keys and values of one full-attention layer, in an arena's rows.
 
     rows    0 ........ position ........ position + q
             |-- kept --|-- written now --|              the views returned cover [0, position + q)
@@ -30,14 +30,14 @@ class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc
         self.value_rows = values
         self.position = 0
         self.place: TokenPlace | None = None
-        """Set while a step's forward is recorded."""
+        """Set while the forward pass of a step is recorded."""
         self.is_initialized = True
 
     def begin(self, position: int) -> None:
         self.position = position
 
     def placed(self) -> PlacedRows:
-        """While a step's forward is recorded."""
+        """The layer's rows and where a step's tokens go. Only while a step is recorded."""
         assert self.place is not None, "nothing is recorded"
         scales: torch.Tensor | None = getattr(self, "scale_rows", None)
         return PlacedRows(self.key_rows, self.value_rows, scales, self.place.position, None)
@@ -50,7 +50,7 @@ class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc
     ) -> tuple[KeptStates, KeptStates] | tuple[PlacedStates, PlacedStates]:
         """Writes `[1, heads, q, head_dim]` at the position; returns `[1, heads, position + q, head_dim]` of both.
 
-        What is returned are views, unless keys and values are kept in another dtype than the model computes in.
+        They are views, unless the rows' dtype differs from the compute dtype.
         """
         if self.place is not None:
             slot = self.place.position
@@ -77,7 +77,7 @@ class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc
 
 
 class QuantisedAttentionLayer(ArenaAttentionLayer):
-    """The same with rows of codes and scales (`engine.kv_format`)."""
+    """The same over rows of int8 codes and scales (`engine.kv_format`)."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
         """`keys` and `values` as above, of int8; `scales` is float16 `[context_tokens, 2, heads]`."""
@@ -87,7 +87,7 @@ class QuantisedAttentionLayer(ArenaAttentionLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[KeptStates, KeptStates] | tuple[PlacedStates, PlacedStates]:
-        """Writes as above; returns what the rows now hold, also of what was just written."""
+        """Writes as above; returns the quantised rows, including those just written."""
         if self.place is not None:
             return (
                 PlacedStates.coded(self.place, self.key_rows, self.scale_rows, 0, key_states),
@@ -103,7 +103,7 @@ class QuantisedAttentionLayer(ArenaAttentionLayer):
 
 
 class QuantisedLatentLayer(QuantisedAttentionLayer):
-    """The same for latent attention: the model makes keys and values of what it gets here, so it gets numbers."""
+    """The same for latent attention, but dequantised: the model computes keys and values from what it gets here."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -115,10 +115,10 @@ class QuantisedLatentLayer(QuantisedAttentionLayer):
 
 
 class ArenaHybridLayer(ArenaLinearLayer):
-    """A layer that attends and has a recurrence side by side: rows and fixed state of its own."""
+    """A layer with both attention and a recurrence, so with both rows and fixed state."""
 
     def __init__(self, attention: ArenaAttentionLayer, states: Mapping[str, torch.Tensor]) -> None:
-        """`states` are those of `ArenaLinearLayer`."""
+        """`states` as for `ArenaLinearLayer`."""
         super().__init__(states)
         self.attention = attention
 

@@ -1,12 +1,12 @@
-"""A capture that goes on while the engine computes: cut into segments, so that nobody waits long behind one.
+"""A capture that runs while the engine computes, cut into segments so that nothing waits long behind one.
 
     computing stream   ... rows [0, n) written | next prompt: chunk 0 | chunk 1 | ...
                                                |          waits for |a   |b          each chunk only for its own rows
     copy stream                                | rows 0.. |a rows .. |b rows .. |
     sum stream                                 | sums | sums | sums |
 
-A chunk that overwrites rows waits until those rows are copied and summed. Fixed state goes last: it is read from
-checkpoints, which are copies on the card that the computing does not touch.
+A chunk that overwrites rows waits until those rows are copied and checksummed. Fixed state is copied last, from
+checkpoints: copies on the GPU that the computing does not change.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from engine.snapshot import Plan, Run, StageMove
 
 SEGMENT_BYTES = 8 << 20
-"""Long enough to reach the speed of a link (4 MiB reach 0.96 of it), short enough that neither a writer nor the hidden
-states that pass from card to card wait long behind one.
+"""Large enough for the full speed of a link (4 MiB reaches 0.96 of it), small enough that neither a chunk that writes
+rows nor hidden states on their way to the next GPU wait long behind one segment.
 
-Only one segment is queued at a time, because a card's copy engine that always has a next one starves other copies: with
-two queued, hidden states reached the next card only after the whole capture."""
+Only one segment is queued at a time, because a copy engine that always has another one queued starves other copies:
+with two queued, hidden states reached the next GPU only after the whole capture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows `[start, stop)` that are copied in one go, and the host bytes they go to."""
+    """Rows `[start, stop)` that one copy moves, and the host bytes it writes."""
 
     start: int
     stop: int
@@ -48,8 +48,8 @@ class Segment:
 
 
 def segments(runs: Sequence[Run], row_bytes: int, block_tokens: int) -> Iterator[Segment]:
-    """Cuts the runs at block boundaries into segments of about `SEGMENT_BYTES`, at least a block each. No segment spans
-    two runs, so its host bytes are contiguous."""
+    """Cuts the runs at block boundaries into segments of at most `SEGMENT_BYTES`, or of one block if that is larger. No
+    segment spans two runs, so its host bytes are contiguous."""
     blocks = max(1, SEGMENT_BYTES // (row_bytes * block_tokens))
     for run in runs:
         first = run.start
@@ -67,7 +67,7 @@ def _pieces(buffer: npt.NDArray[np.uint8], source: torch.Tensor) -> Iterator[tup
 
 
 class StageCapture(StageCopy):
-    """One stage's rows on their way out while the stage computes; queued a few segments at a time by a thread."""
+    """One stage's part of a capture, queued segment by segment from a thread while the stage computes."""
 
     def __init__(
         self,
@@ -78,17 +78,17 @@ class StageCapture(StageCopy):
         step: CopyStep,
         fixed: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Makes the streams follow the computing and queues the checksums. `fixed` holds the checkpoints that the
-        plan's fixed parts are copied from; nobody may write to their memory before the capture is done."""
+        """Makes the streams wait for the compute stream and queues the checksums. `fixed` holds the checkpoints that
+        the plan's fixed parts are copied from; their memory must not be written before the capture is done."""
         super().__init__(arena, arena.streams)
         self._step = step
         parts = zip(move.fixed, fixed, strict=True)
         self._fixed = chain.from_iterable(_pieces(part.buffer, copy) for part, copy in parts)
-        self._sources = tuple(fixed)  # Referenced until all is copied, so that their memory is not reused before.
+        self._sources = tuple(fixed)  # Referenced so that their memory is not reused before it is copied.
         self._start, self._stop = plan.start, plan.stop
         self._segments = deque(segments(move.rows, arena.layout.row_bytes, plan.block_tokens))
         self._copied: list[tuple[int, torch.cuda.Event]] = []
-        """Pairs `(stop, event)`, ascending: rows below `stop` may be overwritten once `event` has happened."""
+        """Pairs `(stop, event)`, ascending: rows below `stop` may be overwritten once `event` has completed."""
         arena.streams.follow_computing()
         with torch.cuda.stream(arena.streams.sums):
             self._total = [self._block_sums(plan, checksum, plan.start, plan.stop)] if plan.stop > plan.start else []
@@ -97,7 +97,7 @@ class StageCapture(StageCopy):
         self._last: torch.cuda.Event | None = None
 
     def queue_next(self) -> bool:
-        """Waits for the segment that is queued, then queues the next. False if there is none left."""
+        """Waits for the queued segment, then queues the next. Returns False if none is left."""
         if self._last is not None:
             self._last.synchronize()
         if self._segments:
@@ -125,7 +125,7 @@ class StageCapture(StageCopy):
         self._collect(self._total)
 
     def event_before_writing(self, start: int, stop: int) -> tuple[bool, torch.cuda.Event | None]:
-        """Whether the copies of all captured rows in `[start, stop)` are queued, and the event to wait for, if any."""
+        """Whether the copies of all captured rows in `[start, stop)` are queued, and the event to await, if any."""
         if max(start, self._start) >= min(stop, self._stop):
             return True, None
         for reached, event in self._copied:
@@ -135,14 +135,14 @@ class StageCapture(StageCopy):
 
 
 class CaptureInFlight:
-    """A capture of all stages that goes on while the engine computes. Its buffers belong to it until `wait` returns."""
+    """A capture of all stages that runs while the engine computes. It owns its buffers until `wait` returns."""
 
     def __init__(self, stages: Sequence[StageCapture], blocks: int) -> None:
         self._stages = tuple(stages)
         self._blocks = blocks
         self._changed = threading.Condition()
         self._failed: BaseException | None = None
-        # A daemon: a driver call that never returns must not keep the process from ending.
+        # A daemon thread: a driver call that never returns must not keep the process from exiting.
         self._thread = threading.Thread(target=self._queue, name="parkd-capture", daemon=True)
         self._thread.start()
 
@@ -153,7 +153,7 @@ class CaptureInFlight:
     def free_rows(self, stage: int, stream: torch.cuda.Stream, start: int, stop: int) -> None:
         """Makes `stream` wait until the rows `[start, stop)` of `stage` are copied and may be overwritten.
 
-        Blocks until those copies are queued: a few milliseconds for a chunk at the front.
+        Blocks until those copies are queued: a few milliseconds for a chunk at the first rows.
         """
         with self._changed:
             while True:
@@ -167,8 +167,8 @@ class CaptureInFlight:
     def wait(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Blocks until all bytes are copied. Returns checksums `[blocks, stages]` and `[fixed parts, stages]`.
 
-        May be called from any thread. Raises StageFailed, or what the device raises. Either way the buffers are no
-        longer written to afterwards.
+        May be called from any thread. Raises StageFailed, or an error of the device. Nothing writes to the buffers
+        after this returns or raises.
         """
         self._thread.join()
         try:
@@ -181,7 +181,7 @@ class CaptureInFlight:
         return values[: self._blocks], values[self._blocks :]
 
     def _queue(self) -> None:
-        """Queues a segment of each stage in turn, so that all links stay busy."""
+        """Queues one segment of each stage in turn, so that all links stay busy."""
         try:
             remaining = list(self._stages)
             while remaining:
@@ -190,7 +190,7 @@ class CaptureInFlight:
                     self._changed.notify_all()
             for stage in self._stages:
                 stage.finish()
-        except BaseException as error:  # `wait` raises it; a writer must not wait for ever
+        except BaseException as error:  # `wait` raises it. `free_rows` must not block forever.
             with self._changed:
                 self._failed = error
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The captures that go on while the engine computes."""
+"""The captures that run while the engine computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.capture_in_flight import CaptureInFlight
 
 
 class CapturesUnderWay:
-    """Captures whose rows must not be overwritten yet."""
+    """Captures in progress, whose rows must not be overwritten before they are copied."""
 
     def __init__(self) -> None:
         self._captures: list[CaptureInFlight] = []
@@ -21,14 +21,14 @@ class CapturesUnderWay:
     def before_write(self, stage: int, stream: torch.cuda.Stream, start: int, stop: int) -> None:
         """Makes `stream` wait until the rows `[start, stop)` of `stage` may be overwritten.
 
-        The host waits only until the copies of those rows are queued.
+        Blocks the host only until the copies of those rows are queued.
         """
         self._forget_done()
         for capture in self._captures:
             capture.free_rows(stage, stream, start, stop)
 
     def any(self) -> bool:
-        """Whether a capture is under way."""
+        """Whether any capture is still in progress."""
         self._forget_done()
         return bool(self._captures)
 

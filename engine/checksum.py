@@ -1,13 +1,13 @@
-"""Checksums of one stage's rows of one block (a part), and of its fixed state.
+"""Checksums of parts: one stage's rows of one block, or one stage's fixed state.
 
-Two kinds behind one interface, chosen by where the arenas are:
+Two kinds behind one interface, chosen by the arenas' devices:
 
-    xxh3-64          on the CPU; read a piece at a time, right after the copy, while it is in the cache
+    xxh3-64          CPU only; reads each piece right after its copy, while it is in the processor's cache
     weighted-sum-64  sum over the little-endian 64-bit words w_i of w_i * (2 i + 1), modulo 2**64; runs on any
-                     device at memory speed. The weights are odd, so one changed word always changes the sum, and
-                     different from each other, so exchanged words do too.
+                     device at memory speed. The weights are odd, so changing one word always changes the sum; they
+                     differ, so swapping two words does too unless their difference is a multiple of a high power of 2.
 
-A damage check, not a seal: neither withstands someone who wants to forge bytes.
+They detect accidental damage only: neither is cryptographic, so bytes can be forged.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ WORD_BYTES = 8
 
 
 class RunningChecksum(Protocol):
-    """The checksum of one part, fed in order."""
+    """The checksum of one part, which is fed in order."""
 
     def update(self, piece: torch.Tensor) -> None:
-        """Takes the next bytes: uint8 `[n]`, contiguous, `n` a multiple of 8 (rows are). May only queue work."""
+        """Adds the next bytes: uint8 `[n]`, contiguous, `n` a multiple of 8 (as rows are). May return before the work
+        is done."""
 
 
 class Checksum(Protocol):
@@ -40,7 +41,7 @@ class Checksum(Protocol):
     def start(self) -> RunningChecksum: ...
 
     def values(self, running: Sequence[Any]) -> npt.NDArray[np.uint64]:
-        """`[len(running)]` for what `start` gave out; waits for whatever was queued, once a device."""
+        """`[len(running)]`, for objects returned by `start`; waits for queued work, once for each device."""
 
 
 class Xxh3:
@@ -64,7 +65,7 @@ class _RunningXxh3:
 
 
 class WeightedSum:
-    """The weighted sum, computed where the bytes are."""
+    """The weighted sum, computed on the device that holds the bytes."""
 
     name = "weighted-sum-64"
 
@@ -75,7 +76,7 @@ class WeightedSum:
         return _RunningWeightedSum(self)
 
     def weights(self, device: torch.device, start: int, stop: int) -> torch.Tensor:
-        """int64 `[stop - start]`, `2 i + 1` for the words `[start, stop)`; kept, as all parts need the same ones."""
+        """int64 `[stop - start]`: `2 i + 1` for the words `[start, stop)`. Cached, since all parts use the same."""
         kept = self._weights.get(device)
         if kept is None or len(kept) < stop:
             kept = torch.arange(1, 2 * stop + 1, 2, dtype=torch.int64, device=device)
@@ -83,7 +84,8 @@ class WeightedSum:
         return kept[start:stop]
 
     def block_sums(self, part: torch.Tensor, block_bytes: int) -> torch.Tensor:
-        """int64 `[blocks]` on the device of `part` (uint8 `[n]`): a sum for each `block_bytes`, the last one shorter.
+        """int64 `[blocks]` on the device of `part` (uint8 `[n]`): a sum for each `block_bytes`; the last block may be
+        shorter.
 
         An empty part has one sum, 0. Only queues work, on the current stream.
         """
@@ -120,14 +122,14 @@ class _RunningWeightedSum:
     def update(self, piece: torch.Tensor) -> None:
         words = piece.view(torch.int64)
         weights = self.kind.weights(piece.device, self.words, self.words + len(words))
-        # int64 products and sums wrap modulo 2**64, and the wrapped bits are those of the unsigned ones.
+        # int64 products and sums wrap modulo 2**64, to the same bits as unsigned arithmetic.
         partial = (words * weights).sum()
         self.total = partial if self.total is None else self.total + partial
         self.words += len(words)
 
 
 def checksum_for(devices: Iterable[torch.device]) -> Checksum:
-    """The kind that suits an engine on these devices: one kind for all of its stages."""
+    """The kind for an engine on these devices, the same for all stages."""
     if all(device.type == "cpu" for device in devices):
         return Xxh3()
     return WeightedSum()

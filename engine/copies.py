@@ -1,7 +1,7 @@
-"""Copies between cards and host memory, on streams of their own beside the computing.
+"""Copies between GPUs and host memory, on their own streams beside the compute stream.
 
-A copy out waits for the computing that wrote its rows. Each move goes in runs as long as host memory allows; a capture
-that goes on beside other work is cut into segments instead (`engine.capture_in_flight`).
+A copy out waits for the computing that wrote its rows. Each move copies the longest runs that are contiguous in host memory; a
+capture that runs while the engine computes is cut into segments instead (`engine.capture_in_flight`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from engine.snapshot import Plan, StageMove
 
 SUM_BYTES = 512 << 20
-"""Arrived bytes are summed in portions of about this size while the next portion is copied."""
+"""Copied-in bytes are checksummed in portions of about this size while the next portion is copied."""
 
 BeforeWrite = Callable[[torch.cuda.Stream, int, int], None]
-"""`(stream, start, stop)`: what `stream` does next overwrites the rows `[start, stop)`."""
+"""`(stream, start, stop)`: called before `stream` is given work that overwrites the rows `[start, stop)`."""
 CopyStep = Callable[[torch.Tensor, torch.Tensor], Any]
-"""`(destination, source)`; queues a copy on the current stream."""
+"""`(destination, source)`: queues a copy on the current stream."""
 
 
 def copy_on_device(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Queues a copy; it is asynchronous only if the host side is page-locked."""
+    """Queues a copy, which is asynchronous only if the host side is page-locked."""
     destination.copy_(source, non_blocking=True)
 
 
 def host_tensor(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """The same bytes as a uint8 tensor `[buffer.nbytes]`. A tensor cannot be read-only, so whoever passes a read-only
-    buffer must use the result only as the source of a copy."""
+    """The same memory as a uint8 tensor `[buffer.nbytes]`. Tensors cannot be read-only: if `buffer` is, use the result
+    only as the source of a copy."""
     if buffer.flags.writeable:
         return torch.from_numpy(buffer)
     if buffer.nbytes == 0:
@@ -46,7 +46,7 @@ def host_tensor(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
 
 
 class StageCopy:
-    """One stage's part of a move, once it is queued."""
+    """One stage's part of a move: queues it, then waits for it and returns its checksums."""
 
     def __init__(self, arena: StageArena, streams: DeviceStreams) -> None:
         self.arena = arena
@@ -57,9 +57,10 @@ class StageCopy:
     def queue_out(
         self, plan: Plan, move: StageMove, checksum: WeightedSum, step: CopyStep, fixed: Sequence[torch.Tensor]
     ) -> None:
-        """Queues the copies from the arena to the host; `fixed` holds one tensor for each fixed part.
+        """Queues the copies from the arena to the host, and their checksums; `fixed` holds one tensor for each fixed
+        part.
 
-        The caller has made the streams follow the computing.
+        The caller has already made the streams wait for the compute stream.
         """
         streams, arena = self._streams, self.arena
         with torch.cuda.stream(streams.out):
@@ -82,9 +83,9 @@ class StageCopy:
         before_write: BeforeWrite,
         fixed: Sequence[torch.Tensor],
     ) -> None:
-        """Queues the copies from the host to the arena and to `fixed`, and checksums of what arrived.
+        """Queues the copies from the host to the arena and to `fixed`, and checksums of the bytes that arrived.
 
-        `before_write` is called before the copy that overwrites a run of rows is queued.
+        Calls `before_write` for each run of rows before its copy is queued.
         """
         streams, arena = self._streams, self.arena
         sums, summed = [], plan.start
@@ -106,7 +107,7 @@ class StageCopy:
         self._collect(sums)
 
     def _block_sums(self, plan: Plan, checksum: WeightedSum, start: int, stop: int) -> torch.Tensor:
-        """int64, one for each block of the rows `[start, stop)`; `start` begins one."""
+        """int64 `[blocks]`, one sum for each block of the rows `[start, stop)`; `start` is a block boundary."""
         return checksum.block_sums(
             self.arena.rows[start:stop].view(-1), plan.block_tokens * self.arena.layout.row_bytes
         )
@@ -123,7 +124,7 @@ class StageCopy:
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def values(self) -> npt.NDArray[np.uint64]:
-        """Waits for the move. Returns the checksums of its blocks, followed by those of its fixed parts."""
+        """Waits for the move. Returns the checksums of its blocks, then those of its fixed parts."""
         assert self._done is not None, "queued first"
         assert self._sums is not None
         self._done.synchronize()
@@ -134,7 +135,7 @@ class StageCopy:
 
 
 def record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event that happens once everything queued on `stream` so far is done."""
+    """An event that completes when everything queued on `stream` so far is done."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
