@@ -1,12 +1,11 @@
-"""A prompt's whole chunks through layers of linear attention, each layer a CUDA graph.
+"""Linear-attention layers as CUDA graphs, one for each layer, for prefill chunks of full length.
 
-    hidden [1, tokens, width] -> | graph of layer 4 | -> | graph of layer 5 | -> layer 6, which attends: the library's
-                                   state in the arena, moved on in place
+    hidden [1, tokens, width] -> | graph of layer 4 | -> | graph of layer 5 | -> layer 6: attention, not recorded
+                                   state in the arena, updated in place
 
-Such a layer goes on from its state wherever the chunk lies, so that a whole chunk is the same work each time. The
-library launches some sixty kernels from Python for it, which takes longer than running them once two cards share the
-layers. Shorter chunks, and the first, which has no state to go on from, go through the library's code, to the same
-kernels.
+Such a layer does not depend on the position, so every full chunk is the same work. Its forward pass launches about
+sixty kernels from Python, which takes longer than running them once two GPUs share the layers. Shorter chunks, and the
+first one, which has no previous state, run unrecorded through the same kernels.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from engine.stages import Stage
 log = logging.getLogger("parkd.engine")
 
 KNOWN = frozenset({"Qwen3_5DecoderLayer"})
-"""The library's classes whose layers of linear attention ask the device nothing midway and look at no position."""
+"""Layer classes whose linear attention reads nothing back from the device and ignores the position."""
 LINEAR = "linear_attention"
 
 
 def record_chunks(stage: Stage, cache: StageCache, tokens: int) -> None:
-    """From now on chunks of `tokens` go through what is recorded here, where a layer is of a known class. Overwrites
-    the stage's fixed state.
+    """Records the stage's linear-attention layers of a known class; chunks of `tokens` tokens replay them from now on.
+    Overwrites the stage's fixed state.
 
-    What cannot be recorded stays as it is, with the reason in the log.
+    Layers that cannot be recorded stay as they are; the reason is logged.
     """
     layers = [layer for layer in stage.layers if type(layer).__name__ in KNOWN and layer.block_type == LINEAR]
     if not layers:
         return
     flow = torch.zeros((1, tokens, layers[0].hidden_size), dtype=stage.dtype, device=stage.device)
     pool = torch.cuda.graph_pool_handle() if stage.device.type == "cuda" else None
-    # Not at 0, where there is no state to go on from.
+    # Not at 0, where there is no previous state.
     cache.begin(0)
     cache.begin(1)
     try:
@@ -52,8 +51,8 @@ def record_chunks(stage: Stage, cache: StageCache, tokens: int) -> None:
 def _recorded(
     forward: Callable[..., torch.Tensor], cache: StageCache, flow: torch.Tensor, pool: Any
 ) -> Callable[..., torch.Tensor]:
-    """The layer's forward. Hidden states come and go in `flow`, which all layers of the stage share, as they share the
-    `pool` of what lies between: they run one after the other."""
+    """The layer's forward pass, replayed where that applies. `flow` holds its input and output. All layers of the stage
+    share `flow` and the memory `pool` of intermediate results, since they run one after the other."""
 
     def run() -> None:
         flow.copy_(forward(flow, position_embeddings=None, cache=cache))

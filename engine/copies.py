@@ -1,7 +1,7 @@
 """Copies between GPUs and host memory, on their own streams beside the compute stream.
 
-A copy out waits for the computing that wrote its rows. Each move copies the longest runs that are contiguous in host memory; a
-capture that runs while the engine computes is cut into segments instead (`engine.capture_in_flight`).
+A copy out waits for the computing that wrote its rows. Each move copies runs as long as contiguous host memory allows;
+a capture that runs while the engine computes is cut into segments instead (`engine.capture_in_flight`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Decoding as one CUDA graph a stage.
+"""Decoding as one CUDA graph for each stage.
 
     token, position -> | graph of stage 0 | -> hidden -> | graph of stage 1 | -> logits
                            writes row `position`            writes row `position`
 
-A graph is recorded once and replayed for every step: addresses are fixed, the position is read from the device. A step
-is one token; where a draft head guesses, there are graphs of a token and its guesses too, and the last stage's graphs
+A graph is recorded once and replayed for every step: addresses are fixed, and the position is read from device memory.
+A step is one token. With a draft head there are also graphs for a token and its guesses, and the last stage's graphs
 bring the head's rows up to date (`engine.draft_graph`).
-For the models of `engine.dense` a layer is seven kernels (`engine.kernels`) in place of the library's several dozen; of
-the others the library's own forward is recorded, with rows written and attended to where the device says
-(`engine.placed`), and in fewer kernels what is known how (`engine.one_token`). Rounding differs from the unrecorded
-forward in the last bits; what a token leaves is that of its own path, so parked state stays exact.
+For the models of `engine.dense`, a layer takes seven kernels (`engine.kernels`) instead of several dozen. For other
+models, transformers' own forward pass is recorded: rows are written and read at positions in device memory
+(`engine.placed`), and known modules run in fewer kernels (`engine.one_token`). Rounding differs from the unrecorded
+forward pass in the last bits. Parking copies the state that a token's own path computed, so it stays exact.
 
-What cannot be recorded (a forward that asks the device something midway) decodes as on CPU.
+A forward pass that cannot be recorded, such as one that reads a value back from the device, runs unrecorded.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ Progress = Callable[[str, float], None]
 
 
 class Decoder(ABC):
-    """One stage's forward of a step's tokens, over buffers that never move."""
+    """One stage's forward pass of a step's tokens, over buffers at fixed addresses."""
 
     def __init__(self, stage: Stage, hidden_size: int, tokens: int = 1) -> None:
         device = stage.device
         self.stage = stage
         self.tokens = torch.zeros((1, tokens), dtype=torch.int64, device=device)
-        """Read by the first stage."""
+        """Token ids `[1, tokens]`, read by the first stage."""
         self.hidden = torch.zeros((tokens, hidden_size), dtype=stage.dtype, device=device)
-        """What comes in and what goes out."""
+        """The stage's input (except the first stage's) and output, `[tokens, hidden]`."""
         self.logits = None
         """float32 `[tokens, vocab]`; last stage only."""
         if stage.head is not None:
@@ -57,7 +57,7 @@ class Decoder(ABC):
         self._graph: Any = None
 
     def record(self) -> None:
-        """Compiles the kernels and records the graph. The first rows are written: nothing may be live."""
+        """Compiles the kernels and records the graph. Overwrites the first rows, so the timeline must be empty."""
         self._graph = recorded(self.run, self.stage.device)
 
     def replay(self) -> None:
@@ -65,7 +65,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def ready(self, token_ids: Sequence[int], position: int, turn: int) -> None:
-        """Before a replay: the tokens come from `position` on, and rotary positions give the first `turn`. Only queues
+        """Prepares a replay for tokens from `position` on; the first has the rotary position `turn`. Only queues
         work."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Decoder(ABC):
 
 
 class LibraryDecoder(Decoder):
-    """The library's forward."""
+    """Records transformers' own forward pass."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class LibraryDecoder(Decoder):
         *,
         together: bool = False,
     ) -> None:
-        """`draft` is the head that reads on behind the last stage. With `together` a token's bits do not depend on how
-        many there are."""
+        """`draft` is the draft head that reads the tokens after the last stage. With `together`, a token's results are
+        bit-identical however many tokens a step has."""
         super().__init__(stage, int(config.hidden_size), tokens)
         self._cache = cache
         self._place = TokenPlace(stage.device, tokens)
@@ -104,7 +104,7 @@ class LibraryDecoder(Decoder):
     def record(self) -> None:
         self._cache.record(self._place)
         try:
-            # Not at 0, where layers of linear attention have no state to go on from.
+            # Not at 0, where linear layers have no previous state.
             with torch.inference_mode():
                 self._cache.begin(0)
                 self._cache.begin(1)
@@ -140,7 +140,7 @@ class LibraryDecoder(Decoder):
 
 
 class StageDecoder(Decoder):
-    """The few kernels."""
+    """Records the fused kernels for the models of `engine.dense`, one token at a time."""
 
     def __init__(self, stage: Stage, cache: StageCache, config: Any) -> None:
         from engine.kernels.attend import DecodeAttention
@@ -209,7 +209,7 @@ class StageDecoder(Decoder):
 
 
 class DecodeGraph:
-    """All stages' graphs: tokens in, the logits behind each out."""
+    """The graphs of all stages: token ids in, logits after each token out."""
 
     def __init__(
         self,
@@ -217,21 +217,21 @@ class DecodeGraph:
         handoffs: Sequence[HandOff],
         guessing: RecordedGuessing | None = None,
     ) -> None:
-        """`steps` are the decoders of all stages by the number of a step's tokens; `handoffs` lead from each stage to
-        the next."""
+        """`steps` maps the number of tokens in a step to the decoders of all stages; `handoffs` lead from each stage to
+        the next. `guessing` is the recorded draft head."""
         self._steps = {tokens: tuple(decoders) for tokens, decoders in steps.items()}
         self._handoffs = tuple(handoffs)
         self.guessing = guessing
 
     def takes(self, tokens: int) -> bool:
-        """Whether a step of so many tokens was recorded."""
+        """Whether a step of this many tokens was recorded."""
         return tokens in self._steps
 
     def step(self, token_ids: Sequence[int], position: int, offset: int = 0) -> torch.Tensor:
-        """Runs tokens from `position` on, writing their rows in every stage; waits for nothing. `offset` is by how much
-        rotary positions run ahead of rows.
+        """Runs tokens from `position` on and writes their rows in every stage, without waiting. `offset` is added to
+        positions to get rotary positions.
 
-        Returns their logits, float32 `[tokens, vocab]` on the last device.
+        Returns the logits, float32 `[tokens, vocab]`, on the last device.
         """
         decoders = self._steps[len(token_ids)]
         for index, decoder in enumerate(decoders):
@@ -255,11 +255,11 @@ def record_decoding(
     draft: DraftHead | None = None,
     guesses: int = 0,
 ) -> DecodeGraph | None:
-    """Records every stage: of few kernels if the model is `dense` (`dense.refusal`), else the library's forward. With a
-    `draft` head also steps of a token and so many `guesses`, and the head. The first rows of every arena and the fixed
-    state are overwritten.
+    """Records every stage: with fused kernels if `dense` (see `dense.refusal`), else transformers' forward pass. With a
+    `draft` head, also records steps of a token and `guesses` guesses, and the head itself. Overwrites the first rows of
+    every arena and the fixed state.
 
-    None, with the reason in the log, if a compiler, a driver or the forward will not: the slower way still answers.
+    Returns None and logs the reason if compiling or recording fails; decoding then runs unrecorded.
     """
     steps: dict[int, list[Decoder]] = {1: []} if draft is None else {1: [], 1 + guesses: []}
     count = 0

@@ -1,12 +1,12 @@
-"""One answer's tokens: sampled one a step, or several where a draft head guesses well.
+"""Samples the tokens of one answer: one for each step, or several with a draft head (speculative decoding).
 
-    step     token t       -> guesses g1 g2                     the head, from what is behind t
-             t g1 g2       -> what follows each                 the model, all at once
-             g1 kept, g2 not -> said: g1, and what the model says in place of g2
-    state    t g1 are in it, g2 never was; the token said last is read by the next step
+    step     token t       -> guesses g1 g2                     the draft head
+             t g1 g2       -> logits after each                 the model, in one forward pass
+             g1 accepted, g2 rejected -> emitted: g1, and the model's token in place of g2
+    state    holds t g1, as if g2 had never been read; the next step reads the last emitted token
 
-Greedy answers are those of single steps; drawn ones have their distribution (`Sampler.judge`). What a grammar or a
-penalty asks of a token is asked of what the model says, so a guess can only ever be late, not wrong.
+Greedy answers equal those of single steps; sampled ones have the same distribution (`Sampler.judge`). Grammars and
+penalties apply to the model's tokens, so a wrong guess costs time and never changes an answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Allowed = npt.NDArray[np.bool_]
 
 
 class Mask(Protocol):
-    """Constrains what may be said next."""
+    """Constrains the next token, as a grammar does."""
 
     def allowed(self) -> Allowed: ...
     def accept(self, token_id: int) -> None: ...
@@ -38,16 +38,16 @@ class Mask(Protocol):
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Of one answer."""
+    """The guesses of one answer."""
 
     drafted: int = 0
     """Tokens guessed."""
     accepted: int = 0
-    """Guesses that the model said too."""
+    """Guesses that the model accepted."""
 
 
 class Decoder:
-    """Decodes behind a session's timeline; one a answer."""
+    """Decodes one answer at the end of a session's timeline. Each answer needs its own."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Decoder:
         mask: Mask | None = None,
         end_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Nothing is guessed behind one of `end_token_ids`: mostly nobody asks for it."""
+        """An accepted guess among `end_token_ids` ends its step: tokens after it are rarely wanted."""
         self._session = session
         self._sampler = sampler
         self._mask = mask
@@ -66,10 +66,10 @@ class Decoder:
         self._pace = DraftPace() if session.draft_pauses else None
 
     def tokens(self, last_token_id: int) -> Generator[int, None, None]:
-        """Says one token each `next`; first reads `last_token_id`, the prompt's last. Ends where the context does.
+        """Yields the answer's tokens; first reads `last_token_id`, the prompt's last. Ends when the context is full.
 
-        Once closed, and whenever a step is over, the state is that of all tokens before the last one said. Raises
-        StageFailed, BadLogits; then the state is that of tokens that were said, an earlier one, or none.
+        When closed, and after each step, the session's state covers all tokens before the last one yielded. Raises
+        StageFailed, BadLogits; the session then holds a prefix of the tokens yielded or is empty.
         """
         session, token = self._session, last_token_id
         while session.position < session.context_tokens:
@@ -83,7 +83,7 @@ class Decoder:
                     session.truncate(start + given)
 
     def _step(self, token_id: int) -> list[int]:
-        """Tokens said behind `token_id`; the session is then behind all of them but the last."""
+        """Returns the tokens that follow `token_id`; the session has then read all of them but the last."""
         session = self._session
         allowed = None if self._mask is None else self._mask.allowed()
         wanted = session.draft_tokens > 0 and (self._pace is None or self._pace.guesses())
@@ -100,7 +100,7 @@ class Decoder:
             try:
                 self._check(guesses, logits, allowed, said)
             except BaseException:
-                session.truncate(start + 1)  # nobody has heard what was found until then
+                session.truncate(start + 1)  # No token of this step was yielded yet.
                 raise
         session.truncate(start + len(said))
         if self._pace is not None:
@@ -109,8 +109,8 @@ class Decoder:
 
     @contextmanager
     def _emptied_by(self, logits: torch.Tensor) -> Iterator[None]:
-        """Empties the session if the answer breaks off inside, where a token has no score that is a number: then the
-        state has none either, and whoever asks again, or restored it, would get no further."""
+        """Resets the session if BadLogits is raised inside and a token has no finite logit: the state is then not
+        finite either, and whoever continued or restored it would get no further."""
         try:
             yield
         except BadLogits:
@@ -121,7 +121,7 @@ class Decoder:
     def _check(
         self, guesses: list[tuple[int, Distribution]], logits: torch.Tensor, allowed: Allowed | None, said: list[int]
     ) -> None:
-        """Adds to `said` the guesses that hold, and the first token that is not one."""
+        """Appends to `said` the accepted guesses, and the model's token after them unless an end token was accepted."""
         for (guess, guessed_from), scores in zip(guesses, logits, strict=False):
             wanted = self._sampler.distribution(scores, allowed)
             token = self._sampler.remember(self._sampler.judge(guess, guessed_from, wanted))
@@ -135,7 +135,8 @@ class Decoder:
         said.append(self._said(self._sampler.pick(logits[-1], allowed)))
 
     def _guesses(self, token_id: int, allowed: Allowed | None) -> list[tuple[int, Distribution]]:
-        """Each with what it was drawn from. A grammar is known for the first only: others may turn out forbidden."""
+        """The guesses, each with the distribution it was drawn from. The mask is known for the first only; the model
+        may reject others because of it."""
         sources: list[Distribution] = []
         ahead: list[int] = []
 
@@ -144,7 +145,7 @@ class Decoder:
             ahead.append(self._sampler.draw(sources[-1]))
             return ahead[-1]
 
-        with suppress(BadLogits):  # A head that gives no usable scores guesses nothing.
+        with suppress(BadLogits):  # A head without usable logits makes no more guesses.
             self._session.guess(token_id, self._session.draft_tokens, choose)
         return list(zip(ahead, sources, strict=True))
 

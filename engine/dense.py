@@ -1,10 +1,10 @@
-"""The forward of the decoder layers most dense models share, in few kernels.
+"""The forward pass of the decoder layer that most dense models share, in fused kernels.
 
-    norm -> q, k, v -> norm, turn, write rows -> attention -> output, + residual -> norm -> gate, up, down, + residual
+    norm -> q, k, v -> norm, rotary, write rows -> attention -> output, + residual -> norm -> gate, up, down, + residual
 
-The library's own forward launches several dozen small kernels a layer from Python; on a card that takes longer than the
-arithmetic of a short chunk. This one rounds where the library rounds, so that what it leaves differs from it in the
-order of sums alone. Models of another make, and layers with hooks on them, run through the library.
+Transformers launches several dozen small kernels for each layer from Python; on a GPU that takes longer than the
+arithmetic of a short chunk. This code rounds where transformers does, so its results differ only in the order of sums.
+Other architectures, and layers with hooks, run through transformers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from engine.layer_state import LATENT_FAMILIES, layer_kinds
 from engine.stages import Stage
 
 ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Whose layers are: norm, attention over plain rotary positions, norm, silu-gated product; each with its residual."""
+"""Their layers: norm, attention with plain rotary positions, residual, norm, SiLU-gated feed-forward, residual."""
 DTYPES = frozenset({torch.bfloat16, torch.float16})
 RECORDED_KINDS = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv"})
-"""Layers whose forward of one token asks the device nothing midway."""
+"""Kinds of layers whose forward pass of one token reads nothing back from the device."""
 STEADY_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
-"""Kinds of rotary positions whose frequencies do not change with the length."""
+"""Rotary types whose frequencies do not change with the length of the sequence."""
 
 
 def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
-    """Why decoding cannot be recorded at all, None if it may be."""
+    """Returns why decoding cannot be recorded at all, or None if it may be."""
     if config is None or any(stage.device.type != "cuda" for stage in stages):
         return "a stage is not on a CUDA device"
     if not has_triton():
@@ -50,7 +50,8 @@ def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
 
 
 def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) -> str | None:
-    """Why these stages, whose decoding may be recorded, must run through the library; None if they need not."""
+    """Returns why these stages, whose decoding may be recorded, must run through transformers; None if they need
+    not."""
     if config.model_type not in ARCHITECTURES:
         return "the model's layers are not known to the kernels"
     if set(layer_kinds(config)) != {"full_attention"} or getattr(config, "sliding_window", None):
@@ -69,7 +70,7 @@ def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) 
 
 @dataclass(frozen=True, eq=False)
 class DenseLayer:
-    """One decoder layer's modules and rows."""
+    """The modules and rows of one decoder layer."""
 
     input_norm: torch.Tensor
     qkv: tuple[Any, ...]
@@ -84,12 +85,12 @@ class DenseLayer:
     value_rows: torch.Tensor
     """`[context_tokens, kv_heads, head_dim]`, strided views of arena rows."""
     scale_rows: torch.Tensor | None
-    """float16 `[context_tokens, 2, kv_heads]` if the rows are codes (`engine.kv_format`)."""
+    """float16 `[context_tokens, 2, kv_heads]` if the rows are int8 codes (`engine.kv_format`), else None."""
     scaling: float
 
 
 def dense_layers(stage: Stage, cache: StageCache) -> list[DenseLayer]:
-    """The stage's layers; the caller knows that nothing speaks against it (`refusal`)."""
+    """The stage's layers. The caller has checked that `refusal` returns None."""
     inner: Any = stage.inner
     return [_layer(inner.layers[index], cache.layers[index]) for index in range(stage.first_layer, stage.end_layer)]
 
@@ -114,7 +115,7 @@ def _layer(module: Any, rows: Any) -> DenseLayer:
 
 
 class DenseStage:
-    """One stage's forward of a chunk."""
+    """One stage's forward pass of a chunk."""
 
     def __init__(self, stage: Stage, cache: StageCache, config: Any) -> None:
         self.stage = stage
@@ -122,10 +123,10 @@ class DenseStage:
         self._eps = float(config.rms_norm_eps)
 
     def forward(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
-        """Runs `q` tokens at `[position, position + q)` and writes their rows; waits for nothing.
+        """Runs `q` tokens at `[position, position + q)` and writes their rows, without waiting.
 
-        `inputs` are those of `Stage.forward` and may be overwritten. Returns `[1, q, hidden]`, except that the last
-        stage leaves its last layer at the rows, which are all a prompt needs of it.
+        `inputs` are those of `Stage.forward` and may be overwritten. Returns `[1, q, hidden]`. The last stage's last
+        layer only writes its rows, which are all that a prompt needs of it; its output is omitted.
         """
         with torch.cuda.device(self.stage.device):
             return self._forward(inputs.to(self.stage.device, non_blocking=True), position)
@@ -190,7 +191,8 @@ class DenseStage:
 
 
 def _kept_numbers(layer: DenseLayer, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the rows `[0, stop)`, `[1, kv_heads, stop, head_dim]`; views unless the rows are codes."""
+    """Keys and values of the rows `[0, stop)`, each `[1, kv_heads, stop, head_dim]`; views unless the rows are int8
+    codes."""
     keys, values = layer.key_rows[:stop], layer.value_rows[:stop]
     if layer.scale_rows is not None:
         from engine.kernels.rows import numbers

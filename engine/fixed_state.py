@@ -1,11 +1,11 @@
-"""The fixed state of all stages: what is live, and copies of it at earlier positions.
+"""The fixed state of all stages: the live state, and checkpoints, which are copies at earlier positions.
 
     timeline   0 ---- c0 -------- c1 --- c2 ------- position
                       |-- root    |      |          |-- live: arenas and caches
-                      copies on the devices, one tensor a stage
+                      copies on the devices, one tensor for each stage
 
-With linear layers the state is exact at the position and at checkpoints only; with sliding windows also a little
-before the position; without either everywhere, and then there is nothing to keep.
+With linear layers, the state is exact only at the position and at checkpoints. With sliding windows alone, it is also
+exact a little before the position. With neither, it is exact at every position and no checkpoint is needed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from engine.errors import StageFailed
 log = logging.getLogger("parkd.engine")
 
 Copies = list[torch.Tensor]
-"""uint8 `[fixed_bytes]` of each stage."""
+"""One uint8 tensor `[fixed_bytes]` for each stage."""
 
 
 class FixedState:
-    """At most `limit` checkpoints: the earliest stays, of the others the least recently used goes."""
+    """Keeps at most `limit` checkpoints. Evicts the least recently used, but never the earliest while others exist."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class FixedState:
         limit: int,
         is_read: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_read` says whether a capture under way may still read checkpoints: then their memory is not reused."""
+        """`is_read` says whether a running capture may still read checkpoints; their memory is then not reused."""
         self._is_read = is_read
         self._arenas = tuple(arenas)
         self._caches = tuple(caches)
@@ -45,38 +45,39 @@ class FixedState:
         """By position, least recently used first."""
         self.exists = any(arena.layout.fixed_bytes for arena in arenas)
         self.is_exact_once = any(cache.has_linear_state for cache in caches)
-        """A forward that breaks midway leaves nothing to go on from."""
+        """Whether the state is exact at one position only, so that a failed forward pass loses it."""
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Where a checkpoint is held, ascending."""
+        """The positions of the checkpoints, ascending."""
         return tuple(sorted(self._kept))
 
     def floor(self, position: int) -> int:
-        """From here to `position`, where the timeline is, every position is exact without a checkpoint."""
+        """The lowest position from which the state is exact, without a checkpoint, up to `position`, where the timeline
+        is."""
         return max(cache.floor(position) for cache in self._caches)
 
     def live(self, position: int) -> Copies:
-        """The arenas' own bytes, made true at `position`, where the timeline is."""
+        """The arenas' own `fixed` tensors, brought up to date at `position`, where the timeline is."""
         for cache in self._caches:
             cache.pack(position)
         return [arena.fixed for arena in self._arenas]
 
     def at(self, position: int) -> Copies | None:
-        """The checkpoint held for `position`, None if there is none."""
+        """The checkpoint at `position`, or None."""
         return self._kept.get(position)
 
     def bytes_at(self, position: int) -> Copies:
-        """Those of the checkpoint, or the arenas' own at the present position."""
+        """The checkpoint at `position`, or the arenas' own tensors if `position` is the present one."""
         return self.at(position) or self.live(position)
 
     def copies_at(self, position: int) -> Copies:
-        """The same as tensors that nothing changes."""
+        """The same, but never the arenas' own tensors: copies that later computing does not change."""
         return self.at(position) or [live.clone() for live in self.live(position)]
 
     def keep(self, position: int) -> None:
-        """Takes a checkpoint at `position`, where the timeline is, if there is memory for it. Queues copies; waits for
-        nothing."""
+        """Takes a checkpoint at `position`, where the timeline is, if there is memory for it. Queues copies without
+        waiting."""
         if not self.exists:
             return
         if position in self._kept:
@@ -84,7 +85,7 @@ class FixedState:
             return
         memory = self._kept.pop(self._oldest()) if len(self._kept) >= self._limit else None
         if self._is_read():
-            memory = None  # It is freed by the capture, once that is done.
+            memory = None  # The capture frees it once it is done.
         live = self.live(position)
         try:
             copies = [torch.empty_like(fixed) for fixed in live] if memory is None else memory
@@ -96,7 +97,7 @@ class FixedState:
         self._kept[position] = copies
 
     def go_back(self, position: int) -> None:
-        """Makes the checkpoint at `position` live and forgets those beyond it. Raises KeyError if there is none."""
+        """Restores the checkpoint at `position` and drops those beyond it. Raises KeyError if there is none."""
         copies = self._kept.pop(position)
         self._kept[position] = copies
         for arena, copy in zip(self._arenas, copies, strict=True):
@@ -105,13 +106,13 @@ class FixedState:
         self.forget_beyond(position)
 
     def unpack(self, position: int) -> None:
-        """Goes on from the arenas' `fixed`, which is true at `position`."""
+        """Loads live state from the arenas' `fixed`, which is valid at `position`."""
         for cache in self._caches:
             cache.unpack(position)
 
     @contextmanager
     def recorded(self, position: int, count: int) -> Iterator[None]:
-        """Inside, a step of `count` tokens runs at `position`; afterwards all but its first can be taken back."""
+        """A context in which a step of `count` tokens runs at `position`; all but its first can then be taken back."""
         try:
             for cache in self._caches:
                 cache.history.record(position, count)
@@ -121,7 +122,8 @@ class FixedState:
                 cache.history.finish()
 
     def check_step(self) -> None:
-        """After the forward of a recorded step. Raises StageFailed where a layer's state in between was not kept."""
+        """Called after the forward pass of a step. Raises StageFailed if a layer did not keep its state after each
+        token of a step in `recorded`."""
         for stage, cache in enumerate(self._caches):
             try:
                 cache.history.check()
@@ -129,14 +131,16 @@ class FixedState:
                 raise StageFailed(stage, "decode", error) from error
 
     def cut(self, position: int, at: int) -> None:
-        """From `at`, where the timeline is, to `position`, not below the floor: the live state becomes true there."""
+        """Cuts from `at`, where the timeline is, to `position`, not below the floor; the live state is then valid
+        there."""
         for cache in self._caches:
             if position < at and not cache.history.is_empty:
                 cache.history.go_back(position)
         self._forget_checkpoints(position)
 
     def forget_beyond(self, position: int) -> None:
-        """Their rows are about to be overwritten, and so is the live state."""
+        """Drops checkpoints beyond `position` and the history of the last step: their rows and the live state are about
+        to be overwritten."""
         for cache in self._caches:
             cache.history.forget()
         self._forget_checkpoints(position)
@@ -146,7 +150,7 @@ class FixedState:
             del self._kept[place]
 
     def last_before(self, position: int) -> int:
-        """The deepest checkpoint at or before `position`; 0 if there is none."""
+        """The position of the last checkpoint at or before `position`; 0 if there is none."""
         return max((place for place in self._kept if place <= position), default=0)
 
     def _oldest(self) -> int:
