@@ -1,10 +1,10 @@
-"""Where `auto` cuts the layers: by what each stage's weights and state take of its device's free memory.
+"""Chooses where `auto` splits the layers: by the share of its device's free memory that each stage needs.
 
     device 0  |-- weights --|-- context x rows, fixed state --|---- free ----|
     device 1  |-- weights --------|-- context x rows --|-------- free -------|
 
-First the longest context that fits everywhere (up to the one asked for), then, of the cuts that hold it, the one whose
-fullest device is least full.
+First finds the longest context that some split can hold (up to the requested one). Then, among the splits that hold it,
+chooses the one whose fullest device is least full.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.opening import window_room
 
 @dataclass(frozen=True, slots=True)
 class LayerNeed:
-    """What one layer asks of its device, whatever the context and for each token of it."""
+    """The memory of one layer: a constant part, and bytes for each token of context."""
 
     constant_bytes: int
     row_bytes: int
@@ -37,13 +37,13 @@ class LayerNeed:
 class ModelNeed:
     layers: tuple[LayerNeed, ...]
     first_bytes: int
-    """Of the embedding and what else only the first stage has."""
+    """The embedding and everything else that only the first stage holds."""
     last_bytes: int
-    """Of the head."""
+    """The output head."""
 
 
 def model_need(config: Any, dtype: torch.dtype, layout: EngineConfig) -> ModelNeed:
-    """Counted on a model without memory, so it is right for every architecture."""
+    """Counts weights on the meta device, so it is right for every architecture and allocates nothing."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(language_config(config), dtype=dtype)
     weights = [sum(p.nbytes for p in layer.parameters()) for layer in model.base_model.layers]
@@ -57,7 +57,7 @@ def model_need(config: Any, dtype: torch.dtype, layout: EngineConfig) -> ModelNe
     if family_of(config) is not None:
         with torch.device("meta"):
             whole = AutoModelForImageTextToText.from_config(config, dtype=dtype)
-        first += max(0, _nbytes(whole) - _nbytes(model))  # The tower that reads pictures.
+        first += max(0, _nbytes(whole) - _nbytes(model))  # The vision tower.
     return ModelNeed(tuple(layers), first, model.get_output_embeddings().weight.nbytes)
 
 
@@ -68,13 +68,13 @@ def _nbytes(model: nn.Module) -> int:
 def balanced_split(
     need: ModelNeed, free: Sequence[int], context_tokens: int, forbidden: range = range(0)
 ) -> tuple[int, ...]:
-    """The first layer of each later stage, for devices with `free` bytes each. No stage begins at a layer of
-    `forbidden`. Raises InvalidSplit if there are too few layers to cut."""
+    """The first layer of each stage after the first, for devices with `free` bytes each. No stage begins at a layer in
+    `forbidden`. Raises InvalidSplit if there are too few layers to split."""
     layers = len(need.layers)
     constants, rows = _sums(need)
 
     def stage(first: int, end: int) -> tuple[int, int]:
-        """Bytes it takes whatever the context, and for each token."""
+        """The constant bytes of a stage, and its bytes for each token."""
         ends = need.first_bytes * (first == 0) + need.last_bytes * (end == layers)
         return constants[end] - constants[first] + ends, rows[end] - rows[first]
 
@@ -95,7 +95,7 @@ def balanced_split(
 
 
 def _sums(need: ModelNeed) -> tuple[list[int], list[int]]:
-    """Of the layers before each."""
+    """Prefix sums `[layers + 1]` of constant bytes and row bytes."""
     constants, rows = [0], [0]
     for layer in need.layers:
         constants.append(constants[-1] + layer.constant_bytes)
@@ -108,13 +108,14 @@ def choose_split(
 ) -> tuple[tuple[int, int], ...]:
     """Layer ranges `[first, end)` of every stage: as `layout` says, or balanced.
 
-    By free memory if a stage is on a card, by the weights alone if none is: main memory is one. Raises InvalidSplit.
+    Balances by free memory if any stage is on a GPU, else as `split_layers` does without a split, since CPU stages
+    share main memory. `free` returns a device's free bytes. Raises InvalidSplit.
     """
     devices, text = layout.devices, language_config(config)
     if layout.layer_split is not None or len(devices) == 1 or all(torch.device(d).type == "cpu" for d in devices):
         return split_layers(config, len(devices), layout.layer_split)
     if len(devices) > int(text.num_hidden_layers):
-        return split_layers(config, len(devices))  # Which says what is wrong.
+        return split_layers(config, len(devices))  # Raises InvalidSplit with the reason.
     glued = shared_layers(text)
     context = layout.context_tokens or int(text.max_position_embeddings)
     room = [usable_bytes(free(device)) // devices.count(device) for device in devices]

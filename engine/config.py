@@ -1,4 +1,4 @@
-"""How the engine is laid out: what the loader and the stages are built from."""
+"""The engine's configuration, from which the loader builds stages and arenas."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 MAX_DRAFT_TOKENS = 16
 CPU_BATCH, CARD_BATCH = 512, 2048
-"""Tokens of a chunk. On CPUs a longer one is no faster and answers a client that leaves later; a card is not busy with
-less (86k tokens of an 8B model on two H200: 4.9 s with 2048, 5.1 s with 4096)."""
+"""Tokens in a prefill chunk. On CPUs a longer chunk is no faster and delays cancelling; a shorter one does not keep a
+GPU busy (86k tokens of an 8B model on two H200: 4.9 s with 2048, 5.1 s with 4096)."""
 
 
 def batch_for(devices: Sequence[str]) -> int:
-    """Tokens a prefill chunk where nobody said: what suits cards if all stages are on some."""
+    """The default number of tokens in a prefill chunk: `CARD_BATCH` if all stages are on GPUs, else `CPU_BATCH`."""
     return CARD_BATCH if _all_cards(devices) else CPU_BATCH
 
 
@@ -24,35 +24,35 @@ def _all_cards(devices: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Frozen; `None` means that the engine chooses."""
+    """Configures the engine; `None` lets it choose. Raises ValueError for values that cannot work."""
 
     devices: tuple[str, ...] = ("cpu",)
-    """One a stage; the same device may appear twice (`("cpu", "cpu")` is two stages)."""
+    """One for each stage; a device may appear more than once (`("cpu", "cpu")` is two stages)."""
     layer_split: tuple[int, ...] | None = None
-    """First layer of each later stage, ascending; None balances the weights over the devices."""
+    """The first layer of each stage after the first, ascending; None balances the layers over the devices."""
     context_tokens: int | None = None
-    """Rows every arena holds; None takes the model's own limit or what fits, whichever is smaller."""
+    """Rows in every arena; None takes the model's own limit or what fits, whichever is smaller."""
     batch_tokens: int = 512
-    """Tokens a prefill chunk; chunks end at absolute multiples of it."""
+    """Tokens in a prefill chunk; chunks end at absolute multiples of it."""
     dtype: torch.dtype | None = None
-    """What the model computes in; None is fp32 on CPU and the checkpoint's own on CUDA."""
+    """The compute dtype; None is float32 on CPU and the checkpoint's own on CUDA."""
     kv_dtype: torch.dtype | None = None
-    """What keys and values are kept in, of `engine.kv_format.KV_FORMATS`; None is the compute dtype."""
+    """The dtype that stores keys and values, one of `engine.kv_format.KV_FORMATS`; None is the compute dtype."""
 
     ctx_checkpoints: int = 8
-    """Copies of the fixed state that stay on the devices, a position each; for models that have any."""
+    """The most checkpoints of fixed state kept on the devices, for models that have fixed state."""
     draft_tokens: int | None = None
-    """Tokens that a draft head guesses a step; None and 0 decode without one."""
+    """The most tokens that a draft head guesses in a step; None and 0 decode without one."""
     window_slack_tokens: int = 256
-    """A sliding window can be cut back by so many tokens without a checkpoint."""
+    """How many tokens a sliding window can be cut back without a checkpoint."""
 
     peer_access: bool = True
-    """Cards may copy straight to each other where they can; else hidden states go through main memory."""
+    """Whether GPUs that can may copy directly to each other; without it, hidden states pass through main memory."""
 
     @property
     def guesses(self) -> int:
-        """`draft_tokens`, once chosen. Nobody guesses unasked: on processors a step with guesses costs as much as those
-        steps apart, and on cards it pays for a head that is right often enough, which nobody knows beforehand."""
+        """`draft_tokens`, or 0. Guessing is off by default: on CPUs a step with guesses costs as much as separate
+        steps; on GPUs it pays only if guesses are accepted often enough, which is not known beforehand."""
         return self.draft_tokens or 0
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@
     state    holds t g1, as if g2 had never been read; the next step reads the last emitted token
 
 Greedy answers equal those of single steps; sampled ones have the same distribution (`Sampler.judge`). Grammars and
-penalties apply to the model's tokens, so a wrong guess costs time and never changes an answer.
+penalties apply to the model's tokens, so no guess gets around them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Decoder:
         """Yields the answer's tokens; first reads `last_token_id`, the prompt's last. Ends when the context is full.
 
         When closed, and after each step, the session's state covers all tokens before the last one yielded. Raises
-        StageFailed, BadLogits; the session then holds a prefix of the tokens yielded or is empty.
+        StageFailed, BadLogits; the session then holds a prefix of the conversation so far, or is empty.
         """
         session, token = self._session, last_token_id
         while session.position < session.context_tokens:

@@ -1,7 +1,7 @@
-"""Gated delta nets on a CPU where `flash-linear-attention` is installed.
+"""Gated delta nets on CPU stages when `flash-linear-attention` is installed.
 
-The library takes that package's kernels once and for all when it is imported, whatever the device of the tensors; they
-run on cards only. A stage on a CPU needs the library's reference, which it keeps beside them.
+Transformers selects that package's kernels once, on import, whatever the device of the tensors; they run on GPUs only.
+A stage on a CPU needs the reference implementation, which transformers keeps as `__wrapped__`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ FUNCTIONS = (
     "causal_conv1d_fn",
     "causal_conv1d_update",
 )
-"""What the library's modules call, by the names that they have there."""
+"""The functions that transformers' modules call, by their names there."""
 CHOOSES = "parkd_chooses"
-"""Mark of a function that was replaced."""
+"""Attribute that marks a replaced function."""
 
 
 def choose_by_device(layers: Any) -> None:
-    """From now on these layers' library functions compute on a CPU by the reference. May be called again."""
+    """Makes the functions that these layers call use the reference for CPU tensors. May be called again."""
     for module in {sys.modules[type(part).__module__] for layer in layers for part in layer.modules()}:
         for name in FUNCTIONS:
             function = getattr(module, name, None)

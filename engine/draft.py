@@ -1,17 +1,17 @@
-"""A model's own draft head: guesses the tokens behind the next one, from the hidden state behind the last.
+"""A model's own draft head: guesses the tokens after the next one, from the hidden state after the last one.
 
-    row t of the head   is made of   hidden state behind token t-1, token t      and says what token t+1 may be
+    row t of the head   is computed from   the hidden state after token t-1, and token t      and predicts token t+1
 
     tokens      0 ... t-1 | t             the model reads token t at position t;
-    head        1 ... t-1 | t, t+1 ...    its rows behind t are guesses upon guesses, and are written anew once known
+    head        1 ... t-1 | t, t+1 ...    rows after t depend on guesses and are rewritten once the tokens are known
 
-A row lies beside the model's own of the same token and depends on no later one, so it can be cut, shared and parked as
-those can. Row 0 has nothing before it: it is zero and never read. (Multi-token prediction: DeepSeek-V3 technical
-report, section 2.2. The library's `MtpModel` counts rows from 0 at token 1; the numbers are the same.)
+A head's row is stored beside the model's own row of the same token and depends on no later token, so it can be cut,
+shared and parked with it. Row 0 has no hidden state before it: it is zero and never read. (Multi-token prediction:
+DeepSeek-V3 technical report, section 2.2. Transformers' `MtpModel` counts row 0 at token 1; the values are the same.)
 
-Of a head of several layers the first is used, for every token ahead: what it says of one is read by the next guess.
+If a head has several layers, the first one is used for every guess: its hidden state is the input of the next guess.
 
-The head runs on the last stage's device, beside the layers whose hidden state it reads.
+The head runs on the last stage's device, where the hidden states that it reads are computed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Choose = Callable[[torch.Tensor], int]
 
 
 class DraftCache(Cache):  # type: ignore[misc]
-    """The library's view of the head's rows from token 1 on."""
+    """The transformers cache over the head's rows from token 1 on."""
 
     def __init__(self, layer: int, rows: Mapping[str, torch.Tensor], arena: StageArena) -> None:
-        """`rows` are the fields of the arena's rows that the head uses, by name."""
+        """`rows` maps field names to views of the arena rows that the head uses."""
         seen = {name: view[1:] for name, view in rows.items()}
         self._layer: Any = attention_layer(layer, {(layer, name): view for name, view in seen.items()})
         super().__init__(layers=[self._layer])
@@ -56,31 +56,31 @@ class DraftCache(Cache):  # type: ignore[misc]
             self._index = LayerIndex(seen[INDEX_KEY], arena.index_blocks[layer], self._positions, size)
 
     def begin(self, row: int, places: torch.Tensor) -> None:
-        """What comes is written from `row` on, 1 being the first, at the rotary positions `places`, `[..., 1, q]`."""
+        """Prepares to write from `row` on (at least 1) at the rotary positions `places`, `[..., 1, q]`."""
         self._layer.begin(row - 1)
         self.rows_changed_from(row)
         if self._positions is not None:
-            # What the model writes there too, once it reads these tokens; guesses come before it.
+            # The model writes the same once it reads these tokens, but guesses come earlier.
             self._positions.position = row - 1
             self._positions.write(places.expand(3, 1, -1))
 
     def rows_changed_from(self, row: int) -> None:
-        """Rows from `row` on are, or will be, others than those that went through here."""
+        """Forgets what was derived from rows at and after `row`, which have changed or are about to."""
         if self._index is not None:
             self._index.forget_from(max(row - 1, 0))
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:  # noqa: ARG002
-        """Writes `[1, q, dim]`; returns the view of all from token 1 on."""
+        """Writes index keys `[1, q, dim]`; returns the view of all index keys from token 1 on."""
         assert self._index is not None, "the layout has an index"
         return self._index.write(indexer_key_states, self._layer.position)
 
     def index_blocks(self, layer_idx: int, count: int, make: MakeBlocks) -> torch.Tensor:  # noqa: ARG002
-        """The first `count` blocks' keys of the index, `[count, dim]`, the missing ones made by `make`."""
+        """Keys of the first `count` blocks of the index, `[count, dim]`; `make` computes the missing ones."""
         assert self._index is not None, "the layout has an index"
         return self._index.blocks(count, make)
 
     def record(self, place: TokenPlace | None) -> None:
-        """From now on rows are written where `place` says; None: where `begin` said."""
+        """Makes forward passes write rows at `place`, on the device; None: at the row of `begin`."""
         self._layer.place = place
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
@@ -94,13 +94,13 @@ class DraftCache(Cache):  # type: ignore[misc]
 
 
 class DraftHead:
-    """The head over the last stage's arena, whose layout names its fields."""
+    """The draft head, with its state in the last stage's arena, whose layout names the fields."""
 
     def __init__(
         self, head: Any, stages: Sequence[Stage], arena: StageArena, history: StepHistory, offset: PositionOffset
     ) -> None:
-        """`head` is the library's `MtpModel`, or ours of streams; what it shares with the model comes from the stages.
-        `offset` is the timeline's: the positions of guesses follow the pictures before them."""
+        """`head` is transformers' `MtpModel` or a `StreamHead`; modules that it shares with the model come from the
+        stages. `offset` is the timeline's: images before a guess shift its rotary position."""
         last = stages[-1]
         self._first, self._stage = stages[0], last
         self._history = history
@@ -124,26 +124,26 @@ class DraftHead:
 
     @property
     def output(self) -> nn.Module | None:
-        """Hidden states to logits; the model's own."""
+        """The model's own output head: hidden states to logits."""
         return self._stage.head
 
     @property
     def can_be_recorded(self) -> bool:
-        """What the next row is made from lies in one place, whatever the position."""
+        """Whether the hidden state for the next row has a fixed address, whatever the position."""
         return self._hidden is not None
 
     @property
     def kept_hidden(self) -> torch.Tensor:
-        """`[hidden]`, that behind the last token, where `can_be_recorded`."""
+        """The hidden state after the last token, `[hidden]`. Only if `can_be_recorded`."""
         assert self._hidden is not None, "every row has its own"
         return self._hidden
 
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """`[1, q, hidden]` on the head's device."""
+        """Embeddings `[1, q, hidden]` on the head's device."""
         return self._first.embed(np.array(token_ids, dtype=np.int64)).to(self._stage.device)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[vocab]` of the guess behind the last of the head's `hidden`, `[1, q, hidden]`."""
+        """The logits float32 `[vocab]` after the last of the head's hidden states `[1, q, hidden]`."""
         return self._stage.scores(self._mixer(hidden))[-1]
 
     def read(
@@ -153,8 +153,8 @@ class DraftHead:
         hidden: torch.Tensor,
         images: ChunkImages = NO_IMAGES,
     ) -> None:
-        """Writes the head's rows of tokens `[position, position + q)`, whose hidden states `[1, q, hidden]` the model
-        has just made, and keeps what the next row is made from. `images` are those of the chunk."""
+        """Writes the head's rows of the tokens `[position, position + q)`, whose hidden states `[1, q, hidden]` the
+        model has just computed, and keeps the hidden state for the next row. `images` are those of the chunk."""
         known, embedded = hidden[:, :-1], self._first.embed(token_ids, images.rows).to(self._stage.device)
         if position > 0:
             known = torch.cat([self._behind(position), known], dim=1)
@@ -167,9 +167,9 @@ class DraftHead:
         self._keep(position, hidden[0])
 
     def guess(self, token_id: int, position: int, count: int, choose: Choose) -> list[int]:
-        """`count` tokens that may follow `token_id`, which comes at `position`. Writes rows at and behind it.
+        """Returns `count` guesses of the tokens after `token_id` at `position`. Writes rows from `position` on.
 
-        At position 0 there is nothing to guess from, and none are.
+        Returns none at position 0, where there is no hidden state to guess from.
         """
         guesses: list[int] = []
         if position == 0:
@@ -182,21 +182,21 @@ class DraftHead:
         return guesses
 
     def rows_changed_from(self, position: int) -> None:
-        """Rows from `position` on were written by others."""
+        """Forgets what was derived from rows at and after `position`, which were written elsewhere."""
         self._cache.rows_changed_from(position)
 
     def ready(self, position: int, turn: int, place: TokenPlace) -> None:
-        """Before what was recorded over `place` is replayed for tokens from `position` on, not 0."""
-        place.put(position - 1, turn)  # The cache's rows begin with token 1's.
+        """Prepares a replay over `place` for tokens from `position` on, which must not be 0."""
+        place.put(position - 1, turn)  # The cache's first row is token 1's.
 
     def read_placed(self, embedded: torch.Tensor, hidden: torch.Tensor, place: TokenPlace) -> None:
-        """`read` of embeddings `[1, q, hidden]`, with rows where `place` says."""
+        """`read` for embeddings and hidden states `[1, q, hidden]`, with rows written at `place`."""
         self.placed(embedded, torch.cat([self.kept_hidden.view(1, 1, -1), hidden[:, :-1]], dim=1), place)
         self._keep(0, hidden[0])
 
     def placed(self, embedded: torch.Tensor, hidden: torch.Tensor, place: TokenPlace) -> torch.Tensor:
-        """The head's hidden states `[1, q, hidden]` of tokens whose embeddings are given, and what was behind those
-        before them. Writes their rows where `place` says."""
+        """Returns the head's hidden states `[1, q, hidden]` for tokens with these embeddings and the hidden states
+        after the tokens before them. Writes their rows at `place`."""
         self._cache.record(place)
         try:
             output: torch.Tensor = self.model.forward_layer(
@@ -207,7 +207,7 @@ class DraftHead:
         return output
 
     def _forward(self, embedded: torch.Tensor, row: int, hidden: torch.Tensor, images: ChunkImages) -> torch.Tensor:
-        # A row has the position that the model gives its token, so pictures lie by row and column here too.
+        # A row has its token's rotary position in the model, so image tokens are placed by row and column here too.
         if images.position_ids is None:
             places = torch.arange(row, row + embedded.shape[1], device=self._stage.device)[None]
         else:
@@ -217,7 +217,7 @@ class DraftHead:
         return output
 
     def _behind(self, position: int) -> torch.Tensor:
-        """The hidden state behind the token before `position`, `[1, 1, hidden]`."""
+        """The hidden state after the token before `position`, `[1, 1, hidden]`."""
         kept = self._hidden if self._hidden_rows is None else self._hidden_rows[position - 1]
         assert kept is not None, "the layout has one or the other"
         return kept.view(1, 1, -1)
@@ -234,7 +234,7 @@ class DraftHead:
 
 
 def _bare(head: Any, device: torch.device) -> nn.Module:
-    """The head on `device`, without what it shares with the model: that is on other devices, and stays there."""
+    """The head on `device`, without the modules it shares with the model, which may be on other devices."""
     shared = {name: head._modules[name] for name in ("embed_tokens", "shared_head")}
     head._modules.update(dict.fromkeys(shared))
     try:

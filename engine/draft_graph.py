@@ -1,9 +1,9 @@
-"""A draft head's part of recorded decoding: bringing its rows up to date behind a step, and guessing.
+"""The draft head in recorded decoding: bringing its rows up to date after a step, and guessing.
 
-    the last stage's graph     hidden states of the step -> the head's rows of its tokens, and what is behind the last
-    the head's graph           a token, what is behind the one before -> its row, what is behind it, the guess's logits
+    the last stage's graph     hidden states of the step -> the head's rows of its tokens, its last hidden state
+    the head's graph           a token, the hidden state before it -> its row, the hidden state after it, logits
 
-The embeddings of tokens come from the first stage's device, before a replay.
+Token embeddings are copied from the first stage's device before a replay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.placed import TokenPlace
 
 
 class RecordedReading:
-    """The head reads the tokens that the model has just read."""
+    """The head's reading of the tokens that the model has just read; part of the last stage's graph."""
 
     def __init__(self, draft: DraftHead, tokens: int) -> None:
         self._draft = draft
@@ -33,7 +33,7 @@ class RecordedReading:
         return self._draft.model
 
     def ready(self, token_ids: Sequence[int], position: int, turn: int) -> None:
-        """Before a replay; `position` is that of the first token, not 0."""
+        """Prepares a replay; `position` is that of the first token and must not be 0."""
         embedded = self._draft.embed(token_ids)
         if self._embedded is None:
             self._embedded = embedded.clone()
@@ -42,19 +42,19 @@ class RecordedReading:
         self._draft.ready(position, turn, self._place)
 
     def run(self, hidden: torch.Tensor) -> None:
-        """Queues it; `hidden` `[1, tokens, hidden]` is what the model made of them."""
+        """Queues the reading; `hidden` is the model's hidden states of the tokens, `[1, tokens, hidden]`."""
         assert self._embedded is not None, "ready first"
         self._draft.read_placed(self._embedded, hidden, self._place)
 
 
 class RecordedGuessing:
-    """One guess, replayed for each."""
+    """A graph of one guess, replayed for each guess."""
 
     def __init__(self, draft: DraftHead) -> None:
         self._draft = draft
         self._place = TokenPlace(draft.device)
         self._behind = draft.kept_hidden.clone().view(1, 1, -1)
-        """What is behind the token before; the guess leaves there what is behind its own."""
+        """The hidden state before the token, `[1, 1, hidden]`; a guess replaces it with the one after the token."""
         self._embedded = torch.zeros_like(self._behind)
         self._logits: torch.Tensor | None = None
         self._graph: Any = None
@@ -75,7 +75,7 @@ class RecordedGuessing:
             self._behind.copy_(hidden)
 
     def guess(self, token_id: int, position: int, offset: int, count: int, choose: Choose) -> list[int]:
-        """As `DraftHead.guess`, behind a position that is not 0; `offset` is that of rotary positions."""
+        """As `DraftHead.guess`, at a position that is not 0; `offset` is added to get rotary positions."""
         self._behind.copy_(self._draft.kept_hidden.view(1, 1, -1))
         guesses: list[int] = []
         for row in range(position, position + count):

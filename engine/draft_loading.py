@@ -1,11 +1,11 @@
-"""Finds and loads the draft head that a checkpoint keeps beside its model.
+"""Finds and loads the draft head that a checkpoint stores beside its model.
 
-The library drops these weights and most of its configurations do not name them, so what a folder has is read off the
-names of its weights. A configuration that says `mtp_layer_types` belongs to a model that runs with its head: layouts
-and fingerprints follow from that.
+Transformers ignores these weights and most of its configurations do not mention them, so a head is recognised by the
+names of its weights. `mtp_layer_types` in a configuration means that the model runs with its head; layouts and
+fingerprints depend on it.
 
-    mtp.fc.weight, mtp.layers.0. ...      Qwen: what all layers of the head share, and its layers
-    model.layers.61. ...                  DeepSeek, GLM: as if they came behind the model's own
+    mtp.fc.weight, mtp.layers.0. ...      Qwen: weights shared by the head's layers, then its layers
+    model.layers.61. ...                  DeepSeek, GLM: numbered after the model's own layers
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ HEADS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "glm4_moe_lite": {"mtp_mlp_layer_types": ["sparse"]},
     }
 )
-"""`model_type` of families with heads that can run -> how their configuration says so, beside what all say."""
+"""`model_type` of families whose heads are supported -> settings that differ from those in `head_settings`."""
 _LAYER = re.compile(r"(mtp|model)\.layers\.(\d+)\.")
 
 log = logging.getLogger("parkd.engine")
 
 
 def find_head(folder: Path, config: Any) -> bool:
-    """Whether the checkpoint in `folder` has a draft head that can run; if so, `config` says so from now on.
+    """Whether the checkpoint in `folder` has a supported draft head; if so, declares it in `config`.
 
-    Reads names of weights only. Raises ModelLoadError for files that cannot be read.
+    Reads only the names of weights. Raises ModelLoadError for files that cannot be read.
     """
     behind = int(language_config(config).num_hidden_layers)
     layers = {name: layer for name in _weight_names(folder) if (layer := _head_layer(name, behind)) is not None}
@@ -62,19 +62,20 @@ def find_head(folder: Path, config: Any) -> bool:
 
 
 def head_settings(model_type: str) -> Mapping[str, Any]:
-    """What the configuration of a model's text says if it runs with a draft head of one layer."""
+    """The settings that declare a draft head of one layer in a text configuration."""
     return {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"], **HEADS.get(model_type, {})}
 
 
 def declare_head(config: Any) -> None:
-    """`config` is that of a model with a draft head, of which one layer runs. Its part about text says so."""
+    """Declares in the text part of `config` that the model runs with one layer of its draft head."""
     config = language_config(config)
     for name, value in head_settings(config.model_type).items():
         setattr(config, name, value)
 
 
 def drop_head(config: Any) -> None:
-    """The model runs without its head. What a configuration says of heads by itself stays."""
+    """Undoes `declare_head`, so that the model runs without its head. Leaves a `config` without `mtp_layer_types` as it
+    is."""
     config = language_config(config)
     if getattr(config, "mtp_layer_types", None) is not None:
         for name in head_settings(config.model_type):
@@ -82,12 +83,13 @@ def drop_head(config: Any) -> None:
 
 
 def load_head(model: Any, folder: Path) -> Any:
-    """The head of a model just loaded from `folder`, whose configuration names it: the library's `MtpModel`, or ours.
+    """Loads the head declared in the configuration of a model loaded from `folder`: an `MtpModel` or a `StreamHead`.
 
     Raises ModelLoadError.
     """
     model.config.name_or_path = str(folder)
-    # By these the library finds a head's weights. Its own name the depth of one published model, and every layer.
+    # Transformers finds a head's weights by these. Its own patterns fit the depth of one published model, and every
+    # layer of the head.
     behind = int(language_config(model.config).num_hidden_layers)
     model._keys_to_ignore_on_load_unexpected = [r"^mtp\.(?!layers\.[1-9])", rf"^model\.layers\.{behind}\."]
     try:
@@ -109,8 +111,8 @@ def _refusal(names: Iterable[str], config: Any) -> str | None:
 
 
 def _head_layer(name: str, behind: int) -> int | None:
-    """The layer of the head that a weight belongs to; 0 for what all layers share, None if it is not of a head.
-    `behind`: layers of the model itself."""
+    """The head's layer that a weight belongs to; 0 for weights that its layers share, None for a weight outside the
+    head. `behind` is the number of the model's own layers."""
     match = _LAYER.match(name)
     if match is None:
         return 0 if name.startswith("mtp.") else None

@@ -1,24 +1,24 @@
-"""Whether guessing goes on: a head that is rarely right costs more than it gains.
+"""Pauses guessing while too few guesses are accepted: it then costs more than it gains.
 
-    steps    | 8 with guesses | 32 without | 8 with | 64 without | 8 with | ...     while few of the guesses are right
+    steps    | 8 with guesses | 32 without | 8 with | 64 without | 8 with | ...     while too few are accepted
              | 8 with guesses | 8 with     | ...                                    while enough are
 
-Counts alone decide, from the answer's start on, and no clock: drawn answers of one seed depend on which steps guess,
-and are to be the same whenever they are asked for, behind a restored conversation as behind one that stayed.
+Only counts from the start of the answer decide, never a clock. Sampled answers depend on which steps guess, and the
+same seed must give the same answer, whether the conversation was restored or stayed live.
 """
 
 from __future__ import annotations
 
 TRIAL_STEPS = 8
 LEAST_RIGHT = 0.25
-"""Share of the guesses. With fewer right guessing cannot pay even where a step with two guesses costs half as much
-again as one without."""
+"""Share of guesses accepted. Below it guessing cannot pay, even if a step with two guesses costs only 1.5 times as much
+as one without."""
 SHORTEST_PAUSE = 32
 LONGEST_PAUSE = 256
 
 
 class DraftPace:
-    """Of one answer. Asked before each step, told after each one that guessed."""
+    """The pace of one answer. Call `guesses` before each step, and `note` after each step that guessed."""
 
     def __init__(self) -> None:
         self._steps = self._drafted = self._accepted = 0
@@ -26,14 +26,14 @@ class DraftPace:
         self._pause = SHORTEST_PAUSE
 
     def guesses(self) -> bool:
-        """Whether the step that comes should guess."""
+        """Whether the next step should guess."""
         if self._waits:
             self._waits -= 1
             return False
         return True
 
     def note(self, drafted: int, accepted: int) -> None:
-        """A step guessed `drafted` tokens, of which `accepted` were right."""
+        """Counts a step that guessed `drafted` tokens, of which `accepted` were accepted."""
         self._steps += 1
         self._drafted += drafted
         self._accepted += accepted

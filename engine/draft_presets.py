@@ -1,9 +1,9 @@
 """Random models with a draft head: `random:NAME`.
 
-A random head knows nothing of its model, and guesses about one token in a vocabulary right. The `-echo` ones are made
-to agree: layers add little to what they read, so that the next token mostly follows from the last one alone, and the
-head hands the last token's embedding on to the same output, in which it mostly says the same. What their layers
-compute, keep and cost is as in any other.
+A random head is unrelated to its model: a guess is right about once in as many tries as the vocabulary has tokens. The
+`-echo` presets make model and head agree. Their layers add little to their input, so the next token mostly depends on
+the last one alone; the head passes the last token's embedding to the same output, which mostly gives the same token.
+Their layers compute, store and cost the same as in other presets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WITH_HEADS = (
     *("qwen3.5-27b", "qwen4-exp-small"),
 )
 ECHO_GAIN = 0.003
-"""How much layers add: guesses are then right more often than not, but not always."""
+"""How much layers add to their input: with this, most guesses are right, but not all."""
 
 
 def _with_head(name: str) -> tuple[str, Mapping[str, Any]]:
@@ -46,17 +46,17 @@ DRAFT_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 def headless(name: str) -> str:
-    """The preset that is the same without a head."""
+    """The name of the same preset without a head."""
     return name.removesuffix(ECHO).removesuffix(WITH_HEAD)
 
 
 def layer_gain(name: str) -> float:
-    """How much the layers of a preset add to what they read."""
+    """How much the layers of a preset add to their input."""
     return ECHO_GAIN if name.endswith(ECHO) else 1.0
 
 
 def random_head(model: Any, name: str) -> Any:
-    """A head beside a random model, whose weights are drawn as the model's are."""
+    """A draft head for a random model, with weights drawn in the same way."""
     device, dtype, gain = model.device, model.dtype, layer_gain(name)
     with torch.device(device), no_init_weights():
         head = head_class(model.config)(model, 1).to(dtype)
@@ -69,13 +69,13 @@ def random_head(model: Any, name: str) -> Any:
 
 
 def own_parts(head: Any) -> list[nn.Module]:
-    """The modules of a head that it does not share with its model, its layers first."""
+    """The modules that a head does not share with its model, its layers first."""
     shared = ("embed_tokens", "shared_head", "rotary_emb")
     return [head.layers, *(part for name, part in head.named_children() if name not in ("layers", *shared))]
 
 
 def hand_on(head: Any, model: Any) -> None:
-    """The head's layer gets the embedding of the token and nothing of the hidden state before it."""
+    """Makes the head's layer read only the embedding of the token, and nothing of the hidden state before it."""
     with torch.no_grad():
         if isinstance(head, StreamHead):
             head.hyper_connection_mixer.load_state_dict(model.get_decoder().hyper_connection_mixer.state_dict())

@@ -1,4 +1,4 @@
-"""What must be equal before two runs of the engine may share state."""
+"""The engine's fingerprint: it must be equal before two runs may share state."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _SHAPELESS = frozenset(
         "use_cache",
     }
 )
-"""Configuration that does not change a single number of a token's state. What is not listed is taken to change it."""
+"""Settings that change no value of a token's state. Every setting not listed is assumed to change it."""
 
 
 def fingerprint(weights_digest: bytes, config: Mapping[str, Any], dtype: torch.dtype, kv_dtype: torch.dtype) -> bytes:
-    """16 bytes over weights, configuration (the library's `config.to_dict()`), compute dtype and KV dtype.
+    """16 bytes over the weights' digest, configuration (transformers' `config.to_dict()`), compute and KV dtypes.
 
-    Not over the context size, the devices or the chat template: those do not change a token's state, or the ids tell.
+    Leaves out context size and devices, which do not change a token's state, and the chat template, whose effect shows
+    in the token ids.
     """
     canonical = json.dumps(_shaping(config), sort_keys=True, separators=(",", ":"), default=str)
     hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-engine")

@@ -1,12 +1,12 @@
-"""A layer of Gemma 3 for one token: nine kernels, where the library's code for it launches thirty.
+"""A Gemma 3 layer for one token in nine kernels; transformers launches thirty.
 
-    hidden -> norm, q k v       one product        -> norms, turned, written where the device says
-           -> attention         two kernels        -> product
-           -> normed, added     one kernel
-           -> norm, gate, up    one kernel         -> product down
-           -> normed, added     one kernel
+    hidden -> norm, q k v       one matvec         -> norms, rotary, row written at the position on the device
+           -> attention         two kernels        -> output matvec
+           -> norm, residual    one kernel
+           -> norm, gate, up    one kernel         -> down matvec
+           -> norm, residual    one kernel
 
-Rounded where the library rounds, but for the norms before products, whose results are never stored.
+Rounds where transformers does, except in the norms before products, whose results are not stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GELU = "gelu_pytorch_tanh"
 
 
 def is_known(layer: Any) -> bool:
-    """Whether the layer is of the make the published models have."""
+    """Whether the layer is built as in the published models, as these kernels assume."""
     attention = layer.self_attn
     return (
         layer.config.hidden_activation == GELU
@@ -31,7 +31,7 @@ def is_known(layer: Any) -> bool:
 
 
 def one_token(layer: Any) -> Callable[..., torch.Tensor]:
-    """The layer's forward while one token's is recorded."""
+    """The layer's forward pass for use while a step of one token is recorded."""
     from engine.kernels.matvec import gated, matvec
     from engine.kernels.pointwise import add_offset_norm
 
@@ -64,7 +64,7 @@ def one_token(layer: Any) -> Callable[..., torch.Tensor]:
 def _attended(
     layer: Any, hidden: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], cache: Any
 ) -> torch.Tensor:
-    """What the layer's attention gives before its last product, `[q_heads * dim]`; writes the token's row."""
+    """The layer's attention before the output projection, `[q_heads * dim]`; writes the token's row."""
     from engine.kernels.matvec import matvec
     from engine.kernels.rows import write_rows
 

@@ -128,8 +128,7 @@ class Session:
         return self._steered.steering.digest
 
     def steer(self, steering: Steering) -> None:
-        """Steers every forward pass from now on. Existing rows stay: the caller must track which steering they were
-        computed with.
+        """Steers every forward pass from now on. Existing rows stay: the caller must track which steering made them.
 
         Raises StageFailed; the steering is then unchanged.
         """
