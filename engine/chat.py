@@ -24,31 +24,31 @@ RESERVED = frozenset(
         "tools",
     }
 )
-"""Names of the renderer's own arguments, which a request's template arguments do not replace."""
+"""The renderer's own arguments, which a request's template arguments cannot override."""
 
 
 class ChatTokenizer:
     """Text to ids and back. Thread-safe."""
 
     def __init__(self, tokenizer: Any, *, declares: bool = True) -> None:
-        """`tokenizer` is a library tokenizer. Raises ModelLoadError if it is not a fast one. `declares`: its response
-        template holds, if it has one."""
+        """`tokenizer` is the library's. Raises ModelLoadError if it is not a fast one. `declares`: whether to use its
+        response template, if it has one."""
         if not getattr(tokenizer, "is_fast", False):
             raise ModelLoadError("The model has no fast tokenizer (tokenizer.json), which is needed.")
         self._backend = tokenizer.backend_tokenizer
-        # Padding or cutting a prompt would change what the model reads; some files switch them on.
+        # Some files enable padding or truncation, which would change the prompt.
         self._backend.no_padding()
         self._backend.no_truncation()
         self.responses = ResponseTemplate.of(tokenizer) if declares else None
-        """How answers are read, where the model's files say it."""
+        """How to parse answers, if the model's files define it."""
         added = self._backend.get_added_tokens_decoder()
         self.special_tokens: tuple[str, ...] = tuple(added[number].content for number in sorted(added))
-        """Texts that are cut out before anything else, in the order of their ids."""
+        """Tokens that are matched in text before tokenization, in the order of their ids."""
         marks = frozenset() if self.responses is None else self.responses.marks(self.special_tokens)
         self._token_bytes = TokenBytes.of(self._backend, ANSWER_MARKS | marks)
 
     def encode(self, text: str) -> list[int]:
-        # Of the ways to encode, the one that lets other threads run meanwhile.
+        # The batch method releases the interpreter lock.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
@@ -58,17 +58,17 @@ class ChatTokenizer:
         return text
 
     def to_json(self) -> str:
-        """The text of its `tokenizer.json`."""
+        """The content of `tokenizer.json`."""
         content: str = self._backend.to_str()
         return content
 
     def text(self, stop: Sequence[str]) -> TextAssembler:
-        """An answer's text, from ids yet to come."""
+        """An assembler for the text of one answer."""
         return TextAssembler(self._token_bytes, stop)
 
 
 class ChatTemplate:
-    """Messages to the text that the model reads, in the library's sandbox. Thread-safe."""
+    """Renders messages to the prompt text, in the library's sandbox. Thread-safe."""
 
     def __init__(self, tokenizer: Any, source: str | None) -> None:
         """`source` replaces the model's own template."""
@@ -77,7 +77,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The template's text, the one for tools where a model has several; None if it has none."""
+        """The template's text; the one for tools if there are several, None if there is none."""
         if self._source is None and not self._tokenizer.chat_template:
             return None
         text: str = self._tokenizer.get_chat_template(self._source, [{}])
@@ -91,7 +91,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Raises TemplateRefused with the template's words, or with what to do if there is no template."""
+        """The prompt text. Raises TemplateRefused with the template's message, or with advice if there is none."""
         if self._source is None and not self._tokenizer.chat_template:
             raise TemplateRefused(
                 "This model has no chat template. Send plain text to /v1/completions, or start with "
@@ -102,8 +102,8 @@ class ChatTemplate:
         shown = [dict(tool) for tool in tools] or None
         own = {name: value for name, value in kwargs.items() if name not in RESERVED}
         try:
-            # Not `apply_chat_template`: that drops entries that are None, and some templates only show an answer's tool
-            # calls when its content is there and None.
+            # Not `apply_chat_template`: it drops entries that are None, and some templates show an answer's tool calls
+            # only if its content is present and None.
             texts, _ = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],
                 tools=shown,
@@ -113,6 +113,6 @@ class ChatTemplate:
             )
             text: str = texts[0]
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            # A template is a program fed by the request: whatever it trips over lies in the messages.
+            # A template is a program whose input is the request, so errors in it are caused by the messages.
             raise TemplateRefused(f"The chat template refuses these messages: {error}") from error
         return text

@@ -1,4 +1,4 @@
-"""Turns a GGUF file into a model folder that loads in seconds. The library reads it, which takes about a minute."""
+"""Converts a GGUF file into a model folder that loads in seconds. The library reads the file in about a minute."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from engine.library_bars import no_library_bars
 from engine.model_cache import Progress
 
 CONVERSION_VERSION = 2
-"""Part of the cache's key: raise it when the same file would be converted to other bytes."""
+"""Part of the cache's key. Raise it if conversion of the same file gives different bytes."""
 CONVERTED_KINDS = ("llama", "qwen2", "qwen3", "gemma3")
-"""Architectures, in llama.cpp's words, whose entries the library's reader is known to miss only where mended here."""
+"""Architectures by llama.cpp's names. For these, all entries that the library's reader misses are added here."""
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
-"""Tokens that end an answer whatever `eos_token_id` says: many files name only one of two."""
+"""Tokens that always end an answer, besides `eos_token_id`; many files name only one of two."""
 
 
 def convert(path: Path, folder: Path, dtype: torch.dtype, progress: Progress | None = None) -> None:
-    """Fills `folder` with configuration, tokenizer and weights in `dtype`.
+    """Writes configuration, tokenizer and weights in `dtype` to `folder`.
 
-    Raises UnsupportedModel or ModelLoadError, for whatever can be known before any tensor is read.
+    Raises UnsupportedModel or ModelLoadError, where possible before any tensor is read.
     """
     tell = progress or (lambda *_: None)
     doing = f"Converting {path.name}"
@@ -50,7 +50,7 @@ def convert(path: Path, folder: Path, dtype: torch.dtype, progress: Progress | N
 
 
 def end_token_ids(file: GgufMetadata) -> list[int]:
-    """Ids that end an answer, ascending."""
+    """The ids that end an answer, in ascending order."""
     named = (file.entries.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     wanted = set(END_TOKENS)
     spelled = (number for number, token in enumerate(file.entries.get("tokenizer.ggml.tokens", [])) if token in wanted)
@@ -58,16 +58,16 @@ def end_token_ids(file: GgufMetadata) -> list[int]:
 
 
 def config_of(file: GgufMetadata) -> Any:
-    """The library's configuration, known to be one the engine runs and to leave no tensor of the file unused."""
+    """The library's configuration, after checking that the engine runs it and that it uses every tensor of the file."""
     with named_damage(file.path), quick_library_reader():
         config = AutoConfig.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
-    # The library leaves qwen3's head size at its default; the rule is llama.cpp's.
+    # The library leaves qwen3's head size at its default. This is llama.cpp's rule.
     config.head_dim = int(file.of_kind("attention.key_length", config.hidden_size // config.num_attention_heads))
     add_scaling(file, config)
     check_config(config)
     with named_damage(file.path), quick_library_reader(), torch.device("meta"):
         places = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), TensorProcessor())
-    # The library drops what has no place, without a word.
+    # The library silently drops tensors that it has no use for.
     strangers = sorted(set(file.tensor_names) - set(places) - {ROPE_FACTORS})
     if strangers:
         raise ModelLoadError(
@@ -77,13 +77,13 @@ def config_of(file: GgufMetadata) -> Any:
 
 
 def _model(file: GgufMetadata, config: Any, dtype: torch.dtype) -> Any:
-    """The model with its weights, ready to be saved as if it had never been quantised."""
+    """The model with its weights, to be saved as a model that was never quantised."""
     with named_damage(file.path), quick_library_reader():
         model, found = AutoModelForCausalLM.from_pretrained(
             str(file.path.parent), gguf_file=file.path.name, config=config, dtype=dtype, output_loading_info=True
         )
     if found["missing_keys"]:
-        # The library would fill them with random numbers.
+        # The library would use random numbers for them.
         raise ModelLoadError(f"{file.path} lacks weights: {', '.join(sorted(found['missing_keys'])[:3])}.")
     model.hf_quantizer, model.is_quantized = None, False
     del model.config.quantization_config

@@ -1,4 +1,4 @@
-"""The entries and tensor names of a GGUF file, through the library's own reader; no tensor is touched."""
+"""Reads the entries and tensor names of a GGUF file with the library's reader, without reading tensors."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _STRING_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
 
 @dataclass(frozen=True, slots=True)
 class GgufMetadata:
-    """What a GGUF file says of itself."""
+    """The metadata of a GGUF file."""
 
     path: Path
     entries: Mapping[str, Any]
-    """As named in the file. Of lists of strings only the tokens and merges are kept; of others, their length."""
+    """By the file's own names. Of string lists only tokens and merges are kept; others are replaced by their length."""
     tensor_names: tuple[str, ...]
 
     @property
     def kind(self) -> str:
-        """The architecture, in llama.cpp's words."""
+        """The architecture, by llama.cpp's name."""
         return str(self.entries["general.architecture"])
 
     def of_kind(self, name: str, default: Any = None) -> Any:
-        """An entry of the architecture, named without its prefix."""
+        """An entry of the architecture, by its name without the prefix."""
         return self.entries.get(f"{self.kind}.{name}", default)
 
     def tensor(self, name: str) -> Any:
-        """An unquantised tensor's values."""
+        """The values of an unquantised tensor."""
         with named_damage(self.path):
             return load_gguf_state_dict(GgufHeader.from_file(str(self.path)))[name][...]
 
 
 def read_metadata(path: Path) -> GgufMetadata:
-    """Raises ModelLoadError for a file that is damaged, cut short or no GGUF file."""
+    """Reads the metadata. Raises ModelLoadError for a file that is damaged, truncated or not GGUF."""
     with named_damage(path):
         entries, names = read_gguf_metadata(str(path), _STRING_LISTS)
     return GgufMetadata(path, entries, names)
@@ -48,11 +48,11 @@ def read_metadata(path: Path) -> GgufMetadata:
 
 @contextmanager
 def named_damage(path: Path) -> Iterator[None]:
-    """Turns what the library trips over inside `path` into ModelLoadError."""
+    """Turns the library's errors about `path` into ModelLoadError."""
     try:
         yield
     except EngineError:
         raise
     except Exception as error:
-        # The library does not check what it reads: damage surfaces as any kind of error.
+        # The library does not check what it reads, so a damaged file can raise any kind of error.
         raise ModelLoadError(f"{path} is damaged, cut short or no GGUF file that can be read: {error}") from error

@@ -1,7 +1,7 @@
-"""Reads a GGUF file's header in seconds where the `gguf` package's reader takes minutes for a large vocabulary.
+"""Reads a GGUF file's header in seconds. For a large vocabulary the `gguf` package's reader takes minutes.
 
-That reader slices the mapped file once or more for each element of each list, and the library reads a file twice, for
-the configuration and for the weights. This one gives the same fields, with one look at the file a list.
+That reader slices the mapped file at least once per list element, and the library reads a file twice, for configuration
+and for weights. This reader gives the same fields, with one pass over each list.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from engine.errors import ModelLoadError
 
 _LENGTH = struct.Struct("<Q")
 _ONE_LOAD = RLock()
-"""Two that each put back what they found would leave the other's behind."""
+"""Allows one replacement at a time; concurrent ones could restore each other's."""
 _ARRAY_HEAD_BYTES = 4 + 8
 """Element type and length."""
 
 
 class QuickReader(gguf.GGUFReader):  # type: ignore[misc]
-    """Has the fields and tensors of the class it stands for."""
+    """Gives the same fields and tensors as the class it replaces."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
@@ -38,15 +38,15 @@ class QuickReader(gguf.GGUFReader):  # type: ignore[misc]
         types = [gguf.GGUFValueType.ARRAY, kind]
         if kind == gguf.GGUFValueType.STRING:
             size, parts = self._texts(offset, count)
-            # Each text is two parts, its length and its bytes, of which the second is the value.
+            # Each string has two parts, length and bytes; the second is the value.
             return _ARRAY_HEAD_BYTES + size, head + parts, list(range(3, 3 + 2 * count, 2)), types
-        # Plain views: a slice of a mapped array costs ten times as much.
+        # Slices of a plain array: those of a `memmap` cost ten times as much.
         whole = np.asarray(self._get(offset, self.gguf_scalar_to_np[kind], count))
         parts = [whole[place : place + 1] for place in range(count)]
         return _ARRAY_HEAD_BYTES + whole.nbytes, head + parts, list(range(2, 2 + count)), types
 
     def _texts(self, offset: int, count: int) -> tuple[int, list[Any]]:
-        """Bytes that `count` texts take from `offset` on, and their parts. Raises ModelLoadError."""
+        """The size in bytes of `count` strings at `offset`, and their parts. Raises ModelLoadError."""
         blob, at = memoryview(self.data), offset
         parts: list[Any] = []
         for _ in range(count):
@@ -61,10 +61,10 @@ class QuickReader(gguf.GGUFReader):  # type: ignore[misc]
 
 @contextmanager
 def quick_library_reader() -> Iterator[None]:
-    """The library reads GGUF files through `QuickReader`, and makes a model's tensor names once, not once a module.
+    """Makes the library read GGUF files with `QuickReader`, and build a model's tensor names once, not once per module.
 
-    The library takes no reader as an argument, so the package's names are changed while this lasts, one load at a time.
-    They answer so to this thread alone: to any other they are what they were.
+    The library takes no reader as an argument, so names of the package are replaced inside this context, for one load
+    at a time. Only this thread gets the new behaviour; other threads get the original.
     """
     with _ONE_LOAD:
         reader, names, owner = gguf.GGUFReader, gguf.get_tensor_name_map, get_ident()

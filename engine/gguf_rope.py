@@ -1,6 +1,6 @@
-"""The scaling of the rotary frequencies that a GGUF file states and the library's reader leaves out.
+"""Reads the RoPE scaling of a GGUF file, which the library's reader ignores.
 
-Without it a model runs, but reads its long prompts wrong; so what is not known for certain is refused.
+Without it a model runs but misreads long prompts. So scaling that cannot be identified for certain is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROPE_TOLERANCE = 1e-3
 def add_scaling(file: GgufMetadata, config: Any) -> None:
     """Completes `config.rope_parameters`. Raises UnsupportedModel or ModelLoadError."""
     rope = config.rope_parameters
-    # Models with windows have one rope a layer kind; only the whole-context one is scaled.
+    # Models with sliding windows have one RoPE per layer kind; only that of full attention is scaled.
     target = rope.get("full_attention", rope)
     if ROPE_FACTORS in file.tensor_names:
         target.update(_llama3(file, float(target["rope_theta"]), int(file.of_kind("rope.dimension_count", 0))))
@@ -43,10 +43,10 @@ def _needed(file: GgufMetadata, name: str) -> Any:
 
 
 def _llama3(file: GgufMetadata, theta: float, dimensions: int) -> dict[str, Any]:
-    """Finds the llama3 scaling whose divisors the file holds; the file does not name its parameters.
+    """Finds the llama3 scaling that gives the file's divisors; the file does not name its parameters.
 
-    All published models of this kind use the factors 1 and 4 over 8192 tokens; whatever does not reproduce the file's
-    divisors is refused.
+    All published models of this kind use the factors 1 and 4 over 8192 tokens. Raises UnsupportedModel if these do not
+    reproduce the divisors.
     """
     divisors = file.tensor(ROPE_FACTORS).reshape(-1).double().numpy()
     low, high, original = 1.0, 4.0, 8192

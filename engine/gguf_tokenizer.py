@@ -1,8 +1,8 @@
-"""Makes the library's tokenizer from the entries of a GGUF file.
+"""Builds the library's tokenizer from the entries of a GGUF file.
 
-SentencePiece vocabularies are left to the library. Byte-level ones are built here: how text is cut before merging
-(`tokenizer.ggml.pre`) decides the ids, and the library takes unknown ways for GPT-2's, leaves out `smollm`'s digits,
-Llama 3's unmerged words and Qwen's normal form, and skips special tokens that are not spelled in bytes.
+The library builds SentencePiece tokenizers. Byte-level ones are built here, since the pre-tokenizer
+(`tokenizer.ggml.pre`) decides the ids. The library treats unknown ones as GPT-2's, leaves out `smollm`'s digit
+splitting, Llama 3's `ignore_merges` and Qwen's NFC, and skips special tokens that are not spelled in bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def save_tokenizer(file: GgufMetadata, folder: Path) -> None:
-    """Writes `tokenizer.json` and its companions, chat template included. Raises ModelLoadError."""
+    """Writes `tokenizer.json` and related files, with the chat template. Raises ModelLoadError."""
     kind = str(file.entries.get("tokenizer.ggml.model", ""))
     if kind == "gpt2":
         tokenizer = _byte_level(file)

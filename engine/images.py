@@ -1,10 +1,10 @@
-"""Pictures, from a file's bytes to what a vision tower reads. On the CPU and thread-safe: no model is touched.
+"""Turns image files into the input of a vision tower. Runs on the CPU without a model; thread-safe.
 
     bytes -> format and size -> first frame -> upright -> RGB on white, 8 bits -> digest
                                                               `-> the model's own processor -> patches
 
-A phone's picture is turned as its EXIF orientation says. Of an animation the first frame is read. What is transparent
-lies on white, and 16-bit greys are scaled to 8. A file that ends too early is refused.
+The EXIF orientation is applied. Only the first frame of an animation is read. Transparent images are put on white, and
+16-bit greys are scaled to 8 bits. Truncated files are refused.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ from engine.multimodal import VisionFamily, family_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_IMAGE_BYTES = 20 * 1024 * 1024
-"""Of one picture's file."""
+"""Size of one image file."""
 MAX_PIXELS = 50_000_000
-"""Of one picture, told from its header before anything is unpacked: 150 MB as RGB."""
+"""Pixels of one image, read from its header before it is decoded: 150 MB as RGB."""
 FACTS_KEPT = 1024
-"""Pictures whose facts are remembered: an agent sends its whole history with every turn."""
+"""Images whose facts are cached, since an agent sends its whole history with every turn."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """What a prompt must know of a picture."""
+    """The facts about an image that a prompt needs."""
 
     digest: bytes
-    """SHA-256 of mode, width, height, pixels and how they are preprocessed."""
+    """SHA-256 over mode, size, pixels and preprocessing settings."""
     tokens: int
-    """Positions it takes."""
+    """Positions that it takes in the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePixels:
-    """One picture as the vision tower reads it."""
+    """One image as the input of the vision tower."""
 
     values: torch.Tensor
-    """float32 patches `[patches, patch numbers]`, or `[1, channels, height, width]`, as the model has it."""
+    """float32 `[patches, numbers per patch]` or `[1, channels, height, width]`, depending on the model."""
     grid: torch.Tensor | None
-    """int64 `[1, 3]`: patches in time, height and width; None where all pictures are of one size."""
+    """int64 `[1, 3]`: patches in time, height and width; None if the model has one size for all images."""
     rows: int = 0
     columns: int = 0
-    """Positions in height and width, after patches were merged; 0 without a grid."""
+    """Positions in height and width, after merging patches; 0 without a grid."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """How pictures are written in a prompt."""
+    """How an image is written in a prompt."""
 
     placeholder: str
-    """What the chat template writes for one picture."""
+    """What the chat template writes for one image."""
     wrapped: str
-    """What the model wants to read in its place; `token_id` stands in it once."""
+    """The text that the model expects instead; it contains `token_id` once."""
     token_id: int
-    """To be repeated for every position of the picture."""
+    """The image token, to be repeated for every position of the image."""
 
 
 class ImageProcessor:
-    """One model's way with pictures."""
+    """Reads images for one model."""
 
     def __init__(self, processor: Any, config: Any, tokens: ImageTokens) -> None:
         """`processor` is the library's, `config` the whole model's configuration, of a known family."""
@@ -81,7 +81,7 @@ class ImageProcessor:
         self.tokens = tokens
         self._processor = processor
         self._fixed_tokens = 0 if family.by_grid else int(config.mm_tokens_per_image)
-        # Crops beside the picture would make its length depend on more than its size.
+        # With additional crops, the number of positions would depend on more than the image's size.
         self._settings = {} if family.by_grid else {"do_pan_and_scan": False}
         recipe = {"class": type(processor).__name__, **processor.to_dict(), **self._settings}
         self._recipe = json.dumps(recipe, sort_keys=True, default=str).encode()
@@ -89,7 +89,7 @@ class ImageProcessor:
         self._lock = threading.Lock()
 
     def facts(self, data: bytes) -> ImageFacts:
-        """Digest and length of a picture's file. Unpacks it, unless this very file was seen lately.
+        """Digest and length of an image file. Decodes it, unless the same file was seen recently.
 
         Raises UnreadableImage, whose message says what is wrong.
         """
@@ -108,7 +108,7 @@ class ImageProcessor:
         return facts
 
     def pixels(self, data: bytes) -> ImagePixels:
-        """What the vision tower reads of a picture's file. Raises UnreadableImage."""
+        """The vision tower's input for an image file. Raises UnreadableImage."""
         image = decode(data)
         try:
             made = self._processor(images=[image], return_tensors="pt", **self._settings)
@@ -140,7 +140,7 @@ class ImageProcessor:
 
 
 def decode(data: bytes) -> Image.Image:
-    """The first frame of a picture's file, upright, RGB with 8 bits a channel. Raises UnreadableImage."""
+    """The first frame of an image file, upright, RGB with 8 bits per channel. Raises UnreadableImage."""
     if len(data) > MAX_IMAGE_BYTES:
         raise UnreadableImage(f"its file has {len(data)} bytes and may have {MAX_IMAGE_BYTES}; send a smaller one")
     try:
@@ -159,7 +159,7 @@ def decode(data: bytes) -> Image.Image:
     except MemoryError as error:
         raise UnreadableImage("there is no memory to unpack it; send a smaller one") from error
     except Exception as error:
-        # Decoders fail in many ways, all of which lie in the file.
+        # Decoders fail in many ways; the file is always the cause.
         raise UnreadableImage(f"its file is damaged or incomplete ({error})") from error
 
 
@@ -168,9 +168,9 @@ def _too_many(width: int, height: int) -> str:
 
 
 def _plain(image: Image.Image) -> Image.Image:
-    """RGB, what is transparent on white."""
+    """Converts to RGB, with transparent images on white."""
     if image.mode in _SIXTEEN_BITS:
-        # The library's conversion cuts everything above 255 off.
+        # Pillow's own conversion would clip everything above 255.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         shown = image.convert("RGBA")
@@ -180,17 +180,17 @@ def _plain(image: Image.Image) -> Image.Image:
 
 
 def processor_class(config: Any) -> Any:
-    """The library's class of processor for a model of a known family."""
+    """The library's image processor class for a model of a known family."""
     family = family_of(config)
     assert family is not None, "the model reads no pictures"
     return getattr(transformers, family.processor)
 
 
 def image_tokens(config: Any, tokenizer: Any) -> ImageTokens:
-    """How pictures stand in this model's prompts; `tokenizer` is the library's.
+    """How images are written in this model's prompts; `tokenizer` is the library's.
 
-    As the library's own processors write them: Qwen's template has the picture's token itself, Gemma's has the begin
-    of a picture, which becomes begin, picture and end between empty lines.
+    Does what the library's processors do. Qwen's template writes the image token itself. Gemma's writes the begin
+    token, which becomes begin, image and end token between empty lines.
     """
     image = tokenizer.convert_ids_to_tokens(config.image_token_id)
     begin = getattr(config, "boi_token_index", None)

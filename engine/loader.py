@@ -216,8 +216,7 @@ def _downloaded(hub_id: str) -> Path:
 
 
 def checked_config(folder: Path) -> Any:
-    """Reads the configuration in `folder` and checks that the engine can run it. Raises ModelLoadError and
-    UnsupportedModel."""
+    """The configuration in `folder`, if the engine runs it. Raises ModelLoadError and UnsupportedModel."""
     if not (folder / "config.json").is_file():
         files = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f" Name one of its GGUF files: {', '.join(files)}." if files else ""

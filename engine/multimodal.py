@@ -1,8 +1,8 @@
-"""Models that read pictures: what is their own about it, by family.
+"""What differs between families of models that read images.
 
 text     ... <vision start> <image> <vision end> ...          what the chat template writes
-ids      ...       s        i i i i i     e      ...          one id, as often as the picture has positions
-rows     ...                p p p p p            ...          there the vision tower's output is read instead
+ids      ...       s        i i i i i     e      ...          the image id, once per position of the image
+rows     ...                p p p p p            ...          outputs of the vision tower, in place of embeddings
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """How one kind of model takes pictures in."""
+    """How one family of models reads images."""
 
     processor: str
-    """The library's class that makes a picture into what the tower reads, the one that needs Pillow alone."""
+    """The library's image processor class; the variant that needs only Pillow."""
     sees_itself: bool
-    """Positions of one picture attend to each other in both directions: no chunk may end inside."""
+    """Attention within an image is bidirectional, so that no chunk may end inside it."""
     by_grid: bool
-    """Positions have three coordinates (M-RoPE): a picture's follow its rows and columns, and the text behind it goes
-    on as if the picture had been as long as its longer side."""
+    """Rotary positions have three coordinates (M-RoPE). Those of an image follow its rows and columns; the text after
+    it continues as if the image were as long as its longer side."""
 
 
 VISION_FAMILIES: Mapping[str, VisionFamily] = MappingProxyType(
@@ -33,16 +33,16 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = MappingProxyType(
         "gemma3": VisionFamily("Gemma3ImageProcessorPil", sees_itself=True, by_grid=False),
     }
 )
-"""`model_type` of the whole model's configuration -> how it takes pictures in."""
+"""`model_type` of the whole model's configuration -> how it reads images."""
 
 
 def family_of(config: Any) -> VisionFamily | None:
-    """None for a model of text alone. `config` is the library's configuration."""
+    """The model's vision family; None for a text model. `config` is the library's configuration."""
     return VISION_FAMILIES.get(getattr(config, "model_type", ""))
 
 
 def language_config(config: Any) -> Any:
-    """The part of a configuration that is about text; the whole one where there is nothing else."""
+    """The text part of a configuration; for a text model, the whole configuration."""
     return config.get_text_config() if family_of(config) is not None else config
 
 
@@ -53,6 +53,6 @@ def language_model(model: Any) -> Any:
 
 
 def longest_span(config: Any) -> int:
-    """Positions that must be read in one chunk at least: those of a picture that sees itself. 0 without such."""
+    """The most positions that must be read in one chunk: those of an image with bidirectional attention; else 0."""
     family = family_of(config)
     return int(config.mm_tokens_per_image) if family is not None and family.sees_itself else 0

@@ -1,6 +1,6 @@
 """Models with random weights, for tests and benchmarks: `random:NAME`. No files, no network.
 
-The tiny ones make readable nonsense through a tokenizer trained in code; the real shapes are for measuring.
+Tiny models write readable nonsense with a tokenizer trained in code. Models of real shapes are for measuring.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from engine.vision_presets import (
 
 PREFIX = "random:"
 RECIPE_VERSION = 2
-"""Part of the weights' digest: raise it when the same preset would get other numbers."""
+"""Part of the weights' digest. Raise it if a preset's weights change."""
 Placement = Callable[[str], torch.device]
-"""A parameter's name -> the device it belongs on."""
+"""Name of a parameter -> its device."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 TINY_VOCABULARY = 512
@@ -116,7 +116,7 @@ def preset_config(model: str) -> Any:
 
 
 def preset_digest(model: str, dtype: torch.dtype, device: torch.device) -> bytes:
-    """16 bytes that stand for the weights: they follow from these. Kinds of device draw different numbers."""
+    """16 bytes over everything that determines the weights. Each kind of device draws different numbers."""
     text = f"{model} {SEED} {RECIPE_VERSION} {dtype} {device.type}"
     return blake2b(text.encode(), digest_size=16, person=b"parkd-random").digest()
 
@@ -124,11 +124,11 @@ def preset_digest(model: str, dtype: torch.dtype, device: torch.device) -> bytes
 def random_model(
     config: Any, dtype: torch.dtype, device: torch.device, layer_gain: float = 1.0, place: Placement | None = None
 ) -> Any:
-    """A model whose weights are drawn on `device` itself, so that no copy of them passes through main memory.
+    """A model with weights drawn on `device` itself, so that they never pass through main memory.
 
-    With `place` each goes at once where it says, one at a time: the numbers are the same, wherever they end up.
+    With `place`, each parameter is moved to its device as soon as it is drawn. Placement does not change the numbers.
     """
-    # Not yet drawn weights in main memory are only promised, and replaced one by one.
+    # The CPU tensors that are replaced one by one are never written, so they take no physical memory.
     with torch.device(device if place is None else "cpu"), no_init_weights():
         kind = AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
         model = kind.from_config(config, dtype=dtype)
@@ -138,7 +138,7 @@ def random_model(
 
 
 def layer_placement(ranges: Sequence[tuple[int, int]], devices: Sequence[str]) -> Placement:
-    """Every layer's weights on the device of its stage, the head's on the last one's, all others' on the first's."""
+    """Puts each layer's weights on its stage's device, the head's on the last, and all others on the first."""
 
     def place(name: str) -> torch.device:
         found = None if "vision" in name or "visual" in name else _LAYER.search(name)
@@ -153,7 +153,7 @@ def layer_placement(ranges: Sequence[tuple[int, int]], devices: Sequence[str]) -
 
 
 def preset_tokenizer(config: Any) -> PreTrainedTokenizerFast:
-    """The tokenizer of a preset; `config` is its configuration."""
+    """The tokenizer of the preset with this configuration."""
     if family_of(config) is None:
         return tiny_tokenizer()
     tokenizer = tiny_tokenizer(VISION_TOKENS[config.model_type])
@@ -162,15 +162,15 @@ def preset_tokenizer(config: Any) -> PreTrainedTokenizerFast:
 
 
 def preset_processor(model: str, config: Any) -> Any:
-    """The library's processor of pictures for `random:NAME`, whose configuration is `config`; None if it has none."""
+    """The library's image processor for `random:NAME`, whose configuration is `config`; None for a text model."""
     settings = PROCESSORS.get(headless(model.removeprefix(PREFIX)))
     return None if settings is None else processor_class(config)(**settings)
 
 
 def tiny_tokenizer(special_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of at most `TINY_VOCABULARY` tokens with a ChatML template: any text goes through it.
+    """A byte-level tokenizer of at most `TINY_VOCABULARY` tokens with a ChatML template. It encodes any text.
 
-    `special_tokens` take the first ids behind the template's own.
+    `special_tokens` get the first ids after the template's own.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Draws the weights of models that have none: seeded, so that state can depend on them."""
+"""Draws random weights with a fixed seed, so that state stays valid between runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 SEED = 20
 WEIGHT_GAIN = 1.5
-"""A weight's standard deviation is this over the root of its inputs: scores then depend on the whole prompt, and differ
-enough that wrong state gives other tokens."""
+"""A weight's standard deviation is this over the square root of its number of inputs. Logits then depend on the whole
+prompt, and differ enough that wrong state gives other tokens."""
 FORGETTING = "A_log"
-"""Name of the logarithm of how fast a head of a recurrent layer forgets."""
+"""Name of the parameter with the logarithm of each head's decay rate, in recurrent layers."""
 SLOW_AND_FAST = (-6.0, 0.0)
-"""Over the heads: some remember hundreds of tokens, some only the last few."""
+"""Its range over the heads: some remember hundreds of tokens, some only the last few."""
 LAYER_ENDINGS = (
     *("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj"),
     *("ple.value_proj.weight", "ple.conv1d.weight"),
 )
-"""Projections whose output a layer adds to what it read; of n-grams also a convolution of what was normed."""
+"""Projections whose output is added to the residual stream; of n-grams also the convolution after the norm."""
 
 
 def draw_weights(
@@ -28,9 +28,9 @@ def draw_weights(
     layer_gain: float = 1.0,
     place: Callable[[str], torch.device] | None = None,
 ) -> None:
-    """Fills every parameter, in the order the model names them. `layer_gain`: how much layers add to what they read.
+    """Fills every parameter, in the order of `named_parameters`. `layer_gain` scales what layers add to the residual.
 
-    With `place` each is drawn on the generator's device and goes at once where that says.
+    With `place`, each parameter is drawn on the generator's device and then moved to `place(name)`.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

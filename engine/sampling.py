@@ -1,11 +1,11 @@
-"""Chooses the next token from its logits.
+"""Samples the next token from logits.
 
     logits -> penalties -> bias -> mask -> temperature -> top_k -> top_p -> min_p -> draw
-                                      (temperature 0: the best, of equals the lowest id)
+                                      (temperature 0: the highest logit, the lowest id among equals)
 
-Meanings: repetition as in Keskar et al. 2019 (CTRL), over prompt and answer; presence and frequency as in the OpenAI
-API reference, over the answer alone; min_p as in Nguyen et al. 2024. Every filter keeps the most probable token, and
-works on the probabilities that the one before it left.
+Definitions: repetition penalty as in Keskar et al. 2019 (CTRL), over prompt and answer; presence and frequency
+penalties as in the OpenAI API reference, over the answer only; min_p as in Nguyen et al. 2024. Every filter keeps the
+most probable token, and works on what the previous filter kept.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from engine.distribution import Distribution, Weights, heaviest, nucleus, place_
 from engine.errors import BadLogits
 
 HEAD_TOKENS = 1024
-"""On a card most top_p choices lie among so many candidates; a whole vocabulary is sorted only when they do not."""
+"""On a GPU, top_p first looks at this many top tokens, and sorts the whole vocabulary only if they are not enough."""
 COLDEST = 1e-30
-"""Temperatures are divided by in float32: below this all but the best has no weight anyway."""
+"""Smallest divisor for a temperature in float32. Below it only the best token has any weight."""
 SEED_MODULUS = 1 << 64
 Row = npt.NDArray[np.float32]
-"""Scores of the vocabulary in the processor's own memory, `[vocab]`."""
+"""Logits in main memory, `[vocab]`."""
 Mask = npt.NDArray[np.bool_]
 NO_SCORE = "The model gave no usable score for any allowed token."
 
 
 class SamplingSettings(Protocol):
-    """Ranges are the caller's to check: temperature >= 0, 0 < top_p <= 1, top_k >= 0, 0 <= min_p <= 1, penalty > 0."""
+    """The caller checks ranges: temperature >= 0, 0 < top_p <= 1, top_k >= 0, 0 <= min_p <= 1, penalty > 0."""
 
     @property
     def temperature(self) -> float: ...
@@ -56,7 +56,7 @@ class SamplingSettings(Protocol):
 
 
 class Sampler:
-    """One answer's sampling: its randomness, and what it has said so far."""
+    """Samples one answer. Holds its random generator and the tokens it has so far."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Sampler:
         *,
         fresh_seed: int = 0,
     ) -> None:
-        """`history` are the prompt's ids `[n]`; `fresh_seed` is used when the settings name no seed."""
+        """`history` has the prompt's ids `[n]`. `fresh_seed` is used if the settings have no seed."""
         self._settings = settings
         self._vocab_size = vocab_size
         seed = fresh_seed if settings.seed is None else settings.seed
         self._generator = torch.Generator().manual_seed(seed % SEED_MODULUS)
         self._repeats = settings.repetition_penalty != 1.0
         self._counts = bool(settings.presence_penalty or settings.frequency_penalty)
-        # Penalties touch few ids, so they are kept as ids and not as vectors over the vocabulary.
+        # Penalties apply to few ids, so ids are kept and not vectors over the vocabulary.
         seen = np.unique(history) if self._repeats else np.empty(0, np.int64)
         self._seen = seen[(seen >= 0) & (seen < vocab_size)].astype(np.int64)
         self._is_seen = set(self._seen.tolist())
@@ -86,28 +86,26 @@ class Sampler:
         self._is_plain_greedy = settings.temperature == 0 and not self._shapes
 
     def pick(self, logits: torch.Tensor, mask: Mask | None = None) -> int:
-        """The next id. `logits` is float32 `[vocab]` on any device, left as it is; `mask` is True where allowed.
-
-        Raises BadLogits when no allowed token has a score.
-        """
+        """Samples and remembers the next id. `logits`, float32 `[vocab]` on any device, are not changed. `mask` is True
+        for allowed ids. Raises BadLogits if the highest allowed logit is not finite."""
         return self.remember(self.draw(self.distribution(logits, mask)))
 
     def pick_row(self, logits: Row, mask: Mask | None = None) -> int:
-        """`pick` of scores in the processor's own memory. Raises BadLogits."""
+        """`pick` for logits in main memory. Raises BadLogits."""
         if mask is None and self._is_plain_greedy:
             return _best_of(logits)
         return self.remember(self.draw(self._of_row(logits, mask, ())))
 
     def distribution(self, logits: torch.Tensor, mask: Mask | None = None, ahead: Sequence[int] = ()) -> Distribution:
-        """What `pick` draws from; `ahead` are tokens supposed to have been said behind those that were.
+        """The distribution that `pick` draws from. `ahead` are draft tokens, treated as if they followed the answer.
 
         Raises BadLogits.
         """
         if logits.device.type == "cpu":
             return self._of_row(logits.float().numpy(), mask, ahead)
         if mask is None and self._is_plain_greedy:
-            return _certain(_best(logits))  # On the device: only the id comes back.
-        # All of it where the logits are: on a card a whole vocabulary is sorted sooner than it is copied from there.
+            return _certain(_best(logits))  # On the device: only the id is copied back.
+        # Everything runs where the logits are: a GPU sorts a whole vocabulary faster than it copies it to the host.
         scores = logits.to(torch.float32, copy=True)
         self._shape(scores, mask, ahead, lambda values: torch.from_numpy(values).to(scores.device))
         best = _best(scores)
@@ -116,7 +114,7 @@ class Sampler:
         return self._filtered(scores, float(scores[best]))
 
     def draw(self, distribution: Distribution) -> int:
-        """A token, not remembered yet."""
+        """Draws a token without remembering it."""
         weights, ids = distribution.weights, distribution.ids
         if self._settings.temperature == 0 and ids is not None:
             return int(ids[0])
@@ -124,11 +122,11 @@ class Sampler:
         return place if ids is None else int(ids[place])
 
     def _random(self) -> float:
-        """In `[0, 1)`."""
+        """A random number in `[0, 1)`."""
         return float(torch.rand(1, generator=self._generator, dtype=torch.float64))
 
     def judge(self, guess: int, guessed_from: Distribution, wanted: Distribution) -> int:
-        """A token distributed as `wanted` that is `guess`, drawn from `guessed_from`, as often as can be.
+        """Draws from `wanted`, and returns `guess`, which was drawn from `guessed_from`, as often as that allows.
 
         Speculative sampling: Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1.
         """
@@ -140,7 +138,7 @@ class Sampler:
         return self.draw(wanted.minus(guessed_from, self._vocab_size))
 
     def remember(self, token: int) -> int:
-        """The token was said: penalties count it."""
+        """Adds the token to the answer, so that penalties count it. Returns it."""
         if self._repeats and token not in self._is_seen:
             self._is_seen.add(token)
             self._seen = np.append(self._seen, token)
@@ -149,8 +147,8 @@ class Sampler:
         return token
 
     def _of_row(self, row: Row, mask: Mask | None, ahead: Sequence[int]) -> Distribution:
-        """`distribution` without a tensor: behind a model's pass through the caches each call of torch costs 0.1 ms or
-        so, and wakes threads beside the model's."""
+        """`distribution` without torch. After a forward has displaced the caches' content, each torch call costs about
+        0.1 ms, and it wakes threads besides the model's."""
         if self._shapes or mask is not None:
             row = row.copy()
             self._shape(row, mask, ahead, lambda values: values)
@@ -158,7 +156,7 @@ class Sampler:
         return _certain(best) if self._settings.temperature == 0 else self._filtered_row(row, best)
 
     def _shape(self, scores: Any, mask: Mask | None, ahead: Sequence[int], put: Callable[[Any], Any]) -> None:
-        """Applies penalties, bias and mask to an array or a tensor; `put` brings an array to where it is."""
+        """Applies penalties, bias and mask in place to an array or a tensor. `put` moves an array to its device."""
         settings, seen, said = self._settings, self._seen, self._said
         if self._repeats and ahead:
             seen = np.append(seen, [token for token in dict.fromkeys(ahead) if token not in self._is_seen])
@@ -184,13 +182,13 @@ class Sampler:
             scores[len(allowed) :] = -math.inf
 
     def _filtered_row(self, row: Row, best: int) -> Distribution:
-        """`_filtered` of scores in the processor's own memory, in their own precision; sums have float64."""
+        """`_filtered` for logits in main memory, in float32; sums are in float64."""
         settings = self._settings
-        with np.errstate(over="ignore"):  # So far below the best is nothing.
+        with np.errstate(over="ignore"):  # Overflow to -inf means a weight of 0, as it should.
             weights: Weights = row - row[best]
             weights /= np.float32(max(settings.temperature, COLDEST))
         np.exp(weights, out=weights)
-        ids: npt.NDArray[np.int64] | None = None  # None: all, in the vocabulary's order.
+        ids: npt.NDArray[np.int64] | None = None  # None: all ids, in order.
         if 0 < settings.top_k < len(weights):
             ids = heaviest(weights, settings.top_k)
             weights = weights[ids]
@@ -203,10 +201,10 @@ class Sampler:
         return Distribution(weights, ids)
 
     def _filtered(self, scores: torch.Tensor, best: float) -> Distribution:
-        """Weights are relative to the best token's, so the best has weight 1."""
+        """Applies temperature and filters. Weights are relative to the best token, which has weight 1."""
         settings = self._settings
         weights = ((scores - best).double() / settings.temperature).exp_()
-        ids: torch.Tensor | None = None  # None: all, in the vocabulary's order.
+        ids: torch.Tensor | None = None  # None: all ids, in order.
         if 0 < settings.top_k < len(weights):
             weights, ids = torch.topk(weights, settings.top_k)
         if settings.top_p < 1:
@@ -223,7 +221,7 @@ def _certain(token: int) -> Distribution:
 
 
 def _nucleus(weights: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`distribution.nucleus` on a card, and the ids."""
+    """`distribution.nucleus` on a GPU, with ids."""
     wanted = top_p * weights.sum()
     if ids is None:
         head, head_ids = torch.topk(weights, min(HEAD_TOKENS, len(weights)))
@@ -236,7 +234,7 @@ def _nucleus(weights: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> t
 
 
 def _best_of(row: Row) -> int:
-    """The lowest id among those of the highest score. Raises BadLogits."""
+    """The lowest id among those with the highest logit. Raises BadLogits."""
     best = int(row.argmax())
     if not math.isfinite(row[best]):
         raise BadLogits(NO_SCORE)
@@ -244,7 +242,7 @@ def _best_of(row: Row) -> int:
 
 
 def _best(scores: torch.Tensor) -> int:
-    """`_best_of` of scores on a card."""
+    """`_best_of` for a tensor."""
     best = int(torch.argmax(scores))
     if not torch.isfinite(scores[best]):
         raise BadLogits(NO_SCORE)

@@ -2,10 +2,10 @@
 
     layer N -> + sum over vectors (scale x direction.N) -> layer N + 1 (or the final norm)
 
-A file holds one tensor `direction.N` a layer, N from 1 up: what is added to the output of layer N, counted from 0.
-The first layer's output is never steered. (llama.cpp: `common/common.cpp`, control vectors; `llama-adapter.cpp`.)
+A file has one tensor `direction.N` per layer, with N >= 1. It is added to the output of layer N, counted from 0. The
+first layer's output is never steered. (llama.cpp: `common/common.cpp`, control vectors; `llama-adapter.cpp`.)
 
-Whatever steers shapes every row from there on, so the effective set has a digest that belongs in the key of the state.
+Steering changes all rows computed with it, so the effective set has a digest, which is part of the state's key.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ class VectorFile:
     """A control vector to load."""
 
     name: str
-    """What requests call it."""
+    """The name that requests use."""
     path: Path
     scale: float = 1.0
-    """For requests that say nothing; 0 loads it without using it."""
+    """Scale for requests that name none; 0 loads the vector without using it by default."""
 
 
 @dataclass(frozen=True, eq=False)
 class ControlVector:
-    """One file's directions, of the layers that it may steer."""
+    """The directions of one file, for the layers that may be steered."""
 
     directions: Mapping[int, torch.Tensor]
     """Layer -> float32 `[hidden]`, on the CPU."""
     digest: bytes
-    """16 bytes over the layers and their numbers: the file's name and format do not matter."""
+    """16 bytes over layer indices and values, independent of the file's name and format."""
 
 
 @dataclass(frozen=True, eq=False)
 class Steering:
-    """What is added where, once all scales are known."""
+    """The sums to add per layer, with all scales applied."""
 
     digest: bytes = b""
     """16 bytes over vectors, scales and layers; empty when nothing is added."""
@@ -62,7 +62,7 @@ class Steering:
 
 
 class SteeringBank:
-    """The vectors that were loaded, and the scales of who asks for none. Immutable, so thread-safe."""
+    """The loaded vectors and their default scales. Immutable, so thread-safe."""
 
     def __init__(
         self, vectors: Mapping[str, ControlVector] | None = None, defaults: Mapping[str, float] | None = None
@@ -75,13 +75,13 @@ class SteeringBank:
         return tuple(self._vectors)
 
     def digest(self, scales: Mapping[str, float] | None) -> bytes:
-        """That of `select(scales)`, without making the sums. Raises UnknownVector."""
+        """The digest of `select(scales)`, without computing the sums. Raises the errors of `select`."""
         return _set_digest(self._in_use(scales))
 
     def select(self, scales: Mapping[str, float] | None) -> Steering:
-        """The whole set that steers: a vector which `scales` leaves out does not; None takes the defaults.
+        """The sums for these scales. Vectors that `scales` leaves out are not used; None means the default scales.
 
-        Raises UnknownVector, ValueError for a scale that is not finite.
+        Raises UnknownVector, and ValueError for a scale that is not finite.
         """
         used = self._in_use(scales)
         sums: dict[int, torch.Tensor] = {}
@@ -92,7 +92,8 @@ class SteeringBank:
         return Steering(_set_digest(used), MappingProxyType(sums))
 
     def _in_use(self, scales: Mapping[str, float] | None) -> list[tuple[ControlVector, float]]:
-        """In the order of their digests: the same set is then summed to the same bits, whatever its names."""
+        """The vectors with a scale other than 0, ordered by digest: the same set then gives the same bits, whatever the
+        names. Raises the errors of `select`."""
         chosen = self._defaults if scales is None else scales
         for name, scale in chosen.items():
             if name not in self._vectors:
@@ -106,23 +107,23 @@ class SteeringBank:
 def load_vectors(
     files: Sequence[VectorFile], hidden_size: int, num_layers: int, layers: tuple[int, int] | None = None
 ) -> SteeringBank:
-    """Reads the files; `layers` are the first and the last layer that may be steered, both included.
+    """Reads the files. `layers` are the first and last layer that may be steered, inclusive; None: all from layer 1.
 
-    Raises ModelLoadError for a file that cannot be read, or does not fit the model.
+    Raises ModelLoadError for a file that cannot be read or does not fit the model.
     """
     vectors = {file.name: load_vector(file.path, hidden_size, num_layers, layers) for file in files}
     return SteeringBank(vectors, {file.name: file.scale for file in files})
 
 
 def load_vector(path: Path, hidden_size: int, num_layers: int, layers: tuple[int, int] | None = None) -> ControlVector:
-    """One GGUF or safetensors file. Raises ModelLoadError."""
+    """Reads one GGUF or safetensors file. Raises ModelLoadError."""
     read = _read_safetensors if path.suffix.lower() == ".safetensors" else _read_gguf
     try:
         tensors = read(path)
     except EngineError:
         raise
     except Exception as error:
-        # The readers check little of what they read: damage surfaces as any kind of error.
+        # The readers check little, so a damaged file can raise any kind of error.
         raise ModelLoadError(f"The control vector {path} is damaged or cannot be read: {error}") from error
     first, last = (1, num_layers - 1) if layers is None else layers
     directions = {}
@@ -151,19 +152,19 @@ def load_vector(path: Path, hidden_size: int, num_layers: int, layers: tuple[int
 
 
 def hook_layers(stage: Any, steering: Steering) -> list[tuple[Any, Callable[..., Any]]]:
-    """For each steered layer of a stage its module and a forward hook that adds the direction, which is on the stage's
-    device in its dtype already. Nothing is registered yet. Raises what moving a tensor to a device may raise."""
+    """The module of each steered layer of a stage, and a forward hook that adds the direction. The directions are moved
+    to the stage's device and dtype; no hook is registered. Raises what moving a tensor to a device can raise."""
     hooks = []
     for layer in range(stage.first_layer, stage.end_layer):
         if layer in steering.sums:
-            # Residual streams side by side begin as one and are mixed into one: each is steered alike.
+            # Residual streams start as copies of one and are mixed into one, so all get the same direction.
             direction = steering.sums[layer].repeat(stage.streams).to(device=stage.device, dtype=stage.dtype)
             hooks.append((stage.inner.layers[layer], _adder(direction)))
     return hooks
 
 
 class SteeringHooks:
-    """What steers the layers of all stages now."""
+    """The steering in effect, as forward hooks on the layers of all stages."""
 
     def __init__(self, stages: Sequence[Any]) -> None:
         self._stages = tuple(stages)
@@ -171,7 +172,7 @@ class SteeringHooks:
         self.steering = Steering()
 
     def change(self, steering: Steering) -> None:
-        """From now on forwards are steered so. Raises StageFailed; then all is as before."""
+        """Uses `steering` from now on. Raises StageFailed, and then changes nothing."""
         if steering.digest == self.steering.digest:
             return
         hooks = []
@@ -188,7 +189,7 @@ class SteeringHooks:
 
 def _adder(direction: torch.Tensor) -> Callable[..., Any]:
     def add(_module: Any, _inputs: Any, output: Any) -> Any:
-        # Some architectures' layers return more than the hidden state; it is the first.
+        # Layers of some architectures return a tuple whose first element is the hidden state.
         if isinstance(output, tuple):
             return (output[0] + direction, *output[1:])
         return output + direction

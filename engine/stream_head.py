@@ -1,12 +1,12 @@
-"""The draft head of models with several residual streams (Qwen4-exp), whose layer goes from streams to streams.
+"""The draft head of models with several residual streams (Qwen4-exp). Its layer maps streams to streams.
 
-    streams behind token t-1 -> norm over all -> one projection, stream by stream --.
-    token t -> embedding -----> norm ----------> projection, added to every stream --> layer -> streams behind t
-                                                                    streams -> mixer -> scores of token t+1
+    streams after token t-1 -> norm over all -> same projection for each stream ----.
+    token t -> embedding ----> norm ----------> projection, added to every stream --> layer -> streams after t
+                                                                    streams -> mixer -> logits of token t+1
 
-The library's `MtpModel` makes one hidden state of the two, which a layer of streams cannot read, and knows no mask for
-layers with an index; what it has of loading is used. (Form: names and shapes of the published checkpoint's `mtp.*`
-weights, and SGLang's `qwen4_exp_mtp`. The layer has no n-grams.)
+The library's `MtpModel` combines both inputs into one hidden state, which such a layer cannot read, and makes no mask
+for layers with an index. Only its code for loading is used. (Sources: names and shapes of the published checkpoint's
+`mtp.*` weights, and SGLang's `qwen4_exp_mtp`. The layer has no n-grams.)
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from engine.multimodal import language_config
 
 
 class StreamHead(MtpModel):  # type: ignore[misc]
-    """One layer. Parameters are named as in the checkpoint, without `mtp.`."""
+    """A head of one layer. Parameters have the checkpoint's names without `mtp.`."""
 
     def __init__(self, main_model: Any, num_mtp_layers: int = 1) -> None:
-        """`main_model` is the library's, whose configuration names the head (`draft_loading.declare_head`)."""
+        """`main_model` is the library's model. Its configuration names the head (`draft_loading.declare_head`)."""
         config = main_model.config.get_mtp_config()
         config.ple_layer_ids = []
         PreTrainedModel.__init__(self, config)
@@ -56,8 +56,8 @@ class StreamHead(MtpModel):  # type: ignore[misc]
         *,
         inputs_embeds: torch.Tensor,
     ) -> torch.Tensor:
-        """Streams side by side `[1, q, streams * hidden]` behind the tokens before, and embeddings `[1, q, hidden]` of
-        these, to the streams behind these. `position_ids` is `[1, q]` or `[3, 1, q]`."""
+        """Maps the concatenated streams `[1, q, streams * hidden]` after the previous tokens, and the embeddings
+        `[1, q, hidden]` of `q` tokens, to the streams after these. `position_ids` is `[1, q]` or `[3, 1, q]`."""
         behind = self.pre_fc_norm_hidden(last_hidden_states).unflatten(-1, (self.streams, -1))
         token = self.fc_embedding(self.pre_fc_norm_embedding(inputs_embeds))
         mask = create_causal_mask(
@@ -76,7 +76,7 @@ class StreamHead(MtpModel):  # type: ignore[misc]
         return output
 
     def get_weight_conversions(self, main_model: Any) -> list[Any]:
-        """As the library's head has them, but that names of parameters are the checkpoint's already."""
+        """The library's conversions, without renaming, since parameters have the checkpoint's names already."""
         own = getattr(main_model, "_weight_conversions", None)
         return [
             PrefixChange(prefix_to_remove="mtp"),
@@ -85,5 +85,5 @@ class StreamHead(MtpModel):  # type: ignore[misc]
 
 
 def head_class(config: Any) -> type[MtpModel]:
-    """The class of a draft head beside a model of this configuration: the library's, or ours where that cannot run."""
+    """The draft head's class for this configuration: the library's, or `StreamHead` for several residual streams."""
     return StreamHead if streams_of(language_config(config)) > 1 else MtpModel

@@ -1,8 +1,8 @@
-"""What pictures do to a timeline: which of its positions they hold, and how far positions run ahead behind them.
+"""Images in a timeline: which positions they take, and the offset of rotary positions after them.
 
 timeline   0 ---- [ image ] ------- [ image ] ---- position
 offset     0            | o               | o'                 of rotary positions, in the fixed state
-spans      |-- of pictures that see themselves: no cut inside --|
+spans             |-----|           |-----|                    no cut inside images with bidirectional attention
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ from engine.vision import ChunkImages, ImageReading, PositionOffset, PromptImage
 
 
 class TimelineImages:
-    """Of one session. For models of text it costs nothing and changes nothing."""
+    """The images of one session's timeline. For text models it costs nothing and changes nothing."""
 
     def __init__(self, arena: StageArena, tower: VisionTower | None) -> None:
         """`arena` is the first stage's."""
         self.tower = tower
         self.offset = PositionOffset(arena)
         self._spans: list[tuple[int, int]] = []
-        """Pictures that see themselves, of those that were read here and are live."""
+        """Ranges of live images with bidirectional attention that were read here, not restored."""
 
     def reading(self, images: Sequence[PromptImage], start: int, end: int) -> ImageReading | None:
-        """Of the pictures that reach into `[start, end)`; None if none does. Raises as `reading_of`."""
+        """The reading of the images that overlap `[start, end)`; None if none does. Raises the errors of
+        `reading_of`."""
         return reading_of(images, self.tower, start, end, self.offset)
 
     def chunk(self, reading: ImageReading | None, start: int, stop: int) -> tuple[ChunkImages, int]:
-        """What the tokens `[start, stop)` have beside their ids, and the offset behind them."""
+        """The image data of the tokens `[start, stop)`, and the offset after them."""
         if reading is None:
             return self.offset.plain(start, stop), self.offset.value
         return reading.chunk(start, stop)
 
     def was_read(self, start: int, chunk: ChunkImages, offset: int) -> None:
-        """The chunk at `start` is part of the timeline, and `offset` that behind it."""
+        """Records that the chunk at `start` was read; `offset` is the one after it."""
         if offset != self.offset.value:
             self.offset.set(offset)
         self._spans += [(start + first, start + last) for first, last in chunk.spans]
 
     def check_cut(self, position: int) -> None:
-        """Raises ValueError if the timeline cannot end there."""
+        """Raises ValueError if the timeline cannot be cut at `position`."""
         if any(start < position < stop for start, stop in self._spans):
             raise ValueError(f"cannot truncate to {position}: it is inside an image whose rows are of the whole image")
 
     def forget_beyond(self, position: int) -> None:
-        """Those that end there or before stay."""
+        """Forgets images that end after `position`."""
         self._spans = [span for span in self._spans if span[1] <= position]
 
     def reset(self) -> None:

@@ -1,11 +1,11 @@
-"""Pictures in a timeline: the vision tower, where its output stands, and the positions that tokens get from it.
+"""Reads images into a timeline: the vision tower, its output in place of embeddings, and rotary positions.
 
     chunk    [ text | image ......... | text ]
     rows      embed   tower's output    embed
     position  t + o   by row, column    t + o'        o' = o + longer side - image length        (M-RoPE)
 
-The offset `o` of a position is conversation state: it is in the fixed state of the first stage, so that it is kept,
-captured and restored with everything else.
+The position offset `o` is conversation state. It is in the fixed state of the first stage, and is captured and restored
+with it.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from engine.stages import moved_twin
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
-    """A picture at the positions `[start, stop)` of a timeline."""
+    """An image at the positions `[start, stop)` of a timeline."""
 
     start: int
     stop: int
     data: bytes
-    """Its file."""
+    """Content of the image file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkImages:
-    """What a chunk of `q` tokens has beside their ids."""
+    """The image data of a chunk of `q` tokens."""
 
     position_ids: torch.Tensor | None = None
-    """int64 `[3, 1, q]`; None: as many as there are tokens before."""
+    """Rotary positions, int64 `[3, 1, q]`; None: equal to the token positions."""
     spans: tuple[tuple[int, int], ...] = ()
-    """Ranges of the chunk's own tokens in which each sees all others."""
+    """Ranges within the chunk in which attention is bidirectional."""
     rows: tuple[tuple[int, torch.Tensor], ...] = ()
-    """(token of the chunk, embeddings `[n, hidden]`) that stand there instead of the ids'."""
+    """(index of the first token in the chunk, embeddings `[n, hidden]`), in place of the ids' embeddings."""
 
 
 NO_IMAGES = ChunkImages()
 
 
 class PositionOffset:
-    """By how much positions run ahead of, or behind, the tokens counted. Always 0 without M-RoPE."""
+    """Rotary position minus token position. Always 0 without M-RoPE."""
 
     def __init__(self, arena: StageArena) -> None:
         """`arena` is the first stage's."""
         fields = [field for field in arena.layout.fixed_fields if field.name == OFFSET_FIELD]
         self._live = arena.fixed_view(fields[0]) if fields else None
         self.value = 0
-        """Of the next token; within a picture that is half read, of its start."""
+        """The offset of the next token; inside a partly read image, the offset at its start."""
 
     def set(self, value: int) -> None:
         self.value = value
@@ -67,7 +67,7 @@ class PositionOffset:
             self._live.fill_(value)
 
     def reload(self) -> None:
-        """After the fixed state was replaced."""
+        """Reads the value again after the fixed state was replaced."""
         if self._live is not None:
             self.value = int(self._live.item())
 
@@ -79,24 +79,24 @@ class PositionOffset:
 
 
 class VisionTower:
-    """The part of a model that reads pictures, on one device."""
+    """The vision tower of a model, on one device."""
 
     def __init__(self, model: Any, processor: ImageProcessor, device: torch.device) -> None:
-        """`model` is the library's whole model; its weights are shared where they are on `device` already."""
+        """`model` is the library's whole model. Weights that are on `device` already are shared with it."""
         self.processor = processor
         self.device = device
         self.encoded = 0
-        """Pictures read over its life."""
+        """Number of images read so far."""
         outer = model.base_model
         decoder = outer._modules["language_model"]
         try:
-            outer._modules["language_model"] = None  # it has stages of its own
+            outer._modules["language_model"] = None  # it is placed in stages
             self.module: nn.Module = moved_twin(outer, device)
         finally:
             outer._modules["language_model"] = decoder
 
     def read(self, image: PromptImage) -> tuple[ImagePixels, torch.Tensor]:
-        """The picture and its embeddings `[stop - start, hidden]`. Raises UnreadableImage, EngineError, StageFailed."""
+        """Pixels, and embeddings `[stop - start, hidden]`. Raises UnreadableImage, EngineError and StageFailed."""
         pixels = self.processor.pixels(image.data)
         try:
             with torch.inference_mode():
@@ -114,13 +114,14 @@ class VisionTower:
 
 
 class ImageReading:
-    """The pictures of one `extend`. Each is read when its first position is, and forgotten behind its last."""
+    """The images of one `extend`. The tower reads each with the first chunk that needs it; its output is dropped after
+    the last one."""
 
     def __init__(
         self, tower: VisionTower, images: Sequence[PromptImage], start: int, end: int, offset: PositionOffset
     ) -> None:
-        """Of `images` those count that reach into `[start, end)`. Raises ValueError if they overlap, or if a picture
-        that sees itself is not wholly inside."""
+        """Uses those of `images` that overlap `[start, end)`. Raises ValueError if they overlap each other, or if an
+        image with bidirectional attention is not entirely inside."""
         self._tower = tower
         self._offset = offset
         self._whole = tower.processor.family.sees_itself
@@ -136,18 +137,18 @@ class ImageReading:
             reached = image.stop
 
     def cuts(self, position: int) -> bool:
-        """Whether no chunk may end there, nor anything go on from there."""
+        """Whether `position` is inside an image that must be read in one chunk. No chunk may end or begin there."""
         return self._whole and any(image.start < position < image.stop for image in self._images)
 
     def stop_for(self, start: int, stop: int) -> int:
-        """The end of the chunk that begins at `start` and would end at `stop`."""
+        """The end of the chunk that begins at `start` and should end at `stop`, moved so that it cuts no image."""
         cut = next((image for image in self._images if image.start < stop < image.stop), None)
         if not self._whole or cut is None:
             return stop
         return cut.start if cut.start > start else cut.stop
 
     def chunk(self, start: int, stop: int) -> tuple[ChunkImages, int]:
-        """What `[start, stop)` has of pictures, and the offset behind it. Raises as `VisionTower.read`."""
+        """The image data of `[start, stop)`, and the offset after it. Raises the errors of `VisionTower.read`."""
         here = [image for image in self._images if image.start < stop and start < image.stop]
         rows = []
         for image in here:
@@ -163,8 +164,8 @@ class ImageReading:
         return ChunkImages(positions, spans, tuple(rows)), offset
 
     def _positions(self, here: Sequence[PromptImage], start: int, stop: int) -> tuple[torch.Tensor, int]:
-        """Three coordinates of every token of a chunk: time, height and width, `[3, 1, q]`, and the offset behind it.
-        Formula: `get_rope_index` of the library's Qwen3.5."""
+        """Rotary positions of a chunk (time, height, width), `[3, 1, q]`, and the offset after it. Formula:
+        `get_rope_index` of the library's Qwen3.5."""
         offset = self._offset.value
         parts: list[npt.NDArray[np.int64]] = []
         at = start
@@ -185,8 +186,8 @@ class ImageReading:
 def reading_of(
     images: Sequence[PromptImage], tower: VisionTower | None, start: int, end: int, offset: PositionOffset
 ) -> ImageReading | None:
-    """Of the pictures that reach into `[start, end)`; None if none does. Raises ValueError without a tower to read
-    them, and as `ImageReading`."""
+    """The reading of the images that overlap `[start, end)`; None if none does. Raises ValueError if there is no tower,
+    and the errors of `ImageReading`."""
     ahead = [image for image in images if image.stop > start and image.start < end]
     if not ahead:
         return None

@@ -1,7 +1,7 @@
-"""Small Triton kernels for cards: one token's forward, attention over arena rows in place, checksums of blocks.
+"""Small Triton kernels for GPUs: one token's forward, attention over arena rows in place, checksums of blocks.
 
-They are used where Triton is installed (CUDA builds of torch bring it) and the tensors are on a card; everything has a
-path without them.
+They are used if Triton is installed (CUDA builds of torch include it) and the tensors are on a GPU. All work has a
+fallback without them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ def has_triton() -> bool:
 
 
 def keep_tuning() -> None:
-    """What kernels found out by trying (those of `flash-linear-attention` try for a minute) is kept in Triton's cache,
-    so that only the first start takes that long."""
+    """Keeps autotuning results in Triton's cache, so that only the first start tunes. (Kernels of
+    `flash-linear-attention` tune for a minute.)"""
     from triton import knobs
 
     knobs.autotuning.cache = True

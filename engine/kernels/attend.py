@@ -1,11 +1,11 @@
-"""Attention of one token over arena rows where they lie, the rows cut in parts that run side by side.
+"""Attention of one token over arena rows in place, with the rows divided into parts that run in parallel.
 
-    rows    0 ....... | ........ | ........ | .... position        one program a part and KV head
+    rows    0 ....... | ........ | ........ | .... position        one program per part and KV head
             part 0      part 1     part 2     part 3
 
 Each part keeps a running softmax (Milakov and Gimelshein 2018); a second kernel merges the parts (split-KV, as in
-Flash-Decoding). The length is read from the device, so that one CUDA graph serves every position. Which rows make a
-part follows from the length alone: the same rows give the same bits.
+Flash-Decoding). The length is read from device memory, so that one CUDA graph serves every position. The length and the
+window alone determine the parts, so the same rows give the same bits.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from engine.kernels.overlap import overlap, wait
 
 LOG2_E = 1.4426950408889634
 TILE_BYTES = 1 << 14
-"""Of 16-bit keys, and of values, that a program works on at once; with 256 programs 3.9 TB/s over 86k rows (H200)."""
+"""Bytes of 16-bit keys, and of values, per step of a program; with 256 programs 3.9 TB/s over 86k rows (H200)."""
 CODE_TILE = 64
-"""Rows of codes; with 512 programs of two warps 2.6 TB/s, with 256 of four, where heads are twice as wide, 2.5."""
+"""Rows of codes per step; 2.6 TB/s with 512 programs of two warps, 2.5 with 256 of four for heads twice as wide."""
 SMALLEST_TILE = 16
 MERGED_DIM = 64
-"""Of a head, that one program brings together from all parts."""
+"""Elements of a head that one program merges from all parts."""
 UNBOUNDED = 1 << 30
-"""A window that no row falls out of."""
+"""A window larger than any context."""
 
 
 _AS_FLOAT16 = tl.constexpr("""
@@ -39,8 +39,8 @@ sub.f16x2 $0, $0, offset;
 sub.f16x2 $1, $1, offset;
 }
 """)
-"""Four 8-bit codes as float16, which holds them exactly: put as the low bytes of 1024 + 128 + code. The conversion
-instruction gives fewer numbers than memory gives codes."""
+"""Converts four 8-bit codes to float16, exactly: each becomes the low byte of 1024 + 128 + code, and 1152 is
+subtracted. The conversion instruction is slower than memory delivers codes."""
 
 
 @triton.jit
@@ -50,8 +50,8 @@ def _key_numbers(codes):
 
 @triton.jit
 def _value_numbers(codes):
-    # Said to be impure, so that the compiler does not move it behind the exchange between threads that the product
-    # needs: values would go through that byte by byte, keys go four at a time.
+    # Declared impure, so that the compiler does not move it after the exchange between threads that the product needs.
+    # Values would be exchanged byte by byte there; keys go four at a time.
     return tl.inline_asm_elementwise(_AS_FLOAT16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4)
 
 
@@ -95,7 +95,7 @@ def _attend_kernel(
     mask = in_group[:, None] & in_dim[None, :]
     query = tl.load(query_ptr + at, mask=mask, other=0.0)
     if QUANTISED:
-        # Codes are multiplied as float16, whose range is narrow: queries are brought to at most 1 first.
+        # Codes are multiplied as float16, whose range is narrow, so queries are first scaled to at most 1.
         largest = tl.max(tl.abs(query.to(tl.float32)), axis=1)
         largest = tl.where(largest == 0.0, 1.0, largest)
         query = (query.to(tl.float32) / largest[:, None]).to(tl.float16)
@@ -105,7 +105,7 @@ def _attend_kernel(
     keys = key_ptr + head * DIM
     values = value_ptr + head * DIM
     if QUANTISED:
-        # Scales are loaded a tile ahead: nothing else brings them before they are needed.
+        # Scales are loaded one tile ahead, since the compiler does not prefetch them.
         scales = scale_ptr + head
         n = first + tl.arange(0, TILE)
         next_key_scale = tl.load(scales + n.to(tl.int64) * scale_stride, mask=n < last, other=0.0)
@@ -171,7 +171,7 @@ def _merge_kernel(
 
 
 class DecodeAttention:
-    """Attention of one query; owns the memory in which its parts meet. One at a time on a device's stream."""
+    """Attention of one query. Owns the memory for the parts' results, so calls must follow each other on one stream."""
 
     def __init__(
         self,
@@ -183,7 +183,8 @@ class DecodeAttention:
         *,
         codes: bool = False,
     ) -> None:
-        """`parts` a KV head, a power of two; None: as many as keep an H200 busy. `codes`: of 8-bit rows."""
+        """`parts` is the number of parts per KV head; None: enough to keep an H200 busy. `codes`: rows are 8-bit codes.
+        Raises ValueError if `parts` is not a power of two."""
         programs = 512 if codes and dim <= 128 else 256
         parts = parts or max(1, triton.next_power_of_2(programs // kv_heads))
         if parts & (parts - 1):
@@ -208,7 +209,8 @@ class DecodeAttention:
         *,
         window: int | None = None,
     ) -> None:
-        """`out` `[q_heads * dim]` for `query` `[q_heads * dim]` over the last `window` of the rows `[0, position]`.
+        """Attends with `query` to the last `window` of the rows `[0, position]`. Both `query` and `out` are
+        `[q_heads * dim]`.
 
         `key_rows` and `value_rows` are `[context, kv_heads, dim]` with any stride between rows; `position` is int64
         `[1]` on the device. With `scale_rows`, float16 `[context, 2, kv_heads]`, the rows are int8 codes

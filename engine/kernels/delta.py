@@ -1,10 +1,10 @@
-"""One token through a gated delta net: its convolution's window moved on, and the memory of each head.
+"""One token through a gated delta net: updates the convolution window and each head's memory.
 
     x         -> window shifted, weighted, silu -> q, k, v
-    memory    S <- S exp(g);  S <- S + k (v - k S) beta;  out = q S          one program a head, S read and written once
+    memory    S <- S exp(g);  S <- S + k (v - k S) beta;  out = q S      one program per head reads and writes S once
     out       normed, weighted, gated by silu(z)
 
-(Gated delta rule: Yang et al. 2024, "Gated Delta Networks". Rounded where the library's reference rounds.)
+(Gated delta rule: Yang et al. 2024, "Gated Delta Networks". Rounds where the library's reference rounds.)
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from engine.kernels.overlap import overlap, wait
 
 CONV_BLOCK = 256
 LINEAR_FROM = tl.constexpr(20.0)
-"""From here on softplus is the identity, as in the library."""
+"""Above this softplus is the identity, as in the library."""
 NORM_EPS = tl.constexpr(1e-6)
-"""Of the length of queries and keys."""
+"""Epsilon of the L2 norm of queries and keys."""
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def _memory_kernel(
 
 
 def move_window(x: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """`window` `[channels, width]` takes `x` `[channels]` in at its end; `out` `[channels]` is the silu of its weighted
-    sum, `weight` `[channels, width]`. All contiguous."""
+    """Shifts `x` `[channels]` into the end of `window` `[channels, width]`. `out` `[channels]` is the silu of the
+    window's sum weighted by `weight` `[channels, width]`. All contiguous."""
     channels, width = weight.shape
     _window_kernel[(triton.cdiv(channels, CONV_BLOCK),)](
         x, window, weight, out, channels, WIDTH=width, BLOCK=CONV_BLOCK, **overlap(x.device)
@@ -113,11 +113,12 @@ def move_memory(
     out: torch.Tensor,
     eps: float,
 ) -> None:
-    """Moves `memory`, float32 `[heads, k, v]`, on by a token.
+    """Updates `memory`, float32 `[heads, k, v]`, by one token.
 
-    `qkv` holds queries and keys of fewer heads `[k_heads, k]` each, then values `[heads, v]`. `beta` and `decay` are
-    what the projections gave a head, `bias` and `rate` the layer's own (`rate` as a logarithm). `out` and the gate `z`
-    are `[heads, v]`, `weight` `[v]` is that of the norm. `k` and `v` are powers of two. All contiguous.
+    `qkv` has queries and keys, `[k_heads, k]` each (`k_heads` divides `heads`), then values `[heads, v]`. `beta` and
+    `decay` `[heads]` are outputs of projections; `bias` and `rate` `[heads]` are parameters (`rate` is a logarithm).
+    `out` and the gate `z` are `[heads, v]`; the norm's `weight` is `[v]`. `k` and `v` are powers of two. All are
+    contiguous.
     """
     heads, k, v = memory.shape
     k_heads = (qkv.numel() - heads * v) // (2 * k)

@@ -1,10 +1,10 @@
-"""Products of weight matrices with the vectors of a few tokens, on the tensor cores: the weights are read once.
+"""Products of weight matrices with the vectors of a few tokens, on tensor cores. The weights are read once for all.
 
-    weights [32 rows, 256 columns] x tokens [256 columns, 16]      a program; tokens that are not there are zeros
+    weights [32 rows, 256 columns] x tokens [256 columns, 16]      one step of a program; unused tokens are zeros
 
-A token's sums are made by themselves, in an order that does not depend on how many are beside it. So where a head
-guesses, single steps and steps with guesses give a token the same bits, and a guess is held to what would have been
-said. For one alone `matvec` is faster, by a twentieth.
+Each token's sums are computed separately, in an order that does not depend on the number of tokens. So a token gets the
+same bits in a step with draft tokens as in a step of its own, and drafts are checked against what would have been said
+without them. For a single token `matvec` is faster, by a twentieth.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from engine.kernels.overlap import overlap, wait
 
 MOST_TOKENS = 16
 ROWS, COLUMNS, WARPS, STEPS_AHEAD = 32, 256, 2, 4
-"""The best of twelve ways, H200, bf16, one token as three: 3.8 TB/s for 17,408 rows of 5120 and 5120 of 17,408, 3.4 for
-10,240 of 5120, 4.5 for 248,320."""
+"""The best of twelve settings, H200, bf16, equal for one and three tokens: 3.8 TB/s for 17,408 rows of 5120 and for
+5120 of 17,408, 3.4 for 10,240 of 5120, 4.5 for 248,320 of 5120."""
 
 
 @triton.jit
@@ -64,8 +64,8 @@ def _products_kernel(
 
 
 def products(x: torch.Tensor, linear: Any, out: torch.Tensor) -> None:
-    """`out[t] = W x[t] + b`: `x` is `[tokens, k]`, `out` `[tokens, n]` in the weights' dtype, both contiguous, of up to
-    `MOST_TOKENS` tokens."""
+    """`out[t] = W x[t] + b` for up to `MOST_TOKENS` tokens. `x` is `[tokens, k]`, `out` `[tokens, n]`; both contiguous
+    and in the weights' dtype."""
     weight = linear.weight
     rows, columns = weight.shape
     _products_kernel[(triton.cdiv(rows, ROWS),)](

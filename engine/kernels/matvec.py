@@ -1,8 +1,8 @@
-"""Products of weight matrices with one token's vector, which is what decoding spends its time on.
+"""Products of weight matrices with one token's vector, on which decoding spends its time.
 
-Each program reads a few rows of the weights once, at memory speed, and does beside it what else the layer needs: the
-norm of the vector before, the sum with the residual or the gate behind. Sums are in float32; what the library would
-round between its operations is rounded at the ends.
+Each program reads a few rows of the weights once, at memory speed, and also does the adjacent operations of the layer:
+the norm of the vector before, the residual sum or the gate after. Sums are in float32. Where the library rounds after
+each operation, these kernels round at the end.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from engine.kernels.overlap import overlap, wait, wait_alone
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut."""
+    """How a product is divided."""
 
     rows: int
-    """Of the weights, a program."""
+    """Rows of the weights per program."""
     columns: int
-    """Of the weights, a step."""
+    """Columns of the weights per step."""
     warps: int
 
 
 NARROW, UNEVEN, MIDDLE, WIDE = Tiling(4, 2048, 8), Tiling(4, 512, 4), Tiling(2, 1024, 4), Tiling(8, 512, 4)
 NARROW_COLUMNS, MIDDLE_COLUMNS, WIDE_ROWS = 4096, 8192, 4096
 """The best of those in `benchmarks/gpu/kernels.py`, H200, bf16: 3.1 and 4.5 TB/s for 6144 and 151,936 rows of 4096, 3.7
-and 4.6 for 10,240 and 248,320 rows of 5120, 4.0 for 5120 rows of 17,408, and 3.8 for the gate's two of 12,288 rows of
-4096 (the last two wide). Of 2560 columns 2.3 for 4096 rows and 4.5 for 262,208 (uneven);
-2.9 for 2560 rows of 10,240, too few to be cut wide."""
+and 4.6 for 10,240 and 248,320 rows of 5120, 4.0 for 5120 rows of 17,408, and 3.8 for the gate's two matrices of 12,288
+rows of 4096 (the last two with WIDE). With 2560 columns 2.3 for 4096 rows and 4.5 for 262,208 (UNEVEN); 2.9 for 2560
+rows of 10,240, which are too few rows for WIDE."""
 
 
 def tiling_for(rows: int, columns: int) -> Tiling:
-    """How products with matrices of this shape are cut."""
+    """The tiling for matrices of this shape."""
     if columns <= NARROW_COLUMNS:
         return NARROW if columns % NARROW.columns == 0 else UNEVEN
     return MIDDLE if columns <= MIDDLE_COLUMNS or rows < WIDE_ROWS else WIDE
@@ -71,8 +71,8 @@ def _matvec_kernel(
     COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # Up to three matrices one behind the other in the output; `offset1` and `offset2` lead from the first's weights to
-    # the others', in elements.
+    # Up to three matrices, whose outputs are concatenated. `offset1` and `offset2` are the distances, in elements, from
+    # the first matrix's weights to the others'.
     program = tl.program_id(0)
     blocks0 = tl.cdiv(n0, ROWS)
     blocks1 = blocks0 + tl.cdiv(n1, ROWS)
@@ -138,7 +138,7 @@ def _gated_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     starts = rows.to(tl.int64) * K
-    wait_alone(EARLY)  # The product down is next.
+    wait_alone(EARLY)  # The down projection is next.
     gates = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     ups = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     squares = tl.zeros([COLUMNS], dtype=tl.float32)
@@ -163,14 +163,14 @@ def _gated_kernel(
     dtype = gate_ptr.dtype.element_ty
     gate_out = gate_out.to(dtype).to(tl.float32)
     up_out = up_out.to(dtype).to(tl.float32)
-    # The approximation of GELU by a hyperbolic tangent is x sigmoid(2 u), as 1 + tanh(u) = 2 sigmoid(2 u).
+    # The tanh approximation of GELU is x sigmoid(2 u), since 1 + tanh(u) = 2 sigmoid(2 u).
     turned = SQRT_8_OVER_PI * (gate_out + CUBIC * gate_out * gate_out * gate_out) if GELU else gate_out
     act = (gate_out * tl.sigmoid(turned)).to(dtype).to(tl.float32)
     tl.store(out_ptr + rows, (act * up_out).to(dtype), mask=inside)
 
 
 def _distance(first: torch.Tensor, other: torch.Tensor) -> int:
-    """Elements from the one's memory to the other's: one pointer then serves for both."""
+    """Distance in elements between two tensors, so that a kernel needs one pointer for both."""
     return (other.data_ptr() - first.data_ptr()) // first.element_size()
 
 
@@ -187,9 +187,10 @@ def matvec(
 ) -> None:
     """`out[...] = residual + concat(W x + b)` over one to three linear modules.
 
-    `x` is `[k]`, weights `[n_i, k]`, `out` `[sum of n_i]`, in the weights' dtype or float32 (then rounded to the
+    `x` is `[k]`, weights are `[n_i, k]`, `out` is `[sum of n_i]`, in the weights' dtype or float32 (rounded to the
     weights' dtype first, as a product in that dtype would be). With `norm` `[k]`, `x` is first divided by the root of
-    its mean square plus `eps`, and multiplied by `norm` (plus one if `offset`). `out` may be `residual` itself.
+    its mean square plus `eps`, and multiplied by `norm` (plus one if `offset`). `out` may be `residual` itself. Raises
+    ValueError if only some of the modules have a bias.
     """
     weights = [linear.weight for linear in linears]
     tiling = tiling or tiling_for(*weights[0].shape)
@@ -240,8 +241,8 @@ def gated(
     gelu: bool = False,
     tiling: Tiling = WIDE,
 ) -> None:
-    """`out = silu(G x') * (U x')`, or with the tanh kind of `gelu`, with `x'` the `x` `[k]`, normed as in `matvec` if
-    there is a `norm`; weights `[n, k]` without bias, `out` `[n]`."""
+    """`out = silu(G x) * (U x)`; with `gelu`, its tanh approximation in place of silu. `x` is `[k]` and is first normed
+    as in `matvec` if there is a `norm`. Weights are `[n, k]` without bias, `out` is `[n]`."""
     rows = gate.weight.shape[0]
     _gated_kernel[(triton.cdiv(rows, tiling.rows),)](
         x,

@@ -1,14 +1,14 @@
-"""Kernels that are launched while the one before them still runs (programmatic dependent launch, Hopper and later).
+"""Launches kernels while the previous one still runs (programmatic dependent launch, Hopper and later).
 
     one      ###########################
     next                  launched, waits ############################
     without                                   launched ############################
 
-A token is hundreds of short kernels, each of which reads what the one before wrote. Launched early, the next one's
-programs are in place when they may begin, and memory idles for less time in between.
+A token takes hundreds of short kernels, each of which reads the output of the one before. With an early launch the next
+kernel's programs are ready when it may start, so memory is idle for less time in between.
 
-What keeps it right: every kernel that may be launched early waits before it touches anything. One that has ended has
-then seen the end of all before it. On other cards nothing is launched early.
+This is correct because every kernel that may be launched early waits before it accesses any memory. So a kernel that
+has ended has waited for all before it. On older GPUs nothing is launched early.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FIRST_CAPABILITY = (9, 0)
 
 
 def overlap(device: torch.device) -> Mapping[str, bool]:
-    """How kernels with an argument `EARLY` are launched on `device`, which is where their tensors are.
+    """Launch arguments of kernels with a parameter `EARLY`, for tensors on `device`.
 
-    Raises RuntimeError if another card is the current one: Triton would launch them there, where nothing orders them
-    behind what made the tensors.
+    Raises RuntimeError if another GPU is the current one: Triton would launch the kernel there, where nothing orders it
+    after the work that writes the tensors.
     """
     if device.index != torch.cuda.current_device():
         raise RuntimeError(f"a kernel over tensors on {device} would run on cuda:{torch.cuda.current_device()}")
@@ -44,8 +44,8 @@ def _launched(device: torch.device) -> Mapping[str, bool]:
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Lets the next kernel be launched once all programs of this one are, and returns when what earlier ones wrote is
-    there."""
+    """Allows the next kernel to launch once all programs of this one have started, and waits until writes of earlier
+    kernels are visible."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -53,7 +53,7 @@ def wait(EARLY: tl.constexpr):
 
 @triton.jit
 def wait_alone(EARLY: tl.constexpr):
-    """The same, but the next kernel is not launched before this one ends: where it has few programs and this one ends
-    unevenly, they would crowd on the processors that are free first, and read memory with no more than those."""
+    """Waits likewise, but the next kernel may not launch early. If that has few programs and this one's end at
+    different times, all would go to the multiprocessors that are free first, and only those would read memory."""
     if EARLY:
         gdc_wait()

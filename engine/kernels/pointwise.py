@@ -1,4 +1,4 @@
-"""What stands between matrix products: sums with norms, and the gate."""
+"""The work between matrix products: residual sums, norms, and the gate."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def add_norm(
 
 
 def offset_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
-    """`out = x / rms(x) * (1 + weight)`, rounded once; `x` is `[n, width]` with any stride between rows."""
+    """`out = x / rms(x) * (1 + weight)`, rounded once. `x` is `[n, width]` with any stride between rows."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     _offset_norm_kernel[(rows,)](
@@ -121,7 +121,7 @@ def offset_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: f
 def add_offset_norm(
     hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float
 ) -> None:
-    """`out = hidden + delta / rms(delta) * (1 + weight)`, each rounded; all `[width]`, contiguous."""
+    """`out = hidden + delta / rms(delta) * (1 + weight)`; norm and sum are each rounded. All `[width]`, contiguous."""
     (width,) = hidden.shape
     block = triton.next_power_of_2(width)
     _add_offset_norm_kernel[(1,)](
@@ -130,6 +130,6 @@ def add_offset_norm(
 
 
 def gate(gates: torch.Tensor, ups: torch.Tensor) -> None:
-    """`gates = silu(gates) * ups`, both contiguous and of one shape."""
+    """`gates = silu(gates) * ups`; both contiguous and of the same shape."""
     size = gates.numel()
     _gate_kernel[(triton.cdiv(size, GATE_BLOCK),)](gates, ups, BLOCK=GATE_BLOCK, size=size, **overlap(gates.device))

@@ -1,6 +1,6 @@
-"""Queries, keys and values of tokens: normed, turned by their positions, and written into the arena's rows.
+"""Norms queries and keys, applies rotary positions, and writes keys and values into the arena's rows.
 
-Rows may hold the numbers or, as `engine.kv_format` says, 8-bit codes with a scale a token and head.
+Rows hold floating point numbers, or 8-bit codes with one scale per token and head (`engine.kv_format`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import triton.language as tl
 from engine.kernels.overlap import overlap, wait
 
 TO_INTEGER = tl.constexpr(12582912.0)
-"""1.5 x 2**23: added to a small float32 and taken away again, it leaves the nearest integer, of two the even one."""
+"""1.5 x 2**23: adding and subtracting it rounds a small float32 to the nearest integer, ties to even."""
 
 
 @triton.jit
 def _store_codes(codes_ptr, scale_ptr, low, high, i, inside, HALF: tl.constexpr):
-    """One head's float32 numbers as codes and their scale."""
+    """Quantises and stores one head's float32 numbers."""
     largest = tl.maximum(tl.max(tl.abs(low), axis=0), tl.max(tl.abs(high), axis=0))
     scale = tl.minimum(tl.div_rn(largest, 127.0), 65504.0).to(tl.float16)
     divisor = scale.to(tl.float32)
@@ -97,7 +97,7 @@ def _write_rows_kernel(
             else:
                 norm_low = tl.load(k_norm_ptr + i, mask=inside, other=0.0)
                 norm_high = tl.load(k_norm_ptr + HALF + i, mask=inside, other=0.0)
-            # Rounded where the library rounds: keys then differ from its own as little as may be.
+            # Rounds where the library rounds, so that keys differ from the library's as little as possible.
             if OFFSET:
                 a = (a * scale * (1.0 + norm_low.to(tl.float32))).to(dtype).to(tl.float32)
                 b = (b * scale * (1.0 + norm_high.to(tl.float32))).to(dtype).to(tl.float32)
@@ -143,12 +143,12 @@ def write_rows(
     offset: bool = False,
     eps: float,
 ) -> None:
-    """Norms queries and keys a head (by the weights plus one if `offset`), turns them, and writes all three.
+    """Norms queries and keys per head (weights plus one if `offset`), applies rotary positions, and writes all three.
 
-    `q` is `[n, q_heads * dim]`, `k` and `v` `[n, kv_heads * dim]`, `cos` and `sin` `[n, dim]`, `positions` int64 `[n]`
-    on the device; `query` `[n, q_heads * dim]` is written, and the rows `positions` of `key_rows` and `value_rows`,
+    Inputs: `q` `[n, q_heads * dim]`, `k` and `v` `[n, kv_heads * dim]`, `cos` and `sin` `[n, dim]`, `positions` int64
+    `[n]` on the device. Outputs: `query` `[n, q_heads * dim]`, and the rows `positions` of `key_rows` and `value_rows`,
     `[context, kv_heads, dim]` with any stride between rows. With `scale_rows`, float16 `[context, 2, kv_heads]`, the
-    rows are int8 codes.
+    rows are int8 codes. Without `q_norm` and `k_norm` nothing is normed.
     """
     kv_heads, dim = key_rows.shape[1:]
     assert key_rows.stride() == value_rows.stride()
@@ -198,8 +198,8 @@ def _numbers_kernel(
 
 
 def numbers(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What rows of codes stand for, `[n, heads, dim]`: `codes` int8 of that shape, `scales` float16 `[n, heads]`, both
-    views of rows."""
+    """Dequantises rows to `[n, heads, dim]`. `codes`, int8 of that shape, and `scales`, float16 `[n, heads]`, are views
+    of rows."""
     tokens, heads, dim = codes.shape
     out = torch.empty((tokens, heads, dim), dtype=dtype, device=codes.device)
     _numbers_kernel[(tokens,)](

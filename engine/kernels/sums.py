@@ -1,4 +1,4 @@
-"""The weighted sum of `engine.checksum` over many blocks at once, at memory speed."""
+"""The weighted sum of `engine.checksum` over many blocks in one launch, at memory speed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _sums_kernel(words_ptr, out_ptr, block_words, total_words, pieces, PIECE: tl
 
 
 def block_sums(words: torch.Tensor, block_words: int) -> torch.Tensor:
-    """int64 `[blocks]`: for each `block_words` words of `words` (int64 `[n]`, the last block may be shorter) the sum
-    of word i times 2 i + 1, modulo 2**64."""
+    """int64 `[blocks]`: for each block of `block_words` words of `words`, int64 `[n]`, the sum of word i times 2 i + 1,
+    modulo 2**64, with i counted in the block. The last block may be shorter."""
     blocks = -(-len(words) // block_words)
     pieces = -(-block_words // PIECE_WORDS)
     out = torch.empty((blocks, pieces), dtype=torch.int64, device=words.device)
