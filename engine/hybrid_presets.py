@@ -1,7 +1,7 @@
-"""Shapes of models that keep more than keys and values, or other things: name -> the library's `model_type`, settings.
+"""Shapes of models whose state is not only keys and values: name -> the library's `model_type` and settings.
 
-Real shapes are those of the published configurations; the tiny ones have each kind of layer and odd ones out, so that
-stages can be without rows or without fixed state.
+Real shapes are taken from the published configurations. Tiny models have every kind of layer, placed so that a stage
+can be without rows or without fixed state.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ HYBRID_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
                 "indexer_compress_ratio": 4,
             },
         ),
-        # What it keeps is the published model's, what it weighs is not: narrow, few experts, few n-grams.
+        # Its state has the published model's size, its weights do not: narrow, few experts, few n-grams.
         "qwen4-exp-small": (
             "qwen4_exp_text",
             {

@@ -1,6 +1,6 @@
-"""Shapes of models that read pictures, and what stands around pictures in their prompts.
+"""Shapes of models that read images, and the tokens around images in their prompts.
 
-Ids 0 to 2 are the tokens of every preset's template; the image tokens follow in the order of `VISION_TOKENS`.
+Ids 0 to 2 are the special tokens of every preset. The image tokens follow, in the order of `VISION_TOKENS`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VISION_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ show(message.content) }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML with pictures between the texts; `vision_template` puts in how one is written."""
+"""ChatML with images between texts. `vision_template` defines how an image is written."""
 
 _TEXT: Mapping[str, Any] = MappingProxyType(
     {
@@ -121,7 +121,7 @@ VISION_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         ),
     }
 )
-"""Name -> the library's `model_type` and settings: tiny ones."""
+"""Tiny models: name -> the library's `model_type` and settings."""
 
 LARGE_VISION_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -135,7 +135,7 @@ LARGE_VISION_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxy
         )
     }
 )
-"""Of a published size; the tower's is the library's default."""
+"""Models of published sizes; the vision tower has the library's default size."""
 
 _QWEN_PROCESSOR: Mapping[str, Any] = MappingProxyType(
     {
@@ -158,11 +158,11 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""Name -> settings of the library's processor of pictures."""
+"""Name -> settings of the library's image processor."""
 
 
 def vision_template(model_type: str) -> str:
-    """The chat template of a preset: Qwen writes begin, image and end of a picture, Gemma its begin alone."""
+    """The chat template of a preset. Qwen's writes begin, image and end token of an image, Gemma's only the begin."""
     start, end, image = VISION_TOKENS[model_type][:3]
     written = start if model_type == "gemma3" else f"{start}{image}{end}"
     return f"{{% set image = '{written}' %}}{VISION_TEMPLATE}"
