@@ -127,7 +127,7 @@ HYBRID_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
                 "indexer_compress_ratio": 4,
             },
         ),
-        # Its state has the published model's size, its weights do not: narrow, few experts, few n-grams.
+        # Rows and recurrent states have the published sizes, weights do not: narrow, few experts, few n-grams.
         "qwen4-exp-small": (
             "qwen4_exp_text",
             {
