@@ -24,8 +24,9 @@ import torch
 
 from engine.arena import StageArena
 from engine.checksum import WeightedSum
-from engine.copies import CopyStep, StageCopy, host_tensor, record_event
+from engine.copies import CopyStep, StageCopy, host_tensor
 from engine.errors import StageFailed
+from engine.streams import record_event
 
 if TYPE_CHECKING:
     from engine.snapshot import Plan, Run, StageMove

@@ -16,7 +16,7 @@ import torch
 
 from engine.arena import StageArena
 from engine.checksum import WeightedSum
-from engine.streams import DeviceStreams
+from engine.streams import DeviceStreams, record_event
 
 if TYPE_CHECKING:
     from engine.snapshot import Plan, StageMove
@@ -132,10 +132,3 @@ class StageCopy:
 
     def synchronize(self) -> None:
         self._streams.synchronize()
-
-
-def record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event that completes when everything queued on `stream` so far is done."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event

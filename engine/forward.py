@@ -27,6 +27,7 @@ from engine.errors import EngineError, StageFailed
 from engine.handoff import HandOff
 from engine.one_token import chunks_in_fewer_kernels
 from engine.stages import Stage
+from engine.streams import record_event
 from engine.vision import NO_IMAGES, ChunkImages
 
 log = logging.getLogger("parkd.engine")
@@ -92,10 +93,13 @@ class ModelForward:
             draft=self._draft,
             guesses=self._guesses,
         )
-        if is_dense and self.decode_graph is not None:
-            self.dense = [DenseStage(*pair, self._config) for pair in zip(self._stages, self._caches, strict=True)]
-        if not is_dense and self.decode_graph is not None:
-            for stage, cache in zip(self._stages, self._caches, strict=True):
+        if self.decode_graph is None:
+            return True
+        pairs = list(zip(self._stages, self._caches, strict=True))
+        if is_dense:
+            self.dense = [DenseStage(stage, cache, self._config) for stage, cache in pairs]
+        else:
+            for stage, cache in pairs:
                 chunks_in_fewer_kernels(stage.inner)
                 record_chunks(stage, cache, chunk_tokens)
         return True
@@ -198,9 +202,7 @@ class ChunksUnderWay:
         """Notes that a chunk was queued. Waits for the earliest if there are too many."""
         if self._device.type != "cuda":
             return
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        self._running.append(event)
+        self._running.append(record_event(torch.cuda.current_stream(self._device)))
         if len(self._running) > self._most:
             self._running.popleft().synchronize()
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from engine.streams import record_event
+
 SLOTS = 2
 """Chunks that can be in transfer at once: one being received and one being sent."""
 
@@ -63,14 +65,8 @@ class HandOff:
             if slot.read is not None:
                 sending.wait_event(slot.read)
             host.copy_(hidden, non_blocking=True)
-            sent = _event(sending)
+            sent = record_event(sending)
         with torch.cuda.stream(receiving):
             receiving.wait_event(sent)
             out.copy_(host, non_blocking=True)
-            slot.read = _event(receiving)
-
-
-def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
+            slot.read = record_event(receiving)

@@ -39,6 +39,8 @@ KNOWN: Mapping[str, str] = MappingProxyType(
     }
 )
 """Name of the library's class -> kind of module."""
+OF_ANY_LENGTH = frozenset({NORM, GATED})
+"""Kinds whose kernels take chunks of any length as well as single tokens."""
 SILU = "silu"
 
 
@@ -84,11 +86,10 @@ def chunks_in_fewer_kernels(inner: nn.Module) -> None:
     """From now on chunks of any length use the kernels for norms and gates. For models on a GPU in bf16 or f16."""
     module: Any
     for module in inner.modules():
-        kind = KNOWN.get(type(module).__name__)
-        if kind == NORM:
-            module.forward = _norm(module)
-        elif kind == GATED and module.config.hidden_act == SILU:
-            module.forward = _gated_together(module)
+        if KNOWN.get(type(module).__name__) in OF_ANY_LENGTH:
+            forward = _in_few_kernels(module, None, together=True)
+            if forward is not None:
+                module.forward = forward
 
 
 def _has_even_heads(module: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The CUDA streams of a device besides its compute stream."""
+"""The CUDA streams of a device besides its compute stream, and events on streams."""
 
 from __future__ import annotations
 
@@ -23,3 +23,10 @@ class DeviceStreams:
     def synchronize(self) -> None:
         for stream in (self.out, self.into, self.sums):
             stream.synchronize()
+
+
+def record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event that completes when everything queued on `stream` so far is done."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

@@ -77,10 +77,6 @@ class SlotTable:
         slot.forget()
         return self.select(slot)
 
-    def forget_all(self) -> None:
-        for slot in self._slots:
-            slot.forget()
-
     def holding(self, checksum: int, states: Callable[[], list[SlotState]]) -> Slot | None:
         """The slot that still holds all of a file; its server is asked whether it was used since."""
         slot = next((slot for slot in self._slots if slot.saved == checksum), None)

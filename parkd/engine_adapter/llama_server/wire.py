@@ -117,6 +117,7 @@ class Wire:
         try:
             connection.connect()
         except OSError as error:
+            connection.close()  # A failed TLS handshake leaves it open.
             raise CannotConnect(str(error)) from error
         self.opened += 1
         return connection

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
-from core_models import CONTEXT, VOCAB
+from core_models import CONTEXT, FAMILIES, VOCAB, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_models import GEMMA_VISION, MROPE, QWEN_VISION
 
-from engine.draft_loading import head_settings
+from engine.draft_loading import declare_head, head_settings
 from engine.multimodal import VISION_FAMILIES
 
 WINDOW = 24
@@ -145,4 +146,14 @@ def hybrid_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float
                 parameter.copy_(torch.linspace(-5.0, 0.0, parameter.numel()))
             elif parameter.dim() > 1:
                 parameter.normal_(0.0, 1.2 / parameter.shape[-1] ** 0.5)
+    return model
+
+
+@cache
+def model_of(family: str) -> Any:
+    """A model of any family, made once. Those named with `-mtp` behind have a draft head."""
+    name = family.removesuffix("-mtp")
+    model = tiny_model(name) if name in FAMILIES else hybrid_model(name)
+    if name != family:
+        declare_head(model.config)
     return model

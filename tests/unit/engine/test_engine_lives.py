@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 import pytest
-from core_models import FAMILIES, head_of, tiny_model
-from hybrid_models import hybrid_model
+from core_models import head_of
+from hybrid_models import model_of
 from logged_session import BATCH, CONTEXT
 from recordings import Replay, record_chunks, record_steps, without_triton
 from session_lives import Life
 from vision_models import processor_of
 
 from engine import EngineConfig, Session, open_session
-from engine.draft_loading import declare_head
 
 EVENTS = 30
 GUESSES = 2
@@ -33,15 +30,6 @@ RECORDED = (
 SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*falling back to its reference")
-
-
-@cache
-def model_of(family: str) -> Any:
-    name = family.removesuffix("-mtp")
-    model = tiny_model(name) if name in FAMILIES else hybrid_model(name)
-    if name != family:
-        declare_head(model.config)
-    return model
 
 
 def opened(family: str, slack_tokens: int) -> Session:

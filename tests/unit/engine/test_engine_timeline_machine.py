@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from core_models import FAMILIES, VOCAB, head_of, step_with_guesses, tiny_model, tiny_session
+from core_models import VOCAB, head_of, step_with_guesses, tiny_session
 from draft_models import oracle_guess
-from hybrid_models import hybrid_model
+from hybrid_models import model_of
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,7 +24,6 @@ from hypothesis.stateful import (
 from vision_models import IMAGE_ID, picture_logits, png, processor_of
 
 from engine import Session, SnapshotPlan, StageFailed, capture, host_plan, restore
-from engine.draft_loading import declare_head
 from engine.vision import PromptImage
 
 MOST_TOKENS = 160
@@ -39,15 +37,6 @@ SIZES = ((32, 32), (64, 48), (33, 90))
 """Width and height of the pictures that a prompt may have."""
 PICTURE = st.integers(0, 2 * len(SIZES) - 1)
 """Half of the time none."""
-
-
-@cache
-def model_of(family: str) -> Any:
-    name = family.removesuffix("-mtp")
-    model = tiny_model(name) if name in FAMILIES else hybrid_model(name)
-    if name != family:
-        declare_head(model.config)
-    return model
 
 
 class Failing:
