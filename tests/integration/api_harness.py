@@ -166,6 +166,7 @@ def make_services(
     answers: OutputMemory | None = None,
     normaliser: NormaliserConfig | None = None,
     eviction_policy: str = "value",
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Services, IdentityBuilder]:
     identity = IdentityBuilder(
         engine.tokenizer,
@@ -182,7 +183,7 @@ def make_services(
     store = ConversationStore(
         StoreConfig(budget_bytes, BLOCK_TOKENS, slots, slab_bytes=64 * 1024),
         engine.info.layout,
-        clock=time.monotonic,
+        clock=clock,
         new_id=lambda: f"conversation-{next(serial)}",
         policy=policy_named(eviction_policy),
     )
@@ -213,8 +214,9 @@ async def running(
     answer_bytes: int = MIB,
     normaliser: NormaliserConfig | None = None,
     eviction_policy: str = "value",
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Running]:
-    """Starts a server, gives it, stops it as SIGTERM would."""
+    """Starts a server, gives it, stops it as SIGTERM would. `clock` is the store's, in seconds."""
     end_texts = [engine.tokenizer.decode([token_id]) for token_id in engine.info.end_token_ids]
     answers = OutputMemory(answer_bytes, end_texts) if answer_bytes else None
     services, identity = make_services(
@@ -227,6 +229,7 @@ async def running(
         answers=answers,
         normaliser=normaliser,
         eviction_policy=eviction_policy,
+        clock=clock,
     )
     server = Server(services)
     # its own socket, so that a test's server never takes over the runner's signals: `_serve` is `serve` without them
