@@ -91,15 +91,26 @@ class StageCache(Cache):  # type: ignore[misc]
         """Completes the arena's `fixed` with the windows at `position`, where the timeline is."""
         for window in self._windows:
             window.begin(position)
-        for layer in self._sliding:
-            layer.pack()
+        packed, live = self._packing()
+        if packed:
+            torch._foreach_copy_(packed, live)
+        beyond = [part for layer in self._sliding for part in layer.beyond()]
+        if beyond:
+            torch._foreach_zero_(beyond)
 
     def unpack(self, position: int) -> None:
         """Loads the windows from the arena's `fixed`, which is valid at `position`."""
         for window in self._windows:
             window.restart(position)
-        for layer in self._sliding:
-            layer.unpack()
+        packed, live = self._packing()
+        if packed:
+            torch._foreach_copy_(live, packed)
+
+    def _packing(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The windows in the fixed state, and in the layers' buffers: for one call, since one for each layer takes the
+        host longer than the GPU needs to copy them."""
+        pairs = [pair for layer in self._sliding for pair in layer.packing()]
+        return [packed for packed, _ in pairs], [live for _, live in pairs]
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Writes index keys `[1, q, dim]` at the position; returns the view `[1, position + q, dim]`."""

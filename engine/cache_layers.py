@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -127,19 +127,17 @@ class ArenaSlidingLayer(CacheLayerMixin):  # type: ignore[misc]
             views.append(_heads_first(buffer[first : at + count], states))
         return views[0], views[1]
 
-    def pack(self) -> None:
-        """Copies the window before the position into the fixed state and zeroes the rest."""
-        count = self.timeline.past
-        at = self.timeline.position - self.timeline.base
+    def packing(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The window before the position, in the fixed state and in the buffer, both `[past, heads, head_dim]`: of the
+        keys, then of the values."""
+        count, at = self.timeline.past, self.timeline.position - self.timeline.base
         for buffer, packed in zip(self._live, self._packed, strict=True):
-            packed[:count] = buffer[at - count : at]
-            packed[count:] = 0
+            yield packed[:count], buffer[at - count : at]
 
-    def unpack(self) -> None:
-        """Copies the window from the fixed state to the start of the buffer, after the timeline has restarted."""
+    def beyond(self) -> tuple[torch.Tensor, ...]:
+        """What the fixed state has room for beyond that window: of keys and of values, if anything."""
         count = self.timeline.past
-        for buffer, packed in zip(self._live, self._packed, strict=True):
-            buffer[:count] = packed[:count]
+        return tuple(packed[count:] for packed in self._packed if len(packed) > count)
 
     def get_seq_length(self) -> int:
         return self.timeline.position
@@ -174,6 +172,11 @@ class ArenaLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.recurrent_states[index] = recurrent
             self.is_recurrent_states_initialized[index] = recurrent is not None
         self.dtype, self.device = self._views["conv_0"].dtype, self._views["conv_0"].device
+
+    def clear(self) -> None:
+        """Makes the state that of no tokens: zeros, from which a pass goes on as it would from no state."""
+        for view in self._views.values():
+            view.zero_()
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """Raises ValueError: called only for a state that is missing from the layout."""

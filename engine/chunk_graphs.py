@@ -4,8 +4,8 @@
                                    state in the arena, updated in place
 
 Such a layer does not depend on the position, so every full chunk is the same work. Its forward pass launches about
-sixty kernels from Python, which takes longer than running them once two GPUs share the layers. Shorter chunks, and the
-first one, which has no previous state, run unrecorded through the same kernels.
+sixty kernels from Python, which takes longer than running them once two GPUs share the layers. The first chunk has no
+previous state; its graph goes on from zeros. Shorter chunks run unrecorded through the same kernels.
 """
 
 from __future__ import annotations
@@ -33,26 +33,31 @@ def record_chunks(stage: Stage, cache: StageCache, tokens: int) -> None:
 
     Layers that cannot be recorded stay as they are; the reason is logged.
     """
-    layers = [layer for layer in stage.layers if type(layer).__name__ in KNOWN and layer.block_type == LINEAR]
+    layers = {
+        index: layer
+        for index, layer in enumerate(stage.layers, stage.first_layer)
+        if type(layer).__name__ in KNOWN and layer.block_type == LINEAR
+    }
     if not layers:
         return
-    flow = torch.zeros((1, tokens, layers[0].hidden_size), dtype=stage.dtype, device=stage.device)
+    width = next(iter(layers.values())).hidden_size
+    flow = torch.zeros((1, tokens, width), dtype=stage.dtype, device=stage.device)
     pool = torch.cuda.graph_pool_handle() if stage.device.type == "cuda" else None
     # Not at 0, where there is no previous state.
     cache.begin(0)
     cache.begin(1)
     try:
-        for layer in layers:
-            layer.forward = _recorded(layer.forward, cache, flow, pool)
+        for index, layer in layers.items():
+            layer.forward = _recorded(layer.forward, cache, index, flow, pool)
     except Exception as error:
         log.warning("chunks without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
 
 
 def _recorded(
-    forward: Callable[..., torch.Tensor], cache: StageCache, flow: torch.Tensor, pool: Any
+    forward: Callable[..., torch.Tensor], cache: StageCache, index: int, flow: torch.Tensor, pool: Any
 ) -> Callable[..., torch.Tensor]:
-    """The layer's forward pass, replayed where that applies. `flow` holds its input and output. All layers of the stage
-    share `flow` and the memory `pool` of intermediate results, since they run one after the other."""
+    """The forward pass of layer `index`, replayed where that applies. `flow` holds its input and output. All layers of
+    the stage share `flow` and the memory `pool` of intermediate results, since they run one after the other."""
 
     def run() -> None:
         flow.copy_(forward(flow, position_embeddings=None, cache=cache))
@@ -60,8 +65,10 @@ def _recorded(
     graph = recorded(run, flow.device, pool)
 
     def replay(hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-        if hidden_states.shape != flow.shape or cache.position == 0 or cache.history.is_recording:
+        if hidden_states.shape != flow.shape or cache.history.is_recording:
             return forward(hidden_states, *arguments, **named)
+        if cache.position == 0:
+            cache.layers[index].clear()
         if hidden_states is not flow:
             flow.copy_(hidden_states)
         graph.replay()

@@ -75,9 +75,9 @@ class FixedState:
         """The same, but never the arenas' own tensors: copies that later computing does not change."""
         return self.at(position) or [live.clone() for live in self.live(position)]
 
-    def keep(self, position: int) -> None:
+    def keep(self, position: int, *, is_packed: bool = False) -> None:
         """Takes a checkpoint at `position`, where the timeline is, if there is memory for it. Queues copies without
-        waiting."""
+        waiting. `is_packed` says that the arenas' own tensors are up to date."""
         if not self.exists:
             return
         if position in self._kept:
@@ -86,7 +86,7 @@ class FixedState:
         memory = self._kept.pop(self._oldest()) if len(self._kept) >= self._limit else None
         if self._is_read():
             memory = None  # The capture frees it once it is done.
-        live = self.live(position)
+        live = [arena.fixed for arena in self._arenas] if is_packed else self.live(position)
         try:
             copies = [torch.empty_like(fixed) for fixed in live] if memory is None else memory
         except torch.OutOfMemoryError:

@@ -185,7 +185,8 @@ class Session:
         self._images.forget_beyond(kept)
         self._images.offset.reload()
         self._position = position
-        self.checkpoint()
+        if position > 0:
+            self.fixed_state.keep(position, is_packed=True)
 
     def extend(
         self,
