@@ -7,7 +7,7 @@ a capture that runs while the engine computes is cut into segments instead (`eng
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,16 +56,18 @@ class StageCopy:
 
     def queue_out(
         self, plan: Plan, move: StageMove, checksum: WeightedSum, step: CopyStep, fixed: Sequence[torch.Tensor]
-    ) -> None:
+    ) -> Iterator[None]:
         """Queues the copies from the arena to the host, and their checksums; `fixed` holds one tensor for each fixed
-        part.
+        part. Yields after each run of rows, so that the copies of several stages begin together.
 
         The caller has already made the streams wait for the compute stream.
         """
         streams, arena = self._streams, self.arena
-        with torch.cuda.stream(streams.out):
-            for run in move.rows:
+        for run in move.rows:
+            with torch.cuda.stream(streams.out):
                 step(host_tensor(run.buffer), arena.rows[run.start : run.stop].view(-1))
+            yield
+        with torch.cuda.stream(streams.out):
             for part, state in zip(move.fixed, fixed, strict=True):
                 step(host_tensor(part.buffer), state)
         with torch.cuda.stream(streams.sums):
@@ -82,23 +84,26 @@ class StageCopy:
         step: CopyStep,
         before_write: BeforeWrite,
         fixed: Sequence[torch.Tensor],
-    ) -> None:
-        """Queues the copies from the host to the arena and to `fixed`, and checksums of the bytes that arrived.
+    ) -> Iterator[None]:
+        """Queues the copies from the host to the arena and to `fixed`, and checksums of the bytes that arrived. Yields
+        as `queue_out` does.
 
         Calls `before_write` for each run of rows before its copy is queued.
         """
         streams, arena = self._streams, self.arena
         sums, summed = [], plan.start
-        with torch.cuda.stream(streams.into):
-            for run in move.rows:
+        for run in move.rows:
+            with torch.cuda.stream(streams.into):
                 before_write(streams.into, run.start, run.stop)
                 step(arena.rows[run.start : run.stop].view(-1), host_tensor(run.buffer))
-                whole = run.stop - (run.stop % plan.block_tokens if run.stop < plan.stop else 0)
-                if whole == plan.stop or (whole - summed) * arena.layout.row_bytes >= SUM_BYTES:
-                    streams.sums.wait_stream(streams.into)
-                    with torch.cuda.stream(streams.sums):
-                        sums.append(self._block_sums(plan, checksum, summed, whole))
-                    summed = whole
+            whole = run.stop - (run.stop % plan.block_tokens if run.stop < plan.stop else 0)
+            if whole == plan.stop or (whole - summed) * arena.layout.row_bytes >= SUM_BYTES:
+                streams.sums.wait_stream(streams.into)
+                with torch.cuda.stream(streams.sums):
+                    sums.append(self._block_sums(plan, checksum, summed, whole))
+                summed = whole
+            yield
+        with torch.cuda.stream(streams.into):
             for part, state in zip(move.fixed, fixed, strict=True):
                 step(state, host_tensor(part.buffer))
         streams.sums.wait_stream(streams.into)

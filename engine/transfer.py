@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,9 +80,14 @@ def move_stages(
     mine = [[part[index] for part in fixed] for index in range(len(arenas))]
     copies: dict[int, StageCopy] = {}
     try:
+        queues = []
         for index in on_device:
             arena, states = arenas[index], mine[index]
-            copies[index] = queue_stage(index, arena, plan, checksum, direction, steps, before_write, states)
+            arena.streams.follow_computing()
+            copies[index] = StageCopy(arena, arena.streams)
+            queues.append(queue(index, copies[index], plan, checksum, direction, steps, before_write, states))
+        for _ in zip_longest(*queues):
+            pass
         parts = {index: _parts(arenas[index], plan, plan.stages[index], mine[index]) for index in on_host}
         running = {index: [checksum.start() for _ in stage_parts] for index, stage_parts in parts.items()}
         work = [pair for index in on_host for pair in zip(parts[index], running[index], strict=True)]
@@ -103,25 +109,22 @@ def move_stages(
     return values[:blocks], values[blocks:]
 
 
-def queue_stage(
+def queue(
     index: int,
-    arena: StageArena,
+    copy: StageCopy,
     plan: Plan,
     checksum: Checksum,
     direction: Direction,
     steps: CopySteps,
     before_write: Callable[[int, torch.cuda.Stream, int, int], None],
     fixed: Sequence[torch.Tensor],
-) -> StageCopy:
-    """Queues one stage's copies on a GPU, after its compute work so far. `fixed` has one tensor per fixed part."""
+) -> Iterator[None]:
+    """Queues the copies of stage `index`, a run of rows at a time. `fixed` has one tensor per fixed part."""
     assert isinstance(checksum, WeightedSum), "the kind that cards compute"
-    arena.streams.follow_computing()
-    copy = StageCopy(arena, arena.streams)
+    move = plan.stages[index]
     if direction is Direction.OUT:
-        copy.queue_out(plan, plan.stages[index], checksum, steps.device, fixed)
-    else:
-        copy.queue_in(plan, plan.stages[index], checksum, steps.device, partial(before_write, index), fixed)
-    return copy
+        return copy.queue_out(plan, move, checksum, steps.device, fixed)
+    return copy.queue_in(plan, move, checksum, steps.device, partial(before_write, index), fixed)
 
 
 def _parts(arena: StageArena, plan: Plan, move: StageMove, fixed: Sequence[torch.Tensor]) -> list[Part]:
