@@ -163,7 +163,8 @@ class Admission:
         """Turns a decision into a refusal if it would leave the machine less free memory than `min_free_bytes`."""
         if free_memory is None or isinstance(outcome, Refused):
             return outcome
-        taken, free = self.shelf.slabs.untouched_bytes(plan.need(outcome.position)), free_memory()
+        checkpoints = len(plan.fresh_checkpoints(outcome.position))
+        taken, free = self.shelf.untouched_bytes(plan.need(outcome.position), checkpoints), free_memory()
         if taken == 0 or free - taken >= self.config.min_free_bytes:
             return outcome
         floor = mib(self.config.min_free_bytes)

@@ -1,11 +1,12 @@
 """Accounts for every byte that the store holds, and for what a conversation takes besides its rows.
 
-    limit  |------ slabs ------|-- checkpoints --|- metadata -|······ free ······|
+    limit  |------ slabs ------|-- checkpoints --|-- idle --|- metadata -|···· free ····|
                 rows in use <= slabs
 
 Two sums stay under the limit. *Allocated* is what the store takes from the machine: whole slabs, used or not,
-checkpoint buffers, and an estimate of the Python objects that describe them. *In use* counts only used slots, so it is
-never more than allocated. Room is charged before it is taken, and credited after it is freed.
+checkpoint buffers, used or idle, and an estimate of the Python objects that describe them. *In use* counts only used
+slots and no idle buffers, so it is never more than allocated. Room is charged before it is taken, and credited after it
+is freed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Kind(IntEnum):
     SEGMENTS = 1
     """Opaque states."""
     CHECKPOINTS = 2
-    METADATA = 3
+    IDLE = 3
+    """Checkpoint buffers that are kept for the next checkpoints."""
+    METADATA = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,8 @@ class Budget:
 
     @property
     def side_bytes(self) -> int:
-        """Everything that is not in slabs."""
-        return self.allocated_bytes - self._charged[Kind.SLABS]
+        """What no freeing of empty slabs and idle buffers gives back."""
+        return self.allocated_bytes - self._charged[Kind.SLABS] - self._charged[Kind.IDLE]
 
     @property
     def free_bytes(self) -> int:

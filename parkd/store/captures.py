@@ -55,8 +55,8 @@ def open_flight(
 ) -> tuple[Capture, Flight]:
     """Takes the room that was made. If it raises OSError or MemoryError, only what the plan holds is left to
     release."""
-    shelf.slabs.reserve(plan.need(position))
     places = plan.fresh_checkpoints(position)
+    shelf.reserve(plan.need(position), len(places))
     fresh_checkpoints = tuple(shelf.checkpoints.allocate(places, plan.checkpoint_sizes(places)))
     held, inherited = plan.held_at(position), plan.inherited_at(position)
     behind, request = held[-1] if held else None, plan.request

@@ -1,4 +1,10 @@
-"""Fixed state of all stages at one position: a buffer each, shared by every conversation that descends from it."""
+"""Fixed state of all stages at one position: a buffer each, shared by every conversation that descends from it.
+
+    allocate <- idle buffer, else new memory         release -> idle if page-locked, else back to the machine
+
+Page-locking memory holds up whatever a GPU is doing, so page-locked buffers are kept when they become free, and given
+back when rows need the room.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +45,15 @@ def checkpoint_charge(part_bytes: Sequence[int]) -> int:
 
 
 class CheckpointPool:
-    """Reference-counted checkpoint buffers, each charged to the budget."""
+    """Reference-counted checkpoint buffers, each charged to the budget. With `hooks`, free buffers are kept."""
 
     def __init__(self, layout: StateLayout, budget: Budget, hooks: SlabHooks | None = None) -> None:
         self._layout = layout
         self._hooks = hooks
         self._budget = budget
         self._checkpoints: dict[CheckpointId, _Checkpoint] = {}
+        self._idle: list[Bytes] = []
+        """Buffers of `checkpoint_bytes` each."""
         self._ids = count(1)
         self.checkpoint_bytes = checkpoint_bytes_of(layout)
         """What one checkpoint takes; 0 for a model without fixed state."""
@@ -58,24 +66,46 @@ class CheckpointPool:
         OSError or MemoryError; then none is kept."""
         ids: list[CheckpointId] = []
         usual = tuple(stage.fixed_bytes for stage in self._layout.stages)
+        assert sizes is None or self._hooks is None, "idle buffers have one size"
         parts = [usual] * len(positions) if sizes is None else [(size,) for size in sizes]
         try:
             for position, part_bytes in zip(positions, parts, strict=True):
-                size = checkpoint_charge(part_bytes)
-                self._budget.charge(Kind.CHECKPOINTS, size)
-                try:
-                    memory = anonymous(size)
-                except BaseException:
-                    self._budget.credit(Kind.CHECKPOINTS, size)
-                    raise
-                if self._hooks is not None:
-                    self._hooks.added(memory)
+                memory = self._taken(checkpoint_charge(part_bytes))
                 ids.append(next(self._ids))
                 self._checkpoints[ids[-1]] = _Checkpoint(position, memory, part_bytes)
         except BaseException:
             self.release(ids)
             raise
         return ids
+
+    @property
+    def idle(self) -> int:
+        """Buffers that `allocate` takes before it asks the machine for memory."""
+        return len(self._idle)
+
+    def reused_bytes(self, checkpoints: int) -> int:
+        """Bytes that this many new checkpoints would take from idle buffers."""
+        return min(checkpoints, len(self._idle)) * self.checkpoint_bytes
+
+    def grow_ahead(self, most_bytes: int) -> None:
+        """Allocates idle buffers of at most `most_bytes` together. Raises OSError or MemoryError."""
+        if self._hooks is None or self.checkpoint_bytes == 0:
+            return
+        while (len(self._idle) + 1) * self.checkpoint_bytes <= most_bytes:
+            self._idle.append(self._new(self.checkpoint_bytes, Kind.IDLE))
+
+    def give_back(self) -> None:
+        """Gives the machine an idle buffer; there must be one."""
+        memory = self._idle.pop()
+        if self._hooks is not None:
+            self._hooks.removed(memory)
+        del memory
+        self._budget.credit(Kind.IDLE, self.checkpoint_bytes)
+
+    def close(self) -> None:
+        """Frees the idle buffers."""
+        while self._idle:
+            self.give_back()
 
     def seal(self, ids: Sequence[CheckpointId], checksums: npt.NDArray[np.uint64]) -> None:
         """`checksums` is `[len(ids), stages]`."""
@@ -91,11 +121,8 @@ class CheckpointPool:
             checkpoint = self._checkpoints[checkpoint_id]
             checkpoint.owners -= 1
             if checkpoint.owners == 0:
-                size = checkpoint.memory.nbytes
-                if self._hooks is not None:
-                    self._hooks.removed(checkpoint.memory)
-                del self._checkpoints[checkpoint_id], checkpoint
-                self._budget.credit(Kind.CHECKPOINTS, size)
+                del checkpoint
+                self._vacated(self._checkpoints.pop(checkpoint_id).memory)
 
     def owners(self, checkpoint_id: CheckpointId) -> int:
         return self._checkpoints[checkpoint_id].owners
@@ -133,3 +160,32 @@ class CheckpointPool:
     def recount(self) -> dict[CheckpointId, int]:
         """Owners of each checkpoint, to compare with a count of its own."""
         return {checkpoint_id: checkpoint.owners for checkpoint_id, checkpoint in self._checkpoints.items()}
+
+    def _taken(self, size: int) -> Bytes:
+        """A buffer, charged as a checkpoint, if possible an idle one. Raises OSError, MemoryError."""
+        if not self._idle:
+            return self._new(size, Kind.CHECKPOINTS)
+        self._budget.credit(Kind.IDLE, size)
+        self._budget.charge(Kind.CHECKPOINTS, size)
+        return self._idle.pop()
+
+    def _new(self, size: int, kind: Kind) -> Bytes:
+        self._budget.charge(kind, size)
+        try:
+            memory = anonymous(size)
+        except BaseException:
+            self._budget.credit(kind, size)
+            raise
+        if self._hooks is not None:
+            self._hooks.added(memory)
+        return memory
+
+    def _vacated(self, memory: Bytes) -> None:
+        """Keeps or frees the buffer of a checkpoint that is gone."""
+        size = memory.nbytes
+        if self._hooks is not None:
+            self._idle.append(memory)
+        del memory
+        self._budget.credit(Kind.CHECKPOINTS, size)
+        if self._hooks is not None:
+            self._budget.charge(Kind.IDLE, size)

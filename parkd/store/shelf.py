@@ -22,6 +22,10 @@ from parkd.store.segments import SegmentPool
 from parkd.store.slabs import SlabGeometry, SlabHooks, SlabPool
 from parkd.types import StateLayout, Units
 
+CHECKPOINTS_AHEAD_SHARE = 4
+"""Of memory that is allocated ahead, one part in this many is for checkpoints: conversations of 80,000 tokens of a 27B
+hybrid model, with 8 checkpoints each, take about this share."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rating:
@@ -200,6 +204,30 @@ class Shelf:
     def room(self) -> Room:
         return self.slabs.room()
 
+    def reserve(self, need: Need, checkpoints: int) -> None:
+        """Makes `need` allocatable, which includes this many checkpoints. The caller has checked that it fits `room()`.
+        Raises as `SlabPool.reserve` does."""
+        need = self._beyond_idle(need, checkpoints)
+        while self.checkpoints.idle > checkpoints:
+            if self.fits(need, Room(self.slabs.free_slots, self.budget.free_bytes)):
+                break
+            self.checkpoints.give_back()
+        self.slabs.reserve(need)
+
+    def untouched_bytes(self, need: Need, checkpoints: int) -> int:
+        """Bytes that `need`, with this many checkpoints, would take from the machine at least."""
+        return self.slabs.untouched_bytes(self._beyond_idle(need, checkpoints))
+
+    def grow_ahead(self) -> None:
+        """Allocates the budget before it is needed. Raises OSError or MemoryError; what was allocated stays."""
+        self.checkpoints.grow_ahead(self.budget.limit_bytes // CHECKPOINTS_AHEAD_SHARE)
+        while self.slabs.grow_ahead():
+            pass
+
+    def _beyond_idle(self, need: Need, checkpoints: int) -> Need:
+        """What remains of `need` once this many checkpoints have taken what idle buffers there are."""
+        return Need(need.slots, need.side_bytes - self.checkpoints.reused_bytes(checkpoints))
+
     def most_room(self) -> tuple[Room, int]:
         """The room if everything that may go were evicted, and the bytes that would then be free, in single slots."""
         going = [entry for entry in self.entries.values() if entry.may_go]
@@ -211,6 +239,11 @@ class Shelf:
         )
         in_use = self.bytes_in_use - len(slots) * self.geometry.slot_bytes - side_bytes
         return self.slabs.room(slots, side_bytes), self.budget.limit_bytes - in_use
+
+    def close(self) -> None:
+        """Frees all memory. There must be no entry left."""
+        self.checkpoints.close()
+        self.slabs.close()
 
     def _exclusive_checkpoint_bytes(self, parked: Parked) -> int:
         alone = [c.id for c in parked.checkpoints if self.checkpoints.owners(c.id) == 1]

@@ -130,12 +130,11 @@ class ConversationStore:
         return Lease(entry.parked, start, stop, transfer, lineage_of(self._shelf, entry.parked, stop), release)
 
     def grow_ahead(self) -> None:
-        """Allocates as many slabs as the budget allows, because page-locking memory later would delay captures.
+        """Allocates as much memory as the budget allows, because page-locking memory later would delay captures.
 
         Raises OSError or MemoryError; what was allocated until then stays.
         """
-        while self._shelf.slabs.grow_ahead():
-            pass
+        self._shelf.grow_ahead()
 
     def begin_capture(self, request: CaptureRequest) -> Capture | Refused:
         """Reserves room for a live conversation. Evicts for it by the policy, but never what is leased or pinned.
@@ -239,7 +238,7 @@ class ConversationStore:
         assert not self._captures, "a capture is in flight"
         for entry in list(self._shelf.entries.values()):
             self._shelf.take_off(entry)
-        self._shelf.slabs.close()
+        self._shelf.close()
 
     def _open(self, owner: Owner, plan: CapturePlan, decision: Decision, history: History) -> Capture:
         """Takes the room that was made. If it raises OSError or MemoryError, only what the plan holds is left to

@@ -86,7 +86,8 @@ def assert_within_budget(store: ConversationStore) -> None:
         slabs += sum(-(-place.memory.nbytes // 4096) * 4096 for place in shelf.blocks._places.values())
     checkpoints = sum(checkpoint.memory.nbytes for checkpoint in shelf.checkpoints._checkpoints.values())
     assert shelf.bytes_in_use <= shelf.budget.allocated_bytes <= store.config.budget_bytes
-    assert slabs + checkpoints + shelf.budget[Kind.METADATA] <= store.config.budget_bytes
+    idle = sum(memory.nbytes for memory in shelf.checkpoints._idle)
+    assert slabs + checkpoints + idle + shelf.budget[Kind.METADATA] <= store.config.budget_bytes
 
 
 def assert_counts(store: ConversationStore) -> None:
@@ -112,9 +113,25 @@ def assert_counts(store: ConversationStore) -> None:
     if not flights:
         assert shelf.budget[Kind.METADATA] == owned
     assert shelf.budget[Kind.CHECKPOINTS] == len(checkpoints) * shelf.checkpoints.checkpoint_bytes
+    assert shelf.budget[Kind.IDLE] == shelf.checkpoints.idle * shelf.checkpoints.checkpoint_bytes
     assert shelf.budget[Kind.SLABS] == sum(slab.memory.nbytes for slab in shelf.slabs._slabs.values())
     if store.config.conversation_slots is not None:
         assert len(shelf.entries) <= store.config.conversation_slots
+
+
+class Hooks:
+    """Notes the memory that is to be page-locked: address -> bytes."""
+
+    def __init__(self):
+        self.known = {}
+        self.added_total = 0
+
+    def added(self, memory):
+        self.known[memory.ctypes.data] = memory.nbytes
+        self.added_total += 1
+
+    def removed(self, memory):
+        del self.known[memory.ctypes.data]
 
 
 def part_sum(data: np.ndarray) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from store_kit import CopyEngine, assert_counts, assert_same_rows, make_layout, make_store, make_units
+from store_kit import CopyEngine, Hooks, assert_counts, assert_same_rows, make_layout, make_store, make_units
 
 from parkd.store.records import Parked, RefusalReason
 
@@ -156,3 +156,68 @@ def test_what_the_engine_holds_is_parked_beyond_the_limit(engine):
     store = make_store(4 << 20, LAYOUT, checkpoint_limit=2)
     parked = read(engine, (1, 8), (2, 8), (3, 8)).park(store)
     assert [checkpoint.position for checkpoint in parked.checkpoints] == [8, 16, 24]
+
+
+def test_locked_buffers_are_used_again(engine):
+    hooks = Hooks()
+    store = make_store(4 << 20, LAYOUT, slab_hooks=hooks)
+    first = read(engine, (1, 8), (2, 8)).park(store)
+    locked, made = dict(hooks.known), hooks.added_total
+    store.drop(first.id, "test")
+    assert store.stats().checkpoint_bytes == store.stats().bytes_in_use == 0
+    assert hooks.known == locked
+    second = read(engine, (3, 8), (4, 8)).park(store)
+    assert (hooks.known, hooks.added_total) == (locked, made)
+    with store.lease(second.id, 16) as lease:
+        engine.restore(lease)
+    assert_counts(store)
+    store.drop(second.id, "test")
+    store.close()
+    assert hooks.known == {}
+
+
+def test_without_hooks_the_machine_gets_buffers_back(engine):
+    store = make_store(4 << 20, LAYOUT)
+    store.drop(read(engine, (1, 8), (2, 8)).park(store).id, "test")
+    assert store._shelf.checkpoints.idle == 0
+
+
+def test_memory_ahead_is_for_rows_and_checkpoints(engine):
+    hooks = Hooks()
+    store = make_store(1 << 20, LAYOUT, slab_hooks=hooks)
+    store.grow_ahead()
+    made, stats = hooks.added_total, store.stats()
+    assert store._shelf.checkpoints.idle == (1 << 20) // 4 // CHECKPOINT_BYTES
+    assert (1 << 20) * 0.8 < stats.bytes_allocated <= 1 << 20
+    assert stats.bytes_in_use == stats.checkpoint_bytes == 0
+    assert read(engine, (1, 40), (2, 40), (3, 40)).park(store).position == 120
+    assert hooks.added_total == made
+
+
+def test_rows_take_the_room_of_idle_buffers(engine):
+    """A conversation of rows that fill the budget fits, although a quarter of it was given to buffers ahead."""
+    hooks = Hooks()
+    store = make_store(400_000, LAYOUT, slab_hooks=hooks)
+    store.grow_ahead()
+    idle = store._shelf.checkpoints.idle
+    assert idle > 10
+    assert read(engine, (1, 600)).park(store).position == 600
+    assert store._shelf.checkpoints.idle < idle
+    assert_counts(store)
+
+
+def test_checkpoints_take_the_room_of_empty_slabs(engine):
+    store = make_store(400_000, LAYOUT, slab_hooks=Hooks())
+    store.grow_ahead()
+    steps = [(seed, 2) for seed in range(1, 31)]
+    assert len(read(engine, *steps).park(store).checkpoints) == 30 > 400_000 // 4 // CHECKPOINT_BYTES
+    assert_counts(store)
+
+
+def test_a_floor_counts_only_memory_that_was_not_touched_before(engine):
+    free = [1 << 30]
+    store = make_store(4 << 20, LAYOUT, min_free_bytes=1 << 20, slab_hooks=Hooks(), free_memory=lambda: free[0])
+    store.drop(read(engine, (1, 8), (2, 8)).park(store).id, "test")
+    idle = store._shelf.checkpoints.idle * CHECKPOINT_BYTES
+    free[0] = (1 << 20) + idle - 1  # enough for metadata, not for new buffers
+    assert isinstance(read(engine, (3, 8), (4, 8)).park(store), Parked)

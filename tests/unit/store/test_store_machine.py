@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_kit import (
     CopyEngine,
+    Hooks,
     assert_counts,
     assert_same_rows,
     assert_within_budget,
@@ -30,11 +31,12 @@ class StoreMachine(RuleBasedStateMachine):
     """A rewindable model: any token is a resumable position."""
 
     fixed_bytes = (0, 0)
+    has_hooks = False
 
     @initialize()
     def start(self):
         self.layout = make_layout(fixed_bytes=self.fixed_bytes)
-        self.store = make_store(BUDGET_BYTES, self.layout, slots=SLOTS)
+        self.store = make_store(BUDGET_BYTES, self.layout, slots=SLOTS, slab_hooks=Hooks() if self.has_hooks else None)
         self.engine = CopyEngine(self.layout, context_tokens=512)
         self.model: dict[str, tuple[np.ndarray, list[np.ndarray], dict[int, list[np.ndarray]]]] = {}
         self.open = []
@@ -156,6 +158,8 @@ class StoreMachine(RuleBasedStateMachine):
                     stop = min(run.stop, lease.stop)
                     expected = self.model[conversation_id][1][stage][run.start : stop].reshape(-1)
                     assert np.array_equal(run.buffer[: expected.size], expected)
+                for fixed in part.fixed:
+                    assert np.array_equal(fixed.buffer, self.model[conversation_id][2][lease.stop][stage])
 
     def teardown(self):
         if not hasattr(self, "store"):
@@ -201,6 +205,12 @@ class CheckpointMachine(StoreMachine):
     fixed_bytes = (700, 1000)
 
 
+class LockedMachine(CheckpointMachine):
+    """The same in page-locked memory, whose free buffers are kept."""
+
+    has_hooks = True
+
+
 def capture_id(model):
     return next(reversed(model))
 
@@ -230,3 +240,5 @@ TestStore = StoreMachine.TestCase
 TestStore.settings = limits
 TestCheckpoints = CheckpointMachine.TestCase
 TestCheckpoints.settings = limits
+TestLocked = LockedMachine.TestCase
+TestLocked.settings = limits

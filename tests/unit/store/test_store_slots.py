@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from store_kit import make_layout
+from store_kit import Hooks, make_layout
 
 from parkd.store.budget import Budget, Kind, Need
 from parkd.store.slabs import PAGE_BYTES, SlabGeometry, SlabPool
@@ -96,17 +96,6 @@ def test_geometry_never_promises_more_than_slabs_can_give(row_bytes):
         taken = full * geometry.slab_bytes(geometry.most_slots) + (geometry.slab_bytes(rest) if rest else 0)
         assert taken <= size
     assert geometry.slab_bytes(geometry.most_slots) <= 64 << 10
-
-
-class Hooks:
-    def __init__(self):
-        self.known = {}
-
-    def added(self, memory):
-        self.known[memory.ctypes.data] = memory.nbytes
-
-    def removed(self, memory):
-        del self.known[memory.ctypes.data]
 
 
 def test_empty_slabs_make_room_for_other_bytes():
