@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from benchmarks.gpu.figures import GIB
 from benchmarks.gpu.lane import GpuLane, Ids, following, load, random_ids
-from benchmarks.gpu.switching import GIB, KV, machine, state_of
+from benchmarks.gpu.switching import KV, machine, state_of
 from parkd.engine_adapter.torch_engine import TorchEngine
 from parkd.types import ImageSpan
 

@@ -16,181 +16,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.gpu.figures import GIB, copy_figures, decode_figures, decode_runs, memory_read_bytes_per_s
 from benchmarks.gpu.lane import GpuLane, following, load, random_ids
-from parkd.store.records import CaptureRequest
-from parkd.types import SamplingParams
+from parkd.proxy.checkpoints import checkpoints_to_take
+from parkd.types import PromptIdentity
 
 A1_TOKENS, B1_TOKENS, A2_TOKENS = 86_343, 14_533, 86_376
 ANSWER_TOKENS = 17
 """A2's prompt contains A1's, its answer and a new message."""
-GIB = 1 << 30
-SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
 KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 MAX_CARDS = 8
 
 
-def synchronize(devices: tuple[str, ...]) -> None:
-    for device in devices:
-        torch.cuda.synchronize(device)
-
-
-def timed(devices: tuple[str, ...], action: Callable[[], Any], repeats: int) -> float:
-    """The median seconds of `action`."""
-    seconds = []
-    for _ in range(repeats):
-        synchronize(devices)
-        began = time.perf_counter()
-        action()
-        synchronize(devices)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
-def memory_read_bytes_per_s(device: str) -> float:
-    """The speed at which a card's memory is read: the faster of a sum and of a copy, which reads and writes."""
-    data = torch.empty(2 * GIB, dtype=torch.int64, device=device).random_()
-    out = torch.empty_like(data)
-    summed = timed((device,), data.sum, 5)
-    copied = timed((device,), lambda: out.copy_(data), 5)
-    return max(data.nbytes / summed, 2 * data.nbytes / copied)
-
-
-def raw_copies(lane: GpuLane, transfer: Any, *, into: bool) -> Callable[[], None]:
-    """A plain copy of a transfer's bytes, on all cards at once, without checksums or checks."""
-    from engine.copies import host_tensor
-
-    arenas = lane.engine._session.arenas
-    pairs = [
-        (arena, arena.rows[run.start : run.stop].view(-1), host_tensor(run.buffer))
-        for arena, stage in zip(arenas, transfer.stages, strict=True)
-        for run in stage.rows
-    ] + [
-        (arena, arena.fixed, host_tensor(part.buffer))
-        for arena, stage in zip(arenas, transfer.stages, strict=True)
-        for part in stage.fixed
-    ]
-
-    def copy() -> None:
-        for arena, rows, host in pairs:
-            with torch.cuda.stream(arena.streams.into if into else arena.streams.out):
-                if into:
-                    rows.copy_(host, non_blocking=True)
-                else:
-                    host.copy_(rows, non_blocking=True)
-
-    return copy
-
-
-def capture_request(lane: GpuLane) -> CaptureRequest:
-    live = lane.live.conversation
-    assert live.key is not None
-    prompt = lane.prompt(live.key.namespace, live.units.astype("int64"))
-    return CaptureRequest(
-        key_digest=live.key.digest,
-        units=live.units,
-        prefix_hashes=prompt.prefix_hashes,
-        lineage=(),
-        layout_digest=lane.engine.info.layout.digest,
-        checkpoints=(live.position,) if lane.engine.info.layout.fixed_bytes else (),
-        rewindable=lane.engine.info.layout.fixed_bytes == 0,
-    )
-
-
-def copy_figures(lane: GpuLane, devices: tuple[str, ...]) -> dict[str, float]:
-    """Captures and restores the live state, and compares with plain copies between the same buffers."""
-    engine = lane.engine
-    capture = lane.store.begin_capture(capture_request(lane))
-    transfer = capture.transfer
-    sums = engine.capture(transfer)
-    parked_s = timed(devices, lambda: engine.capture(transfer), 5)
-    out_s = timed(devices, raw_copies(lane, transfer, into=False), 5)
-    runs = [run.buffer.nbytes for run in transfer.stages[0].rows]
-    parked = lane.store.commit(capture, sums)
-    with lane.store.lease(parked.id, parked.position) as lease:
-        back = lease.transfer
-        restored_s = timed(devices, lambda: engine.restore(back), 5)
-        in_s = timed(devices, raw_copies(lane, back, into=True), 5)
-    lane.store.drop(parked.id, "measured")
-    size = transfer.bytes
-    return {
-        "bytes": size,
-        "runs": len(runs),
-        "longest_run_bytes": max(runs),
-        "park_gb_s": size / parked_s / 1e9,
-        "plain_out_gb_s": size / out_s / 1e9,
-        "park_share": out_s / parked_s,
-        "restore_gb_s": size / restored_s / 1e9,
-        "plain_in_gb_s": size / in_s / 1e9,
-        "restore_share": in_s / restored_s,
-    }
-
-
-def decode_seconds(lane: GpuLane, devices: tuple[str, ...], steps: int) -> float:
-    """Seconds per token after the present position, which is kept."""
+def pretend_read(lane: GpuLane, prompt: PromptIdentity) -> None:
+    """Makes the rows in the arenas the state of `prompt`, with as many checkpoints as if it had been read cold."""
     session = lane.engine._session
-    position = session.position
-    session.checkpoint()
-    int(session.step(5).argmax())
-    synchronize(devices)
-    seconds = []
-    for _ in range(steps):
-        began = time.perf_counter()
-        int(session.step(5).argmax())
-        seconds.append(time.perf_counter() - began)
-    session.truncate(position)
-    return statistics.median(seconds)
-
-
-def generate_seconds(lane: GpuLane, sampling: SamplingParams, steps: int) -> float:
-    """Seconds per sampled token after the present position, which is kept."""
-    engine = lane.engine
-    position = engine.position
-    engine.checkpoint()
-    answer = engine.generate(5, sampling, history=np.zeros(0, dtype=np.int64))
-    next(answer)
-    seconds = []
-    for _ in range(steps):
-        began = time.perf_counter()
-        next(answer)
-        seconds.append(time.perf_counter() - began)
-    engine.truncate(position)
-    return statistics.median(seconds)
-
-
-def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -> dict[str, Any]:
-    """Decoding at the present position with and without recorded graphs, and the time to read all weights and rows."""
-    session = lane.engine._session
-    head = session.stages[-1].head
-    embedding = session.stages[0].inner.embed_tokens.weight.nbytes
-    tied = head.weight.data_ptr() == session.stages[0].inner.embed_tokens.weight.data_ptr()
-    weights = lane.engine.info.weights_bytes - (0 if tied else embedding)
-    position = session.position
-    rows = position * lane.engine.info.layout.row_bytes
-    windows = sum(field.nbytes for arena in session.arenas for field in arena.layout.window_fields)
-    fixed = 2 * lane.engine.info.layout.fixed_bytes - windows  # Read and written; windows are only read.
-    limit = (weights + rows + fixed) / read_speed
-    runs = [decode_seconds(lane, devices, 80) for _ in range(3)]
-    recorded = statistics.median(runs)
-    graph, session._forward.decode_graph = session._forward.decode_graph, None
-    library = decode_seconds(lane, devices, 4)
-    session._forward.decode_graph = graph
-    return {
-        "position": position,
-        "recorded": graph is not None,
-        "ms": recorded * 1e3,
-        "ms_runs": [seconds * 1e3 for seconds in runs],
-        "sampled_ms": generate_seconds(lane, SAMPLED, 40) * 1e3,
-        "library_forward_ms": library * 1e3,
-        "limit_ms": limit * 1e3,
-        "over_limit": recorded / limit,
-    }
+    session.adopt(len(prompt))
+    last = session.fixed_state.at(len(prompt))
+    if last is not None:
+        for place in checkpoints_to_take(prompt, 0, 0, lane.engine.info.ctx_checkpoints - 1):
+            session.fixed_state._kept[place] = [copy.clone() for copy in last]
 
 
 def state_of(lane: GpuLane) -> list[torch.Tensor]:
@@ -253,8 +103,18 @@ async def measure(
     figures["tokens_equal"] = back.tokens == same.tokens and cold.tokens == first.tokens
     figures["state_equal"] = [torch.equal(*pair) for pair in zip(state_of(lane), kept, strict=True)]
     del kept
-    restored_decode = decode_figures(lane, devices, read_speed)
-    figures["decode_restored_over_never_parked"] = restored_decode["ms"] / whole_decode["ms"]
+    restored = decode_runs(lane, devices)
+    await lane.live.reset()
+    await lane.turn(lane.prompt("never parked", a2), ANSWER_TOKENS)
+    await lane.live.settle()
+    again = decode_runs(lane, devices)
+    # Both before and after, since cards slow down a little while they work.
+    never_ms = (whole_decode["ms"] + statistics.median(again) * 1e3) / 2
+    figures["decode_restored_over_never_parked"] = statistics.median(restored) * 1e3 / never_ms
+    figures["decode_ms_runs"] = {
+        "never parked": [whole_decode["ms_runs"], [seconds * 1e3 for seconds in again]],
+        "restored": [seconds * 1e3 for seconds in restored],
+    }
     figures["decode_86k"] = whole_decode
     figures["a1_cold"] = {
         "first_token_s": cold.first_token_s,
@@ -283,7 +143,7 @@ async def measure(
         await lane.live.reset()
         for parked, _shared in lane.store.candidates(lane.prompt("parted", a2).key.digest, ()):
             lane.store.drop(parked.id, "measured")
-        engine._session.adopt(A2_TOKENS)
+        pretend_read(lane, lane.prompt("parted", a2))
         await lane.live.advance(lane.prompt("parted", a2).key, lane.prompt("parted", a2).units)
         await lane.live.park()
         b_parking.append((await lane.turn(lane.prompt("parted", b1), 4)).first_token_s)
