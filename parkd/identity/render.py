@@ -8,10 +8,13 @@ from typing import Any
 
 from parkd.engine_adapter.base import ChatTemplate, UnprovenText
 from parkd.errors import InvalidRequest, ParkdError
-from parkd.identity.canonical import CanonicalMessage, canonical_messages, canonical_tools
+from parkd.identity.canonical import CanonicalMessage, canonical_content, canonical_messages, canonical_tools
 from parkd.identity.normalise import Normaliser
 from parkd.identity.profile import SystemInside, TemplateProfile, probe_template
-from parkd.types import Proof, Rewrite, TurnRequest
+from parkd.types import Message, Proof, Rewrite, TurnRequest
+
+THOUGHT_STARTS = ("<think>", "[THINK]", "<seed:think>", "<|channel>thought")
+"""What templates end with that open thinking. Behind it, a message that the client began would be read as thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +44,33 @@ class Renderer:
         messages, rewrites = self._normaliser.apply(request.messages)
         dropped = len(request.messages) - len(messages)
         tools = canonical_tools(request.tools)
-        turns = canonical_messages(messages, self.profile, first_origin=dropped)
+        if request.continues and len(messages) > 1:
+            beginning = canonical_content(messages[-1].get("content"))
+            turns, text = self._turns(messages[:-1], dropped, tools, request.template_kwargs)
+            if beginning and isinstance(beginning, str) and not text.rstrip().endswith(THOUGHT_STARTS):
+                return _rendered(turns, text, beginning, tools, rewrites)
+        turns, text = self._turns(messages, dropped, tools, request.template_kwargs)
+        return _rendered(turns, text, "", tools, rewrites)
+
+    def _turns(
+        self,
+        messages: Sequence[Message],
+        first_origin: int,
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Sequence[CanonicalMessage], str]:
+        """The messages in the form that the template takes, and what it writes for them."""
+        turns = canonical_messages(messages, self.profile, first_origin=first_origin)
         try:
-            text = self._text(turns, tools, request.template_kwargs)
+            return turns, self._text(turns, tools, kwargs)
         except InvalidRequest:
             # The probe tested system messages between user and assistant turns; elsewhere a template may still refuse
             # them.
             merged = replace(self.profile, system_inside=SystemInside.MERGED)
-            again = canonical_messages(messages, merged, first_origin=dropped)
+            again = canonical_messages(messages, merged, first_origin=first_origin)
             if again == turns:
                 raise
-            turns = again
-            text = self._text(turns, tools, request.template_kwargs)
-        proof = text.proof if isinstance(text, UnprovenText) else None
-        return RenderedPrompt(str(text), tuple(turns), bool(tools), rewrites, proof)
+            return again, self._text(again, tools, kwargs)
 
     def _text(
         self, turns: Sequence[CanonicalMessage], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
@@ -68,3 +84,15 @@ class Renderer:
                 f"The model's chat template cannot take these messages ({error}). Check roles, content and tool calls.",
                 param="messages",
             ) from error
+
+
+def _rendered(
+    turns: Sequence[CanonicalMessage],
+    text: str,
+    beginning: str,
+    tools: Sequence[Mapping[str, Any]],
+    rewrites: tuple[Rewrite, ...],
+) -> RenderedPrompt:
+    """`beginning` is what the client wrote of the answer."""
+    proof = text.proof if isinstance(text, UnprovenText) else None
+    return RenderedPrompt(str(text) + beginning, tuple(turns), bool(tools), rewrites, proof)

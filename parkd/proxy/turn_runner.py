@@ -243,9 +243,9 @@ class TurnRunner:
         return answer
 
     def _recognise(self, turn: Turn, answer: Answer, transcript: Transcript) -> None:
-        """Remembers the answer's token ids, unless the client has not seen all of them: it left, or a stop string cut
-        the answer."""
-        whole = answer.reason is not FinishReason.CANCELLED and answer.stop_string is None
+        """Remembers the answer's token ids, unless the client has not seen all of them: it left, a stop string cut the
+        answer, or it began the answer itself."""
+        whole = not (answer.reason is FinishReason.CANCELLED or answer.stop_string or turn.request.continues)
         if self._remember is None or not whole or turn.request.cache.mode is not CacheMode.USE:
             return
         said, ids = transcript.said(), answer.token_ids[: answer.output_tokens]

@@ -127,5 +127,7 @@ class TurnRequest:
     """A JSON schema the answer must obey; `{"type": "object"}` for any JSON object."""
     reasoning: ReasoningParams = field(default_factory=ReasoningParams)
     cache: CacheHints = field(default_factory=CacheHints)
+    continues: bool = False
+    """The last message is the beginning of the answer: the prompt ends inside it, and only what follows is sent."""
     steering: Mapping[str, float] | None = None
     """Scale of each control vector. The complete set: others do not steer. None: the server's default."""

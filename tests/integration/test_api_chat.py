@@ -307,3 +307,30 @@ async def test_the_official_sdk_streams_asks_and_reads_errors() -> None:
     engine = FakeEngine()
     with running_in_thread(engine) as server:
         await anyio.to_thread.run_sync(drive, server.url)
+
+
+async def test_an_answer_that_the_client_began_is_continued() -> None:
+    begun = {"role": "assistant", "content": "The colour is"}
+    async with running(FakeEngine(end_odds=10**9)) as server:
+        opened = server.prompt_tokens(HELLO)
+        text = len(server.engine.tokenizer.encode("The colour is"))
+        answer = await server.chat([*HELLO, begun])
+        assert answer.usage["prompt_tokens"] == len(opened) + text
+        document = {"messages": [*HELLO, begun], "max_tokens": 8, "temperature": 0}
+        theirs = (await server.client.post("/v1/messages", json=document)).json()
+        assert theirs["content"][0]["text"] == answer.text
+        count = (await server.client.post("/v1/messages/count_tokens", json=document)).json()
+        assert count["input_tokens"] == len(opened) + text
+        whole = {"role": "assistant", "content": f"The colour is{answer.text}"}
+        follow = await server.chat([*HELLO, whole, {"role": "user", "content": "Why?"}])
+        generated = server.engine.tokenizer.encode(answer.text)
+        assert follow.reused == len(opened) + text + len(generated) - 1, "the last one of an answer that was cut"
+        new = await server.chat([*HELLO, begun], continue_final_message=False)
+        assert new.usage["prompt_tokens"] > answer.usage["prompt_tokens"]
+
+
+async def test_the_text_that_the_client_began_is_not_put_where_it_was_left_out() -> None:
+    async with running(FakeEngine(end_odds=10**9)) as server:
+        answer = await server.chat([*HELLO, {"role": "assistant", "content": "The colour is"}])
+        talk = [*HELLO, {"role": "assistant", "content": answer.text}, {"role": "user", "content": "Why?"}]
+        assert (await server.chat(talk)).usage["prompt_tokens"] == len(server.prompt_tokens(talk))

@@ -17,6 +17,7 @@ from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta
 from parkd.proxy.dialects.nested import (
     cache_hints,
     check_named,
+    continues,
     function_tool,
     image_part,
     name_at,
@@ -70,6 +71,7 @@ class AnthropicMessages:
         reasoning = reasoning_of(body, text_at(config, "effort", "output_config") or None)
         tools = _tools(body)
         choice, parallel = _tool_choice(body, tools)
+        schema = _schema(body, config)
         return TurnRequest(
             messages=messages,
             tools=tools,
@@ -80,9 +82,10 @@ class AnthropicMessages:
             model=fields.text(body, "model"),
             tool_choice=choice,
             parallel_tool_calls=parallel,
-            response_schema=_schema(body, config),
+            response_schema=schema,
             reasoning=reasoning,
             cache=cache_hints(body, headers, min_retention_s=_longest_ttl_s(body)),
+            continues=continues(messages, choice, schema),
             steering=fields.steering(body),
         )
 

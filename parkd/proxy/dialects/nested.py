@@ -9,7 +9,7 @@ from typing import Any
 
 from parkd.errors import InvalidRequest
 from parkd.proxy.dialects import fields
-from parkd.types import CacheHints, CacheMode, ImageData
+from parkd.types import CacheHints, CacheMode, ImageData, ToolChoice, ToolChoiceMode
 
 SEND_DATA = "Send the image itself, as data:image/png;base64,... or in the dialect's base64 form."
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
@@ -140,6 +140,15 @@ def response_schema(wanted: Mapping[str, Any], schema: Any, path: str) -> Mappin
     if not isinstance(schema, dict):
         raise wrong(f"{path}.schema", "a JSON schema")
     return schema
+
+
+def continues(messages: Sequence[Mapping[str, Any]], choice: ToolChoice, schema: Mapping[str, Any] | None) -> bool:
+    """Whether the last message is the beginning of the answer: the assistant's, with text alone. Never where the
+    answer must obey a schema or call a tool, which only a whole answer can."""
+    last = messages[-1]
+    forced = choice.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)
+    whole = bool(last.get("tool_calls") or last.get("reasoning_content"))
+    return last["role"] == "assistant" and not whole and not forced and schema is None
 
 
 def cache_hints(

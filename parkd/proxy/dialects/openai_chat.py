@@ -18,6 +18,7 @@ from parkd.proxy.dialects.frames import DONE, comment, json_frame
 from parkd.proxy.dialects.nested import (
     cache_hints,
     check_named,
+    continues,
     image_part,
     name_at,
     object_at,
@@ -71,6 +72,8 @@ class OpenAIChat:
         fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
         tools = _tools(body)
         reasoning = reasoning_of(body, fields.text(body, "reasoning_effort") or None)
+        choice, schema = _tool_choice(body, tools), _response_schema(body)
+        may_continue = fields.flag(body, "continue_final_message", default=True)
         return TurnRequest(
             messages=messages,
             tools=tools,
@@ -80,11 +83,12 @@ class OpenAIChat:
             max_output_tokens=_max_output_tokens(body),
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),
-            tool_choice=_tool_choice(body, tools),
+            tool_choice=choice,
             parallel_tool_calls=fields.flag(body, "parallel_tool_calls", default=True),
-            response_schema=_response_schema(body),
+            response_schema=schema,
             reasoning=reasoning,
             cache=cache_hints(body, headers),
+            continues=may_continue and continues(messages, choice, schema),
             steering=fields.steering(body),
         )
 

@@ -198,3 +198,34 @@ def test_raw_prompts_and_empty_requests() -> None:
     for request in (TurnRequest(), TurnRequest(prompt="")):
         with pytest.raises(InvalidRequest):
             builder.build(request)
+
+
+@pytest.mark.parametrize("content", ["It is", [_text("It is")]])
+def test_a_message_to_continue_is_left_open(content: Any) -> None:
+    ask, begun = say("user", "q"), say("assistant", content)
+    builder = make_builder()
+    opened = builder.render(talk(ask))
+    assert builder.render(talk(ask, begun, continues=True)) == f"{opened}It is"
+    assert builder.render(talk(ask, begun)) == f"{opened}It is<|end|>\n<|start|>assistant\n"
+
+
+def test_a_message_is_not_continued_inside_thinking_nor_without_a_turn_before_it() -> None:
+    class Thinking(ChatMl):
+        def render(self, *args: Any, **more: Any) -> str:
+            text = super().render(*args, **more)
+            return f"{text}<think>\n" if text.endswith("<|start|>assistant\n") else text
+
+    ask, begun = say("user", "q"), say("assistant", "It is")
+    for template, turns in ((Thinking(), [ask, begun]), (ChatMl(), [begun]), (ChatMl(), [ask, say("assistant", "")])):
+        builder = make_builder(template=template)
+        assert builder.render(talk(*turns, continues=True)) == builder.render(talk(*turns))
+
+
+def test_a_continued_message_is_found_again_when_the_client_joins_both_parts() -> None:
+    builder = make_builder()
+    ask = say("user", "q")
+    first = builder.build(talk(ask, say("assistant", "It is"), continues=True))
+    joined = builder.build(talk(ask, say("assistant", "It is blue"), say("user", "why")))
+    shared = len(first.token_ids)
+    assert joined.token_ids[:shared].tolist() == first.token_ids.tolist()
+    assert first.segments[-1].label == "generation prompt"
