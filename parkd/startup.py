@@ -70,7 +70,7 @@ def disk_line(disk: DiskStats, directory: Path | None) -> str:
     return f"{size} in {directory}; {disk.conversations - disk.foreign_conversations:,} conversations found{other}"
 
 
-def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool) -> list[str]:
+def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, calls_tools: bool) -> list[str]:
     """Lines for the terminal, top to bottom."""
     stages = [
         f"{device} layers {stage.first_layer}-{stage.end_layer - 1}"
@@ -88,6 +88,8 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool) -> 
     ]
     if info.is_demo_model:
         lines.append("warning   this is the demo model, too small for real work: name your own with --model")
+    if not calls_tools:
+        lines.append("warning   no tools are known in this model's chat template: agents get text, never a tool call")
     header = " -H 'authorization: Bearer YOUR_KEY'" if needs_key else ""
     body = '{"messages":[{"role":"user","content":"Hello"}],"stream":true}'
     lines += [

@@ -88,6 +88,7 @@ def serve(config: Config) -> int:
     with listener.bind(config.server.host, config.server.port) as bound:
         from parkd.identity.background import BackgroundWork
         from parkd.proxy import server
+        from parkd.proxy.output.base import ToolFormat
         from parkd.store.tiers import TieredStore
 
         memory, background = MemoryShare(config.cache.budget_bytes), BackgroundWork()
@@ -97,7 +98,8 @@ def serve(config: Config) -> int:
         services = compose(config, engine, store_config, named_keys, files, rules, background=background)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
         url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
-        lines = startup.describe(engine.info, budget, url, needs_key=needs_key)
+        tools = services.output.tools is not ToolFormat.NONE or services.output.reader is not None
+        lines = startup.describe(engine.info, budget, url, needs_key=needs_key, calls_tools=tools)
         if isinstance(services.store, TieredStore):
             lines.insert(-2, startup.disk_line(services.store.disk_stats(), config.cache.disk.directory))
         with contextlib.closing(background), recording(config, engine, services) as services:

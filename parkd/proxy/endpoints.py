@@ -48,6 +48,7 @@ class Endpoints:
             "/models": self.models,
             "/v1/models/{name:path}": self.model,
             "/health": self.health,
+            "/v1/health": self.health,
             "/metrics": self.metrics_page,
             "/props": self.props,
             "/slots": self.slots,

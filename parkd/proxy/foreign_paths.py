@@ -15,7 +15,6 @@ ADVICE: Mapping[str, str] = {
     "/api/tags": f"{_OLLAMA} The model is told by {MODELS}.",
     "/api/ps": f"{_OLLAMA} What runs is told by GET /slots.",
     "/api/show": f"{_OLLAMA} The model is told by {MODELS} and GET /props.",
-    "/api/version": _OLLAMA,
     "/api/pull": "The model is named when the server starts (--model), a hub id is downloaded then.",
     "/api/embed": _NONE,
     "/api/embeddings": _NONE,
@@ -35,7 +34,14 @@ ADVICE: Mapping[str, str] = {
 }
 """By path, without a slash at the end."""
 
-_FAMILIES = (("/v1/audio/", _NONE), ("/v1/images/", _NONE), ("/v1/v1/", "The base URL has one /v1 too many."))
+_FAMILIES = (
+    ("/api/", _OLLAMA),
+    ("/slots/", "Conversations are parked and restored by themselves; GET /slots lists them."),
+    ("/v1/audio/", _NONE),
+    ("/v1/images/", _NONE),
+    ("/v1/responses/", "This server keeps no responses: send the whole history in `input`."),
+    ("/v1/v1/", "The base URL has one /v1 too many."),
+)
 
 
 def advice(path: str) -> str:

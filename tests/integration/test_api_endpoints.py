@@ -30,7 +30,7 @@ async def test_models_in_the_shape_of_who_asks() -> None:
         assert (await server.client.get("/v1/models/other", headers=anthropic)).status_code == 404
 
 
-@pytest.mark.parametrize("path", ["/", "/api/hello"])
+@pytest.mark.parametrize("path", ["/", "/api/hello", "/health", "/v1/health"])
 async def test_a_probe_is_answered_without_a_key(path: str) -> None:
     async with running(FakeEngine(), config=KEYS) as server:
         probe = await server.client.head(path)

@@ -59,6 +59,9 @@ def test_no_flag_is_both_ours_and_anothers() -> None:
         ("/completion", "POST /v1/completions"),
         ("/v1/v1/messages", "one /v1 too many"),
         ("/messages", "POST /v1/messages"),
+        ("/api/delete", "Ollama"),
+        ("/slots/0", "by themselves"),
+        ("/v1/responses/resp_1", "whole history"),
         ("/nothing", "POST /v1/chat/completions"),
     ],
 )

@@ -80,7 +80,7 @@ def test_no_budget_is_said_to_be_parking_off() -> None:
 
 
 def test_the_start_names_stages_address_and_a_command_to_try() -> None:
-    text = "\n".join(describe(info(), BUDGET, "http://127.0.0.1:8080", needs_key=False))
+    text = "\n".join(describe(info(), BUDGET, "http://127.0.0.1:8080", needs_key=False, calls_tools=True))
     assert "m (llama)" in text
     assert "cuda:0 layers 0-19 | cuda:1 layers 20-35" in text
     assert "131,072 tokens, 147,456 bytes a token" in text
@@ -90,9 +90,10 @@ def test_the_start_names_stages_address_and_a_command_to_try() -> None:
 
 
 def test_the_demo_model_is_warned_of_and_a_key_is_part_of_the_command() -> None:
-    text = "\n".join(describe(info(demo=True), BUDGET, "http://127.0.0.1:1", needs_key=True))
+    text = "\n".join(describe(info(demo=True), BUDGET, "http://127.0.0.1:1", needs_key=True, calls_tools=False))
     assert "warning   this is the demo model" in text
     assert "--model" in text
+    assert "never a tool call" in text
     assert "-H 'authorization: Bearer YOUR_KEY'" in text
 
 

@@ -52,8 +52,7 @@ def whole(body: Body, name: str, low: int, high: int) -> int | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        words = f"of {low} or more" if high >= MAX_TOKENS else f"from {low} to {high}"
-        raise InvalidRequest(f"`{name}` must be a whole number {words}.", param=name)
+        raise InvalidRequest(f"`{name}` must be a whole number from {low} to {high}.", param=name)
     return value
 
 
