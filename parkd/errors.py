@@ -3,6 +3,7 @@
     ParkdError
     ├── InvalidRequest        400  the body cannot be served as it is
     │   ├── ContextOverflow   400  prompt and output do not fit the context
+    │   ├── SchemaTooComplex  400  an answer cannot be held to its schema; may show in the middle of the answer
     │   └── ThreadUnsupported 400  the client sends new messages only and counts on the server for the others
     ├── Unauthorized          401  no key or a wrong one
     ├── Forbidden             403  the request comes from where it may not (Host, Origin)
@@ -63,6 +64,19 @@ class ContextOverflow(InvalidRequest):
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.context_tokens = context_tokens
+
+
+class SchemaTooComplex(InvalidRequest):
+    """Enforcing the schema takes more than the grammar library allows itself."""
+
+    code = "schema_too_complex"
+
+    def __init__(self, what: str, *, param: str) -> None:
+        super().__init__(
+            f"The schema is too complex to be enforced: {what}. Simplify it: fewer properties and alternatives in one "
+            f"place, shorter patterns, smaller repetitions.",
+            param=param,
+        )
 
 
 class ThreadUnsupported(InvalidRequest):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from parkd.errors import EngineFailure, InvalidRequest
+from parkd.errors import EngineFailure, InvalidRequest, SchemaTooComplex
 from parkd.proxy.output.base import OutputFormat, ToolFormat
 from parkd.proxy.output.grammar import answer_grammar, json_rule, literal
+from parkd.proxy.schema_multiples import check_multiples
 from parkd.types import TokenMask, ToolChoiceMode, TurnRequest
 
 SCHEMA_DEPTH_LIMIT = 32
@@ -21,32 +24,43 @@ SCHEMA_DEPTH_LIMIT = 32
 GRAMMAR_CHARACTERS_LIMIT = 512 * 1024
 """Longer schemas, and longer tools of a forced call, are refused before they are compiled."""
 
+LARGE_TOOL_CHARACTERS = 4096
+"""Tools of at least so many characters are tried alone, which takes milliseconds for each."""
+
+SELF_REFERENCE = "NoExtension"
+"""Begins the library's error about a grammar that no text obeys."""
+ENDLESS = "it refers to itself without end, so that no answer could obey it"
+
 
 class GrammarMask:
     """A `TokenMask` over a compiled grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, param: str) -> None:
+        """`param` is the field of the request that the grammar is made of."""
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._param = param
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """`[vocab]`; only end tokens once the answer is complete. Raises EngineFailure beyond the limits of the
+        """`[vocab]`; only end tokens once the answer is complete. Raises SchemaTooComplex beyond the limits of the
         library."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
 
     def accept(self, token_id: int) -> None:
-        """Raises EngineFailure for a token that was not allowed."""
+        """Raises EngineFailure for a token that was not allowed, and SchemaTooComplex."""
         if not self._matcher.is_stopped():
+            is_allowed = self._matcher.validate_tokens([token_id]) == 1
+            self._check()
+            if not is_allowed:
+                raise EngineFailure(f"Token {token_id} is not allowed by the answer's schema. Send the request again.")
             self._matcher.consume_token(token_id)
         self._check()
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            # After its first line the library prints the state of its parser.
-            what = self._matcher.get_error().partition("\n")[0]
-            raise EngineFailure(f"The answer could not be held to its schema: {what}. Try a simpler schema.")
+            raise SchemaTooComplex(_first_line(self._matcher), param=self._param)
 
 
 class StructuredOutput:
@@ -91,17 +105,32 @@ class StructuredOutput:
             return None
         if request.response_schema is not None:
             self._check_schema(request.response_schema)
+        for tool in tools:
+            self._check_tool(tool, output, f"tools[{request.tools.index(tool)}]")
         grammar = answer_grammar(
             request.response_schema, tools, output, prompt_tail, self._terms, parallel=request.parallel_tool_calls
         )
+        param = "tools" if tools else "response_format"
         matcher = self._matcher(grammar)
         if matcher.is_error():
             raise InvalidRequest(
                 f"The tools cannot be turned into a grammar: {matcher.get_error()} Simplify them, or use `tool_choice: "
                 f"auto`.",
-                param="tools" if tools else "response_format",
+                param=param,
             )
-        return GrammarMask(matcher, self._vocab_size)
+        return self._tried(matcher, param)
+
+    def _tried(self, matcher: LLMatcher, param: str) -> GrammarMask:
+        """The mask of a compiled grammar, after the beginning of a trial answer under a copy of it: some limits of the
+        library are met only when an object's properties or a pattern's text begin. Raises SchemaTooComplex."""
+        trial = matcher.deep_copy()
+        trial.consume_tokens(trial.compute_ff_tokens())
+        forced = self._tokenizer.tokenize_bytes(trial.compute_ff_bytes())
+        trial.consume_tokens(forced[: trial.validate_tokens(forced)])
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise SchemaTooComplex(_first_line(trial), param=param)
+        return GrammarMask(matcher, self._vocab_size, param)
 
     def _matcher(self, grammar: str) -> LLMatcher:
         if len(grammar) > GRAMMAR_CHARACTERS_LIMIT:
@@ -120,8 +149,21 @@ class StructuredOutput:
                     rest = after
         return " ".join([*terms, *([literal(rest)] if rest else [])])
 
+    def _check_tool(self, tool: Mapping[str, Any], output: OutputFormat, param: str) -> None:
+        """Raises InvalidRequest for a tool whose calls cannot be enforced. Large ones are tried alone, since in the
+        grammar of the answer they may come after thinking, or after a choice among tools."""
+        parameters = tool["function"].get("parameters")
+        check_multiples(parameters, param)
+        if len(json.dumps(parameters)) < LARGE_TOOL_CHARACTERS:
+            return
+        plain = replace(output, reasoning=None)
+        matcher = self._matcher(answer_grammar(None, [tool], plain, "", self._terms, parallel=False))
+        if not matcher.is_error():  # else so is the grammar of the answer
+            self._tried(matcher, param)
+
     def _check_schema(self, schema: Mapping[str, Any]) -> None:
-        """Raises InvalidRequest that names the smallest part at fault."""
+        """Raises InvalidRequest that names the smallest part at fault, and SchemaTooComplex."""
+        check_multiples(schema, "response_format")
         error = self._schema_error(schema, schema)
         if error is None:
             return
@@ -146,9 +188,16 @@ class StructuredOutput:
             return " ".join(matcher.get_error().split()) + "."
         if part is root:
             matcher.compute_bitmask()  # only here does it notice a schema that refers to itself and to nothing else
-            if matcher.is_error():
-                return "it refers to itself without end, so that no answer could obey it."
+            if matcher.is_error() and _first_line(matcher) == ENDLESS:
+                return f"{ENDLESS}."
+            self._tried(matcher, "response_format")
         return None
+
+
+def _first_line(matcher: LLMatcher) -> str:
+    """The error. After its first line the library prints the state of its parser."""
+    line = str(matcher.get_error().partition("\n")[0])
+    return ENDLESS if line.startswith(SELF_REFERENCE) else line
 
 
 def _tools_to_allow(request: TurnRequest, output: OutputFormat) -> Sequence[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from parkd.errors import EngineFailure, InvalidRequest
+from parkd.errors import EngineFailure, InvalidRequest, SchemaTooComplex
 from parkd.proxy.output.base import OutputFormat, ToolFormat
 from parkd.proxy.output.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.proxy.output.formats import THINK
@@ -235,6 +235,59 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_its_part(
     with pytest.raises(InvalidRequest) as caught:
         made[1].mask(asked(response_schema=schema), OutputFormat(), "")
     assert caught.value.param == part
+
+
+WIDE = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(3000)}}
+LATE = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}, "more": WIDE}, "required": ["kind", "more"]}
+ALTERNATIVES = {"anyOf": [{"type": "object", "properties": {"a": {}, f"k{index}": {}}} for index in range(2500)]}
+WIDE_TOOL = {"type": "function", "function": {"name": "wide", "parameters": WIDE}}
+
+
+@pytest.mark.parametrize(
+    ("refused", "param"),
+    [
+        (TurnRequest(response_schema=WIDE), "response_format"),
+        (TurnRequest(response_schema=ALTERNATIVES), "response_format"),
+        (TurnRequest(response_schema={"type": "string", "pattern": "^(a{1000}){1000}$"}), "response_format"),
+        (TurnRequest(tools=[*TOOLS, WIDE_TOOL], tool_choice=REQUIRED), "tools[2]"),
+        (TurnRequest(tools=[*TOOLS, WIDE_TOOL], tool_choice=ToolChoice(ToolChoiceMode.NAMED, "wide")), "tools[2]"),
+        (TurnRequest(tools=[*TOOLS, WIDE_TOOL], response_schema=SCHEMA), "tools[2]"),
+    ],
+)
+@pytest.mark.parametrize("output", [OutputFormat(ToolFormat.HERMES), OutputFormat(ToolFormat.QWEN_XML, THINK)])
+def test_a_limit_that_shows_at_once_is_refused(
+    made: tuple[Tokenizer, StructuredOutput], refused: TurnRequest, param: str, output: OutputFormat
+) -> None:
+    """Also where the answer begins with something else: thinking, or a choice among tools."""
+    with pytest.raises(SchemaTooComplex, match="Simplify it") as caught:
+        made[1].mask(refused, output, "")
+    assert caught.value.param == param
+    assert "<state>" not in caught.value.message
+
+
+def test_a_tool_that_refers_to_itself_without_end_is_refused(made: tuple[Tokenizer, StructuredOutput]) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"$ref": "#"}}}
+    with pytest.raises(SchemaTooComplex, match="refers to itself without end"):
+        made[1].mask(asked(tools=[tool], tool_choice=REQUIRED), OutputFormat(ToolFormat.HERMES), "")
+
+
+def test_a_limit_met_later_is_no_fault_of_the_engine(made: tuple[Tokenizer, StructuredOutput]) -> None:
+    words, structured = made
+    mask = structured.mask(asked(response_schema=LATE), OutputFormat(), "")
+    with pytest.raises(SchemaTooComplex, match="Simplify it"):
+        accepts(words, mask, '{"kind": "a", "more": {"p1": "x"}}')
+
+
+def test_divisors_without_bound_are_refused(made: tuple[Tokenizer, StructuredOutput]) -> None:
+    large = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 4_000_037}}}
+    tool = {"type": "function", "function": {"name": "count", "parameters": large}}
+    for request, param in (
+        (asked(response_schema=large), "response_format"),
+        (asked(tools=[tool], tool_choice=REQUIRED), "tools[0]"),
+    ):
+        with pytest.raises(InvalidRequest, match="multipleOf") as caught:
+            made[1].mask(request, OutputFormat(ToolFormat.HERMES), "")
+        assert caught.value.param == param
 
 
 @pytest.mark.parametrize(("given", "tools"), [((), ToolFormat.HERMES), (TOOLS, ToolFormat.NONE)])
