@@ -239,6 +239,41 @@ def damage(server: Running, parked, where: str) -> None:
     run.buffer[{"head": 5, "middle": run.buffer.size // 2, "end": run.buffer.size - 1}[where]] ^= 1
 
 
+async def test_state_that_gives_no_scores_is_neither_gone_on_from_nor_parked(engine) -> None:
+    """The end of the last layer's state becomes NaN, which all ones are, as float16 and as float32."""
+    from parkd.engine_adapter.llama_cpp.sequence import WHOLE
+
+    a1 = opening("a")
+    async with running(engine) as server:
+        first = await server.chat(a1, max_tokens=6)
+        await server.settled()
+        state = np.empty(engine._sequence.state_size(WHOLE), dtype=np.uint8)
+        assert engine._sequence.read_state(state, WHOLE)
+        state[-256:] = 0xFF
+        engine._timeline.set(state, WHOLE, engine.position)
+        a2 = turn_after(a1, first.text)
+        failed = await server.client.post("/v1/chat/completions", json=body_of(a2, 6))
+        assert failed.status_code == 500
+        assert "no usable score" in failed.text
+        await server.settled()
+        assert engine.position == 0
+        second = await server.chat(a2, max_tokens=6)
+        assert (second.cache, second.reused) == ("restored-ram", left_by(server, a1, 6))
+    assert await uninterrupted(engine, a1, a2) == [first.text, second.text]
+
+
+async def test_a_mask_that_allows_nothing_is_not_the_states_fault(engine) -> None:
+    class Nothing:
+        def allowed(self) -> np.ndarray:
+            return np.zeros(engine.info.vocab_size, dtype=np.bool_)
+
+    ids = np.arange(20, dtype=np.int64) + 3
+    engine.extend(ids[:-1], cancel=threading.Event())
+    with pytest.raises(EngineFailure):
+        next(iter(engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids, mask=Nothing())))
+    assert engine.position == 20
+
+
 async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Report 15: it is told as a failure, and what the library had taken of it is gone before anything is read."""
     a1, restore, left = opening("a"), engine.restore, []

@@ -149,9 +149,13 @@ class LlamaCppEngine:
         token = last_token_id
         while self.position < self.info.context_tokens:
             self._timeline.decode(np.array([token], dtype=np.int64), None)
+            logits = self._sequence.logits()
             try:
-                token = sampler.pick_row(self._sequence.logits(), None if mask is None else mask.allowed())
+                token = sampler.pick_row(logits, None if mask is None else mask.allowed())
             except BadLogits as error:
+                if not np.isfinite(logits).any():
+                    # The state is not finite either: whoever continued or restored it would get no further.
+                    self.reset()
                 raise EngineFailure(
                     f"The engine could not finish this turn: {str(error).removesuffix('.')}. Send the request again."
                 ) from error
