@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def recorded(run: Callable[[], None], device: torch.device, pool: Any = None) ->
     run at the same time, nor leave results in that memory.
     """
     with torch.cuda.device(device), torch.inference_mode():
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side = _side_stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(WARM_UP_RUNS):
@@ -28,3 +29,10 @@ def recorded(run: Callable[[], None], device: torch.device, pool: Any = None) ->
         with torch.cuda.graph(graph, pool, stream=side, capture_error_mode="thread_local"):
             run()
     return graph
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which everything is recorded on `device`: the memory of a pool is used again only on the stream
+    that took it."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

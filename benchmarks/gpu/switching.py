@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib.util
 import json
 import statistics
@@ -24,6 +25,7 @@ import torch
 from benchmarks.gpu.figures import GIB, copy_figures, decode_figures, decode_runs, memory_read_bytes_per_s
 from benchmarks.gpu.lane import GpuLane, following, load, random_ids
 from parkd.proxy.checkpoints import checkpoints_to_take
+from parkd.proxy.server import leave_out_of_collections
 from parkd.types import PromptIdentity
 
 A1_TOKENS, B1_TOKENS, A2_TOKENS = 86_343, 14_533, 86_376
@@ -62,6 +64,7 @@ async def measure(
     figures["load_s"] = time.perf_counter() - began
     began = time.perf_counter()
     lane = GpuLane(engine, budget_bytes)
+    leave_out_of_collections()  # As the server does.
     figures["answers_after_s"] = time.perf_counter() - began
     assert lane.hooks is not None
     lane.hooks.settle(120)
@@ -192,6 +195,8 @@ def main() -> int:
         figures = asyncio.run(measure(asked.model, devices, asked.batch, int(asked.budget_gib * GIB), kv, asked.b_runs))
         results["runs"].append(figures)
         print(json.dumps(figures, indent=1, default=str), flush=True)
+        gc.unfreeze()
+        gc.collect()  # The model that was measured is in reference cycles.
         torch.cuda.empty_cache()
         if asked.out:
             asked.out.write_text(json.dumps(results, indent=1, default=str) + "\n")

@@ -12,6 +12,7 @@ from core_models import CONTEXT, FAMILIES, assert_same, read_and_decode, tiny_mo
 from transformers import DynamicCache
 
 from engine import EngineConfig, Session, SnapshotDamaged, StageFailed, capture, host_plan, open_session, restore
+from engine.graphs import recorded
 from engine.transfer import CopySteps, copy_on_device
 
 pytestmark = [
@@ -119,3 +120,23 @@ def test_the_device_checksum_is_the_one_the_cpu_computes() -> None:
         with np.errstate(over="ignore"):
             expected = (part * np.arange(1, 2 * len(part) + 1, 2, dtype=np.uint64)).sum(dtype=np.uint64)
         assert sums[block, 0] == expected
+
+
+def test_graphs_of_one_pool_use_the_same_memory() -> None:
+    device, size = torch.device("cuda:0"), 64 << 20
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    pool = torch.cuda.graph_pool_handle()
+
+    def run() -> None:
+        total.copy_(torch.ones(size, dtype=torch.uint8, device=device).sum())
+
+    recorded(run, device)  # What is kept for the first recording is none of the pool's memory.
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    graphs = [recorded(run, device, pool) for _ in range(8)]
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(device) - before < 2 * size
+    for graph in graphs:
+        total.zero_()
+        graph.replay()
+        assert int(total) == size
