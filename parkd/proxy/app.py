@@ -41,6 +41,7 @@ from parkd.proxy.engine_thread import EngineThread
 from parkd.proxy.explain import Explained, PromptParts, RequestMemory
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.lane import Lane
+from parkd.proxy.late_copies import outlive_copies
 from parkd.proxy.metrics import Metrics
 from parkd.proxy.parking import LiveState
 from parkd.proxy.prompts import Prompts
@@ -133,6 +134,7 @@ class Proxy:
                 self.disk.stop()
             if not self.thread.stop(CUT_WAIT_S):
                 log.warning("the engine is still busy; the process ends without it")
+            outlive_copies(self.services.store)
 
     def _queued(self, turn: Turn) -> None:
         """Called when a turn has to wait: meanwhile keeps what it will start from, and reads it from disk."""

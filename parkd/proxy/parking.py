@@ -200,7 +200,7 @@ class LiveState(LiveEngine):
                 self._background.task = asyncio.create_task(self._finish(store, self._background))
                 return
             checksums = await self.call(self.engine.capture, capture.transfer)
-        except BaseException as error:
+        except Exception as error:  # Not if it is cancelled, at the server's end: the engine may still be writing.
             store.abort(capture)
             if isinstance(error, EngineFailure) and not isinstance(error, EngineLost):
                 log.warning("not parked: the copy failed: %s", error.message)
