@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Protocol
 
 NAME_LIMIT = 256
 """The most characters in a tool's name."""
 
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+_NAME_SIGNS = frozenset("_.:/-")
+_NAME_CATEGORIES = frozenset("LMN")
+"""Unicode's letters, the marks that belong to them, and numbers."""
 
 
 def is_name(text: str) -> bool:
-    """Whether this can be a tool's name. Clients allow fewer characters; text with others is certainly not a name."""
-    return len(text) <= NAME_LIMIT and _NAME.fullmatch(text) is not None
+    """Whether this can be a tool's name, in any script. With spaces, quotes or brackets, it is a sentence, or a call
+    that went wrong."""
+    return 0 < len(text) <= NAME_LIMIT and all(
+        ch in _NAME_SIGNS or unicodedata.category(ch)[0] in _NAME_CATEGORIES for ch in text
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,19 @@ def test_a_named_call_is_to_that_tool(made: tuple[Tokenizer, StructuredOutput], 
     assert [name for name, _ in calls_in(sampled(words, mask, 7), request, OutputFormat(tools))] == ["push"]
 
 
+@pytest.mark.parametrize("name", ["wetter_für_städte", "天气", "मौसम", "mcp.files:read/all-2"])
+@pytest.mark.parametrize("tools", FORMATS)
+def test_a_tool_may_be_named_in_any_script(
+    made: tuple[Tokenizer, StructuredOutput], tools: ToolFormat, name: str
+) -> None:
+    words, structured = made
+    tool = {"type": "function", "function": {**TOOLS[0]["function"], "name": name}}
+    request = asked(tools=[tool], tool_choice=REQUIRED, parallel_tool_calls=False)
+    mask = structured.mask(request, OutputFormat(tools), "")
+    assert mask is not None
+    assert [called for called, _ in calls_in(sampled(words, mask, 1), request, OutputFormat(tools))] == [name]
+
+
 def test_a_schema_leaves_room_for_tools(made: tuple[Tokenizer, StructuredOutput]) -> None:
     words, structured = made
     request, output = asked(tools=TOOLS, response_schema=SCHEMA), OutputFormat(ToolFormat.HERMES)
