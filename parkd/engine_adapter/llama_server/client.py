@@ -2,7 +2,7 @@
 
 Errors are translated here and nowhere else:
 
-    it cannot be reached, or is still loading      UpstreamDown
+    it cannot be reached, or is still loading      UpstreamDown; so if its certificate is not trusted
     it is silent for too long                      UpstreamTimeout
     it breaks off, or answers what is no JSON      UpstreamFailed
     it says no (`{"error": {...}}`)                UpstreamRefused, of which the caller knows what it means
@@ -24,7 +24,7 @@ import httpx
 import orjson
 
 from parkd.engine_adapter.llama_server.stream import CompletionStream, error_text
-from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect, Wire, WireAnswer
+from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect, NoTls, NotTrusted, Wire, WireAnswer
 from parkd.errors import ModelError, UpstreamDown, UpstreamFailed, UpstreamTimeout
 
 MOST_ANSWER_BYTES = 512 * 1024 * 1024
@@ -237,6 +237,17 @@ class UpstreamClient:
     def _translated(self, path: str) -> Iterator[None]:
         try:
             yield
+        except NotTrusted as error:
+            raise UpstreamDown(
+                f"The certificate of the llama-server at {self.url} is not trusted ({error}). Name a file with its "
+                f"authority's certificate, or with its own, in the environment variable SSL_CERT_FILE; or name the "
+                f"host that the certificate is for with --upstream."
+            ) from error
+        except NoTls as error:
+            raise UpstreamDown(
+                f"The TLS handshake with the llama-server at {self.url} failed ({error}). If it speaks plain HTTP, "
+                f"name it with http:// in --upstream; else look at its log, or at that of the proxy in front of it."
+            ) from error
         except CannotConnect as error:
             raise UpstreamDown(
                 f"The llama-server at {self.url} cannot be reached ({error}). Start it, or name another one "

@@ -21,6 +21,14 @@ class CannotConnect(Exception):
     """No connection came about."""
 
 
+class NotTrusted(CannotConnect):
+    """The server's certificate was refused."""
+
+
+class NoTls(CannotConnect):
+    """Something listens there, but TLS did not come about."""
+
+
 class BrokenAnswer(Exception):
     """The server broke off, or does not speak HTTP."""
 
@@ -118,7 +126,7 @@ class Wire:
             connection.connect()
         except OSError as error:
             connection.close()  # A failed TLS handshake leaves it open.
-            raise CannotConnect(str(error)) from error
+            raise cannot_connect(error, is_tls=isinstance(connection, HTTPSConnection)) from error
         self.opened += 1
         return connection
 
@@ -152,6 +160,15 @@ class WireAnswer:
             self._closed = True
             self._response.close()
             self._wire.done(self._connection, reusable=self._was_read and not self._response.will_close)
+
+
+def cannot_connect(error: OSError, *, is_tls: bool) -> CannotConnect:
+    """What became of an attempt to connect."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return NotTrusted(error.verify_message.rstrip("."))
+    if isinstance(error, ssl.SSLError) or (is_tls and isinstance(error, ConnectionResetError)):
+        return NoTls(str(error))
+    return CannotConnect(str(error))
 
 
 @contextmanager
