@@ -76,6 +76,8 @@ class Server(uvicorn.Server):
                 host=services.config.host,
                 port=services.config.port,
                 lifespan="on",
+                # Also where httptools is installed, with which a request that offers HTTP/2, as in Java, loses its body.
+                http="h11",
                 ws="none",
                 log_config=None,
                 access_log=False,

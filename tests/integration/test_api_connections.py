@@ -163,6 +163,7 @@ async def test_a_request_that_offers_another_http_is_answered_in_this_one() -> N
     """As clients in Java do with every request."""
     offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAARAAAAAAAIAAAAA"}
     async with running(FakeEngine()) as parkd:
+        assert parkd.server.config.http == "h11", "whatever else is installed"
         answer = await parkd.client.post(CHAT, json=body_of(HELLO), headers=offer)
         assert answer.status_code == 200
         async with httpx.AsyncClient(trust_env=False) as other:
