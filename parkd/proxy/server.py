@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
                 host=services.config.host,
                 port=services.config.port,
                 lifespan="on",
-                # Also where httptools is installed, with which a request that offers HTTP/2, as in Java, loses its body.
+                # Also where httptools is installed: with it a request that offers HTTP/2, as in Java, loses its body.
                 http="h11",
                 ws="none",
                 log_config=None,
