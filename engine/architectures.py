@@ -34,7 +34,8 @@ TESTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Gemma3ForConditionalGeneration": "gemma3",
     }
 )
-"""Class name, as checkpoints give it -> `model_type` of its configuration."""
+"""Class name, as checkpoints give it -> `model_type` of its configuration. What is not here is refused; other modules'
+tables of families say how these are computed."""
 
 UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
     {

@@ -25,8 +25,9 @@ from engine.kernels import has_triton
 from engine.layer_state import LATENT_FAMILIES, layer_kinds
 from engine.stages import Stage
 
-ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Their layers: norm, attention with plain rotary positions, residual, norm, SiLU-gated feed-forward, residual."""
+DENSE_FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
+"""`model_type` of those of `engine.architectures` whose layers are: norm, attention with plain rotary positions,
+residual, norm, SiLU-gated feed-forward, residual."""
 DTYPES = frozenset({torch.bfloat16, torch.float16})
 RECORDED_KINDS = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv"})
 """Kinds of layers whose forward pass of one token reads nothing back from the device."""
@@ -52,7 +53,7 @@ def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
 def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) -> str | None:
     """Returns why these stages, whose decoding may be recorded, must run through transformers; None if they need
     not."""
-    if config.model_type not in ARCHITECTURES:
+    if config.model_type not in DENSE_FAMILIES:
         return "the model's layers are not known to the kernels"
     if set(layer_kinds(config)) != {"full_attention"} or getattr(config, "sliding_window", None):
         return "not all layers attend to everything"

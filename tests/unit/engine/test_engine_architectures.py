@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ from hybrid_models import hybrid_config
 from transformers import DeepseekV32Config, GemmaConfig, Mamba2Config, MistralConfig, Qwen4ExpTextConfig
 
 from engine import UnsupportedModel
-from engine.architectures import check_config
+from engine.architectures import TESTED_ARCHITECTURES, check_config
+from engine.dense import DENSE_FAMILIES
+from engine.draft_loading import HEADS
+from engine.layer_state import LATENT_FAMILIES
+from engine.linear_state import LINEAR_STATES
+from engine.multimodal import VISION_FAMILIES
+from engine.stages import TUPLE_LAYERS
+from engine.step_history import MIXERS
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -18,6 +26,13 @@ def test_tested_architectures_pass(family: str) -> None:
     assert check_config(tiny_config(family)) == FAMILIES[family][1].__name__
     named = tiny_config(family, architectures=[FAMILIES[family][1].__name__])
     assert check_config(named) == FAMILIES[family][1].__name__
+
+
+@pytest.mark.parametrize(
+    "families", [DENSE_FAMILIES, HEADS, LATENT_FAMILIES, LINEAR_STATES, MIXERS, TUPLE_LAYERS, VISION_FAMILIES]
+)
+def test_no_table_of_families_has_one_that_is_refused(families: Collection[str]) -> None:
+    assert set(families) <= set(TESTED_ARCHITECTURES.values())
 
 
 @pytest.mark.parametrize(
