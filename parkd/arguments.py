@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -31,20 +32,42 @@ FOREIGN_COMMANDS = {
     "list": "GET /v1/models of a running server tells its model",
     "ps": "GET /slots of a running server tells what it does",
     "stop": "end the server with Ctrl-C or SIGTERM",
+    "show": "GET /v1/models and GET /props of a running server tell its model",
+    **dict.fromkeys(("create", "cp", "rm", "push"), "models are files that --model names; none are kept here"),
+    **dict.fromkeys(("help", "version"), "ask with --help or --version"),
 }
 """Commands of Ollama, and what to use instead."""
 _ONE_LANE = "one conversation runs at a time, and the others are parked: see --conversation-cache-mib"
 _NOT_NEEDED = "it is always so; leave it out"
+_NOTHING = "nothing does the same; leave it out"
+_EXACT = "state is reused exactly where the prompt is equal; leave it out"
 FOREIGN_FLAGS = {
     "--n-gpu-layers": "it is --gpu-layers",
     **dict.fromkeys(("-np", "--parallel", "-cb", "--cont-batching"), _ONE_LANE),
     **dict.fromkeys(("--cache-ram", "-cram"), "memory for parked conversations is --conversation-cache-mib"),
     **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "a hub id goes to --model"),
-    **dict.fromkeys(("--jinja", "--metrics", "--slots", "--props", "--cache-prompt"), _NOT_NEEDED),
+    **dict.fromkeys(
+        ("--jinja", "--metrics", "--slots", "--props", "--cache-prompt", "--reasoning-format"), _NOT_NEEDED
+    ),
     **dict.fromkeys(("-n", "--n-predict", "--predict"), "the longest answer is --max-output-tokens"),
-    "-ub": "tokens read in one chunk are --batch-size",
+    **dict.fromkeys(("-ub", "--ubatch-size"), "tokens read in one chunk are --batch-size"),
+    **dict.fromkeys(
+        ("--temp", "--temperature", "--top-k", "--top-p", "--min-p", "-s", "--seed", "--repeat-penalty"),
+        "each request says how its answer is sampled",
+    ),
+    **dict.fromkeys(("-md", "--model-draft"), "only a model's own draft head guesses: --draft-tokens"),
+    **dict.fromkeys(("--cache-reuse", "-sps", "--slot-prompt-similarity", "--keep"), _EXACT),
+    **dict.fromkeys(("--embedding", "--embeddings", "--reranking"), "this server generates text only"),
+    **dict.fromkeys(("--ssl-key-file", "--ssl-cert-file"), "put a proxy with TLS in front"),
+    **dict.fromkeys(
+        ("--mlock", "--no-mmap", "--no-webui", "--swa-full", "-v", "--verbose", "-to", "--timeout"), _NOTHING
+    ),
+    "--chat-template": "a template is a file: --chat-template-file",
+    "--reasoning-budget": "each request says how much is thought, with `thinking_budget`",
 }
 """Flags of llama-server, and what to use instead."""
+
+_SHORT_FLAG = re.compile(r"-[A-Za-z]")
 
 
 @dataclass(frozen=True)
@@ -71,21 +94,36 @@ def parse(arguments: Sequence[str]) -> Invocation:
     if command not in COMMANDS:
         others = [*COMMANDS, "forget", "replay"]
         raise ConfigError(f"unknown command {command!r}{nearest(command, others)} (there are {', '.join(others)})")
+    _check_short(words)
     parsed, rest = _parser().parse_known_args(words)
     if rest:
-        first = rest[0].partition("=")[0]
-        if first in FOREIGN_FLAGS:
-            raise ConfigError(f"there is no flag {first} here: {FOREIGN_FLAGS[first]}")
-        if not first.startswith("-"):
-            raise ConfigError(f"{first!r} belongs to no flag; a model is named with --model")
-        known = [f"--{setting.name}" for setting in SETTINGS] + ["--config", "--help", "--version"]
-        raise ConfigError(f"unknown flag {rest[0]}{nearest(rest[0].partition('=')[0], known)}")
+        raise _unknown(rest[0])
     given = {
         name.replace("_", "-"): ",".join(value) if isinstance(value, list) else value
         for name, value in vars(parsed).items()
         if value is not None
     }
     return Invocation(command, given)
+
+
+def _check_short(words: Sequence[str]) -> None:
+    """Raises ConfigError for a short flag that is not known. argparse would take `-n` for the beginning of `-ngl`, and
+    `-md x` for `-m d x`."""
+    known = {"-h", *(short for setting in SETTINGS for short in setting.short)}
+    for word in words:
+        if _SHORT_FLAG.match(word) and word.partition("=")[0] not in known:
+            raise _unknown(word)
+
+
+def _unknown(word: str) -> ConfigError:
+    """The error for a word that is none of parkd's flags and belongs to none."""
+    flag = word.partition("=")[0]
+    if flag in FOREIGN_FLAGS:
+        return ConfigError(f"there is no flag {flag} here: {FOREIGN_FLAGS[flag]}")
+    if not flag.startswith("-"):
+        return ConfigError(f"{flag!r} belongs to no flag; a model is named with --model")
+    known = [f"--{setting.name}" for setting in SETTINGS] + ["--config", "--help", "--version"]
+    return ConfigError(f"unknown flag {word}{nearest(flag, known)}")
 
 
 def _parser() -> argparse.ArgumentParser:
