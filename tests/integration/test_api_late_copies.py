@@ -68,8 +68,11 @@ class LateEngine(FakeEngine):
         super().__init__()
         self.begins, self.ends = threading.Event(), threading.Event()
         self.written: list[Written] = []
+        self.thread = threading.current_thread()
+        """That calls it: it ends with the server."""
 
     def start_capture(self, transfer: Transfer) -> LateCopy:
+        self.thread = threading.current_thread()
         checksums = self.capture(transfer)
         self.written.append(Written.of(transfer))
         del transfer
@@ -103,7 +106,7 @@ async def test_memory_outlives_a_copy_that_nobody_waits_for() -> None:
     stats = await stopped_while_copying(engine)
     assert stats.captures_in_flight == 1
     engine.begins.set()
-    await until(lambda: "parkd-engine" not in {thread.name for thread in threading.enumerate()})
+    await until(lambda: not engine.thread.is_alive())
     gc.collect()
     engine.written[0].write()
     engine.ends.set()
@@ -117,7 +120,7 @@ async def test_a_stop_waits_for_the_copy_behind_a_reply() -> None:
         await server.settled()
         server.server.should_exit = True
         await anyio.sleep(5 * CUT_WAIT_S)
-        assert "parkd-engine" in {thread.name for thread in threading.enumerate()}, "the server has not ended"
+        assert engine.thread.is_alive(), "the server has ended"
         engine.written[0].write()
         engine.ends.set()
     assert server.store is not None
