@@ -195,8 +195,9 @@ class StructuredOutput:
 
 
 def _first_line(matcher: LLMatcher) -> str:
-    """The error. After its first line the library prints the state of its parser."""
-    line = str(matcher.get_error().partition("\n")[0])
+    """The error. After its first line the library prints the state of its parser. Its advice is for whoever writes
+    grammars by hand."""
+    line = str(matcher.get_error().partition("\n")[0].partition("; consider ")[0])
     return ENDLESS if line.startswith(SELF_REFERENCE) else line
 
 

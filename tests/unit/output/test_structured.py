@@ -276,6 +276,7 @@ def test_a_limit_that_shows_at_once_is_refused(
         made[1].mask(refused, output, "")
     assert caught.value.param == param
     assert "<state>" not in caught.value.message
+    assert "left-recursive" not in caught.value.message
 
 
 def test_a_tool_that_refers_to_itself_without_end_is_refused(made: tuple[Tokenizer, StructuredOutput]) -> None:
