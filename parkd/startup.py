@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from parkd.config import MIB
 from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
+from parkd.errors import ParkdError
 from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
 from parkd.store.disk_records import DiskStats
 from parkd.store.slabs import SlabGeometry
-from parkd.types import Grain
+from parkd.types import Grain, TurnRequest
 
 PROGRESS_STEP_S = 2.0
 
@@ -66,11 +68,29 @@ def disk_line(disk: DiskStats, directory: Path | None) -> str:
     size = f"disk      {disk.budget_bytes // MIB:,} MiB"
     if directory is None:
         return f"{size} in files without a name, gone with this process"
-    other = f", {disk.foreign_conversations:,} of another model or layer split" if disk.foreign_conversations else ""
+    other = (
+        f", {disk.foreign_conversations:,} of another model, KV type or layer split"
+        if disk.foreign_conversations
+        else ""
+    )
     return f"{size} in {directory}; {disk.conversations - disk.foreign_conversations:,} conversations found{other}"
 
 
-def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, calls_tools: bool) -> list[str]:
+def template_warning(render: Callable[[TurnRequest], str], *, calls_tools: bool) -> str | None:
+    """What a model's chat template lacks; None if nothing. `render` makes the text of a prompt."""
+    said = "Does it show this?"
+    try:
+        shown = said in render(TurnRequest(messages=[{"role": "user", "content": said}]))
+    except ParkdError:
+        shown = False
+    if not shown:
+        return "no chat template shows what users say: name one with --chat-template-file, or use /v1/completions only"
+    if not calls_tools:
+        return "no tools are known in this model's chat template: agents get text, never a tool call"
+    return None
+
+
+def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, warning: str | None) -> list[str]:
     """Lines for the terminal, top to bottom."""
     stages = [
         f"{device} layers {stage.first_layer}-{stage.end_layer - 1}"
@@ -88,8 +108,8 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, cal
     ]
     if info.is_demo_model:
         lines.append("warning   this is the demo model, too small for real work: name your own with --model")
-    if not calls_tools:
-        lines.append("warning   no tools are known in this model's chat template: agents get text, never a tool call")
+    if warning is not None:
+        lines.append(f"warning   {warning}")
     header = " -H 'authorization: Bearer YOUR_KEY'" if needs_key else ""
     body = '{"messages":[{"role":"user","content":"Hello"}],"stream":true}'
     lines += [

@@ -99,7 +99,9 @@ def serve(config: Config) -> int:
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
         url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
         tools = services.output.tools is not ToolFormat.NONE or services.output.reader is not None
-        lines = startup.describe(engine.info, budget, url, needs_key=needs_key, calls_tools=tools)
+        assert services.render is not None
+        warning = startup.template_warning(services.render, calls_tools=tools)
+        lines = startup.describe(engine.info, budget, url, needs_key=needs_key, warning=warning)
         if isinstance(services.store, TieredStore):
             lines.insert(-2, startup.disk_line(services.store.disk_stats(), config.cache.disk.directory))
         with contextlib.closing(background), recording(config, engine, services) as services:

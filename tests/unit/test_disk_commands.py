@@ -63,7 +63,7 @@ def test_what_is_said_of_the_disk_at_start(tmp_path: Path) -> None:
     assert startup.disk_line(stats(0, 0), None) == "disk      3 MiB in files without a name, gone with this process"
     assert startup.disk_line(stats(5, 0), Path("/p")) == "disk      3 MiB in /p; 5 conversations found"
     assert startup.disk_line(stats(5, 2), Path("/p")).endswith(
-        "3 conversations found, 2 of another model or layer split"
+        "3 conversations found, 2 of another model, KV type or layer split"
     )
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import pytest
 
 from parkd.config import MIB
 from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
+from parkd.errors import InvalidRequest
 from parkd.startup import (
     Budget,
     ProgressPrinter,
@@ -14,10 +16,11 @@ from parkd.startup import (
     describe,
     parking_line,
     side_bytes,
+    template_warning,
 )
 from parkd.store.budget import Need, Room
 from parkd.store.slabs import SlabGeometry
-from parkd.types import StageLayout, StateLayout
+from parkd.types import StageLayout, StateLayout, TurnRequest
 
 SLAB = 256 * MIB
 BUDGET = Budget(4096 * MIB, 28_928, 18_434 * MIB)
@@ -80,7 +83,7 @@ def test_no_budget_is_said_to_be_parking_off() -> None:
 
 
 def test_the_start_names_stages_address_and_a_command_to_try() -> None:
-    text = "\n".join(describe(info(), BUDGET, "http://127.0.0.1:8080", needs_key=False, calls_tools=True))
+    text = "\n".join(describe(info(), BUDGET, "http://127.0.0.1:8080", needs_key=False, warning=None))
     assert "m (llama)" in text
     assert "cuda:0 layers 0-19 | cuda:1 layers 20-35" in text
     assert "131,072 tokens, 147,456 bytes a token" in text
@@ -90,11 +93,31 @@ def test_the_start_names_stages_address_and_a_command_to_try() -> None:
 
 
 def test_the_demo_model_is_warned_of_and_a_key_is_part_of_the_command() -> None:
-    text = "\n".join(describe(info(demo=True), BUDGET, "http://127.0.0.1:1", needs_key=True, calls_tools=False))
+    text = "\n".join(describe(info(demo=True), BUDGET, "http://127.0.0.1:1", needs_key=True, warning="no tools"))
     assert "warning   this is the demo model" in text
     assert "--model" in text
-    assert "never a tool call" in text
+    assert "warning   no tools\n" in text
     assert "-H 'authorization: Bearer YOUR_KEY'" in text
+
+
+def refuse(_request: TurnRequest) -> str:
+    raise InvalidRequest("This model has no chat template.")
+
+
+@pytest.mark.parametrize(
+    ("render", "calls_tools", "words"),
+    [
+        (lambda request: f"user: {request.messages[0]['content']}", True, None),
+        (lambda request: f"user: {request.messages[0]['content']}", False, "never a tool call"),
+        (lambda _request: "root:x:0:0", True, "--chat-template-file"),
+        (refuse, False, "--chat-template-file"),
+    ],
+)
+def test_what_a_template_lacks_is_said(
+    render: Callable[[TurnRequest], str], calls_tools: bool, words: str | None
+) -> None:
+    warning = template_warning(render, calls_tools=calls_tools)
+    assert warning is None if words is None else words in (warning or "")
 
 
 def test_a_short_step_shows_no_progress_and_a_long_one_its_end() -> None:
