@@ -1,4 +1,4 @@
-"""Which models the engine runs: decided from the configuration alone, before any weights are read."""
+"""Checks whether the engine supports a model, from its configuration alone, before any weights are read."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ TESTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Gemma3ForConditionalGeneration": "gemma3",
     }
 )
-"""Class name, as checkpoints give it -> `model_type` of its configuration. What is not here is refused; other modules'
-tables of families say how these are computed."""
+"""Class name, as in checkpoints -> `model_type` of its configuration. Any other architecture is refused. How each
+family is computed is defined by the tables of other modules."""
 
 UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -48,17 +48,18 @@ UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
         "use_bidirectional_attention": "attention that sees ahead",
     }
 )
-"""Configuration entry -> what it turns on; refused when set, since state or logits would silently be wrong."""
+"""Configuration entry -> the feature that it enables. A model that sets one is refused, since its state or logits would
+be silently wrong."""
 
 STRETCHED_ROTARY = "dynamic"
-"""Kind of rotary positions whose frequencies follow the longest sequence that the model has read of late, whichever
-conversation that was: what one reads next would depend on who else was there, and on whether it was parked."""
+"""The `rope_type` whose frequencies depend on the longest sequence that the model has read recently, in any
+conversation. A conversation's state would depend on other conversations, and on whether it was parked."""
 
 
 def check_config(config: Any) -> str:
-    """Returns the architecture's class name, or raises UnsupportedModel that says what is not supported.
+    """Returns the architecture's class name. Raises UnsupportedModel, whose message names what is not supported.
 
-    `config` is the library's configuration object, as read from a checkpoint (no weights needed).
+    `config` is the transformers configuration object, as read from a checkpoint.
     """
     architecture = architecture_of(config)
     if architecture not in TESTED_ARCHITECTURES:
@@ -74,7 +75,7 @@ def check_config(config: Any) -> str:
         )
     if len(kinds) != config.num_hidden_layers:
         raise UnsupportedModel(f"{architecture} names {len(kinds)} layer kinds for {config.num_hidden_layers} layers")
-    # Some families keep a window in the configuration without using it; it counts only when it is switched on.
+    # Some configurations contain a window that is not used; it counts only if it is enabled.
     window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if window and SLIDING not in kinds:
         raise UnsupportedModel(
@@ -84,7 +85,7 @@ def check_config(config: Any) -> str:
     linear = RECURRENT_KINDS & set(kinds)
     if linear and config.model_type not in LINEAR_STATES:
         raise UnsupportedModel(f"{architecture} has layers of kind {', '.join(sorted(linear))} of an unknown make")
-    # Latent attention keeps neither keys nor values, so their sizes may be what they like.
+    # Latent attention caches neither keys nor values, so their sizes do not matter.
     width = None if config.model_type in LATENT_FAMILIES else getattr(config, "v_head_dim", None)
     key_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width and width != key_width:
@@ -108,14 +109,15 @@ def check_config(config: Any) -> str:
 
 
 def _rotary_kinds(config: Any) -> set[str]:
-    """Of the whole model, or of its kinds of layers where these differ."""
+    """The values of `rope_type`: one for the whole model, or one for each kind of layer."""
     settings = getattr(config, "rope_parameters", None) or {}
     each = (settings, *(part for part in settings.values() if isinstance(part, Mapping)))
     return {str(part["rope_type"]) for part in each if "rope_type" in part}
 
 
 def architecture_of(config: Any) -> str:
-    """The class name a checkpoint gives; from `model_type` when it gives none (a configuration built in code)."""
+    """The class name in the configuration. If it has none (a configuration built in code), the class name for its
+    `model_type`."""
     names = getattr(config, "architectures", None) or []
     if names:
         return str(names[0])

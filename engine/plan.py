@@ -1,4 +1,4 @@
-"""What a model's state weighs, from its configuration alone: no weights are read."""
+"""The size of a model's state, computed from its configuration alone: no weights are read."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ from engine.multimodal import language_config
 
 @dataclass(frozen=True, slots=True)
 class WeightlessModel:
+    """What a model's configuration tells without its weights."""
+
     architecture: str
     context_tokens: int
-    """The longest the model reads."""
+    """The model's own limit."""
     stages: tuple[StageStateLayout, ...]
     settings: Any
-    """The library's configuration of it."""
+    """The transformers configuration."""
 
 
 def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
-    """`model` is a directory, a hub id, a GGUF file or `random:NAME`. Of a hub id, its configuration is fetched.
+    """`model` is a directory, a hub id, a GGUF file or `random:NAME`. For a hub id, only the configuration and the
+    index of the weights are downloaded.
 
     Raises UnsupportedModel, InvalidSplit or ModelLoadError, as loading would.
     """
@@ -43,7 +46,7 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
         drop_head(settings)
     check_config(settings)
     own = getattr(settings, "dtype", None)
-    # As the loader decides: float32 on CPUs, else what the checkpoint says.
+    # The same choice as the loader's: float32 on CPUs, else the checkpoint's dtype.
     dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
     if torch.device(config.devices[0]).type == "cpu":
         dtype = torch.float32

@@ -1,4 +1,4 @@
-"""Response templates: how a model's own files say that its answers are to be read (`response_template` of
+"""Response templates: a model's own description of how to parse its answers (`response_template` in
 `tokenizer_config.json`; transformers, `parse_response`)."""
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ log = logging.getLogger(__name__)
 
 
 class ResponseTemplate:
-    """One model's. Thread-safe."""
+    """The response template of one model. Thread-safe."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        """Raises ValueError for what the library cannot read."""
+        """Raises ValueError if transformers rejects `spec`."""
         self._texts = tuple(_texts(spec))
         self._template: LibraryTemplate = load_response_template(dict(spec))
 
     @classmethod
     def of(cls, tokenizer: Any) -> ResponseTemplate | None:
-        """The tokenizer's; None if it has none that can be used."""
+        """The tokenizer's response template; None if it has none, or an invalid one, which is logged."""
         spec = getattr(tokenizer, "response_template", None)
         if spec is None:
             return None
@@ -36,7 +36,7 @@ class ResponseTemplate:
             return None
 
     def marks(self, special_tokens: Iterable[str]) -> frozenset[str]:
-        """Those of the special tokens that it reads answers by."""
+        """The special tokens that occur in the template, so that answers cannot be parsed without them."""
         return frozenset(
             token for token in special_tokens if any(token in text or re.escape(token) in text for text in self._texts)
         )
@@ -46,36 +46,38 @@ class ResponseTemplate:
 
 
 class ResponseReader:
-    """Reads one answer. Its events are the library's: `type` is `region_open`, `region_chunk` (with `text`, and `dirty`
-    where only the whole has a meaning) or `region_close` (with `value`); `field` is a key of the message."""
+    """Parses one answer incrementally. Events are those of transformers: `type` is `region_open`, `region_chunk` (with
+    `text`, and `dirty` if only the whole region can be interpreted) or `region_close` (with `value`); `field` is a key
+    of the message."""
 
     def __init__(self, template: LibraryTemplate, prompt_tail: str, tools: Sequence[Mapping[str, Any]]) -> None:
-        """`prompt_tail` is the end of the rendered prompt; one that does not hold the beginning of the answer's turn
-        says nothing."""
+        """`prompt_tail` is the end of the rendered prompt. It is ignored if it does not contain the beginning of the
+        assistant's turn."""
         known = template.start_anchor_re.search(prompt_tail) is not None
         self._parser = ResponseParser(template, prompt_tail if known else "", tools=[dict(tool) for tool in tools])
         self._closes = {name: field.close_re for name, field in template.fields.items()}
         self.initial: Sequence[Mapping[str, Any]] = self._parser.initial_events
-        """What the prompt has opened already."""
+        """Events of regions that the prompt has already opened."""
 
     def closing(self, field: str, text: str) -> int:
-        """Length of the mark at the start of `text` that closes the field's region; 0 if there is none."""
+        """Length of the delimiter at the start of `text` that closes the field's region; 0 if there is none."""
         found = close.match(text) if (close := self._closes.get(field)) is not None else None
         return 0 if found is None else len(found[0])
 
     def feed(self, text: str) -> Sequence[Mapping[str, Any]]:
-        """Raises what the library's parsers raise for an answer that does not fit, ValueError mostly; then the reader
-        is not used again."""
+        """The events of the next piece of text. Raises what the library raises for an answer that does not fit the
+        template, usually ValueError; the reader must not be used afterwards."""
         events: list[Mapping[str, Any]] = self._parser.feed(text)
         return events
 
     def finish(self) -> Sequence[Mapping[str, Any]]:
-        """No text follows. Raises as `feed` does."""
+        """The last events: no text follows. Raises as `feed` does."""
         events: list[Mapping[str, Any]] = self._parser.finalize()[1]
         return events
 
 
 def _texts(spec: Any) -> Iterator[str]:
+    """All strings in nested mappings and sequences, except keys."""
     if isinstance(spec, str):
         yield spec
     elif isinstance(spec, Mapping):

@@ -1,7 +1,7 @@
-"""Token ids to text, a piece at a time.
+"""Incremental detokenization: token ids to text, a piece at a time.
 
-Bytes are joined, never texts: a token may hold half a character, so each token is turned into its bytes and a UTF-8
-decoder keeps what is not yet a character. Every token is looked at once, so an answer costs time linear in its length.
+A token may contain part of a UTF-8 character, so tokens are converted to bytes, and an incremental decoder holds back
+incomplete characters. Each token is processed once, so the total time is linear in the answer's length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from engine.errors import ModelLoadError
 
 SPACE_MARK = "\u2581"
-"""Stands for a space in SentencePiece vocabularies."""
+"""Represents a space in SentencePiece vocabularies."""
 ANSWER_MARKS = frozenset(
     {
         "<think>",
@@ -41,29 +41,29 @@ ANSWER_MARKS = frozenset(
         "[CALL_ID]",
     }
 )
-"""Special tokens that are part of an answer's text: they mark its thinking and its tool calls, and many vocabularies
-call them special. All others say nothing."""
+"""Special tokens that are kept in an answer's text, because they delimit thinking and tool calls. All other special
+tokens produce no text."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTable(Protocol):
-    """The part of the library's fast tokenizer that is used here."""
+    """The part of `tokenizers.Tokenizer` that is used here."""
 
     def id_to_token(self, token_id: int) -> str | None: ...
 
 
 class BytesOfTokens(Protocol):
-    """What the text of an answer is made of."""
+    """The bytes that each token adds to an answer's text."""
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Empty for a token that says nothing."""
+        """The token's bytes; empty for a token that adds no text."""
 
 
 class TokenBytes:
-    """The bytes of each token of a vocabulary. Thread-safe: two threads at worst look up the same token."""
+    """The bytes of each token of a vocabulary, cached. Thread-safe: at worst, two threads look up the same token."""
 
     def __init__(self, table: TokenTable, decoder: dict[str, Any] | None, special_ids: Iterable[int]) -> None:
-        """`decoder` is the decoder's part of `tokenizer.json`. Raises ModelLoadError if it is of an unknown kind."""
+        """`decoder` is the `decoder` entry of `tokenizer.json`. Raises ModelLoadError if its type is not supported."""
         self._table = table
         self._special = frozenset(special_ids)
         self._to_bytes = _bytes_rule(decoder)
@@ -71,13 +71,14 @@ class TokenBytes:
 
     @classmethod
     def of(cls, backend: Any, shown: Container[str] = ANSWER_MARKS) -> TokenBytes:
-        """From a `tokenizers.Tokenizer`. Of its special tokens only those in `shown` have bytes."""
+        """Built from a `tokenizers.Tokenizer`. Special tokens produce no bytes, except those in `shown`."""
         content = json.loads(backend.to_str())
         special = [e["id"] for e in content["added_tokens"] if e["special"] and e["content"] not in shown]
         return cls(backend, content["decoder"], special)
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Empty for a special token, and for an id that the vocabulary lacks (embeddings are often padded)."""
+        """The token's bytes. Empty for a hidden special token, and for an id outside the vocabulary (embeddings are
+        often padded)."""
         known = self._known.get(token_id)
         if known is None:
             token = None if token_id in self._special else self._table.id_to_token(token_id)
@@ -87,16 +88,17 @@ class TokenBytes:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What became visible; `stop_string` is set when one was met, and then nothing comes after."""
+    """Text that can be shown. `stop_string` is set if one was found: `text` then ends before it and is the last."""
 
     text: str
     stop_string: str | None = None
 
 
 class TextAssembler:
-    """One answer's text. What could be the head of a stop string is withheld until that is settled.
+    """Assembles the text of one answer. Withholds text that could be the beginning of a stop string until the
+    following characters decide.
 
-    The text continues the prompt's: a leading space of the first token stays.
+    The text continues the prompt, so a leading space of the first token is kept.
     """
 
     def __init__(self, token_bytes: BytesOfTokens, stop: Sequence[str]) -> None:
@@ -111,7 +113,7 @@ class TextAssembler:
         return self._show(self._decoder.decode(data))
 
     def flush(self) -> Piece:
-        """The rest; half a character becomes U+FFFD."""
+        """The remaining text, after the last token. An incomplete character becomes U+FFFD."""
         piece = self._show(self._decoder.decode(b"", final=True))
         if self._stopped:
             return piece
@@ -126,7 +128,8 @@ class TextAssembler:
             return Piece(pending)
         seen = len(self._withheld)
         for place, character in enumerate(text, seen + 1):
-            # The stop string that ends first counts, however the text was cut in tokens; of two, the longer.
+            # The stop string that ends first wins, however the text is split into tokens. Of two that end together, the
+            # longer wins.
             met = [stop.text for stop in self._stops if stop.feed(character)]
             if met:
                 longest = max(met, key=len)
@@ -144,11 +147,11 @@ class _StopMatcher:
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        """Characters at the end of the stream that are a head of the string."""
+        """Length of the longest prefix of the string with which the stream ends."""
         self._borders = _borders(text)
 
     def feed(self, character: str) -> bool:
-        """True when the string is complete; the matcher is spent then."""
+        """Processes one character. Returns True if the string is complete; the matcher must not be used afterwards."""
         while self.matched and self.text[self.matched] != character:
             self.matched = self._borders[self.matched - 1]
         if self.text[self.matched] == character:
@@ -157,7 +160,8 @@ class _StopMatcher:
 
 
 def _borders(text: str) -> list[int]:
-    """For each head of the text, the length of the longest shorter head that it also ends in."""
+    """The KMP failure function: for each prefix of the text, the length of its longest proper prefix that is also its
+    suffix."""
     borders = [0] * len(text)
     length = 0
     for place in range(1, len(text)):
@@ -170,6 +174,7 @@ def _borders(text: str) -> list[int]:
 
 
 def _bytes_rule(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    """The function from a token's text in the vocabulary to its bytes. Raises ModelLoadError."""
     kinds = _decoder_kinds(decoder)
     if "ByteLevel" in kinds:
         characters = _byte_level_characters()
@@ -178,7 +183,7 @@ def _bytes_rule(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
             try:
                 return bytes([characters[character] for character in token])
             except KeyError:
-                return token.encode()  # An added token is written as it is.
+                return token.encode()  # Added tokens are stored as plain text.
 
         return byte_level
     if kinds & {"ByteFallback", "Metaspace"}:
@@ -201,8 +206,8 @@ def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
 
 
 def _byte_level_characters() -> dict[str, int]:
-    """The printable stand-ins of GPT-2's byte-level vocabularies: printable Latin-1 bytes stand for themselves, the
-    others for code points from 256 on, in order."""
+    """GPT-2's byte-level alphabet, character -> byte: a printable Latin-1 byte is represented by its own character, the
+    others by the code points from 256 on, in order."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(itself)]
     characters = {chr(byte): byte for byte in itself}
