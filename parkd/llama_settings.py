@@ -1,6 +1,6 @@
-"""What the settings of llama.cpp mean, under llama-server's names: text to values.
+"""The settings of the llama.cpp engine, under llama-server's names: text to values.
 
-Functions of a text raise ValueError saying what is expected.
+Parsers raise ValueError, whose message says what is expected.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 ENGINES = ("auto", "torch", "llama.cpp", "llama-server")
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "int8", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-"""llama-server's, and the torch engine's name for q8_0."""
+"""llama-server's names, and `int8`, the torch engine's name for q8_0."""
 FLAGS = ("gpu-layers", "split-mode", "tensor-split", "main-gpu", "threads", "flash-attn", "lora", "lora-scaled")
-"""What only this engine knows."""
+"""Settings that only this engine has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class LoraAdapter:
 
 @dataclass(frozen=True, slots=True)
 class LlamaSettings:
-    """How llama.cpp is to load a model."""
+    """How llama.cpp loads a model."""
 
     gpu_layers: int | None = None
     split_mode: str = "layer"
@@ -38,7 +38,7 @@ class LlamaSettings:
     cache_type_k: str | None = None
     cache_type_v: str | None = None
     given: tuple[str, ...] = ()
-    """The flags that were given and mean nothing to another engine."""
+    """The settings among FLAGS that were changed, which no other engine supports."""
 
 
 def engine_name(text: str) -> str:
@@ -80,7 +80,7 @@ def scaled_loras(text: str) -> tuple[LoraAdapter, ...]:
 
 
 def llama_settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> LlamaSettings:
-    """Of the values of all settings, and what they are when nothing is said."""
+    """Selects this engine's settings from `values`, the values of all settings. `defaults` are their defaults."""
     given = [name for name in FLAGS if values[name] != defaults[name]]
     return LlamaSettings(
         gpu_layers=values["gpu-layers"],

@@ -1,6 +1,6 @@
-"""What the settings for KV formats and control vectors mean: text to values, and what must agree.
+"""The settings for KV formats, draft tokens and control vectors: text to values, and checks that they agree.
 
-Functions of a text raise ValueError saying what is expected; those of all values raise ConfigError.
+Parsers raise ValueError, whose message says what is expected; functions of all values raise ConfigError.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from parkd.errors import ConfigError
 
 KV_ALIASES = {"auto": None, "bf16": "bf16", "f16": "f16", "f32": "f32", "int8": "int8", "q8_0": "int8"}
-"""What a user may call a KV format: ours, and llama.cpp's name for eight bits."""
+"""Names that a user may give -> KV format: the engine's own names, and llama.cpp's name for int8."""
 
 MAX_DRAFT_TOKENS = 16
-"""Guesses a step at most; the engine's own bound."""
+"""Most guesses per step; the engine has the same limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class ControlVectorFile:
     """A control vector to load."""
 
     name: str
-    """What requests call it: its file's name without the ending, unless one is given."""
+    """Its name in requests: the file name without its suffix, unless another name is given."""
     path: Path
     scale: float
-    """For requests that name no vectors."""
+    """Its scale in requests that name no control vectors."""
 
 
 def kv_format(text: str) -> str | None:
@@ -38,12 +38,12 @@ def kv_format(text: str) -> str | None:
 
 
 def vectors(text: str) -> tuple[ControlVectorFile, ...]:
-    """`[NAME=]FILE`, with commas between several."""
+    """Parses one or several `[NAME=]FILE`, separated by commas."""
     return tuple(_vector(item.strip(), 1.0) for item in text.split(","))
 
 
 def scaled_vectors(text: str) -> tuple[ControlVectorFile, ...]:
-    """`[NAME=]FILE:SCALE`, likewise."""
+    """Parses one or several `[NAME=]FILE:SCALE`, separated by commas."""
     found = []
     for item in text.split(","):
         file, _, scale = item.strip().rpartition(":")
@@ -78,7 +78,7 @@ def guesses(text: str) -> int | None:
 
 
 def draft_tokens(values: Mapping[str, Any]) -> int | None:
-    """Of the flag and its alias, which must agree."""
+    """The value of `--draft-tokens` or its alias `--draft-max`. Raises ConfigError if both are given and differ."""
     own: int | None = values["draft-tokens"]
     alias: int | None = values["draft-max"]
     if own is not None and alias is not None and own != alias:
@@ -87,7 +87,8 @@ def draft_tokens(values: Mapping[str, Any]) -> int | None:
 
 
 def one_kv_format(values: Mapping[str, Any]) -> str | None:
-    """Of the flag and its two aliases; all that are given must agree, and an alias is nothing without its twin."""
+    """The KV format from `--kv-cache-dtype`, or from `--cache-type-k` and `--cache-type-v`, which must be equal and are
+    given together. Raises ConfigError if the settings contradict each other."""
     names = ("cache-type-k", "cache-type-v")
     for name in names:
         if values[name] not in (None, *KV_ALIASES):

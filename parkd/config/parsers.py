@@ -1,4 +1,4 @@
-"""What the text of a setting means. Every parser raises ValueError saying what is expected."""
+"""Parsers of settings: text to values. Each raises ValueError, whose message says what is expected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def keys(text: str) -> tuple[str, ...]:
 
 def origins(text: str) -> tuple[str, ...]:
     found = tuple(origin.strip().rstrip("/") for origin in text.split(","))
-    # Apps and browser extensions send schemes of their own: app://..., chrome-extension://...
+    # Apps and browser extensions have their own schemes: app://..., chrome-extension://...
     if not all(re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) for origin in found):
         raise ValueError(
             "expected an origin such as https://chat.example or chrome-extension://ID, or several with commas between"
@@ -53,7 +53,7 @@ def origins(text: str) -> tuple[str, ...]:
 
 
 def url(text: str) -> str:
-    """A server's address. The `/v1` behind it that clients of such a server are given may be there too."""
+    """A server's base URL. A `/v1` at its end, as in the base URL for clients, is removed."""
     if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", text):
         raise ValueError("expected an address such as http://127.0.0.1:8081")
     return text.rstrip("/").removesuffix("/v1")
@@ -105,7 +105,7 @@ def mib_or_auto(text: str) -> int | Literal["auto"]:
 
 
 def context(text: str) -> int | None:
-    """Tokens of the context; None for 0, which is llama-server's word for the default."""
+    """Context length in tokens; None for 0, llama-server's value for the default."""
     try:
         return count(16)(text) if text != "0" else None
     except ValueError as error:
@@ -113,7 +113,7 @@ def context(text: str) -> int | None:
 
 
 def batch(text: str) -> int | None:
-    """Tokens of a chunk; None: as the device has it."""
+    """Tokens per prefill chunk; None for `auto`, the default for the devices."""
     if text == "auto":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Reads every source of settings, and checks the whole. The only module that reads the environment."""
+"""Reads all sources of settings and checks that the settings agree. The only module that reads the environment."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from parkd.llama_settings import llama_settings
 from parkd.model_settings import control_vectors, draft_tokens, one_kv_format
 
 UPSTREAM_PARK_DIR = "parkd"
-"""In the slot directory of a llama-server: where conversations are parked if no other place is named."""
+"""Default park directory for a llama-server, inside its slot directory."""
 
 
 def load(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> Config:
-    """Reads every source and checks the whole. `flags` maps setting names, and `config`, to what was typed.
+    """Reads all sources and checks that the settings agree. `flags` maps setting names, and `config`, to the text that
+    was typed.
 
     Raises ConfigError.
     """
@@ -45,7 +46,7 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> C
 
 
 def nearest(name: str, known: Mapping[str, Any] | list[str]) -> str:
-    """`; did you mean X?`, or nothing when no known name is near."""
+    """`; did you mean X?`, or nothing if no known name is similar."""
     found = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 
@@ -145,7 +146,7 @@ def _disk(values: Mapping[str, Any]) -> DiskCacheConfig:
     directory, hours = values["park-dir"], values["conversation-cache-max-age-hours"]
     budget_mib = values["conversation-cache-disk-mib"]
     if directory is None and values["upstream"] is not None and budget_mib:
-        # Files must have names, on the file system that the server writes to.
+        # Slot files are renamed into the park directory, so it must exist, on the server's file system.
         directory = str(Path(values["slot-save-path"]) / UPSTREAM_PARK_DIR)
     return DiskCacheConfig(
         budget_bytes=budget_mib * MIB,

@@ -35,7 +35,7 @@ class ModelConfig:
     layer_split: tuple[int, ...]
     """First layer of each stage but the first; empty: split by the sizes of the layers."""
     context_tokens: int | None
-    """None: the largest that fits, up to the model's limit."""
+    """Context length; None: the largest that fits, up to the model's limit."""
     batch_tokens: int | None
     """Tokens per prefill chunk; None: by the kind of devices."""
     ctx_checkpoints: int = 8
@@ -89,17 +89,19 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
+    """How the server listens, and who may use it."""
+
     host: str
     port: int
-    """0: any free one."""
+    """0: any free port."""
     api_keys: tuple[str, ...]
-    """Keys without names, each with conversations of its own."""
+    """Keys without names. Each has its own conversations."""
     api_key_file: Path | None
-    """File of named keys and their namespaces. Without any keys, none is needed."""
+    """File of named keys and their namespaces. If there are no keys at all, clients need none."""
     max_queue: int
     max_queue_bytes: int
     max_output_tokens: int | None
-    """None: up to the end of the context."""
+    """The most tokens of an answer; None: up to the end of the context."""
     cors_origins: tuple[str, ...]
     """Origins of web pages that may call this server; empty: only those of this machine."""
     keeps_billing_header: bool
@@ -110,6 +112,8 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
+    """All settings."""
+
     model: ModelConfig
     cache: CacheConfig
     server: ServerConfig

@@ -1,4 +1,4 @@
-"""The documents of the endpoints that are not turns, made of plain values."""
+"""Builds the documents of the endpoints that are not turns, from plain values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def anthropic_model_list(info: EngineInfo, alias: str | None, created_s: int) ->
 def props(
     info: EngineInfo, alias: str | None, chat_template: str | None, *, reads_images: bool = False
 ) -> Mapping[str, Any]:
-    """What clients of llama-server read from `/props`. Contains no paths of this machine."""
+    """The document for `/props`, with the fields that llama-server's clients read, but no paths of this machine."""
     name = alias or info.model_name
     return {
         "default_generation_settings": {"n_ctx": info.context_tokens},
@@ -56,6 +56,6 @@ def props(
 
 
 def health(*, lost: bool, stopping: bool, waiting: int, busy: bool) -> tuple[int, Mapping[str, Any]]:
-    """The status code and the body."""
+    """The status code and the document for `/health`."""
     status = "lost" if lost else "stopping" if stopping else "ok"
     return (200 if status == "ok" else 503), {"status": status, "waiting": waiting, "busy": busy}

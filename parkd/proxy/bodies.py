@@ -1,12 +1,12 @@
-"""What request bodies may hold of memory together: from their first byte until their answer is out.
+"""Limits the memory of all request bodies together, each from its first byte until its answer is sent.
 
-A turn that waits keeps its messages, and its pictures twice: as they were sent and unpacked from base64. The count of
-turns that may wait says nothing of their size, so bytes are counted as well.
+A waiting turn keeps its messages, and its images twice: as sent, and decoded from base64. The limit on the number of
+waiting turns does not limit their size, so bytes are counted too.
 
     charge --take piece by piece--> [held] --release--> free
 
-What is made of a body on the way (objects, text, ids) takes many times its size, and the allocator keeps that when it
-is freed. So a moment behind large ones it is told to give it back.
+The values made from a body (objects, text, ids) take many times its size, and the allocator keeps that memory after
+they are freed. So shortly after a large body, the allocator is asked to return it to the system.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ from parkd.errors import QueueFull
 
 MIB = 1 << 20
 LARGE_BODY_BYTES = MIB
-"""A body from this size up is parsed in a worker thread, so that the event loop goes on, and memory is returned behind
-it."""
+"""A body of at least this size is parsed in a worker thread, so that the event loop is not blocked, and memory is
+returned to the system after it."""
 RETURN_DELAY_S = 1.0
-"""Between a large body's end and the return: what refers to it is gone by then, and several that end together have one
-return."""
+"""Time from the release of a large body to the return of memory. References to it are gone by then, and bodies that are
+released together need only one return."""
 
 
 class BodyRoom:
-    """Bytes of the bodies that are held now. Lives on the event loop."""
+    """Counts the bytes of all bodies that are held now. Lives on the event loop."""
 
     def __init__(
         self, limit_bytes: int, retry_after_s: Callable[[], int], on_large_gone: Callable[[], None] = lambda: None
     ) -> None:
-        """`retry_after_s` says when there should be room again; `on_large_gone` is told when a large body is let go."""
+        """`retry_after_s` estimates when there will be room again. `on_large_gone` is called when a large body is
+        released."""
         self._limit_bytes = limit_bytes
         self._retry_after_s = retry_after_s
         self._on_large_gone = on_large_gone
         self.held_bytes = 0
 
     def charge(self) -> Charge:
-        """For one more body, of which nothing was read yet."""
+        """A charge for a new body, of which nothing has been read yet."""
         return Charge(self)
 
     def take(self, count: int, own_bytes: int) -> None:
-        """Raises QueueFull where that is too much. A body that is alone is never refused: it has a limit of its own."""
+        """Charges `count` more bytes to a body that already holds `own_bytes`. Raises QueueFull if that exceeds the
+        limit, but never for the only body: each body has its own limit."""
         others_bytes = self.held_bytes - own_bytes
         if others_bytes and self.held_bytes + count > self._limit_bytes:
             raise QueueFull(
@@ -63,7 +65,7 @@ class BodyRoom:
 
 
 class Charge:
-    """One body's part of the room. As a context, it is released at the end unless somebody keeps it."""
+    """The bytes charged to one body. As a context manager, releases them at the end unless `keep` was called."""
 
     def __init__(self, room: BodyRoom) -> None:
         self._room = room
@@ -71,13 +73,13 @@ class Charge:
         self._is_kept = False
 
     def reach(self, total: int) -> None:
-        """The body is at least so long. Raises QueueFull."""
+        """Charges for a body of at least `total` bytes. Raises QueueFull."""
         if total > self._bytes:
             self._room.take(total - self._bytes, self._bytes)
             self._bytes = total
 
     def keep(self) -> Callable[[], None]:
-        """Held beyond the context; whoever keeps it calls what is returned."""
+        """Keeps the charge beyond the context. Returns the function that releases it."""
         self._is_kept = True
         return self.release
 
@@ -97,7 +99,7 @@ class Charge:
 
 
 class MemoryReturn:
-    """Runs `return_memory` in a worker thread, a moment after it was asked for. Lives on the event loop."""
+    """Runs `return_memory` in a worker thread, `delay_s` after it was requested. Lives on the event loop."""
 
     def __init__(self, return_memory: Callable[[], None], delay_s: float = RETURN_DELAY_S) -> None:
         self._return_memory = return_memory

@@ -1,10 +1,11 @@
-"""Connections without a request: how long they may stay, and how many at once.
+"""Closes connections without a request: limits how long they stay open, and how many there are.
 
     opened --headers--> request --answer--> idle --headers--> request
     |<-- here -->|                          |<-- here -->|
 
-uvicorn closes a connection that sends nothing between two requests. It waits without end for the headers of the first
-one, and for those of a later one once their first byte came. A body has a deadline of its own (`requests.read_body`).
+uvicorn closes a connection that is idle between two requests. But it waits forever for the headers of the first
+request, and for those of a later request once their first byte has arrived. Bodies have their own deadline
+(`requests.read_body`).
 """
 
 from __future__ import annotations
@@ -18,28 +19,31 @@ from typing import Any, Protocol
 log = logging.getLogger(__name__)
 
 MOST_WITHOUT_REQUEST = 512
-"""Half of the files that a process may have open by default on most systems."""
+"""Half of the usual limit of open files per process."""
 LEAST_WAIT_S = 1.0
-"""So long each of them may stay, however many there are: clients that all come at once need a moment to be read."""
+"""Every connection may stay open at least this long, however many there are: if many clients connect at once, reading
+their requests takes a moment."""
 
 
 class Connection(Protocol):
-    """What is used of uvicorn's protocol classes."""
+    """The part of uvicorn's protocol classes that is used here."""
 
     transport: asyncio.Transport
     cycle: Any
-    """The last request on it, None before the first; its `response_complete` says that the answer is out."""
+    """The last request, None before the first. Its `response_complete` is true once the answer is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
+    """The time in which a connection has no request."""
+
     behind: Any
-    """The request before it: another one means that it is another wait."""
+    """The previous request, which identifies the wait."""
     since_s: float
 
 
 class Lobby:
-    """Closes what stays too long without a request. Lives on the event loop."""
+    """Closes connections that are too long without a request. Lives on the event loop."""
 
     def __init__(self, deadline_s: float, most: int = MOST_WITHOUT_REQUEST) -> None:
         self._deadline_s = deadline_s
@@ -47,7 +51,7 @@ class Lobby:
         self._waits: dict[Connection, _Wait] = {}
 
     def sweep(self, connections: Iterable[Connection], now_s: float) -> None:
-        """Called every now and then with all that are open."""
+        """Called at regular intervals with all open connections."""
         waits = {}
         for connection in connections:
             behind = connection.cycle
@@ -59,7 +63,7 @@ class Lobby:
         self._make_room(now_s)
 
     def _make_room(self, now_s: float) -> None:
-        """The oldest go where there are too many, so that others can still come in."""
+        """Closes the oldest waiting connections if there are too many, so that new clients can connect."""
         oldest = sorted(self._waits, key=lambda connection: self._waits[connection].since_s)
         surplus = oldest[: max(0, len(oldest) - self._most)]
         gone = [connection for connection in surplus if now_s - self._waits[connection].since_s >= LEAST_WAIT_S]

@@ -1,4 +1,4 @@
-"""What clients of other servers ask for, and what does the same here: words for the 404 of an unknown path."""
+"""Paths of other servers' APIs, and what to use instead here: advice for the 404 of an unknown path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADVICE: Mapping[str, str] = {
     "/responses": "The Responses API is POST /v1/responses: its base URL ends in /v1.",
     "/v1": f"This is the base URL for OpenAI clients. The chat is {CHAT}.",
 }
-"""By path, without a slash at the end."""
+"""Advice by path, without a trailing slash."""
 
 _FAMILIES = (
     ("/api/", _OLLAMA),
@@ -45,7 +45,7 @@ _FAMILIES = (
 
 
 def advice(path: str) -> str:
-    """What to do in place of a request to `path`, for whoever sent it."""
+    """What a client can use instead of `path`."""
     family = next((words for head, words in _FAMILIES if path.startswith(head)), None)
     default = f"The chat is {CHAT} (OpenAI) or POST /v1/messages (Anthropic)."
     return ADVICE.get(path.rstrip("/")) or family or default

@@ -1,4 +1,4 @@
-"""What stands around every endpoint: the origin check before it, and errors in its dialect's shape behind it."""
+"""Wraps every endpoint: checks the request's origin, and answers errors in the format of its dialect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 ANTHROPIC_PATH = "/v1/messages"
 PATH_SHOWN = 200
-"""Characters of a path that are said back."""
+"""Most characters of a path that error messages repeat."""
 
 Handler = Callable[[Request, str], Awaitable[ASGIApp]]
 
@@ -33,7 +33,8 @@ Handler = Callable[[Request, str], Awaitable[ASGIApp]]
 def guarded(
     config: ProxyConfig, metrics: Metrics, dialect: Dialect | None, handler: Handler
 ) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """A handler behind the origin check, with its errors in the dialect's shape; None: in that of the client."""
+    """Wraps a handler in the origin check, and turns its errors into answers in the format of `dialect`; None: the
+    format that the client expects."""
 
     async def endpoint(request: Request) -> ASGIApp:
         request_id = request_id_of(request.headers)
@@ -50,7 +51,7 @@ def guarded(
 
 
 def spoken_by(request: Request) -> Dialect:
-    """The dialect of a client at an address that is of both APIs, or of none."""
+    """The dialect that a client expects, for paths that belong to both APIs or to none."""
     is_anthropic = "anthropic-version" in request.headers or request.url.path.startswith(ANTHROPIC_PATH)
     return AnthropicMessages() if is_anthropic else OpenAIChat()
 
@@ -63,7 +64,8 @@ def _error_response(dialect: Dialect, error: ParkdError, request_id: str) -> Res
 
 
 def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """What the router refuses: unknown paths and methods. OPTIONS is answered, and permits no web page anything."""
+    """The handler for what the router refuses: unknown paths and methods. OPTIONS gets an empty answer, without headers
+    that would permit a web page anything."""
 
     async def handler(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -86,7 +88,7 @@ def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Res
 
 
 def _refused_websocket(request: Request, metrics: Metrics) -> Response:
-    """The protocol to use instead stands in `upgrade`, as RFC 9110, 15.5.22 has it."""
+    """The answer to a WebSocket request. Its `upgrade` header names the protocol to use (RFC 9110, 15.5.22)."""
     path = request.url.path[:PATH_SHOWN]
     refused = UpgradeRefused(f"No WebSocket is spoken at {path}: send a POST over HTTP, with `stream` for a stream.")
     log.info("a client asked for a WebSocket at %r and was told to use HTTP", path)

@@ -1,7 +1,7 @@
-"""What becomes of the store's memory if a copy into it has not ended when the server does.
+"""Keeps the store's memory alive if a copy into it is still running when the server ends.
 
-Nobody waits for such a copy any more: its turn was cancelled, and the call that never returned may be one to a driver.
-So what it writes to is neither released nor freed before the process has ended.
+Nothing waits for such a copy: its turn was cancelled, and its call may never return, for example from a driver. So the
+memory that it writes to must not be freed before the process ends.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 
 
 def outlive_copies(store: ConversationStore | None) -> None:
-    """Keeps the store and its memory until the process has ended, if a capture is still in flight. Called at the
-    server's end, when no other can begin."""
+    """Keeps the store and its memory until the process ends, if a capture is still in flight. Called when the server
+    has ended and no new capture can begin."""
     if store is None or not store.stats().captures_in_flight:
         return
     log.warning("a conversation was still being copied when the server ended; it is not parked")
-    # One reference that nobody gives back: neither the reference count nor the collector frees the store then, nor does
-    # the interpreter at its own end, which the threads that copy may outlive.
+    # A reference that is never released: the store is then freed neither by its reference count nor by the garbage
+    # collector, nor when the interpreter shuts down, which the copying threads may outlive.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))

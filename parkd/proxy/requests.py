@@ -1,4 +1,4 @@
-"""From bytes on the wire to a JSON object, with bounds. Nothing a client sends here is worth more than a 4xx."""
+"""Reads a request's body as a JSON object, within limits. Whatever a client sends, it causes at most a 4xx answer."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from parkd.errors import BodyStalled, BodyTooLarge, InvalidRequest
 from parkd.proxy.bodies import LARGE_BODY_BYTES, Charge
 
 MOST_VALUES = 2 * 1024 * 1024
-"""Objects, lists and what is in them, counted by their marks, those inside texts too: a prompt that fits any context
-has fewer. Making them holds the interpreter, and all streams with it: of 60 MiB of empty lists for 14 s."""
+"""Most commas and opening brackets in a body, including those in strings: a bound for the number of values. A prompt
+that fits any context has fewer. Parsing holds the interpreter lock and so stops all streams: 60 MiB of empty lists took
+14 s."""
 LEAST_BODY_BYTES_A_S = 1024
-"""Over its whole way, with the longest silence allowed on top. No client is so slow that means to be answered."""
+"""The lowest average rate at which a body may arrive, besides the longest allowed silence. No real client is slower."""
 DEPTH_LIMIT = 100
-"""Objects and lists inside each other; agents' tool schemas reach some twenty."""
+"""Deepest nesting of objects and lists. The tool schemas of agents reach about twenty levels."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's own `x-request-id` if it is harmless in a header and a log line, else a new one."""
+    """The client's `x-request-id` if it is safe in a header and a log line, else a new id."""
     sent = headers.get("x-request-id", "")
     return sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(12)}"
 
 
 def id_headers(request_id: str) -> dict[str, str]:
-    """The request's id under the names that OpenAI's and Anthropic's clients look for."""
+    """Headers with the request's id, under the names that OpenAI's and Anthropic's clients read."""
     return {"x-request-id": request_id, "request-id": request_id}
 
 
 async def read_body(request: Request, limit_bytes: int, silence_s: float, charge: Charge) -> bytes:
-    """Raises BodyTooLarge as soon as it is known, at the latest `limit_bytes` in; ClientDisconnect if it leaves;
-    QueueFull where the bodies held are too much together; InvalidRequest if this one is compressed; BodyStalled once
-    nothing came for `silence_s`, or it drips, since what was charged for it keeps others out."""
+    """Reads the body, and charges its bytes to `charge`.
+
+    Raises InvalidRequest if it is compressed; BodyTooLarge as soon as that is known, at the latest after `limit_bytes`;
+    QueueFull if all bodies together are too large; ClientDisconnect; and BodyStalled if nothing arrives for `silence_s`
+    or the average rate is too low, since a body that is charged keeps others out.
+    """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise InvalidRequest(f"The body is compressed ({encoding[:20]!r}). Send it as plain JSON.")
@@ -61,7 +65,8 @@ async def read_body(request: Request, limit_bytes: int, silence_s: float, charge
 
 
 async def _next_piece(pieces: AsyncIterator[bytes], silence_s: float, due_s: float) -> bytes | None:
-    """None at the end. Raises BodyStalled if none comes for `silence_s`, or by `due_s` on the event loop's clock."""
+    """The next piece of the body; None at the end. Raises BodyStalled if none arrives within `silence_s`, or by `due_s`
+    on the event loop's clock."""
     now_s = anyio.current_time()
     with anyio.move_on_after(min(silence_s, due_s - now_s)):
         return await anext(pieces, None)
@@ -71,7 +76,8 @@ async def _next_piece(pieces: AsyncIterator[bytes], silence_s: float, due_s: flo
 
 
 async def parse_object(body: bytes) -> Mapping[str, Any]:
-    """Raises InvalidRequest, and BodyTooLarge for too many values."""
+    """The body as a JSON object, parsed in a worker thread if it is large. Raises InvalidRequest, and BodyTooLarge for
+    too many values."""
     return await anyio.to_thread.run_sync(_parsed, body) if len(body) >= LARGE_BODY_BYTES else _parsed(body)
 
 
@@ -91,7 +97,7 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
 
 
 def check_depth(document: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest for a document that what reads it, or writes parts of it back, could choke on."""
+    """Raises InvalidRequest for a document that is nested so deeply that recursive code could fail on it."""
     level: list[Any] = [document]
     for _ in range(DEPTH_LIMIT):
         inner = (value.values() if isinstance(value, dict) else value for value in level)

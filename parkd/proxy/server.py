@@ -1,7 +1,7 @@
-"""The server process: uvicorn over the app, with an orderly end.
+"""The server process: runs the app in uvicorn, and shuts down in order.
 
-SIGTERM -> no new connections, waiting requests get 503, the running answer ends or is cut at the deadline -> exit 0
-engine lost -> the same without a running answer -> exit 1
+SIGTERM     -> no new connections, waiting requests get 503, the running answer ends or is cut at the deadline -> exit 0
+engine lost -> the same, without a running answer -> exit 1
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ log = logging.getLogger(__name__)
 
 EXIT_LOST = 1
 TICKS_A_SWEEP = 10
-"""uvicorn ticks every tenth of a second."""
+"""uvicorn calls `on_tick` every tenth of a second."""
 EXIT_MARGIN_S = 2 * CUT_WAIT_S
-"""Over the proxy's own deadline, so that uvicorn cuts only what the proxy could not."""
+"""Added to the proxy's own shutdown deadline, so that uvicorn cancels only requests that the proxy could not end."""
 
 
 class CutRequests(logging.Filter):
-    """uvicorn reports a request that it cancels as an exception of the application, with a traceback. It cancels those
-    that still run when the process is told a second time to stop, or at the deadline: one line says so."""
+    """Replaces uvicorn's traceback for a request that it cancels by one line. uvicorn cancels running requests on a
+    second stop signal, or at the deadline, and would report each as an exception of the application."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, asyncio.CancelledError):
-            # the application's own life is cancelled too then, and told as a text
+            # uvicorn also cancels the application's lifespan then, and logs that traceback as text.
             return not record.getMessage().rstrip().endswith("asyncio.exceptions.CancelledError")
         log.warning("a running request was cut, since the server stops")
         return False
 
 
 class UpgradeAdvice(logging.Filter):
-    """uvicorn reports a request for another protocol as a fault of the installation, and says what to install. Such a
-    request is answered over HTTP (`guard.http_error`), which says what to know of it."""
+    """Drops uvicorn's warning about requests to upgrade the protocol, which advises installing a WebSocket library.
+    `guard.http_error` answers such a request over HTTP, with the right advice."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(("Unsupported upgrade request", "No supported WebSocket library"))
 
 
 class WritesToTheGone(logging.Filter):
-    """asyncio warns of each write to a connection that was reset, until its end is told to who writes. That the client
-    left stands in the turn's own line."""
+    """Drops asyncio's warnings about writes to a connection that the client has reset, which repeat until the writer
+    notices. The turn's log line says that the client left."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("socket.send() raised exception")
 
 
 class Server(uvicorn.Server):
-    """`on_started` is told the base URL once requests are answered."""
+    """uvicorn's server over one `Proxy`. Calls `on_started` with the base URL as soon as it answers requests."""
 
     def __init__(
         self, services: Services, *, app: Starlette | None = None, on_started: Callable[[str], None] = lambda _url: None
@@ -76,7 +76,8 @@ class Server(uvicorn.Server):
                 host=services.config.host,
                 port=services.config.port,
                 lifespan="on",
-                # Also where httptools is installed: with it a request that offers HTTP/2, as in Java, loses its body.
+                # Never httptools, even if it is installed: with it, a request that offers an upgrade to HTTP/2, as
+                # Java's client does, loses its body.
                 http="h11",
                 ws="none",
                 log_config=None,
@@ -94,13 +95,13 @@ class Server(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where it listens, with the real port."""
+        """The base URL, with the port that it really listens on."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        """A first signal asks, a second one insists. uvicorn would raise it again at the end; here the process ends
-        with a code instead."""
+        """The first signal requests an orderly stop, the second one forces it. Unlike uvicorn's handler, this does not
+        raise the signal again at the end: the process ends with an exit code."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -125,7 +126,7 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what the libraries log of events that are no faults, or that are told better elsewhere."""
+    """A context without libraries' log lines about events that are not faults, or that parkd reports itself."""
     filters = (("uvicorn.error", CutRequests()), ("uvicorn.error", UpgradeAdvice()), ("asyncio", WritesToTheGone()))
     for name, words in filters:
         logging.getLogger(name).addFilter(words)
@@ -137,9 +138,8 @@ def quiet() -> Iterator[None]:
 
 
 def leave_out_of_collections() -> None:
-    """Takes what exists by now (libraries, the model's objects) out of Python's garbage collection: it stays as long as
-    the process, and going through all of it would hold every stream and `/health` for the time of one full collection.
-    """
+    """Excludes all present objects (libraries, the model's objects) from Python's garbage collection. They live as long
+    as the process, and a full collection over them would block all streams and `/health` while it runs."""
     gc.collect()
     gc.freeze()
 

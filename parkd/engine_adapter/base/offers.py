@@ -51,8 +51,8 @@ class RemoteEngine(Protocol):
 
     @property
     def is_awake(self) -> bool:
-        """It was heard so lately that what is live is known without asking. Never waits; for any thread, between calls
-        of the engine."""
+        """Whether the process has answered so recently that its live state is known without asking. Never waits. May be
+        called from any thread, between engine calls."""
 
     def awake(self) -> None:
         """Call it before a turn decides how to start: if the process was restarted, nothing is live.
@@ -63,7 +63,7 @@ class RemoteEngine(Protocol):
     def begin_prompt(
         self, token_ids: TokenIds, sampling: SamplingParams, mask: TokenMask | None, limit: int | None
     ) -> int:
-        """Sends the whole prompt; `extend` and `generate` then follow the answer. `limit` is its most tokens.
+        """Sends the whole prompt; `extend` and `generate` then follow the answer, which has at most `limit` tokens.
 
         Returns the position from which the process really starts, now also `position`. It is lower than before if the
         process no longer held that state. Raises EngineFailure and InvalidRequest, after which nothing is live.

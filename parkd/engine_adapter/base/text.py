@@ -52,7 +52,8 @@ class ChatTemplate(Protocol):
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """May be an `UnprovenText`. Raises InvalidRequest when the template refuses the messages, with its words."""
+        """The prompt text, possibly an `UnprovenText`. Raises InvalidRequest with the template's message if the
+        template refuses the messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class LlamaCppEngine:
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
-        images: Sequence[ImageSpan] = (),  # noqa: ARG002 - it has no reader for them, so there are none
+        images: Sequence[ImageSpan] = (),  # noqa: ARG002 - always empty: `self.images` is None
     ) -> int:
         timeline, base = self._timeline, self.position
         stop = base + len(token_ids)
@@ -154,7 +154,7 @@ class LlamaCppEngine:
                 token = sampler.pick_row(logits, None if mask is None else mask.allowed())
             except BadLogits as error:
                 if not np.isfinite(logits).any():
-                    # The state is not finite either: whoever continued or restored it would get no further.
+                    # The state is not finite either, so nothing could be generated from it now or after a restore.
                     self.reset()
                 raise EngineFailure(
                     f"The engine could not finish this turn: {str(error).removesuffix('.')}. Send the request again."

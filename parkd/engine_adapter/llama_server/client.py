@@ -1,11 +1,11 @@
-"""Everything that is said to a llama-server over HTTP, with a deadline on each answer.
+"""The HTTP client for a llama-server, with a deadline for each answer.
 
-Errors are translated here and nowhere else:
+Errors are translated only here:
 
-    it cannot be reached, or is still loading      UpstreamDown; so if its certificate is not trusted
-    it is silent for too long                      UpstreamTimeout
-    it breaks off, or answers what is no JSON      UpstreamFailed
-    it says no (`{"error": {...}}`)                UpstreamRefused, of which the caller knows what it means
+    unreachable, still loading, or a TLS error            UpstreamDown
+    silent for too long                                   UpstreamTimeout
+    closed the connection early, or sent unexpected data  UpstreamFailed
+    answered with an error (`{"error": {...}}`)           UpstreamRefused; the caller knows what it means
 
 API: llama.cpp, `tools/server/README.md`.
 """
@@ -28,36 +28,36 @@ from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect, 
 from parkd.errors import ModelError, UpstreamDown, UpstreamFailed, UpstreamTimeout
 
 MOST_ANSWER_BYTES = 512 * 1024 * 1024
-"""Of an answer that is one document: the tokens of a very long prompt fit many times over."""
+"""Maximum size of an answer that is not streamed: many times the tokens of a very long prompt."""
 MOST_CONNECTIONS = 16
-"""The engine's thread has one; the others are of workers that render and tokenise."""
+"""One for the engine's thread; the others for the workers that render and tokenise."""
 IDLE_CONNECTION_S = 4.0
-"""Shorter than the 5 s after which the server closes one, so that no request meets it closing."""
+"""Shorter than the 5 s after which the server closes an idle connection, so that no request meets a closing one."""
 LOADING = 503
-"""What a llama-server answers while it loads its model."""
+"""The status of a llama-server's answers while it loads its model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds; each bounds a whole answer but the last, which bounds the silence inside one."""
+    """In seconds. Each limits the time for a whole answer, except `silence_s`, which limits pauses within one."""
 
     connect_s: float = 5.0
     answer_s: float = 60.0
     """Templates, tokens, properties and the state of slots."""
     file_s: float = 300.0
-    """Saving and restoring a slot: so long may its disk take."""
+    """Saving and restoring a slot, which depends on the server's disk."""
     silence_s: float = 600.0
-    """Between two events of a completion: so long may reading one batch of a prompt take."""
+    """Time between two events of a completion, at least that for reading one batch of a prompt."""
 
 
 class UpstreamRefused(UpstreamFailed):
-    """The server understood and said no."""
+    """The server answered with an error."""
 
     def __init__(self, upstream_status: int, text: str, kind: str, details: Mapping[str, Any]) -> None:
         super().__init__(f"The llama-server refused ({upstream_status}): {text} Its log may say more.")
         self.upstream_status = upstream_status
         self.text = text
-        """In the server's words."""
+        """The server's message."""
         self.kind = kind
         """`invalid_request_error`, `server_error`, `exceed_context_size_error`, ..."""
         self.details = details
@@ -66,7 +66,7 @@ class UpstreamRefused(UpstreamFailed):
 
 @dataclass(frozen=True, slots=True)
 class SlotAnswer:
-    """What a slot's action did."""
+    """The result of saving or restoring a slot."""
 
     tokens: int
     bytes: int
@@ -79,12 +79,12 @@ class SlotState:
     id: int
     is_processing: bool
     tokens: int | None
-    """That it holds; None where this server does not say, or no request has used the slot."""
+    """Tokens in the slot; None if this server does not tell, or no request has used the slot."""
     task: int | None
 
 
 class UpstreamClient:
-    """One llama-server. Thread-safe. Waits; what a failure means is the caller's to know."""
+    """A client for one llama-server. Thread-safe. Calls block; they raise the errors above."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class UpstreamClient:
 
     @property
     def connections(self) -> int:
-        """Opened so far. A server that ended has closed its own, so what talks to its successor is a new one."""
+        """Connections opened so far. A server closes its connections when it ends, so a restart increases this."""
         return self._wire.opened
 
     def properties(self) -> Mapping[str, Any]:
@@ -165,7 +165,7 @@ class UpstreamClient:
         return self._slot(slot, "restore", {"filename": filename}, "n_restored", "n_read")
 
     def complete(self, body: Mapping[str, Any]) -> CompletionStream:
-        """Begins a streamed completion; the caller closes it. Returns once the server has begun to answer."""
+        """Starts a streamed completion, which the caller must close. Returns once the server begins to answer."""
         silence_s = self._deadlines.silence_s
         with self._translated("/completion"):
             answer = self._sent("POST", "/completion", body, silence_s)
@@ -192,7 +192,7 @@ class UpstreamClient:
         answer = self._call("POST", path, body, self._deadlines.file_s)
         if not isinstance(answer, Mapping) or not all(isinstance(answer.get(name), int) for name in (tokens, size)):
             raise self._nonsense(path, f"it does not tell `{tokens}` and `{size}`")
-        if answer.get("id_slot", slot) != slot:  # an id that it does not have is taken for another one
+        if answer.get("id_slot", slot) != slot:  # the server replaces an unknown slot id by another one
             raise self._nonsense(path, f"it speaks of slot {answer['id_slot']}")
         return SlotAnswer(answer[tokens], answer[size])
 
@@ -222,7 +222,7 @@ class UpstreamClient:
         return self._wire.send(method, path, content, connect_s=self._deadlines.connect_s, silence_s=silence_s)
 
     def _whole(self, path: str, answer: WireAnswer, until_s: float) -> bytes:
-        """The body, within the deadline also if it comes byte by byte."""
+        """The body. The deadline applies to the whole of it, even if it arrives byte by byte."""
         parts, size = [], 0
         for part in answer:
             parts.append(part)
@@ -283,7 +283,8 @@ class UpstreamClient:
 
 
 def _headers(url: httpx.URL, api_key: str | None) -> dict[str, str]:
-    """Of every request; a name and password in the address stand for a key. Raises ModelError."""
+    """The headers of every request. A user name and password in the address are sent if there is no key. Raises
+    ModelError."""
     headers = {"accept": "*/*", "content-type": "application/json"}
     if api_key is not None:
         if not api_key.isascii() or not api_key.isprintable():

@@ -25,35 +25,35 @@ from parkd.errors import ContextOverflow, InvalidRequest, UpstreamFailed, Upstre
 from parkd.types import SamplingParams, TokenMask
 
 SETTLE_S = 120.0
-"""A slot whose answer was left is given so long to end the batch that it is in."""
+"""Longest wait for a slot to finish its current batch after its answer was abandoned."""
 SETTLE_POLL_S = 0.01
 _TOO_LONG = "exceed_context_size_error"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one event brought."""
+    """The ids and the text of one event."""
 
     ids: tuple[int, ...]
     text: str
 
 
 class Completion:
-    """Followed by one caller. `read` until it is None, then `tokens`; `close` whatever happened."""
+    """One streamed completion, for one caller: call `read` until it returns None, then `tokens`, and always `close`."""
 
     def __init__(self, stream: CompletionStream, prompt: Ids, limit: int) -> None:
-        """Waits for the first event. `limit` is the number of tokens that were asked for.
+        """Waits for the first event. `limit` is the requested number of tokens.
 
         Raises UpstreamFailed, with the stream closed.
         """
         self.prompt = prompt
         self.hidden = False
-        """The server did not send all ids."""
+        """Whether the server has generated ids that it did not send."""
         self.ended = False
-        """It came to its own end: the slot holds what it says, and no more."""
+        """Whether the server ended the completion itself. The slot then holds exactly its tokens."""
         self.ended_by_token = False
         self.ids: list[int] = []
-        """Generated, as far as they are known without a gap."""
+        """The generated ids up to the first unknown one."""
         self._limit = limit
         self._all_run = False
         self._stream = stream
@@ -64,10 +64,11 @@ class Completion:
             raise
         first = self._first
         self.reused = first.cached if isinstance(first, (Reading, Ended)) else None
-        """Tokens of the prompt that the slot held; None where this server does not say it first."""
+        """Tokens of the prompt that the slot already held; None if the first event does not tell."""
 
     def read(self) -> int | None:
-        """Tokens of the prompt in the slot after its next batch; None when all are. Raises UpstreamFailed."""
+        """Waits for the next batch. Returns how many tokens of the prompt the slot holds then; None if it holds all.
+        Raises UpstreamFailed."""
         event = self._next()
         if isinstance(event, Reading):
             if event.processed < event.total:
@@ -77,7 +78,7 @@ class Completion:
         return None
 
     def tokens(self, end_id: int) -> Iterator[Step]:
-        """What is generated; `end_id` stands for the token that ended it. Raises UpstreamFailed."""
+        """Yields what is generated. `end_id` represents the end token, whichever it was. Raises UpstreamFailed."""
         empty: Token | None = None
         while (event := self._next()) is not None:
             if isinstance(event, Reading):
@@ -87,30 +88,31 @@ class Completion:
                 return
             if empty is not None:
                 yield self._step(empty)
-            # The token that ends an answer comes like any other, but without text: the next event tells.
+            # An end token arrives like any other, but without text. Only the next event tells whether it was one.
             empty = None if event.text else event
             if empty is None:
                 yield self._step(event)
 
     def drain(self) -> None:
-        """To the end, which comes at once for a prompt that asks for no tokens. Raises UpstreamFailed."""
+        """Reads to the end, which follows at once if no tokens were requested. Raises UpstreamFailed."""
         for _ in self.tokens(0):
             pass
         self.ids = []
 
     @property
     def decoded(self) -> Ids:
-        """All that is in the state for sure, as long as the answer goes well."""
+        """The ids that are certainly in the slot's state, unless the completion fails."""
         known = self.ids if self.hidden or self._all_run else self.ids[:-1]
         return np.concatenate([self.prompt, np.array(known, dtype=np.int64)])
 
     @property
     def known(self) -> Ids:
-        """All ids that are known, in the state or not."""
+        """All known ids, including those that may not be in the state yet."""
         return np.concatenate([self.prompt, np.array(self.ids, dtype=np.int64)])
 
     def complete_with(self, held: Ids, end_id: int) -> Sequence[int]:
-        """The ids that were not sent, out of those that the slot holds; empty if they do not fit together."""
+        """Adds the ids that the server did not send, taken from `held`, the ids in the slot. Returns the added ids;
+        empty if `held` does not continue the known ids."""
         start = len(self.prompt) + len(self.ids)
         if len(held) < start or not np.array_equal(held[:start], self.known):
             return ()
@@ -120,7 +122,8 @@ class Completion:
         return rest
 
     def close(self) -> None:
-        """Lets the answer go; the server stops at its next batch. Of one that has all its tokens the end is heard."""
+        """Abandons the completion; the server stops at its next batch. If all requested tokens have arrived, first
+        waits for the last event."""
         if not self.ended and not self.hidden and len(self.ids) >= self._limit:
             with contextlib.suppress(UpstreamFailed):
                 while (event := self._next()) is not None:
@@ -146,7 +149,7 @@ class Completion:
         yield Step(() if self.hidden else (end_id,), event.text)
 
     def _step(self, token: Token) -> Step:
-        """Ids behind a gap are worth nothing: they are asked for when the answer has ended."""
+        """The event as a step. Ids after a missing one are dropped: all are read back once the answer has ended."""
         self.hidden = self.hidden or token.predicted != len(self.ids) + len(token.token_ids)
         if self.hidden:
             return Step((), token.text)
@@ -164,8 +167,9 @@ def open_completion(
     context_tokens: int,
     seed: int,
 ) -> Completion:
-    """Sends a prompt to a slot. `limit` is the longest answer; the context's end is one too, so that a server never
-    shifts it. Raises InvalidRequest, ContextOverflow, UpstreamFailed."""
+    """Sends a prompt to a slot. `limit` is the maximum number of tokens of the answer. It is also limited to the rest
+    of the context, so that the server never shifts its context. Raises InvalidRequest, ContextOverflow,
+    UpstreamFailed."""
     room = max(0, context_tokens - len(prompt))
     limit = room if limit is None else min(limit, room)
     body: dict[str, Any] = {
@@ -196,10 +200,8 @@ def settle(
     sleep: Callable[[float], None] = time.sleep,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> int | None:
-    """Waits until a slot whose answer was left is idle; the tokens it holds, None where the server does not say.
-
-    Raises UpstreamFailed.
-    """
+    """Waits until a slot is idle after its answer was abandoned. Returns the number of tokens that it holds; None if
+    the server does not tell. Raises UpstreamFailed."""
     until_s = monotonic() + SETTLE_S
     while True:
         state = next((state for state in client.slots() if state.id == slot.id), None)

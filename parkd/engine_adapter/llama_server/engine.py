@@ -1,10 +1,11 @@
-"""An `OpaqueEngine` over a llama-server that runs as a process of its own.
+"""An `OpaqueEngine` over a llama-server in another process.
 
     prompt ---- POST /completion (ids, id_slot, cache_prompt, streamed) ----> Reading ... Token ... Ended
     state  ---- POST /slots/N?action=save ----> DIR/parkd-*.slot --rename--> the store's file      (restore: link back)
 
-The server compares every prompt with what its slot holds, token by token, and says how much of it was there. So what
-is believed here decides what is promised and parked, never what is answered; and a promise is checked at each turn.
+The server compares each prompt token by token with the content of its slot, and reports how many tokens it reused. So a
+wrong belief about a slot cannot change an answer, only what is reported and parked. The reported number is compared
+with the expected one on each turn.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class LlamaServerEngine:
-    """Live state is in the server's slots; the one that is current here is what the daemon calls live."""
+    """Live state is in the server's slots. The daemon's live conversation is in the current slot."""
 
     def __init__(
         self,
@@ -58,9 +59,9 @@ class LlamaServerEngine:
         self.images: ImageReader | None = None
         self.template_source: str | None = upstream.template_source
         self.response_reader = None
-        """A chat template is all that such a server tells of its model."""
+        """None: a llama-server provides the model's chat template, but no response template."""
         self.notes = upstream.notes
-        """For the operator."""
+        """Shown to the operator at start."""
         self._client = upstream.client
         self._files = SlotFiles(upstream.client, config.slot_dir)
         self._parking = SlotParking(upstream, self._files)
@@ -72,11 +73,11 @@ class LlamaServerEngine:
 
     @classmethod
     def load(cls, config: LlamaServerConfig, progress: Progress | None = None) -> LlamaServerEngine:
-        """Raises ModelError."""
+        """Connects to a running server. Raises ModelError, whose message says what to do."""
         return cls(connect(config, progress), config)
 
     def host_memory_hooks(self) -> None:
-        """No state passes through memory of parkd's own."""
+        """None: no state passes through parkd's memory."""
 
     @property
     def _slot(self) -> Slot:
@@ -88,16 +89,16 @@ class LlamaServerEngine:
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        """None: those that the server keeps beside its slots are its own, and not in slot files."""
+        """Empty: the server keeps its own checkpoints, which parkd cannot see and slot files do not contain."""
         return ()
 
     @property
     def rewind_floor(self) -> int:
-        """0: the server goes back as far as it can and reads the rest again; `begin_prompt` says how far that was."""
+        """0: the server rewinds as far as it can and reads the rest again. `begin_prompt` returns how far it did."""
         return 0
 
     def checkpoint(self) -> None:
-        """The server takes its own."""
+        """Does nothing: the server takes its own checkpoints."""
 
     def reset(self) -> None:
         self._drop()
@@ -117,24 +118,25 @@ class LlamaServerEngine:
         return self._watch.is_fresh
 
     def awake(self) -> None:
-        """Sees whether the server is the one that it was. One that was started anew has lost what was live. Raises
-        UpstreamFailed; EngineLost if it serves something else now."""
+        """Checks whether the server was restarted; if so, nothing is live. Raises UpstreamFailed, and EngineLost if it
+        now serves another model, adapter or context."""
         if not self.is_awake:
             self._look()
 
     def begin_prompt(
         self, token_ids: TokenIds, sampling: SamplingParams, mask: TokenMask | None, limit: int | None
     ) -> int:
-        """Sends the whole prompt; returns at how many of its tokens the server starts, at most `position`.
+        """Sends the whole prompt. Returns the number of its tokens that the server reuses, at most `position`.
 
-        `extend` and `generate` then follow the answer. Raises EngineFailure, InvalidRequest; nothing is live then.
+        `extend` and `generate` then follow the answer. Raises EngineFailure and InvalidRequest, after which nothing is
+        live.
         """
         self._drop()
         slot, ids = self._slot, np.array(token_ids, dtype=np.int64)
         promised = slot.position
         assert promised < len(ids)
         assert np.array_equal(ids[:promised], slot.ids)
-        if limit == 0:  # its last token is not wanted, so it is not read either
+        if limit == 0:  # no logits are needed, so the last token is not read
             ids = ids[:-1]
             if promised == len(ids):
                 return promised
@@ -160,11 +162,11 @@ class LlamaServerEngine:
         *,
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
-        checkpoint_at: Sequence[int] = (),  # noqa: ARG002 - the server takes its own
-        images: Sequence[ImageSpan] = (),  # noqa: ARG002 - it has no reader for them, so there are none
+        checkpoint_at: Sequence[int] = (),  # noqa: ARG002 - the server takes its own checkpoints
+        images: Sequence[ImageSpan] = (),  # noqa: ARG002 - always empty: `self.images` is None
     ) -> int:
         ids = np.concatenate([self._slot.ids, np.asarray(token_ids, dtype=np.int64)])
-        if self._completion is None and len(token_ids):  # nobody sent the prompt that these are of
+        if self._completion is None and len(token_ids):  # `begin_prompt` was not called for these tokens
             self.begin_prompt(np.append(ids, ids[-1:]), SamplingParams(), None, 0)
         completion, slot = self._completion, self._slot
         if completion is None:
@@ -232,7 +234,7 @@ class LlamaServerEngine:
         return self._parking.capture(self._slot, transfer)
 
     def restore(self, transfer: Transfer) -> None:
-        """Besides RestoreFailed, raises UpstreamDown: what is parked is as good as before then, and stays."""
+        """Besides RestoreFailed, raises UpstreamDown, after which the parked state is still valid and is kept."""
         try:
             self._drop()
             self._parking.check(transfer)
@@ -254,14 +256,15 @@ class LlamaServerEngine:
         self._client.close()
 
     def _look(self) -> None:
-        """Raises EngineLost, UpstreamFailed."""
+        """Forgets all slots if the server was restarted. Raises EngineLost, UpstreamFailed."""
         if self._watch.look():
             self._drop()
             self._table = SlotTable(self._watch.run.slots)
 
     @contextmanager
     def _following(self, completion: Completion) -> Iterator[None]:
-        """A server that fails leaves what it last said; one that is silent or gone leaves nothing."""
+        """Handles errors of the completion. After an error that the server reported, the slot keeps what it last
+        reported. If the server timed out or is gone, the slot is forgotten."""
         try:
             yield
         except (UpstreamTimeout, UpstreamDown):
@@ -274,8 +277,8 @@ class LlamaServerEngine:
             raise
 
     def _drop(self) -> None:
-        """Lets go of the answer, if there is one, and finds out where its slot came to. Never raises: a slot of which
-        that is not known is forgotten."""
+        """Abandons the answer, if there is one, and finds out what its slot now holds. Never raises: if that cannot be
+        found out, the slot is forgotten."""
         completion, self._completion = self._completion, None
         if completion is None:
             return
@@ -297,7 +300,7 @@ class LlamaServerEngine:
         slot.holds(known[:held], exact=held <= len(known))
 
     def _ended_well(self, slot: Slot) -> None:
-        """Who has just answered holds what it answered from, also if it is not who was asked before."""
+        """Called after a complete answer. If the server was restarted before it, only this slot holds known state."""
         if not self._watch.in_doubt:
             self._watch.heard()
             return
@@ -313,7 +316,8 @@ class LlamaServerEngine:
         self._watch.doubt()
 
     def _read_back(self, completion: Completion, end_id: int) -> Sequence[int]:
-        """Ids of the answer that the server did not send: those of tokens that made half a character each."""
+        """The ids that the server did not send, because the text of their tokens was not whole characters. Empty if
+        they cannot be read back."""
         try:
             held = self._files.ids(self._slot)
         except (ParkdError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Between a slot and the store: what goes into a transfer, and what of one is made live."""
+"""Captures a slot's state into a transfer, and restores a transfer into a slot."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from parkd.types import Checksums, StateSizes, Transfer
 
 NO_BYTES_SUM = xxhash.xxh3_64_intdigest(b"")
 SIZE_SPARE_BYTES = 64 * 1024
-"""Reserved for a slot file besides what its length foretells."""
+"""Reserved for a slot file in addition to its computed size."""
 
 
 class SlotParking:
-    """Runs on the engine's thread, behind whoever made sure that the server is the one that it was."""
+    """Runs on the engine's thread. The caller has checked that the server was not restarted."""
 
     def __init__(self, upstream: Upstream, files: SlotFiles) -> None:
         self._client = upstream.client
@@ -26,15 +26,15 @@ class SlotParking:
         self._files = files
 
     def sizes(self, slot: Slot) -> StateSizes:
-        """The most that the slot's file may take. Raises UpstreamFailed."""
+        """The maximum size of the slot's file. Raises UpstreamFailed."""
         tokens = slot.position
-        if not slot.is_exact:  # a server that was stopped may be some tokens ahead
+        if not slot.is_exact:  # after an abandoned answer, the slot may hold more tokens
             states = {state.id: state.tokens for state in self._client.slots()}
             tokens = max(tokens, states.get(slot.id) or 0)
         return StateSizes(self._facts.base_bytes + tokens * self._facts.row_bytes + SIZE_SPARE_BYTES)
 
     def capture(self, slot: Slot, transfer: Transfer) -> Checksums:
-        """Leaves the slot's state in the transfer's file. Raises EngineFailure."""
+        """Writes the slot's state to the transfer's file. Raises EngineFailure."""
         [stage] = transfer.stages
         [run] = stage.rows
         assert run.file is not None
@@ -49,20 +49,20 @@ class SlotParking:
         )
 
     def check(self, transfer: Transfer) -> None:
-        """What can be known before the server is asked. Raises RestoreFailed."""
+        """Checks what can be checked without the server. Raises RestoreFailed."""
         if transfer.layout_digest != self._layout.digest or transfer.checksums is None:
             raise RestoreFailed("The parked state has another layout than this llama-server's slots.")
 
     def restore(self, table: SlotTable, transfer: Transfer) -> None:
-        """Makes the state of a checked transfer the current slot's. Raises RestoreFailed, UpstreamFailed, OSError; what
-        that slot holds is unknown then."""
+        """Makes the state of a checked transfer live in the current slot, without a restore if a slot still holds it.
+        Raises RestoreFailed, UpstreamFailed and OSError, after which the current slot's content is unknown."""
         assert transfer.checksums is not None
         [[run]] = (stage.rows for stage in transfer.stages)
         assert run.file is not None
         checksum, position = int(transfer.checksums[0, 0]), transfer.position
         slot = table.holding(checksum, self._client.slots)
         if slot is not None and (table.is_single or 2 * position >= slot.position):
-            table.select(slot)  # it never left
+            table.select(slot)  # the state is still there
         else:
             slot = table.take()
             slot.holds(self._files.restore(slot, run.file.path, checksum, transfer.stop))

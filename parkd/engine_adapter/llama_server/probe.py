@@ -1,7 +1,7 @@
-"""What a llama-server must be told by its flags, and what its slots do, found by trying it at the start.
+"""Tests at start that a llama-server has the flags that parkd needs, and measures its slots.
 
-A few tokens are read in slot 0, its state saved and looked for in the directory that parkd was told of. So a server
-that writes elsewhere, or cannot save, is known before the first request; and so are the sizes of its files.
+A few tokens are read in slot 0, and its state is saved and looked for in parkd's `--slot-save-path`. This detects a
+server that cannot save or writes elsewhere before the first request, and gives the sizes of slot files.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from parkd.engine_adapter.llama_server.stream import Ended
 from parkd.errors import ModelError
 
 PROBE_TOKENS = (8, 40)
-"""Lengths of two states: their sizes give the bytes of a token, and those that every state has."""
+"""Lengths of the two states that are saved. Their sizes give the bytes per token and the constant bytes."""
 FILE_PREFIX = "parkd-"
 FILE_SUFFIX = ".slot"
-"""Of files that lie in the slot directory on their way; what a process left there that died is removed."""
+"""Prefix and suffix of parkd's temporary files in the slot directory. Those that a killed process left are removed at
+start."""
 _TEXT = "One two three four five six seven eight nine ten eleven twelve. " * 16
 
 T = TypeVar("T")
@@ -32,18 +33,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SlotFacts:
-    """What slots of this server do."""
+    """Measured properties of this server's slots."""
 
     row_bytes: int
-    """Of a slot file, for a token."""
+    """Bytes of a slot file per token."""
     base_bytes: int
-    """Of a slot file, for any number of tokens."""
+    """Constant bytes of a slot file."""
     rewinds: bool
-    """A short state was cut inside and read on from there."""
+    """The server could cut a short state and continue from there."""
 
 
 def probe_slots(client: UpstreamClient, slot_dir: Path, slots: int) -> SlotFacts:
-    """Uses the slots of a server that nobody else uses. Raises ModelError, UpstreamFailed."""
+    """Measures the slots; overwrites slots 0 and 1. parkd must be the server's only client. Raises ModelError,
+    UpstreamFailed."""
     ids = client.tokenize(_TEXT)
     if len(ids) < PROBE_TOKENS[1]:
         raise ModelError("The llama-server's tokenizer makes too few tokens of a text to be tried.")
@@ -59,7 +61,7 @@ def probe_slots(client: UpstreamClient, slot_dir: Path, slots: int) -> SlotFacts
 
 
 def read_prompt(client: UpstreamClient, slot: int, ids: Sequence[int], *, reuse: bool) -> int:
-    """Has a slot read a prompt; the tokens of it that were there already. Raises UpstreamFailed."""
+    """Reads a prompt into a slot. Returns the number of its tokens that were reused. Raises UpstreamFailed."""
     body = {**base_body(slot, ids, reuse=reuse), "n_predict": 0}
     stream = client.complete(body)
     try:
@@ -72,7 +74,7 @@ def read_prompt(client: UpstreamClient, slot: int, ids: Sequence[int], *, reuse:
 
 
 def base_body(slot: int, ids: Sequence[int] | Ids, *, reuse: bool) -> dict[str, Any]:
-    """The fields that every completion here has."""
+    """The fields that all completions have in common."""
     return {
         "prompt": np.asarray(ids, dtype=np.int64),
         "id_slot": slot,
@@ -80,13 +82,13 @@ def base_body(slot: int, ids: Sequence[int] | Ids, *, reuse: bool) -> dict[str, 
         "stream": True,
         "return_tokens": True,
         "return_progress": True,
-        # The last event would hold the whole prompt and every setting.
+        # Without this list, the last event would contain the whole prompt and all settings.
         "response_fields": ["content", "tokens", "stop", "stop_type", "timings", "tokens_predicted"],
     }
 
 
 def named(what: str, flag: str, call: Callable[[], T]) -> T:
-    """The call's result; a refusal is told with the flag that the server lacks. Raises ModelError."""
+    """The result of `call`. If the server refuses it, raises ModelError, which names the flag to start it with."""
     try:
         return call()
     except UpstreamRefused as refused:
@@ -98,7 +100,7 @@ def new_file_name() -> str:
 
 
 def remove_leftovers(slot_dir: Path) -> None:
-    """Removes what a process that died left on its way. Raises ModelError."""
+    """Removes temporary files that a killed process left. Raises ModelError."""
     try:
         for path in slot_dir.glob(f"{FILE_PREFIX}*{FILE_SUFFIX}"):
             path.unlink(missing_ok=True)
@@ -107,7 +109,8 @@ def remove_leftovers(slot_dir: Path) -> None:
 
 
 def check_one_file_system(slot_dir: Path, park_dir: Path) -> None:
-    """Slot files are taken over by giving them another name, never copied. Raises ModelError."""
+    """Slot files are renamed and linked, never copied. Raises ModelError if that is impossible between these
+    directories."""
     name = new_file_name()
     there, here = slot_dir / name, park_dir / name
     try:
@@ -125,7 +128,7 @@ def check_one_file_system(slot_dir: Path, park_dir: Path) -> None:
 
 
 def _saved(client: UpstreamClient, slot_dir: Path, ids: Sequence[int]) -> int:
-    """Bytes of slot 0's file. Raises ModelError."""
+    """Saves slot 0, which has read `ids`, and checks the file. Returns its size in bytes. Raises ModelError."""
     name = new_file_name()
     path = slot_dir / name
     try:
@@ -156,7 +159,7 @@ def _saved(client: UpstreamClient, slot_dir: Path, ids: Sequence[int]) -> int:
 
 
 def _check_idle_slots(client: UpstreamClient, ids: Sequence[int], slots: int) -> None:
-    """A server with a prompt cache may clear a slot while another works: then no slot is what it was left as."""
+    """Raises ModelError if a request to one slot clears another: a server with a prompt cache may do that."""
     if slots < 2:
         return
     read_prompt(client, 1, ids[:2], reuse=False)

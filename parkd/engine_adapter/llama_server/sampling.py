@@ -1,9 +1,9 @@
-"""Sampling and constraints in the words of `/completion`.
+"""Sampling parameters and constraints as fields of `/completion`.
 
-    penalties -> temperature -> top_k -> top_p -> min_p       in the order of parkd's own engine
+    penalties -> temperature -> top_k -> top_p -> min_p       the same order as in parkd's own engine
 
-Every field is sent, so that what the server was started with does not matter. Penalties count prompt and answer, as the
-server's always do.
+Every field is sent, so that the server's own defaults have no effect. All penalties cover prompt and answer, since the
+server's do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parkd.types import SamplingParams, ToolChoiceMode, TurnRequest
 
 SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
 SEED_MODULUS = 0xFFFFFFFF
-"""Seeds of a llama-server have 32 bits, and this one stands for none."""
+"""A llama-server's seeds have 32 bits, and this value means a random seed."""
 
 
 def sampling_fields(sampling: SamplingParams, context_tokens: int, fresh_seed: int) -> dict[str, Any]:
@@ -49,21 +49,20 @@ class UpstreamConstraint:
     """A `TokenMask` that the server applies itself."""
 
     fields: Mapping[str, Any]
-    """Of the completion's body."""
+    """Fields for the completion's body."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         raise EngineFailure("What this answer must obey is known to the llama-server alone.")
 
     def accept(self, token_id: int) -> None:
-        """The server does."""
+        """Does nothing: the server advances its own grammar."""
 
 
 def constraint(request: TurnRequest, *, thinks: bool) -> UpstreamConstraint | None:
-    """What the server must hold an answer to; None where it is free.
+    """The constraint that the server must enforce on the answer; None if there is none.
 
-    `thinks`: the answer begins, or may begin, with thinking. The server's grammars hold from the first token, so
-    they cannot be had with that, nor for a call in the model's own way of writing calls.
-    Raises InvalidRequest.
+    `thinks`: the answer begins, or may begin, with thinking. The server's grammars apply from the first token, so they
+    cannot be used after thinking, nor for calls in the model's own format. Raises InvalidRequest for these.
     """
     mode = request.tool_choice.mode
     if mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):

@@ -1,9 +1,10 @@
-"""Slot files: what a llama-server wrote, checked without trusting it.
+"""Reads and checks the slot files that a llama-server writes.
 
     "qsgg" | u32 version | u32 n | n x i32 | state of the KV cache, opaque
                                    +-- ids, or since builds with images: -1, 1, count, ids, 0
 
-A server also restores a file whose bytes have changed, or that is of other tokens. Its checksum and its ids tell.
+The server does not check what it restores: it accepts files with changed bytes or with other tokens. So parkd compares
+the checksum and the ids of a file.
 Source of the format: llama.cpp, `llama_context::state_seq_save_file` and `server_tokens`.
 """
 
@@ -26,7 +27,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def file_tokens(path: Path) -> Ids | None:
-    """`[n]` ids whose state the file holds; None if that cannot be read out of it. Raises OSError."""
+    """The ids `[n]` whose state the file holds; None if its format is unknown. Raises OSError."""
     with path.open("rb") as file:
         header = file.read(_HEADER.size)
         if len(header) < _HEADER.size:
@@ -47,7 +48,7 @@ def _ids(numbers: Ids) -> Ids | None:
         return None
     count = int(numbers[2])
     ids, behind = numbers[3 : 3 + count], numbers[3 + count :]
-    # Behind the ids stands the number of images among them: a conversation with some is not one of ids alone.
+    # The ids are followed by the number of images. A conversation with images is refused: ids alone do not describe it.
     if len(ids) != count or len(behind) != 1 or behind[0] or (count and int(ids.min()) < 0):
         return None
     return ids

@@ -1,7 +1,7 @@
-"""What the slots of a llama-server hold, as far as parkd knows: each is a conversation that is live there.
+"""The known content of a llama-server's slots. Each slot holds one live conversation.
 
-slot 0   [A .......... ]   saved: its file is in the store, so A may come back without being restored
-slot 1   [B ......... ?]   current; the server may have gone further than what is known of it
+slot 0   [A .......... ]   saved: its file is in the store; while A stays in the slot, it needs no restore
+slot 1   [B ......... ?]   current: the server may have generated more tokens than are known here
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ def no_ids() -> Ids:
 
 @dataclass(eq=False)
 class Slot:
+    """One slot, as far as its content is known."""
+
     id: int
     ids: Ids = field(default_factory=no_ids)
-    """`[position]`: the slot holds the state of these."""
+    """`[position]` ids whose state the slot holds."""
     is_exact: bool = True
-    """Nothing else is in it."""
+    """The slot holds no tokens after `ids`."""
     is_foreign: bool = True
-    """What it holds must not be reused: the next request reads everything."""
+    """The slot's content is unknown and must not be reused: the next request reads its whole prompt."""
     saved: int | None = None
-    """Checksum of the file that holds all that is in it; None: there is none."""
+    """Checksum of the file with the slot's whole content; None if it is not saved."""
     task: int | None = None
-    """The server's number of the last request in it, as of when `saved` was set."""
+    """The server's id of the slot's last request when `saved` was set."""
     used: int = 0
 
     @property
@@ -39,7 +41,7 @@ class Slot:
         return len(self.ids)
 
     def holds(self, ids: Ids, *, exact: bool = True) -> None:
-        """It was read into, or generated in."""
+        """Notes the slot's content after reading, generating, a restore or a cut."""
         self.ids, self.is_exact, self.is_foreign, self.saved = ids, exact, False, None
 
     def forget(self) -> None:
@@ -47,10 +49,10 @@ class Slot:
 
 
 class SlotTable:
-    """One slot is current; the others keep what was saved from them until their room is wanted."""
+    """One slot is current. The others keep saved conversations until another conversation needs a slot."""
 
     def __init__(self, count: int, current: Slot | None = None) -> None:
-        """`current` is one that is known to hold what it holds; the others hold nothing of worth."""
+        """`current` is a slot with known content; that of all others is unknown."""
         self._slots = [Slot(number) for number in range(count)]
         self._uses = 0
         if current is not None and current.id < count:
@@ -68,8 +70,9 @@ class SlotTable:
         return slot
 
     def take(self) -> Slot:
-        """A slot for another conversation, forgotten and current: the one used longest ago. What is current is kept
-        where it can come back, that is if it was saved."""
+        """Forgets a slot, makes it current and returns it, for another conversation. It is the least recently used slot
+        other than the current one, preferably one that is not saved; or the current one if that is not saved, since its
+        state could not be found again."""
         others = [slot for slot in self._slots if slot is not self.current]
         slot = self.current
         if self.current.saved is not None and others:
@@ -78,12 +81,13 @@ class SlotTable:
         return self.select(slot)
 
     def holding(self, checksum: int, states: Callable[[], list[SlotState]]) -> Slot | None:
-        """The slot that still holds all of a file; its server is asked whether it was used since."""
+        """The slot that still holds the whole state of a file. Calls `states` to check that nothing has used it since;
+        forgets the slot otherwise."""
         slot = next((slot for slot in self._slots if slot.saved == checksum), None)
         if slot is None:
             return None
         state = next((state for state in states() if state.id == slot.id), None)
-        # Of a slot that was restored and not used since, the server does not say how much it holds.
+        # The server does not tell the number of tokens of a slot that was restored and not used since.
         same = state is not None and not state.is_processing and state.task == slot.task
         if state is None or not same or state.tokens not in (None, slot.position):
             slot.forget()

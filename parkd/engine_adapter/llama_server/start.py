@@ -1,4 +1,4 @@
-"""A running llama-server to an engine: what it serves is asked, what it needs is checked, before the first request."""
+"""Connects to a running llama-server: finds out what it serves and checks its flags, before the first request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parkd.errors import ModelError, UpstreamDown, UpstreamFailed
 from parkd.types import Grain, StageLayout, StateLayout
 
 LOAD_WAIT_S = 600.0
-"""A server that is still loading its model is waited for so long."""
+"""Longest wait for a server that is still loading its model."""
 LOAD_POLL_S = 1.0
 SLOT_FILES_LACK = "slot files hold no checkpoints and no draft state, nor which LoRA adapters made them"
 CHECKSUM = "xxh3-64"
@@ -28,24 +28,26 @@ FINGERPRINT_BYTES = 16
 
 @dataclass(frozen=True)
 class LlamaServerConfig:
+    """How to connect to a llama-server."""
+
     upstream: str
     """`http://host:port`"""
     slot_dir: Path
-    """The server's `--slot-save-path`, as parkd sees it."""
+    """The server's `--slot-save-path`, as a path for this process."""
     cache_dir: Path
-    """Digests of weight files are kept here."""
+    """Directory for the digests of weight files."""
     name: str | None = None
-    """What the model is called; None: as the server calls it."""
+    """The model's name; None: the server's name for it."""
     api_key: str | None = field(default=None, repr=False)
     deadlines: Deadlines = field(default_factory=Deadlines)
 
 
 @dataclass(frozen=True)
 class Incarnation:
-    """What tells one run of a server from the next, and one model from another. Two that are equal are one run."""
+    """Identifies one run of a server with one model. Equal values mean the same run."""
 
     marker: str
-    """Random, made anew by each process; empty for a server that has none."""
+    """Random for each process; empty if this server has no such marker."""
     model_path: str
     build: str
     slots: int
@@ -57,7 +59,7 @@ class Incarnation:
 
 @dataclass(frozen=True)
 class Upstream:
-    """A server that has been looked at."""
+    """A server that was examined, and what was found."""
 
     client: UpstreamClient
     incarnation: Incarnation
@@ -65,12 +67,12 @@ class Upstream:
     facts: SlotFacts
     template_source: str
     template_names: Mapping[str, str]
-    """Texts that the template may name."""
+    """Variables of the template, such as `bos_token`, with their texts."""
     special_tokens: tuple[str, ...]
     first_text: str
-    """In front of every prompt."""
+    """Text that the server adds in front of every prompt."""
     notes: tuple[str, ...]
-    """For the operator."""
+    """Shown to the operator at start."""
 
 
 def connect(
@@ -80,7 +82,8 @@ def connect(
     sleep: Callable[[float], None] = time.sleep,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Upstream:
-    """Raises ModelError, whose message says what to start the server with."""
+    """Waits until the server has loaded its model, and examines it. Raises ModelError, whose message says with which
+    flags to start it."""
     client = UpstreamClient(config.upstream, api_key=config.api_key, deadlines=config.deadlines, monotonic=monotonic)
     try:
         properties = _loaded(client, progress, sleep, monotonic)
@@ -94,7 +97,7 @@ def connect(
 
 
 def incarnation_of(client: UpstreamClient) -> Incarnation:
-    """Two requests. Raises UpstreamFailed."""
+    """The server's present run. Sends two requests. Raises UpstreamFailed."""
     return _incarnation(client.properties(), client.adapters())
 
 
@@ -103,8 +106,7 @@ def fingerprint_of(
 ) -> bytes:
     """16 bytes over weights, adapters with their scales, and the server's build.
 
-    Weights and adapters are read where parkd can read them; else their paths, and what the server says of the model,
-    must do.
+    Files that parkd cannot read are represented by their path and the server's metadata of the model.
     """
     hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-upstream")
     parts = [_file_identity(incarnation.model_path, cache_dir, progress), incarnation.build.encode()]
@@ -121,7 +123,7 @@ def fingerprint_of(
 def _loaded(
     client: UpstreamClient, progress: Progress | None, sleep: Callable[[float], None], monotonic: Callable[[], float]
 ) -> Mapping[str, Any]:
-    """The server's properties, once it has loaded its model."""
+    """The server's properties, as soon as it has loaded its model."""
     began_s = monotonic()
     while True:
         try:
@@ -182,7 +184,7 @@ def _looked_at(
 
 
 def _layout(facts: SlotFacts, known: ModelFacts | None) -> StateLayout:
-    """Sizes are in it, so that files of other KV types are not taken for ours."""
+    """The layout of slot files. Its digest covers their sizes, so that files of another KV type do not match."""
     rewinds = facts.rewinds and not (known is not None and known.has_fixed_state)
     row_bytes = -(-facts.row_bytes // 8) * 8
     digest = blake2b(repr((facts.row_bytes, facts.base_bytes)).encode(), digest_size=16).digest()
@@ -207,7 +209,7 @@ def _incarnation(properties: Mapping[str, Any], adapters: list[Mapping[str, Any]
 
 
 def _end_tokens(client: UpstreamClient, properties: Mapping[str, Any]) -> frozenset[int]:
-    """The end-of-sequence token stands for all that the server ends at: which one it was, no state tells."""
+    """The end-of-sequence token, which represents all end tokens: the server does not tell which one it sampled."""
     ids = client.tokenize(str(properties.get("eos_token", "")))
     if len(ids) != 1:
         raise ModelError("The llama-server names no end-of-sequence token; parkd cannot serve a model without one.")

@@ -1,7 +1,7 @@
-"""Slot files on their way: the server knows names in its own directory only, the store keeps files in its own.
+"""Moves slot files between the server's directory and the store's. The server only takes names in its own directory.
 
-save       DIR/parkd-x.slot  --checked, rename-->  the store's path
-restore    the store's path  --second name, checked-->  DIR/parkd-y.slot  --restored, removed
+save       DIR/parkd-x.slot  --check, rename-->  the store's path
+restore    the store's path  --hard link, check-->  DIR/parkd-y.slot  --restore, remove
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class SlotFiles:
         self._slot_dir = slot_dir
 
     def save(self, slot: Slot, target: Path, limit: int, *, whole: bool) -> tuple[int, int]:
-        """Leaves the slot's state at `target`; its checksum and bytes. `limit` bytes are the most it may have.
+        """Saves the slot's state to `target`, at most `limit` bytes. Returns the file's checksum and size.
 
-        `whole`: of a state that cannot be cut, only one that is known to its end is of use. Raises EngineFailure;
-        nothing lies at `target` then.
+        With `whole`, refuses a state with unknown tokens at its end, which is useless if it cannot be cut. Raises
+        EngineFailure, after which there is nothing at `target`.
         """
         with self._on_the_way() as path:
             try:
@@ -60,10 +60,10 @@ class SlotFiles:
         return checksum, size
 
     def restore(self, slot: Slot, source: Path, checksum: int, tokens: int) -> Ids:
-        """Has the slot hold a file's state of at least `tokens`; the ids of all of it. The file stays as it is.
+        """Restores a file of at least `tokens` tokens into the slot. Returns all of its ids. The file is not changed.
 
-        Everything about the file is compared before the server is asked. Raises RestoreFailed, UpstreamFailed,
-        OSError; what the slot holds is unknown then.
+        The file is checked before the server reads it. Raises RestoreFailed, UpstreamFailed and OSError, after which
+        the slot's content is unknown.
         """
         with self._on_the_way() as path:
             os.link(source, path)
@@ -78,12 +78,14 @@ class SlotFiles:
         return ids
 
     def ids(self, slot: Slot) -> Ids | None:
-        """Of all tokens that the slot holds, from a file that is written for that. Raises OSError, UpstreamFailed."""
+        """The ids of all tokens in the slot, read from a temporary slot file; None if the file has an unknown format.
+        Raises OSError, UpstreamFailed."""
         with self._on_the_way() as path:
             self._client.save(slot.id, path.name)
             return file_tokens(path)
 
     def _compare(self, slot: Slot, path: Path, *, whole: bool) -> None:
+        """Raises EngineFailure unless the file has the slot's ids."""
         ids = file_tokens(path)
         if ids is None or not np.array_equal(ids[: slot.position], slot.ids):
             slot.forget()
@@ -96,6 +98,7 @@ class SlotFiles:
 
     @contextmanager
     def _on_the_way(self) -> Iterator[Path]:
+        """A temporary path in the server's directory; its file is removed at the end."""
         path = self._slot_dir / new_file_name()
         try:
             yield path

@@ -1,11 +1,12 @@
-"""A streamed completion: server-sent events to values.
+"""Parses a streamed completion: server-sent events to values.
 
     : ping
     data: {"content": "", "tokens": [0], "prompt_progress": {"total": 10, "cache": 9, "processed": 9}}    reading
     data: {"content": "The", "tokens": [504], "tokens_predicted": 1}                                       a token
     data: {"content": "", "tokens": [], "stop": true, "stop_type": "eos", "timings": {...}}                the end
 
-A token whose text is not whole characters yet is not sent: the next event then counts more tokens than it names.
+The server does not send a token whose text ends within a character. `tokens_predicted` of the next event then counts
+more tokens than the events contain.
 """
 
 from __future__ import annotations
@@ -20,47 +21,50 @@ import orjson
 from parkd.errors import UpstreamFailed, UpstreamTimeout
 
 MOST_EVENT_BYTES = 64 * 1024 * 1024
-"""Of one event: the last may hold the whole prompt."""
+"""Maximum size of one event: the last one may contain the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The prompt is being read."""
+    """Progress of reading the prompt."""
 
     total: int
     cached: int
-    """Tokens of the prompt that were in the slot."""
+    """Tokens of the prompt that were already in the slot."""
     processed: int
-    """Tokens of it in the slot now, with those."""
+    """Tokens of the prompt that are in the slot now, including cached ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
+    """Newly generated text and tokens."""
+
     text: str
     token_ids: tuple[int, ...]
-    """Not all that are counted if some made half a character."""
+    """May lack tokens whose text ended within a character."""
     predicted: int
-    """Generated so far, with these."""
+    """Tokens generated so far, including these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last event of a completion that went well."""
+    """The last event of a successful completion."""
 
     stop_type: str
     """`eos`, `limit`, `word`."""
     predicted: int
     cached: int | None
-    """Tokens of the prompt that were in the slot; None where this server does not say."""
+    """Tokens of the prompt that were already in the slot; None if this server does not tell."""
     text: str = ""
-    """What was still held back."""
+    """Text that the server had held back."""
 
 
 CompletionEvent = Reading | Token | Ended
 
 
 class CompletionStream:
-    """Iterates over events. Ends after `Ended`; raises UpstreamFailed where the server breaks off before it."""
+    """The events of one completion. `Ended` is the last; if the server closes the connection before it, raises
+    UpstreamFailed."""
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class CompletionStream:
         silence_s: float,
         monotonic: Callable[[], float],
     ) -> None:
-        """`translated` turns what the wire raises into the daemon's errors."""
+        """`translated` is a context that translates the connection's errors into the daemon's."""
         self._parts = parts
         self._close = close
         self._translated = translated
@@ -94,7 +98,7 @@ class CompletionStream:
                 self._buffer += part
                 if len(self._buffer) > MOST_EVENT_BYTES:
                     raise UpstreamFailed("The llama-server sends an event without an end. Send the request again.")
-                # Its pings say that a thread of it lives, not that the model moves.
+                # Pings do not count: they show that the server's HTTP thread lives, not that the model makes progress.
                 if self._monotonic() - heard_s > self._silence_s:
                     raise UpstreamTimeout(
                         f"The llama-server sent nothing of its answer for {self._silence_s:.0f} s. Look whether it "
@@ -107,11 +111,11 @@ class CompletionStream:
                 return event
 
     def close(self) -> None:
-        """Lets go of the answer: the server stops generating, at its next batch. May be called again."""
+        """Closes the connection; the server then stops generating at its next batch. May be called again."""
         self._close()
 
     def _line(self) -> bytes | None:
-        """The next whole line of the buffer."""
+        """Removes the next complete line from the buffer and returns it; None if there is none."""
         end = self._buffer.find(b"\n")
         if end < 0:
             return None
@@ -121,7 +125,7 @@ class CompletionStream:
 
 
 def parse_line(line: bytes) -> CompletionEvent | None:
-    """None for what carries nothing: blank lines, comments, other fields. Raises UpstreamFailed."""
+    """The event of a line; None for blank lines, comments and other fields. Raises UpstreamFailed."""
     name, _, value = line.partition(b":")
     if name not in (b"data", b"error") or value.strip() in (b"", b"[DONE]"):
         return None
@@ -141,7 +145,7 @@ def parse_line(line: bytes) -> CompletionEvent | None:
 
 
 def error_text(error: Mapping[str, Any]) -> str:
-    """The server's words, as a sentence."""
+    """The server's error message, as a sentence."""
     text = " ".join(str(error.get("message", "")).split()) or "it does not say why"
     return text if text.endswith((".", "!", "?")) else f"{text}."
 

@@ -1,15 +1,16 @@
-"""The server's chat template, rendered here as far as that gives what the server gives.
+"""Renders the server's chat template in this process, where that gives the same text as the server.
 
-    a kind of request seen for the first time   the server is asked, and what is rendered here is compared: only where
-                                                both are equal, that kind is trusted
-    a kind that is trusted                      rendered here. The server is asked once it has the prompt, and nothing
-                                                of the answer is given out before it has said the same
-    unequal in a kind that was trusted          the server renders everything from then on
+    first request of a kind     the server renders it; this process renders it too, and trusts the kind if both texts
+                                are equal
+    kind is trusted             rendered in this process. The server renders it too while it reads the prompt; nothing
+                                of the answer is sent before its text is found equal
+    texts differ after all      the request fails, and the server renders everything from then on
 
-So a turn does not wait for a round trip before anything else, and no prompt is answered that is not the server's own.
+So a turn does not begin with a round trip to the server, and only prompts that the server itself would render are
+answered.
 
-A llama-server puts the beginning-of-sequence token in front of a chat by itself, and takes it out of what its template
-wrote. Here ids are all there is to a prompt, so the template's text gets it back.
+A llama-server adds the beginning-of-sequence token to a chat by itself, and removes it from the template's text. parkd
+sends prompts as ids, so it is added to the text again.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from parkd.errors import InvalidRequest, UpstreamFailed
 log = logging.getLogger(__name__)
 
 MOST_KINDS = 256
-"""Of requests that are known; what comes behind them is asked."""
+"""Most kinds of requests that are remembered. The server renders requests of any further kind."""
 _CLOCKS = ("strftime_now", "date_string", "datetime")
-"""Words of templates that write the date, which two readings may write differently."""
+"""Names in templates that write the date, which may differ between two renderings."""
 
 Kind = tuple[object, ...]
 
@@ -41,8 +42,8 @@ class UpstreamTemplate:
     """A `ChatTemplate`. Thread-safe."""
 
     def __init__(self, client: UpstreamClient, first_text: str, here: HereTemplate | None = None) -> None:
-        """`first_text` stands in front of every prompt: the text of the beginning-of-sequence token, or nothing.
-        Without `here` the server is always asked."""
+        """`first_text` begins every prompt: the text of the beginning-of-sequence token, or nothing. Without `here`,
+        the server renders everything."""
         self._client = client
         self._first_text = first_text
         self._here = here
@@ -56,7 +57,8 @@ class UpstreamTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Raises InvalidRequest, UpstreamFailed."""
+        """The prompt text; an `UnprovenText` if only this process has rendered it. Raises InvalidRequest,
+        UpstreamFailed."""
         body: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         if tools:
             body["tools"] = list(tools)
@@ -108,10 +110,10 @@ class UpstreamTemplate:
 
 
 class HereTemplate:
-    """A chat template's text as a program that is run here, in a sandbox. Thread-safe."""
+    """A chat template that is rendered in this process, in a sandbox. Thread-safe."""
 
     def __init__(self, source: str, names: Mapping[str, str]) -> None:
-        """`names` are texts that templates use: `bos_token`, `eos_token`. Raises jinja2.TemplateError."""
+        """`names` are template variables: `bos_token`, `eos_token`. Raises jinja2.TemplateError."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -122,7 +124,7 @@ class HereTemplate:
 
     @classmethod
     def of(cls, source: str, names: Mapping[str, str]) -> HereTemplate | None:
-        """None for what cannot be run here, or depends on more than the request."""
+        """The template; None if jinja2 cannot parse it, or if it depends on more than the request."""
         if not source or any(word in source for word in _CLOCKS):
             return None
         try:
@@ -131,7 +133,7 @@ class HereTemplate:
             return None
 
     def render(self, body: Mapping[str, Any]) -> str | None:
-        """None where it refuses, or trips over something: the server then says what is wrong."""
+        """The text; None if the template fails, since the server then reports the error."""
         try:
             return self._template.render(
                 {
@@ -142,12 +144,13 @@ class HereTemplate:
                     "add_generation_prompt": body["add_generation_prompt"],
                 }
             )
-        except Exception:  # a template is a program fed by the request
+        except Exception:  # a template is a program with the request as input: it may raise anything
             return None
 
 
 def kind_of(body: Mapping[str, Any]) -> Kind:
-    """What a template decides by, as far as that can be told: who follows whom, what messages hold, tools, settings."""
+    """What a template is likely to branch on: which roles follow each other, the fields of messages, tools,
+    settings."""
     messages: list[Mapping[str, Any]] = body["messages"]
     roles = [message.get("role") for message in messages]
     held = {

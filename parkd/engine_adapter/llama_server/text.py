@@ -12,15 +12,15 @@ from parkd.engine_adapter.held_text import HeldText
 from parkd.engine_adapter.llama_server.client import UpstreamClient
 
 MOST_SPECIAL_TOKENS = 64
-"""Tried at start, each with two requests: those that a chat template names."""
+"""Most candidates from the chat template that are tested at start, each with two requests."""
 DECODED_KEPT = 256
-"""Short texts of ids that are remembered: as many as requests may wait, and more."""
+"""Most decoded texts that are cached: more than requests can wait."""
 _QUOTED = re.compile(r"""['"]([^'"\\\n]{1,64})['"]""")
 _MARK = re.compile(r"<\|?[A-Za-z0-9_\u2581\uff5c|/ -]{1,48}\|?>|\[/?[A-Z_]{2,32}\]")
 
 
 class UpstreamTokenizer:
-    """Thread-safe, as its client is."""
+    """A `Tokenizer` that asks the server. Thread-safe."""
 
     def __init__(self, client: UpstreamClient, special_tokens: tuple[str, ...]) -> None:
         self._client = client
@@ -32,7 +32,8 @@ class UpstreamTokenizer:
         return self._client.tokenize(text) if text else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Of a prompt's end its text is wanted twice: by a worker first, then where nobody may wait for a server."""
+        """The text of the ids, cached: the end of a prompt is decoded in a worker thread first, and later on the event
+        loop, which must not wait for the server."""
         key = tuple(token_ids)
         with self._lock:
             known = self._decoded.get(key)
@@ -47,10 +48,10 @@ class UpstreamTokenizer:
 
 
 class UpstreamText:
-    """One answer's text as the server makes it of the ids, held back where a stop string may begin."""
+    """The text of one answer, as the server decodes it. Holds back text that may begin a stop string."""
 
     def __init__(self, stop: Sequence[str], take: Callable[[], str]) -> None:
-        """`take` gives the text that came since it was last asked."""
+        """`take` returns the text that arrived since its last call."""
         self._held = HeldText(stop)
         self._take = take
 
@@ -62,17 +63,17 @@ class UpstreamText:
 
 
 def first_tokens(client: UpstreamClient) -> list[int]:
-    """What the server puts in front of every prompt by itself."""
+    """The ids that the server adds in front of a prompt (the beginning-of-sequence token, if any)."""
     plain, opened = client.tokenize("a"), client.tokenize("a", add_special=True)
     extra = len(opened) - len(plain)
     return opened[:extra] if opened[extra:] == plain else []
 
 
 def special_tokens(client: UpstreamClient, named: Sequence[str], template: str) -> tuple[str, ...]:
-    """Texts that the tokenizer takes for one token where special tokens are looked for, and for several where not.
+    """The model's special tokens among `named` and the likely candidates in the chat template.
 
-    Of `named` and of what looks like one in the chat template. A token that is missed costs time, since texts are
-    cut and remembered between special tokens; never a wrong id.
+    A special token is a text that the tokenizer maps to one id with special tokens enabled, and to several without.
+    Prompts are cut and cached at special tokens, so one that is missed costs time, but never gives a wrong id.
     """
     quoted = (text for text in _QUOTED.findall(template) if _MARK.fullmatch(text))
     likely = dict.fromkeys(text for text in (*named, *_MARK.findall(template), *quoted) if text)

@@ -1,4 +1,4 @@
-"""Whether the server that answers is the one that was looked at."""
+"""Detects that the llama-server was restarted or replaced."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from parkd.errors import EngineLost
 log = logging.getLogger(__name__)
 
 FRESH_S = 1.0
-"""A server that answered so lately, on a connection that still stands, is the one that it was."""
+"""For this long after an answer, a server whose connections are still open is assumed not to have restarted."""
 
 
 class RunWatch:
-    """Remembers one run of the server. Its connections end with it, so a new one may lead to another run."""
+    """Remembers one run of the server. Connections close when it ends, so a new connection may lead to a new run."""
 
     def __init__(self, upstream: Upstream, config: LlamaServerConfig, monotonic: Callable[[], float]) -> None:
         self._client: UpstreamClient = upstream.client
@@ -32,7 +32,7 @@ class RunWatch:
         self.run: Incarnation = upstream.incarnation
         self._heard_s = monotonic()
         self.in_doubt = False
-        """Something was not as expected: it is to be looked at before anything is believed."""
+        """Something unexpected happened: the server must be checked before its slots are trusted."""
         self._connections = upstream.client.connections
 
     @property
@@ -41,16 +41,16 @@ class RunWatch:
         return same and self._monotonic() - self._heard_s < FRESH_S
 
     def heard(self) -> None:
-        """An answer ended well."""
+        """Notes that the server has just completed an answer."""
         self._heard_s = self._monotonic()
 
     def doubt(self) -> None:
         self.in_doubt = True
 
     def look(self) -> bool:
-        """True if this is another run, which knows nothing of what was live. Two requests.
+        """Checks the server, with two requests. Returns True if this is a new run, whose slots hold nothing known.
 
-        Raises UpstreamFailed; EngineLost if it serves something else now: what is parked would not fit it.
+        Raises UpstreamFailed, and EngineLost if it now serves something that the parked state does not fit.
         """
         now = incarnation_of(self._client)
         self._connections = self._client.connections

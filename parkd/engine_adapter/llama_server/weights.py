@@ -1,4 +1,4 @@
-"""The model's file, where parkd can read it too: what its weights are, and what kinds of state it keeps.
+"""Identifies the server's model by its file, if parkd can read it, and finds out what kinds of state it has.
 
 Format: ggml, `docs/gguf.md`.
 """
@@ -20,7 +20,7 @@ _PART_BYTES = 16 * 1024 * 1024
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _ARCHITECTURE = "general.architecture"
 _FIXED_KEYS = (".ssm.", ".wkv.", ".shortconv.", ".attention.sliding_window", ".kda.", ".token_shift_count")
-"""Parts of the names of metadata that only models with recurrent or windowed state have."""
+"""Substrings of metadata keys that only models with recurrent or windowed state have."""
 _MOST_KEYS = 65536
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _UNSIGNED = {0: "<B", 2: "<H", 4: "<I", 10: "<Q", 5: "<i", 11: "<q"}
@@ -31,15 +31,15 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Read off a GGUF file's metadata."""
+    """Facts from a GGUF file's metadata."""
 
     architecture: str
     has_fixed_state: bool
-    """Some of its state is true at one position only: windows, recurrent or convolution state."""
+    """Some of the state is valid at one position only: windows, recurrent or convolution state."""
 
 
 def model_facts(path: Path) -> ModelFacts | None:
-    """None if the file cannot be read, or is no GGUF file."""
+    """The facts; None if the file cannot be read or is not a GGUF file."""
     architecture, fixed = "", False
     try:
         with path.open("rb") as file:
@@ -54,9 +54,9 @@ def model_facts(path: Path) -> ModelFacts | None:
 
 
 def weights_digest(path: Path, cache_dir: Path, progress: Progress | None = None) -> bytes | None:
-    """16 bytes over the file, or over all parts of a split one; None if one cannot be read.
+    """16 bytes over the file, or over all files of a split model; None if one cannot be read.
 
-    Files are read whole once; digests are kept in `cache_dir` by path, size, time and inode.
+    Each file is read once; digests are cached in `cache_dir` by path, size, mtime and inode.
     """
     try:
         files = _shards(path)
@@ -108,11 +108,12 @@ def _store(cache_dir: Path, known: dict[str, str]) -> None:
         part.write_text(json.dumps(known), encoding="utf-8")
         part.replace(cache_dir / DIGESTS_NAME)
     except OSError:
-        pass  # It is read again next time.
+        pass  # The next start reads the file again.
 
 
 def _metadata(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """Names and values, numbers and texts only: arrays are passed over and yield 1."""
+    """Keys and values of the header. Only integers and strings are read; any other value, such as an array, is skipped
+    and yields 1. Raises ValueError, struct.error or KeyError for a damaged file."""
     if file.read(4) != b"GGUF":
         raise ValueError("no GGUF file")
     file.read(4)

@@ -18,7 +18,7 @@ READ_BYTES = 64 * 1024
 
 
 class CannotConnect(Exception):
-    """No connection came about."""
+    """No connection could be established."""
 
 
 class NotTrusted(CannotConnect):
@@ -26,11 +26,11 @@ class NotTrusted(CannotConnect):
 
 
 class NoTls(CannotConnect):
-    """Something listens there, but TLS did not come about."""
+    """Something listens at the address, but the TLS handshake failed."""
 
 
 class BrokenAnswer(Exception):
-    """The server broke off, or does not speak HTTP."""
+    """The server closed the connection early, or does not speak HTTP."""
 
 
 class Wire:
@@ -57,16 +57,16 @@ class Wire:
         self._idle_s = idle_s
         self._monotonic = monotonic
         self._idle: list[tuple[HTTPConnection, float]] = []
-        """With the time of their last use; the newest last. Appending and popping are atomic."""
+        """Idle connections and the time of their last use, most recent last. Append and pop are atomic."""
         self.opened = 0
-        """Connections so far."""
+        """Connections opened so far."""
 
     def send(self, method: str, path: str, content: bytes | None, *, connect_s: float, silence_s: float) -> WireAnswer:
-        """Waits for the answer's headers; the caller closes the answer. No single read or write waits longer than
-        `silence_s`.
+        """Sends a request and waits for the answer's headers; the caller closes the answer. No single read or write
+        waits longer than `silence_s`.
 
-        Where no answer began on a kept connection, the request is sent once more on a new one: a server may close a
-        connection at the moment it is used again. Raises CannotConnect, BrokenAnswer, TimeoutError.
+        If no answer begins on a reused connection, the request is sent again on a new one, since a server may close a
+        connection just as it is reused. Raises CannotConnect, BrokenAnswer, TimeoutError.
         """
         if not self._room.acquire(timeout=silence_s):
             raise CannotConnect("too many requests are under way")
@@ -83,7 +83,7 @@ class Wire:
             raise
 
     def done(self, connection: HTTPConnection, *, reusable: bool) -> None:
-        """The answer was read to its end, or abandoned."""
+        """Takes back a connection after its answer. Keeps it if `reusable`, else closes it."""
         if reusable:
             self._idle.append((connection, self._monotonic()))
         else:
@@ -91,14 +91,15 @@ class Wire:
         self._room.release()
 
     def close(self) -> None:
-        """Closes the connections that are not in use."""
+        """Closes idle connections."""
         while self._idle:
             self._idle.pop()[0].close()
 
     def _ask(
         self, connection: HTTPConnection, *, method: str, path: str, content: bytes | None, silence_s: float
     ) -> HTTPResponse:
-        """The connection is closed if this raises."""
+        """Sends a request and returns the response, of which only the headers are read. Closes the connection if this
+        raises."""
         try:
             with broken_answers():
                 connection.sock.settimeout(silence_s)
@@ -109,7 +110,7 @@ class Wire:
             raise
 
     def _kept(self) -> HTTPConnection | None:
-        """A connection that is still open, as far as can be seen."""
+        """An idle connection that seems to be still open, or None. Closes those that are too old or closed."""
         oldest_s = self._monotonic() - self._idle_s
         while True:
             try:
@@ -125,19 +126,19 @@ class Wire:
         try:
             connection.connect()
         except OSError as error:
-            connection.close()  # A failed TLS handshake leaves it open.
+            connection.close()  # After a failed TLS handshake, the socket is still open.
             raise cannot_connect(error, is_tls=isinstance(connection, HTTPSConnection)) from error
         self.opened += 1
         return connection
 
 
 class WireAnswer:
-    """One answer: its status and headers, and its body as it comes."""
+    """One answer: its status, its headers, and an iterator over its body as it arrives."""
 
     def __init__(self, wire: Wire, connection: HTTPConnection, response: HTTPResponse) -> None:
         self.status = response.status
         self.headers = response.headers
-        """Found by their names in any case."""
+        """Looked up without regard to case."""
         self._wire = wire
         self._connection = connection
         self._response = response
@@ -145,17 +146,17 @@ class WireAnswer:
         self._closed = False
 
     def __iter__(self) -> Iterator[bytes]:
-        """The body's parts. Raises BrokenAnswer, TimeoutError."""
+        """The body, in pieces. Raises BrokenAnswer, TimeoutError."""
         with broken_answers():
             while part := self._response.read1(READ_BYTES):
                 yield part
-        if self._response.length:  # The library ends without a word where a body is shorter than it should be.
+        if self._response.length:  # The library reports no error if a body is shorter than its Content-Length.
             raise BrokenAnswer("it closed the connection")
         self._was_read = True
 
     def close(self) -> None:
-        """Gives the connection back if the body was read to its end; otherwise closes it, which tells the server that
-        nobody reads on. May be called again."""
+        """Returns the connection for reuse if the body was read completely; otherwise closes it, which tells the server
+        to stop. May be called again."""
         if not self._closed:
             self._closed = True
             self._response.close()
@@ -163,7 +164,7 @@ class WireAnswer:
 
 
 def cannot_connect(error: OSError, *, is_tls: bool) -> CannotConnect:
-    """What became of an attempt to connect."""
+    """The exception for a failed attempt to connect."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return NotTrusted(error.verify_message.rstrip("."))
     if isinstance(error, ssl.SSLError) or (is_tls and isinstance(error, ConnectionResetError)):
@@ -173,7 +174,7 @@ def cannot_connect(error: OSError, *, is_tls: bool) -> CannotConnect:
 
 @contextmanager
 def broken_answers() -> Iterator[None]:
-    """Every error of the library but a timeout becomes a BrokenAnswer."""
+    """Translates errors of the library, except TimeoutError, to BrokenAnswer."""
     try:
         yield
     except TimeoutError:
@@ -183,7 +184,7 @@ def broken_answers() -> Iterator[None]:
 
 
 def is_quiet(connection: HTTPConnection) -> bool:
-    """Whether nothing can be read from a connection that waits for its next request: otherwise the server closed it."""
+    """Whether an idle connection has nothing to read. If it has, the server has closed it."""
     try:
         connection.sock.settimeout(0)
         connection.sock.recv(1)
