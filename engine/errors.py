@@ -2,20 +2,20 @@
 
     EngineError
     ├── ModelLoadError        files that are missing, damaged, refused, or too large for the machine
-    ├── UnsupportedModel      an architecture, a layer kind or an attention argument the engine does not honour
-    ├── InvalidSplit          layers cannot be divided over the stages as asked
+    ├── UnsupportedModel      an architecture, a kind of layer or an attention argument that is not supported
+    ├── InvalidSplit          the layers cannot be divided over the stages as requested
     ├── OutOfMemory           an arena does not fit its device
     ├── ContextFull           more tokens than the arenas have rows
-    ├── StageFailed           a forward or a capture broke; the session's position is valid
-    ├── TemplateRefused       the chat template does not take these messages
-    ├── UnreadableImage       a picture that cannot be unpacked, or is too large
+    ├── StageFailed           a forward pass or a capture failed; the session's position is valid
+    ├── TemplateRefused       the chat template refuses these messages
+    ├── UnreadableImage       an image that cannot be decoded, or is too large
     ├── UnknownVector         steering by a control vector that was not loaded
-    ├── BadLogits             the model's numbers leave nothing to sample from
+    ├── BadLogits             no token can be sampled from the model's logits
     └── SnapshotError
-        ├── SnapshotMismatch  a snapshot does not belong here; found before anything was written
-        └── SnapshotDamaged   a snapshot broke while it was restored; the session was reset
+        ├── SnapshotMismatch  a snapshot does not fit this session; found before anything was written
+        └── SnapshotDamaged   a restore failed after it began to write; the session was reset
 
-Argument mistakes of the calling program are `ValueError`.
+Wrong arguments from the calling program raise `ValueError`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 
 class EngineError(Exception):
-    """Base of all; the message is for people."""
+    """The base class. The message is for users."""
 
 
 class ModelLoadError(EngineError):
@@ -32,7 +32,7 @@ class ModelLoadError(EngineError):
 
 
 class UnsupportedModel(EngineError):
-    """The model needs something the engine does not do. Raised before weights are read wherever possible."""
+    """The model needs something that the engine does not support. Raised before weights are read wherever possible."""
 
 
 class InvalidSplit(EngineError):
@@ -56,14 +56,14 @@ class OutOfMemory(EngineError):
 
 
 class ContextFull(EngineError):
-    """The tokens asked for do not fit the context."""
+    """The requested tokens do not fit the context."""
 
     def __init__(self, position: int, tokens: int, context_tokens: int) -> None:
         super().__init__(f"{tokens} tokens at position {position} do not fit a context of {context_tokens} tokens")
 
 
 class StageFailed(EngineError):
-    """One stage could not finish. Rows up to the session's position stay valid."""
+    """A stage failed. Rows up to the session's position are still valid."""
 
     def __init__(self, stage: int, doing: str, cause: BaseException) -> None:
         super().__init__(f"stage {stage} failed in {doing}: {type(cause).__name__}: {cause}")
@@ -75,11 +75,11 @@ class UnreadableImage(EngineError):
 
 
 class TemplateRefused(EngineError):
-    """The message carries the template's own words."""
+    """The message is the template's own."""
 
 
 class BadLogits(EngineError):
-    """No token has a finite score: the weights are broken, or a mask allows nothing."""
+    """No allowed token has a finite logit: the weights are damaged, or a mask allows no token."""
 
 
 class UnknownVector(EngineError):
@@ -95,7 +95,7 @@ class SnapshotError(EngineError):
 
 
 class SnapshotMismatch(SnapshotError):
-    """Wrong layout, stages, ranges or sizes. Nothing was written; the live state is as before."""
+    """Wrong layout, stages, ranges or sizes. Nothing was written; the live state is unchanged."""
 
 
 class SnapshotDamaged(SnapshotError):

@@ -1,4 +1,4 @@
-"""Keeps the library's progress bars off the terminal, where the engine's own progress is told."""
+"""Hides transformers' progress bars, since parkd prints its own progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from transformers.utils import logging as library_logging
 
 @contextmanager
 def no_library_bars() -> Iterator[None]:
-    """For the whole process, since the library knows no other way; put back at the end."""
+    """A context without progress bars, for the whole process: transformers has only a global switch. Restores its state
+    at the end."""
     shown = library_logging.is_progress_bar_enabled()
     library_logging.disable_progress_bar()
     try:

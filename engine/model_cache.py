@@ -1,9 +1,9 @@
-"""The folder in which converted models and digests of weight files are kept between starts.
+"""The folder that keeps converted models and digests of weight files between starts.
 
-CACHE/models/KEY/          a finished conversion: in place by one rename, after everything in it is on disk
-CACHE/models/KEY.part/     one at work, or what a killed one left; removed by the next that takes the lock
-CACHE/models/KEY.lock      held while converting, so that two starts do not write the same folder
-CACHE/digests/NAME.json    digest of one weight file, with what the file looked like then
+CACHE/models/KEY/          a complete conversion: renamed to this name once everything in it is on disk
+CACHE/models/KEY.part/     a conversion in progress, or left by a killed process and removed by the next conversion
+CACHE/models/KEY.lock      locked during a conversion, so that two processes do not write the same folder
+CACHE/digests/NAME.json    digest of one weight file, with the file's path, size, mtime and inode at that time
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DIGEST_BYTES = 16
 READ_BYTES = 4 << 20
 MANIFEST = "conversion.json"
 Progress = Callable[[str, float], None]
-"""Told what is being done and the share of it that is done, 0 to 1."""
+"""Called with (current activity, fraction done from 0 to 1)."""
 
 
 class ModelCache:
-    """Raises ModelLoadError when the folder cannot be used."""
+    """Converted models and digests in one folder. Methods raise ModelLoadError if the folder cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self._models = folder / "models"
@@ -39,7 +39,8 @@ class ModelCache:
             raise ModelLoadError(f"The cache folder {folder} cannot be made: {error}.") from error
 
     def converted(self, key: str, convert: Callable[[Path], None]) -> Path:
-        """The folder of `key`; `convert` fills an empty one if there is none yet. Blocks while another converts."""
+        """The folder for `key`. If there is none yet, calls `convert` with an empty folder to fill. Blocks while
+        another process converts the same key."""
         target = self._models / key
         if _is_whole(target):
             return target
@@ -65,7 +66,7 @@ class ModelCache:
         return target
 
     def file_digest(self, path: Path, progress: Progress | None = None) -> bytes:
-        """16 bytes of blake2b over the file's content, remembered by path, size, mtime and inode.
+        """16 bytes of blake2b over the file's content, cached by path, size, mtime and inode.
 
         Raises ModelLoadError if the file cannot be read.
         """
@@ -81,7 +82,7 @@ class ModelCache:
         except OSError as error:
             raise ModelLoadError(f"{path} cannot be read: {error}.") from error
         draft = note.with_suffix(f".{os.getpid()}.part")
-        with suppress(OSError):  # Without a note the next start only takes longer.
+        with suppress(OSError):  # If it cannot be cached, the next start takes longer.
             draft.write_text(json.dumps({"look": look, "digest": digest.hex()}))
             draft.replace(note)
         return digest
@@ -93,7 +94,7 @@ def _noted_digest(note: Path, look: list[str | int]) -> bytes | None:
         digest = bytes.fromhex(noted["digest"])
         return digest if noted["look"] == look and len(digest) == DIGEST_BYTES else None
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # None yet, or damaged: then it is computed again.
+        return None  # Missing or damaged: the digest is computed again.
 
 
 def _content_digest(path: Path, size: int, progress: Progress | None) -> bytes:
@@ -109,7 +110,7 @@ def _content_digest(path: Path, size: int, progress: Progress | None) -> bytes:
 
 
 def _seal(folder: Path) -> None:
-    """Notes the sizes of all files and makes everything durable: a whole folder can then be told from a torn one."""
+    """Writes the sizes of all files to the manifest, by which a complete folder is recognised, and syncs everything."""
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     (folder / MANIFEST).write_text(json.dumps({"sizes": sizes}, sort_keys=True))
     for file in folder.iterdir():

@@ -1,4 +1,4 @@
-"""What reading a token takes of a model, from its configuration alone: floating-point operations, not seconds."""
+"""The work of reading a prompt's token, in floating-point operations, computed from a model's configuration alone."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class ReadingWork:
     """Operations for one token of a prompt."""
 
     flop: float
-    """Two for each parameter of a layer that the token meets: experts count by how many of them a token is sent to. The
-    output head is left out, since only a prompt's last token goes there."""
+    """Two operations for each layer parameter that is used for a token. Parameters of experts are weighted by the share
+    of experts that a token is routed to. The output head is left out, since only a prompt's last token needs it."""
     growth_flop: float
-    """More for each token before it: a product with its key and one with its value, a head each, in the layers that see
-    all of them."""
+    """Additional operations for each earlier token: the products with its key and its value, for each head, in layers
+    with full attention."""
 
 
 def reading_work(config: Any) -> ReadingWork:
-    """Of a model of this configuration; parameters are counted where its own code lays them out, without storage."""
+    """The work for a model with this configuration. Builds the model on the meta device to count its parameters."""
     text = language_config(config)
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(text))
@@ -39,7 +39,7 @@ def reading_work(config: Any) -> ReadingWork:
         looked_up = {id(p) for part in layer.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
         for name, parameter in layer.named_parameters():
             if id(parameter) not in looked_up:
-                # Some architectures name their experts, others have one tensor with an axis of them.
+                # Some architectures have one module per expert, others one tensor with an axis of experts.
                 is_routed = ".experts." in name or (parameter.ndim == 3 and parameter.shape[0] == experts)
                 met += parameter.numel() * (share if is_routed else 1.0)
     seeing = sum(kind in ("full_attention", "hybrid") for kind in layer_kinds(text))

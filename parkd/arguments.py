@@ -72,7 +72,7 @@ _SHORT_FLAG = re.compile(r"-[A-Za-z]")
 
 @dataclass(frozen=True)
 class Invocation:
-    """One call of `parkd`."""
+    """A parsed command line."""
 
     command: str
     """One of COMMANDS."""
@@ -86,7 +86,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> Invocation:
-    """Raises ConfigError; exits by itself for `--help` and `--version`."""
+    """Parses the command line. Raises ConfigError; exits for `--help` and `--version`."""
     words = list(arguments)
     command = words.pop(0) if words and not words[0].startswith("-") else "serve"
     if command in FOREIGN_COMMANDS:
@@ -116,7 +116,7 @@ def _check_short(words: Sequence[str]) -> None:
 
 
 def _unknown(word: str) -> ConfigError:
-    """The error for a word that is none of parkd's flags and belongs to none."""
+    """The error for a word that is neither a flag of parkd nor the value of one."""
     flag = word.partition("=")[0]
     if flag in FOREIGN_FLAGS:
         return ConfigError(f"there is no flag {flag} here: {FOREIGN_FLAGS[flag]}")

@@ -1,7 +1,7 @@
-"""`parkd demo`: A, A again, B, A again, over HTTP as a client would, and the last turn once more read cold.
+"""`parkd demo`: sends turns of conversations A, A, B, A over HTTP, and the last one to a second server, without state.
 
-server 1   A1 ---- A + turn ---- B1 ---- A2      what A2 costs when its conversation comes back
-server 2   A2                                    the same request on a server that knows nothing
+server 1   A1 ---- A + turn ---- B1 ---- A2      A2's conversation is restored
+server 2   A2                                    the same request, read cold
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LONG_CHARACTERS = 11_000
 SHORT_CHARACTERS = 4_000
 ANSWER_TOKENS = 24
 LEAST_REUSED = 0.99
-"""Of A1's prompt, when A comes back."""
+"""Share of A1's prompt that must be reused when A returns."""
 EXIT_TERMINATED = 143
 SILENCE_LIMIT_S = 120
-"""The server keeps a waiting client alive; a longer silence is a failure."""
+"""The server sends keep-alives to a waiting client, so a longer silence is a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,9 @@ class Turn:
 
 
 def run(flags: Mapping[str, str]) -> int:
-    """The whole demo; `flags` go to the servers. Returns the exit code: 0, or 1 when something is not as promised."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # unwinds, so that no server is left behind
+    """Runs the demo; `flags` are passed to both servers. Returns the exit code: 0, or 1 if a result is not as
+    expected."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # unwinds the stack, which stops the servers
     config = load(flags)
     given = dict(flags) | {"port": "0"}
     if not config.model.devices:
@@ -71,7 +72,7 @@ def run(flags: Mapping[str, str]) -> int:
 
 
 def _converse(config: Config, flags: Mapping[str, str]) -> tuple[list[Turn], Turn]:
-    """Runs both servers. Returns A1, A + turn, B1 and A2, and A2 as it is read cold."""
+    """Runs both servers. Returns the turns A1, A + turn, B1 and A2, and A2 read cold."""
     long, short = documents()
     a: Messages = _open(long, "What is this document about?")
     b: Messages = _open(short, "What does this text allow?")
@@ -90,13 +91,13 @@ def _converse(config: Config, flags: Mapping[str, str]) -> tuple[list[Turn], Tur
 
 
 def documents() -> tuple[str, str]:
-    """A long text and a short one: the project's own documentation and its licence."""
+    """A long and a short text: the project's documentation and its licence."""
     root = Path(__file__).parents[1]
     paths = [root / name for name in ("README.md", "docs/ARCHITECTURE.md", "LICENSE")]
     if all(path.is_file() for path in paths):
         readme, architecture, licence = (path.read_text(encoding="utf-8") for path in paths)
         long = f"{readme}\n{architecture}"
-    else:  # installed without the sources: the package's own description carries the README
+    else:  # without the source tree, the package's description contains the README
         package = importlib.metadata.distribution("parkd")
         licence = package.read_text("licenses/LICENSE") or ""
         long = f"{package.metadata['Description']}\n{licence}"
@@ -119,7 +120,7 @@ def _client(config: Config, url: str) -> httpx.Client:
 
 
 def ask(client: httpx.Client, name: str, messages: Messages) -> Turn:
-    """One streamed, greedy answer. Raises httpx.HTTPError or ServerFailed."""
+    """Requests one streamed, greedy answer. Raises httpx.HTTPError or ServerFailed."""
     _say(f"{name}: reading the prompt")
     body = {
         "model": "demo",
@@ -170,7 +171,7 @@ def _chunks(response: httpx.Response, on_keep_alive: Callable[[], None]) -> Iter
 
 
 def table(turns: list[Turn]) -> str:
-    """One line a turn; the last is the one read cold, and the one before it the same request restored."""
+    """A table with one line per turn. The last two turns are the same request, restored and read cold."""
     lines = [f"{'turn':<12}{'prompt':>8}{'reused':>8}{'first token':>14}  cache"]
     lines += [
         f"{turn.name:<12}{turn.prompt_tokens:>8,}{turn.reused_tokens:>8,}{turn.first_token_s:>12.2f} s  {turn.cache}"
@@ -184,7 +185,7 @@ def table(turns: list[Turn]) -> str:
 
 
 def verdict(turns: list[Turn], cold: Turn) -> list[str]:
-    """What is not as promised; empty when all is."""
+    """Descriptions of all results that are not as expected."""
     first, back = turns[0], turns[-1]
     problems = []
     if back.reused_tokens < LEAST_REUSED * first.prompt_tokens:

@@ -1,4 +1,4 @@
-"""A parkd server in a process of its own, as a user would start it, for the demo and for measurements."""
+"""Runs a parkd server in another process, as a user would start it, for the demo and for measurements."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from parkd.config import SETTINGS
 from parkd.errors import ParkdError
 
 STARTUP_DEADLINE_S = 900
-"""A first start converts weights, on a slow machine for minutes."""
+"""The first start converts weights, which takes minutes on a slow machine."""
 STOP_DEADLINE_S = 30
 KEPT_LINES = 40
 _SERVING = re.compile(r"^serving\s+(https?://\S+?)/v1\b")
 
 
 class ServerFailed(ParkdError):
-    """The server ended, or did not answer in time; the message holds its last lines, if nobody saw them."""
+    """The server ended, or did not answer in time. The message contains its last lines, unless they were shown."""
 
     code = "server_failed"
 
 
 @contextlib.contextmanager
 def running_server(flags: Mapping[str, str], show: Callable[[str], None] | None = None) -> Iterator[str]:
-    """Yields the URL once `/health` answers; on the way out the server is asked to stop, and waited for.
+    """Starts a server and yields its URL once `/health` answers. At the end, stops the server and waits for it.
 
-    `flags` maps setting names to texts. `show` is called with every line the server prints, from another thread.
+    `flags` maps setting names to texts. `show` is called with each line that the server prints, from another thread.
     Raises ServerFailed, with the server's last lines if they were not shown.
     """
     switches = {setting.name for setting in SETTINGS if not setting.metavar}
@@ -56,7 +56,7 @@ def running_server(flags: Mapping[str, str], show: Callable[[str], None] | None 
 
 
 class _Lines:
-    """Reads what the server prints, so that its pipe never fills, and keeps the last of it."""
+    """Reads the server's output, so that its pipe never fills up, and keeps the last lines."""
 
     def __init__(self, process: subprocess.Popen[str], show: Callable[[str], None] | None) -> None:
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
@@ -67,7 +67,7 @@ class _Lines:
         self._thread.start()
 
     def last_words(self) -> str:
-        """The end of what it said; empty if all of it was shown."""
+        """The last lines of the output; empty if they were shown."""
         self.join()
         return "" if self._show is not None else ":\n" + "\n".join(self._last)
 

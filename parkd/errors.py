@@ -1,37 +1,37 @@
 """Every error that a user can cause or meet, in one tree.
 
     ParkdError
-    ├── InvalidRequest        400  the body cannot be served as it is
+    ├── InvalidRequest        400  the request is invalid or asks for something unsupported
     │   ├── ContextOverflow   400  prompt and output do not fit the context
-    │   ├── SchemaTooComplex  400  an answer cannot be held to its schema; may show in the middle of the answer
-    │   └── ThreadUnsupported 400  the client sends new messages only and counts on the server for the others
-    ├── Unauthorized          401  no key or a wrong one
-    ├── Forbidden             403  the request comes from where it may not (Host, Origin)
+    │   ├── SchemaTooComplex  400  the schema cannot be enforced; may be found in the middle of the answer
+    │   └── ThreadUnsupported 400  the client sends only new messages and expects the server to keep the others
+    ├── Unauthorized          401  no API key or a wrong one
+    ├── Forbidden             403  the Host or Origin header is not allowed
     ├── NotFound              404
-    ├── BodyStalled           408  it stopped coming in
+    ├── BodyStalled           408  the body stopped arriving
     ├── BodyTooLarge          413
-    ├── UpgradeRefused        426  a WebSocket was asked for
+    ├── UpgradeRefused        426  the client asked for a WebSocket
     ├── QueueFull             503  with a retry-after
     ├── ShuttingDown          503
     ├── Cancelled             499  the client left; nobody reads the answer
-    ├── EngineFailure         500  the engine could not finish this turn; it is valid again
-    │   ├── UpstreamFailed    502  a server that parkd stands before answered with an error, with nonsense, or broke off
+    ├── EngineFailure         500  the engine could not finish this turn; its state is valid
+    │   ├── UpstreamFailed    502  the llama-server reported an error, sent invalid data, or closed the connection
     │   │   ├── UpstreamTimeout   504  it did not answer in time
     │   │   └── UpstreamDown      503  it cannot be reached, or is still loading its model
-    │   └── EngineLost        500  it cannot become valid again: the process must end
-    ├── RestoreFailed              parked state was incompatible or damaged; the turn reads cold
-    ├── ConfigError                a flag, a variable or the TOML file; exit code 2
+    │   └── EngineLost        500  the engine cannot become valid again: the process must end
+    ├── RestoreFailed              parked state was incompatible or damaged; the turn reads its prompt cold
+    ├── ConfigError                an invalid flag, variable or TOML file; exit code 2
     └── ModelError                 a model that cannot be loaded or is refused; exit code 2
 
-Dialects map `status` and `code` to their own shapes; `message` always says what to do next. Errors of libraries are
-translated where they are met: `engine` errors in `engine_adapter/torch_engine.py`, file errors in `store/fs.py`.
+Dialects map `status` and `code` to their own formats; `message` always says what to do next. Errors of libraries are
+translated where they occur: `engine` errors in `engine_adapter/torch_words.py`, file errors in `store/fs.py`.
 """
 
 from __future__ import annotations
 
 
 class ParkdError(Exception):
-    """Base of all. `message` is for the person who caused it and says what to do."""
+    """The base class. `message` is for the user and says what to do."""
 
     status = 500
     code = "internal_error"
@@ -48,13 +48,13 @@ class InvalidRequest(ParkdError):
 
 
 class ContextOverflow(InvalidRequest):
-    """The prompt, or the prompt and the output asked for, is longer than the context."""
+    """The prompt, or the prompt with the requested output, is longer than the context."""
 
     code = "context_length_exceeded"
 
     def __init__(self, prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:
         super().__init__(
-            # clients that see the text alone know an overflow by these first words
+            # Clients that only see the text recognise an overflow by these first words.
             f"This model's maximum context length is {context_tokens} tokens; the request needs "
             f"{prompt_tokens + output_tokens} "
             f"({prompt_tokens} in the prompt, {output_tokens} for the output). Shorten the messages, ask for less "
@@ -67,7 +67,7 @@ class ContextOverflow(InvalidRequest):
 
 
 class SchemaTooComplex(InvalidRequest):
-    """Enforcing the schema takes more than the grammar library allows itself."""
+    """Enforcing the schema exceeds a limit of the grammar library."""
 
     code = "schema_too_complex"
 
@@ -80,7 +80,7 @@ class SchemaTooComplex(InvalidRequest):
 
 
 class ThreadUnsupported(InvalidRequest):
-    """Anthropic's word for it: its SDK looks for the code, and sends the whole history from then on."""
+    """Has Anthropic's code for this error: on this code, its SDK sends the whole history from then on."""
 
     code = "thread_unsupported_request"
 
@@ -101,7 +101,7 @@ class NotFound(ParkdError):
 
 
 class BodyStalled(ParkdError):
-    """Clients send a request again that was answered so."""
+    """Clients retry a request that is answered with this status."""
 
     status = 408
     code = "request_timeout"
@@ -113,7 +113,7 @@ class BodyTooLarge(ParkdError):
 
 
 class UpgradeRefused(ParkdError):
-    """Codex goes on over HTTP at once if it is told this status, and after several attempts if another."""
+    """On this status, Codex continues over HTTP at once; on any other, only after several attempts."""
 
     status = 426
     code = "upgrade_refused"
@@ -162,7 +162,7 @@ class EngineLost(EngineFailure):
 
 
 class RestoreFailed(ParkdError):
-    """Parked state could not be restored. When this is raised every stage is empty and the engine is valid."""
+    """Parked state could not be restored. When this is raised, every stage is empty and the engine is valid."""
 
     code = "restore_failed"
 

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(words: Sequence[str]) -> int:
-    """Returns the exit code. Raises ConfigError."""
+    """Runs `parkd forget`. Returns the exit code: 1 if nothing matched. Raises ConfigError."""
     given = _parser().parse_args(words)
     path = Path(given.park_dir).expanduser()
     if not path.is_dir():
@@ -45,7 +45,7 @@ def run(words: Sequence[str]) -> int:
     fs = open_directory(path)
     try:
         gone, left = forget(fs, _chosen(given))
-        (path / NAME).unlink(missing_ok=True)  # whose answers they are cannot be told, so all go
+        (path / NAME).unlink(missing_ok=True)  # answers do not record their conversation, so all are removed
     except OSError as error:
         raise ConfigError(f"--park-dir {path} cannot be read: {error.strerror}") from error
     finally:
@@ -63,12 +63,12 @@ def _chosen(given: argparse.Namespace) -> Callable[[Manifest], bool]:
         wanted: str = given.conversation
         return lambda manifest: manifest.id == wanted
     namespaces = _namespaces(given.key, given.api_key_file)
-    # a request's salt narrows its key's namespace to one of its own, behind a slash: that is of the key too
+    # A request's `cache_salt` makes a sub-namespace of its key's namespace, after a slash; it belongs to the key too.
     return lambda manifest: manifest.namespace.partition("/")[0] in namespaces
 
 
 def _namespaces(text: str, key_file: str | None) -> set[str]:
-    """What a key, a namespace's name or a key's name may mean."""
+    """The namespaces that `text` may stand for: as a key, as the name of a namespace, or as the name of a key."""
     found = {namespace_of(text), f"={text}"}
     for key in read_key_file(Path(key_file).expanduser()) if key_file is not None else ():
         if text in (key.name, key.key):

@@ -1,8 +1,7 @@
-"""The file of named API keys: one `name:key:namespace` a line.
+"""The file of named API keys: one `name:key:namespace` per line.
 
-The namespace says whose parked conversations a key may reuse: keys that name the same one share a cache, so that a
-team's system prompt is held once. A line without a namespace gives its key one of its own. Blank lines and lines that
-begin with `#` are passed over.
+Keys with the same namespace share parked conversations, so that a team's system prompt is stored once. A key without a
+namespace has its own. Blank lines and lines that begin with `#` are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def read_key_file(path: Path) -> tuple[NamedKey, ...]:
-    """Raises ConfigError, which names the line and never shows a key."""
+    """The keys in a file. Raises ConfigError, whose message names the line and never contains a key."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

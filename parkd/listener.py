@@ -1,4 +1,4 @@
-"""The socket that the server will listen on, taken before the model is loaded."""
+"""The server's socket, bound before the model is loaded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from parkd.errors import ConfigError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes the port at once, so that a taken one is told in a second and not after a minute of loading.
+    """Binds the port at once, so that a port in use is reported within a second and not after the model is loaded.
 
-    Nothing listens yet: clients are refused until the server does. Raises ConfigError.
+    The socket does not listen yet: connections are refused until the server starts. Raises ConfigError.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -30,7 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """What a client on this machine types."""
+    """The URL for clients on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

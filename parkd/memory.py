@@ -1,4 +1,4 @@
-"""How much memory this process can still take: what the machine or the cgroup reports, whichever is less."""
+"""The memory that this process can still take: the machine's free memory or the cgroup's, whichever is less."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from pathlib import Path
 import psutil
 
 _UNLIMITED = 1 << 60
-"""cgroup v1 says "no limit" with a number near 2**63."""
+"""In cgroup v1, a limit near 2**63 means that there is none."""
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can be taken without swapping. `root` holds `proc` and `sys`; where they are missing (not Linux),
-    the system's own figure stands alone."""
+    """Bytes that can be taken without swapping. `root` is the directory with `proc` and `sys`; if these are missing
+    (not Linux), cgroups are ignored."""
     machine = int(psutil.virtual_memory().available)
     limits = cgroup_free_bytes(root)
     return machine if limits is None else min(machine, limits)
 
 
 def total_memory_bytes(root: Path = Path("/")) -> int:
-    """What the machine has, or what the cgroup grants, whichever is less."""
+    """Bytes of the machine's memory or the cgroup's limit, whichever is less."""
     limits = (_number(folder / maximum) for folder, maximum, _, _ in _levels(root))
     return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
 
 
 def return_freed_memory() -> None:
-    """Lets the system have what was freed and is still held for later. glibc keeps it by thread, without a bound of its
-    own: what one large request took stays taken. Does nothing where there is no such call (musl, macOS)."""
+    """Returns freed memory that the allocator still holds to the system. glibc keeps freed memory for each thread
+    without a limit, so the memory of one large request would stay taken. Does nothing on other systems (musl, macOS).
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def cgroup_free_bytes(root: Path = Path("/")) -> int | None:
-    """The least that this process's cgroup and those around it leave; None when none sets a limit.
+    """The least free bytes of this process's cgroup and its ancestors; None if none has a limit.
 
-    The page cache counts as used there, but the kernel gives the inactive part of it back before it refuses memory.
+    cgroups count the page cache as used, but the kernel reclaims its inactive part before it refuses memory, so that
+    part counts as free here.
     """
     least: int | None = None
     for folder, maximum, current, inactive in _levels(root):
@@ -50,10 +52,10 @@ def cgroup_free_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _levels(root: Path) -> list[tuple[Path, str, str, str]]:
-    """Each folder from this process's cgroup up to the mount, with the names of its files.
+    """The folders from this process's cgroup up to the mount point, each with the names of its files.
 
-    Inside a container the path may lie outside of what is mounted; then only the mount itself is there, and it is
-    the container's.
+    In a container, the process's path may not exist under the mount point; then only the mount point itself, which is
+    the container's cgroup, has files.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -1,6 +1,6 @@
-"""`parkd plan`: what a budget will hold of a model, and what it will turn away, before anything is loaded.
+"""`parkd plan`: computes how many conversations of a model a budget holds and which it refuses, without loading it.
 
-Takes the flags of `parkd serve`; answers by the store's own rules for slabs, blocks and metadata.
+Takes the flags of `parkd serve`, and applies the store's own rules for slabs, blocks and metadata.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parkd.store.slabs import SlabGeometry
 from parkd.types import Grain, StageLayout, StateLayout
 
 EXAMPLE_TOKENS = (2_000, 8_000, 32_000, 128_000)
-"""Conversations shown besides one that fills the context."""
+"""Lengths of the conversations shown, besides one that fills the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Sizes:
     budget_bytes: int
     slots: int | None = None
     checkpoints: int = 1
-    """Of each conversation, if the model has fixed state."""
+    """Checkpoints of each conversation, if the model has fixed state."""
 
     @property
     def geometry(self) -> SlabGeometry:
@@ -37,7 +37,7 @@ class Sizes:
         return SlabGeometry.of(self.layout, BLOCK_TOKENS, slab_bytes, self.budget_bytes)
 
     def need(self, tokens: int, count: int = 1) -> Need:
-        """Of `count` conversations that share nothing."""
+        """What `count` conversations of `tokens` tokens need if they share nothing."""
         if self.layout.is_opaque:
             whole = tokens * self.layout.row_bytes + self.layout.fixed_bytes
             fixed = checkpoint_bytes_of(self.layout) * self.checkpoints
@@ -57,7 +57,7 @@ class Sizes:
         return BLOCK_TOKENS * _most(lambda blocks: self.need(blocks * BLOCK_TOKENS), self.geometry, self.budget_bytes)
 
     def count(self, tokens: int) -> int:
-        """How many such conversations fit side by side."""
+        """How many conversations of `tokens` tokens fit together."""
         fits = _most(lambda count: self.need(tokens, count), self.geometry, self.budget_bytes)
         return fits if self.slots is None else min(fits, self.slots)
 
@@ -74,12 +74,12 @@ def _most(need: Callable[[int], Need], geometry: SlabGeometry, budget_bytes: int
 
 
 def layout_of(stages: tuple[StageLayout, ...], grain: Grain = Grain.ROWS) -> StateLayout:
-    """Of stages that no engine has made yet: no bytes are kept by it, so that the checksum's name is of no matter."""
+    """The layout of planned stages, used for sizes only; its checksum's name is a placeholder."""
     return StateLayout(stages, "planned", grain)
 
 
 def lines(name: str, sizes: Sizes, context_tokens: int, min_free_bytes: int) -> list[str]:
-    """The plan for people, top to bottom. `context_tokens` is the longest conversation there can be."""
+    """The plan as lines of text. `context_tokens` is the length of the longest possible conversation."""
     layout, budget = sizes.layout, sizes.budget_bytes
     stages = " | ".join(
         f"layers {stage.first_layer}-{stage.end_layer - 1}: {stage.row_bytes:,} bytes a token"

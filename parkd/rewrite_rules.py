@@ -1,4 +1,4 @@
-"""The file of rewrite rules: what an operator has taken out of prompts before they are read.
+"""The file of rewrite rules: text that an operator wants to have replaced in prompts before they are read.
 
 [[rule]]
 name = "clock"                                       # for reports; the pattern if left out
@@ -18,13 +18,13 @@ from parkd.errors import ConfigError
 from parkd.identity.normalise import Normaliser, NormaliserConfig, RewriteRule
 
 RULES_LIMIT = 64
-"""Each runs over every message of every prompt."""
+"""Most rules in a file, since each rule is applied to every message of every prompt."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("name", "pattern", "replacement", "roles")
 
 
 def read_rules(path: Path) -> tuple[RewriteRule, ...]:
-    """Raises ConfigError, which names the rule."""
+    """The rules in a file. Raises ConfigError, whose message names the rule."""
     where = f"--rewrite-rules {path}"
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -36,7 +36,7 @@ def read_rules(path: Path) -> tuple[RewriteRule, ...]:
     if set(document) != {"rule"} or not isinstance(entries, list) or not 0 < len(entries) <= RULES_LIMIT:
         raise ConfigError(f"{where}: expected 1 to {RULES_LIMIT} tables [[rule]], each with a `pattern`")
     rules = tuple(_rule(entry, f"{where}, rule {number}") for number, entry in enumerate(entries, 1))
-    Normaliser(NormaliserConfig(rules=rules))  # a wrong pattern is told before the model is loaded
+    Normaliser(NormaliserConfig(rules=rules))  # reports an invalid pattern before the model is loaded
     return rules
 
 

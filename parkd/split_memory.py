@@ -1,7 +1,7 @@
-"""Remembers in the park directory how the layers were split over the devices.
+"""Stores in the park directory how the layers were split over the devices.
 
-Parked state fits only one split. If a card has a little less free memory than last time, `auto` could choose another
-split, and everything parked would be useless. So the split of last time is tried first.
+Parked state fits only one split. If a GPU has slightly less free memory than at the last start, `auto` could choose
+another split, which would make all parked state useless. So the previous split is tried first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEMPORARY_NAME = FILE_NAME + ".new"
 def load(
     config: Config, model: str, files: FileSystem | None, load_engine: Callable[[Config], TorchEngine]
 ) -> TorchEngine:
-    """The engine, with the split that is remembered for this model on these devices, if it still fits. Raises
+    """Loads the engine, with the split that is stored for this model on these devices if it still fits. Raises
     ModelError."""
     if files is None or len(config.model.devices) < 2 or config.model.layer_split:
         return load_engine(config)
@@ -47,7 +47,7 @@ def load(
 
 
 def recall(files: FileSystem, model: str, devices: tuple[str, ...]) -> tuple[int, ...] | None:
-    """The split of last time; None if there is none to be had."""
+    """The stored split; None if there is none for this model on these devices."""
     try:
         known = json.loads(files.load(FILE_NAME))
         split = tuple(int(first) for first in known["layer_split"])
@@ -58,7 +58,7 @@ def recall(files: FileSystem, model: str, devices: tuple[str, ...]) -> tuple[int
 
 
 def remember(files: FileSystem, model: str, devices: tuple[str, ...], split: tuple[int, ...]) -> None:
-    """A failure is logged and costs nothing but the memory."""
+    """Stores the split. A failure is only logged."""
     text = json.dumps({"model": model, "devices": list(devices), "layer_split": list(split)})
     try:
         if TEMPORARY_NAME in files.sizes():

@@ -1,4 +1,4 @@
-"""What parkd prints while it starts and once it is ready: texts made of plain values."""
+"""The text that parkd prints while it starts and when it is ready, made from plain values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Budget:
     tokens: int
     """The longest single conversation that can be parked whole, in whole blocks."""
     full_context_bytes: int
-    """What a conversation that fills the context takes."""
+    """Bytes of a conversation that fills the context."""
 
 
 def side_bytes(tokens: int, info: EngineInfo) -> int:
@@ -42,7 +42,8 @@ def conversation_bytes(tokens: int, info: EngineInfo) -> int:
 
 
 def budget_in_tokens(budget_bytes: int, slab_bytes: int, info: EngineInfo) -> Budget:
-    """What the budget holds by the store's own rules: memory is allocated in slabs, so a little less than its bytes."""
+    """What the budget holds by the store's own rules. Slightly less than its bytes, since memory is allocated in
+    slabs."""
     geometry = SlabGeometry.of(info.layout, BLOCK_TOKENS, slab_bytes, budget_bytes)
     low, high = 0, budget_bytes // max(1, BLOCK_TOKENS * info.layout.row_bytes) + 1
     while high - low > 1:  # `low` blocks fit, `high` do not
@@ -77,7 +78,7 @@ def disk_line(disk: DiskStats, directory: Path | None) -> str:
 
 
 def template_warning(render: Callable[[TurnRequest], str], *, calls_tools: bool) -> str | None:
-    """What a model's chat template lacks; None if nothing. `render` makes the text of a prompt."""
+    """A warning about what the model's chat template lacks; None if it lacks nothing. `render` renders a prompt."""
     said = "Does it show this?"
     try:
         shown = said in render(TurnRequest(messages=[{"role": "user", "content": said}]))
@@ -120,7 +121,8 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, war
 
 
 class ProgressPrinter:
-    """Shows the progress of a long step: in place on a terminal, else a line now and then. Short steps show nothing."""
+    """Shows the progress of a long step: in place on a terminal, else as a line every few seconds. Shows nothing for
+    short steps."""
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
@@ -130,7 +132,7 @@ class ProgressPrinter:
         self._shown = False
 
     def __call__(self, what: str, share: float) -> None:
-        """`share` is the part that is done, 0 to 1."""
+        """`share` is the fraction done, from 0 to 1."""
         now_s = time.monotonic()
         if what != self._what:
             self._what, self._began_s, self._shown_s, self._shown = what, now_s, now_s, False

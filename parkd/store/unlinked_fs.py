@@ -1,4 +1,4 @@
-"""The file system of a disk tier that keeps nothing: files without a name, gone with the process."""
+"""The file system of a disk tier without a park directory: files without names, which end with the process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from parkd.store.fs import PosixFile, allow_most_files
 
 
 class UnlinkedFs:
-    """Names that exist in this process only, over files that have none. Nothing has to be synced: nothing stays."""
+    """Unlinked files, whose names exist in this process only. Syncs do nothing, since no file survives the process."""
 
     def __init__(self, folder: Path | None = None, *, direct: bool = True) -> None:
-        """Each file here is an open one of the process."""
+        """Raises the limit of open files, since each file stays open."""
         allow_most_files()
         self._folder = folder
         self._direct = direct
