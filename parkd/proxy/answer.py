@@ -14,7 +14,7 @@ Emit = Callable[[Event], None]
 
 @dataclass
 class Answer:
-    """Filled while it is generated, so that what is known survives a failure.
+    """An answer, filled while it is generated, so that its known part survives a failure.
 
     rows    | prompt [0, n) | token_ids[:-1] |        the last sampled id has no row yet
     """

@@ -1,8 +1,8 @@
-"""The HTTP application: routes, access, the lane's life.
+"""The HTTP application: its routes, and the lifetime of the lane and the other parts.
 
 A request's life: 1. access and size are checked; 2. its dialect parses the body; 3. a worker thread renders,
-tokenises and hashes it; 4. what cannot fit is refused; 5. it queues for the lane; 6. the lane runs its turn; 7. events
-stream back; 8. what is new is parked behind the reply.
+tokenises and hashes it; 4. a prompt that cannot fit the context is refused; 5. the turn waits for the lane; 6. the lane
+runs the turn; 7. its events are streamed to the client; 8. after the reply, new state is parked.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ log = logging.getLogger(__name__)
 FINGERPRINT_CHARACTERS = 12
 """Characters of the model's fingerprint in `system_fingerprint`."""
 FLUSH_DEADLINE_S = 10.0
-"""Longest time for waiting writes to disk when the server stops."""
+"""Longest wait for pending writes to disk when the server stops."""
 MARK_DEADLINE_S = 1.0
-"""Longest time for writing down last uses, after the flush."""
+"""Longest wait, after the flush, for writing when conversations were last used."""
 CUT_WAIT_S = 5.0
-"""Longest time for a stopped turn to reach its next chunk or token."""
+"""Longest wait for a stopped turn to reach its next chunk or token."""
 
 
 class Proxy:
-    """Everything that lives as long as the app. `create_app` puts it at `app.state.parkd`."""
+    """Owns everything that lives as long as the app. `create_app` stores it as `app.state.parkd`."""
 
     def __init__(self, services: Services) -> None:
         config, store = services.config, services.store
@@ -137,14 +137,15 @@ class Proxy:
             outlive_copies(self.services.store)
 
     def _queued(self, turn: Turn) -> None:
-        """Called when a turn has to wait: meanwhile keeps what it will start from, and reads it from disk."""
+        """Called when a turn has to wait. Until it runs, keeps the state that it will start from, and reads that state
+        from disk."""
         if self.services.store is not None:
             turn.release_awaited = self.services.store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         if self.disk is not None and self._tasks is not None:
             self._tasks.start_soon(self.runner.prefetch, turn, partial(self.lane.is_waiting, turn))
 
     def _give_up(self, turn: Turn) -> None:
-        """Ends a turn whose client is gone for good."""
+        """Ends a turn whose client did not come back."""
         turn.release_body()
         if self.lane.leave(turn):
             self.log.record(turn, Cancelled("The client left while it waited."))
@@ -154,17 +155,18 @@ class Proxy:
             self._memory_return.ask(self._tasks)
 
     def begin_shutdown(self) -> None:
-        """Called on the event loop when a stop is requested: no turn starts any more, the running one may end in
-        time."""
+        """Called on the event loop when the server is to stop. No further turn starts; the running turn may end within
+        the deadline."""
         if self._tasks is not None and not self.lane.closed:
             self._tasks.start_soon(self._drain)
 
     async def turn_response(self, request: Request, dialect: Dialect, request_id: str) -> ASGIApp:
-        """Everything before the queue: access, body, parsing, identity. Raises ParkdError, which the dialect shapes."""
+        """Does everything before the queue: checks access, reads and parses the body, builds the prompt. Raises
+        ParkdError, which the caller answers in the dialect's format."""
         services, config = self.services, self.services.config
         arrived_s = services.monotonic()
         caller = authenticate(request.headers, config.api_keys, config.named_keys)
-        if not len(self.resends):  # a repeated request takes over a turn, and needs no room of its own
+        if not len(self.resends):  # a repeated request may take over a turn, which needs no place in the queue
             self.lane.check_room()
         with self.bodies.charge() as charge:
             body = await self.body_of(request, charge)
@@ -194,19 +196,19 @@ class Proxy:
         parts = PromptParts.of(turn.request) if cache.wants_diagnosis else None
         if cache.compare_to is not None:
             turn.earlier = self.requests.get(cache.compare_to, owner)
-        # What is remembered outlives the turn, so the image files and the messages that a proof holds are left out.
+        # The entry outlives the turn, so it contains neither image files nor a proof, which refers to the messages.
         images = tuple(dataclasses.replace(image, data=b"") for image in turn.prompt.images)
         prompt = dataclasses.replace(turn.prompt, images=images, proof=None)
         turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
         self.requests.add(turn.explained)
 
     async def body_of(self, request: Request, charge: Charge) -> Mapping[str, Any]:
-        """Raises ParkdError for a body that cannot be read."""
+        """The request's body as a JSON object. Raises ParkdError if it cannot be read."""
         config = self.config
         return await parse_object(await read_body(request, config.body_limit_bytes, config.body_silence_s, charge))
 
     async def count_tokens(self, request: Request, dialect: AnthropicMessages) -> int:
-        """The number of tokens that the prompt of the same body would have. Raises ParkdError."""
+        """The number of tokens of the prompt that this body would give. Raises ParkdError."""
         config = self.services.config
         caller = authenticate(request.headers, config.api_keys, config.named_keys)
         with self.bodies.charge() as charge:
@@ -223,7 +225,7 @@ class Proxy:
         return self.services.config.alias or self.services.engine.info.model_name
 
     async def _prepare(self) -> None:
-        """Runs `services.prepare` before any request is answered, since it holds the interpreter and would delay
+        """Runs `services.prepare` before any request is answered, since it holds the interpreter lock and would delay
         streams."""
         try:
             if self.services.prepare is not None:
@@ -258,7 +260,7 @@ def default_dialects(services: Services) -> Mapping[str, Dialect]:
 
 
 def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None) -> Starlette:
-    """The application over `services`. The engine is not closed by it."""
+    """The application over `services`. It does not close the engine."""
     proxy = Proxy(services)
     routes = [
         Route(path, guarded(proxy.config, proxy.metrics, dialect, _turn(proxy, dialect)), methods=["POST"])

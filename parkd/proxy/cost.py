@@ -1,4 +1,4 @@
-"""What reading and moving cost on this machine, measured while turns run."""
+"""Measures the costs of reading and moving state on this machine while turns run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from parkd.store.policy import Costs
 from parkd.types import CacheOutcome
 
 FIRST_READ_S = 1e-3
-"""Seconds to read a token, until one was measured. High, so that the first decisions restore."""
+"""Seconds to read a token, until there is a measurement. High, so that the first decisions prefer to restore."""
 FIRST_BYTES_PER_S = {CacheOutcome.RESTORED_RAM: 8e9, CacheOutcome.RESTORED_DISK: 1e9}
 MIN_READ_TOKENS = 512
 MIN_MOVED_BYTES = 8 * 1024 * 1024
 """Smaller samples would measure overhead, not speed."""
 NEWEST_WEIGHT = 0.3
 MIN_DEPTH_SPREAD = 1024
-"""Standard deviation of the depths, in tokens, from which a slope is believed."""
+"""The slope is only used if the standard deviation of depths, in tokens, is at least this."""
 LEAST_FLAT_SHARE = 0.2
 """The share of a token's mean cost that never counts as depth."""
 

@@ -1,4 +1,4 @@
-"""The one serial executor: turns wait in a bounded queue and run one at a time, first come, first served."""
+"""The serial executor of turns: they wait in a bounded queue and run one at a time, in the order of arrival."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ TURN_WEIGHT = 0.2
 
 
 class Waiting(Protocol):
-    """What waits in the lane."""
+    """The interface of turns that the lane uses."""
 
     def fail(self, error: ParkdError) -> None:
-        """Called when it fails, or will not run at all."""
+        """Called if the turn fails, or will never run."""
 
     def stop(self) -> None:
-        """Called to end it at the next chunk or token."""
+        """Called to end the running turn at its next chunk or token."""
 
 
 W = TypeVar("W", bound=Waiting)
 
 
 class Lane(Generic[W]):
-    """FIFO over `run`, with at most `max_queue` waiting. Lives on the event loop."""
+    """Calls `run` for one turn at a time, with at most `max_queue` turns waiting. Lives on the event loop."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Lane(Generic[W]):
         monotonic: Callable[[], float],
         on_queued: Callable[[W], None] = lambda _turn: None,
     ) -> None:
-        """`on_queued` is called for each turn that has to wait for another."""
+        """`on_queued` is called for each turn that has to wait for another one."""
         self._run = run
         self._on_queued = on_queued
         self._max_queue = max_queue
@@ -73,7 +73,8 @@ class Lane(Generic[W]):
         return self._closed_by is not None
 
     def check_room(self) -> None:
-        """Raises QueueFull, or the error that the lane was closed with: ShuttingDown, EngineLost."""
+        """Raises QueueFull if no turn may be queued, or the error with which the lane was closed: ShuttingDown,
+        EngineLost."""
         if self._closed_by is not None:
             raise self._closed_by
         if len(self._waiting) >= self._max_queue:
@@ -94,7 +95,7 @@ class Lane(Generic[W]):
         return turn in self._waiting
 
     def leave(self, turn: W) -> bool:
-        """Takes `turn` out of the queue, or stops it if it runs. True if it had not run yet."""
+        """Removes `turn` from the queue, or stops it if it runs. True if it had not run yet."""
         if turn in self._waiting:
             self._waiting.remove(turn)
             return True
@@ -127,7 +128,7 @@ class Lane(Generic[W]):
             self._turn_s += TURN_WEIGHT * (self._monotonic() - began_s - self._turn_s)
 
     def close(self, error: ParkdError) -> None:
-        """From now on no turn starts: those that wait, and those that come, fail with `error`."""
+        """Prevents turns from starting: waiting turns fail with `error`, and `submit` raises it from now on."""
         self._closed_by = self._closed_by or error
         waiting = list(self._waiting)
         self._waiting.clear()
@@ -135,8 +136,8 @@ class Lane(Generic[W]):
             turn.fail(error)
 
     async def drain(self, deadline_s: float) -> bool:
-        """Closes the lane and waits for the running turn, which is stopped after `deadline_s`. True if it ended by
-        itself."""
+        """Closes the lane and waits for the running turn. Stops the turn after `deadline_s`. True if it ended without
+        that."""
         self.close(ShuttingDown("The server is stopping. Try again when it is back.", retry_after_s=5))
         with anyio.move_on_after(deadline_s):
             await self.idle()
@@ -149,10 +150,10 @@ class Lane(Generic[W]):
         return False
 
     async def idle(self) -> None:
-        """Returns when no turn runs. Useful only once the lane is closed."""
+        """Waits until no turn runs. Only useful once the lane is closed."""
         while self._running is not None:
             await self._ended.wait()
 
     def retry_after_s(self) -> int:
-        """Seconds until a place should be free: the mean length of recent turns."""
+        """Estimated seconds until a place in the queue is free: the mean duration of recent turns."""
         return min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(self._turn_s)))

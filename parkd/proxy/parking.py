@@ -1,6 +1,6 @@
-"""Moves between the arenas and the store: every effect that changes what is live.
+"""Moves state between the arenas and the store. All changes of the live conversation are made here.
 
-One owner, the lane's turn. The engine's calls run on its thread; the store is only touched on the event loop.
+Used only by the lane's running turn. Engine calls run on the engine's thread; the store is only used on the event loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from parkd.types import (
 log = logging.getLogger(__name__)
 
 WRITE_WAIT_S = 10.0
-"""Longest wait for writes to disk that hold the room a capture needs; after that the conversation is not parked."""
+"""Longest wait for writes to disk to free the room that a capture needs. After that, the conversation is not parked."""
 _WAITING = (RefusalReason.BUDGET, RefusalReason.SLOTS, RefusalReason.BUSY)
 
 
@@ -49,15 +49,15 @@ class BackgroundPark:
     capture: Capture
     in_flight: CaptureInFlight
     live: LiveConversation
-    """What was live when it began."""
+    """The live conversation when the capture began."""
     began_s: float
     intact: int
-    """Rows `[0, intact)` in the arenas are still the rows that are being captured."""
+    """Rows `[0, intact)` in the arenas have not changed since the capture began."""
     task: asyncio.Task[None] | None = None
 
 
 class LiveState(LiveEngine):
-    """The live state, and its captures into the store and restores from it."""
+    """The live state, with captures into the store and restores from it."""
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class LiveState(LiveEngine):
         self._monotonic = monotonic
 
     def _rows_lost(self, kept: int) -> None:
-        """Live rows from `kept` on change: a capture under way no longer matches them there."""
+        """Called when live rows from `kept` on change: a capture in progress no longer matches them there."""
         if self._background is not None:
             self._background.intact = min(self._background.intact, kept)
 
     async def begin(self, plan: StartPlan, key: ConversationKey, tail: PromptTail | None = None) -> float:
         """Carries out `plan`: parks what would be lost, then restores, truncates or resets.
 
-        With a restore, the engine may also read `tail` at once, where that saves time; the position is then at its end.
-        Returns the seconds of the restore. Raises RestoreFailed, after which the damaged conversation is dropped and
-        the engine is empty, and EngineFailure.
+        During a restore, the engine may also read `tail` if that saves time; the position is then at its end. Returns
+        the seconds of the restore. Raises RestoreFailed, after which the parked conversation is dropped and the engine
+        is empty, and EngineFailure.
         """
         if plan.parked is None:
             await self._park_before_loss(plan.keep_rows)
@@ -98,7 +98,7 @@ class LiveState(LiveEngine):
                 await self.truncate(plan.keep_rows)
             return 0.0
         assert self._store is not None
-        # Leased before the live conversation is parked, which could otherwise evict what is about to be restored.
+        # Leased first, because parking the live conversation could otherwise evict the one to be restored.
         try:
             held = self._store.lease(plan.parked.id, plan.option.position, plan.keep_rows)
         except ConversationGone as gone:
@@ -125,12 +125,11 @@ class LiveState(LiveEngine):
         mask: TokenMask | None,
         limit: int | None,
     ) -> CacheReport:
-        """Sends the prompt to an engine that is another process, and corrects the report by what that process really
-        holds.
+        """Sends the prompt to an engine in another process, and corrects the report by the number of tokens that the
+        process really reuses. Does nothing for other engines.
 
-        If it holds less than was restored, the parked conversation is dropped: restoring it again would not help. Other
-        engines are left alone. The prompt is proved when this returns. Raises EngineFailure, InvalidRequest, and what
-        the proof raises.
+        If the process reuses less than was restored, the parked conversation is dropped, since restoring it again would
+        not help. The prompt is proved when this returns. Raises EngineFailure, InvalidRequest, and the proof's errors.
         """
         engine = self.engine
         if not isinstance(engine, RemoteEngine):
@@ -149,8 +148,8 @@ class LiveState(LiveEngine):
         return replace(report, outcome=outcome, reused_tokens=position, why="; ".join(filter(None, (report.why, why))))
 
     async def park(self) -> None:
-        """Copies live state that the store does not hold into it. A refusal or a failed copy leaves everything as it
-        was.
+        """Copies the live state into the store, as far as the store does not hold it. Changes nothing if the store
+        refuses or the copy fails.
 
         If the engine can overlap the copy with other work, this returns once the copy has begun; `settle` waits for its
         end. Raises EngineLost.
@@ -200,7 +199,7 @@ class LiveState(LiveEngine):
                 self._background.task = asyncio.create_task(self._finish(store, self._background))
                 return
             checksums = await self.call(self.engine.capture, capture.transfer)
-        except Exception as error:  # Not if it is cancelled, at the server's end: the engine may still be writing.
+        except Exception as error:  # Not on cancellation, when the server ends: the engine may still be writing.
             store.abort(capture)
             if isinstance(error, EngineFailure) and not isinstance(error, EngineLost):
                 log.warning("not parked: the copy failed: %s", error.message)
@@ -215,7 +214,7 @@ class LiveState(LiveEngine):
         places = tuple(place for place in self.checkpoints if place <= position)
         if not isinstance(self.engine, WholeState):
             return places, None
-        is_file = self.engine.info.layout.grain is Grain.FILE  # it holds the end alone
+        is_file = self.engine.info.layout.grain is Grain.FILE  # a file contains no checkpoint but its end
         inner = () if is_file else tuple(place for place in places if place < position)
         sizes = await self.call(self.engine.state_sizes, inner)
         if self.engine.info.layout.fixed_bytes == 0:
@@ -223,8 +222,8 @@ class LiveState(LiveEngine):
         return (*inner, position), StateSizes(sizes.whole, (*sizes.checkpoints, 0))
 
     async def _reserve(self, store: ConversationStore, request: CaptureRequest) -> Capture | Refused:
-        """Reserves room for a capture. Conversations that wait for their write to disk cannot be evicted; if they are
-        in the way, this waits for the writes, at most `WRITE_WAIT_S`."""
+        """Reserves room for a capture. Conversations that wait to be written to disk cannot be evicted. If they hold
+        the room, waits for their writes, at most `WRITE_WAIT_S`."""
         until_s = self._monotonic() + WRITE_WAIT_S
         while True:
             capture = store.begin_capture(request)
@@ -234,7 +233,7 @@ class LiveState(LiveEngine):
                 return capture
 
     async def settle(self) -> None:
-        """Waits for the capture under way, if there is one, to be committed or aborted."""
+        """Waits until the capture in progress, if there is one, is committed or aborted."""
         if self._background is not None and self._background.task is not None:
             await self._background.task
 
@@ -244,13 +243,13 @@ class LiveState(LiveEngine):
         return await self.call(self.engine.start_capture, capture.transfer)
 
     async def _finish(self, store: ConversationStore, background: BackgroundPark) -> None:
-        """Waits for the copy and commits it. Live rows that have not changed meanwhile now descend from its blocks,
-        unless more of them were restored from others."""
+        """Waits for the copy and commits it. Live rows that have not changed since it began now descend from its
+        blocks, unless a restore has made more rows descend from others."""
         capture = background.capture
         try:
             checksums = await asyncio.to_thread(background.in_flight.wait)
         except Exception as error:
-            # If the device is lost, the next engine call fails too, and reports it to the turn that makes it.
+            # If the device is lost, the next engine call fails too, and its turn gets the error.
             self._background = None
             store.abort(capture)
             log.warning("not parked: the copy failed: %s", error)
@@ -276,17 +275,18 @@ class LiveState(LiveEngine):
     async def _park_before_loss(self, keep_rows: int) -> None:
         background = self._background
         if background is not None and background.live is self.conversation and background.capture.is_whole:
-            return  # Every row is being copied already, and the engine overwrites none before its copy is done.
+            return  # Every row is being copied already, and the engine overwrites no row before it is copied.
         if keep_rows < self.conversation.position:
             await self.park()
 
     def _check_kept(self, keep_rows: int) -> None:
-        """Raises RestoreFailed if parking failed and lost live rows that the plan wanted to keep."""
+        """Raises RestoreFailed if a failure while parking lost live rows that the plan keeps."""
         if self.conversation.position < keep_rows:
             raise RestoreFailed("The live state was lost while it was parked.")
 
     def _restore_rows(self, lease: Lease, tail: PromptTail | None) -> int:
-        """Runs on the engine's thread. Returns the position it reached."""
+        """Restores, and reads `tail` meanwhile if possible. Returns the position reached. Runs on the engine's
+        thread."""
         if tail is None or not read_while_restoring(self.engine, lease, tail):
             self.engine.restore(lease.transfer)
         return self.engine.position
@@ -317,7 +317,8 @@ class LiveState(LiveEngine):
 def _begin_and_prove(
     engine: RemoteEngine, prompt: PromptIdentity, sampling: SamplingParams, mask: TokenMask | None, limit: int | None
 ) -> int:
-    """Both in one call on the engine's thread. The proof runs while the engine reads the prompt."""
+    """Sends the prompt, then proves it, in one call on the engine's thread: the process reads the prompt during the
+    proof."""
     position = engine.begin_prompt(prompt.token_ids, sampling, mask, limit)
     if prompt.proof is not None:
         prompt.proof()

@@ -1,4 +1,4 @@
-"""From a parsed request to its prompt, made in a worker thread; what cannot fit is refused."""
+"""Builds the prompts of parsed requests in worker threads, and refuses those that cannot fit."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from parkd.proxy.turn import prompt_tail
 from parkd.types import PromptIdentity, TokenMask, TurnRequest
 
 BUILD_THREADS = 2
-"""Prompts rendered and tokenised at once."""
+"""Prompts that are rendered and tokenised at the same time."""
 
 
 class Prompts:
-    """Made on the event loop."""
+    """Builds prompts. Must be created and used on the event loop."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self.limiter = anyio.CapacityLimiter(BUILD_THREADS)
 
     async def build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
-        """The prompt's identity and what its answer must obey. Raises InvalidRequest, and ContextOverflow for a prompt
-        that is far too long; one that is a little too long `check_fits` finds."""
+        """The prompt's identity, and the mask for its answer. Raises InvalidRequest, and ContextOverflow for a prompt
+        that is far too long; `check_fits` finds those that are slightly too long."""
         if request.response_schema is not None and self._services.build_mask is None:
             advice = "This server gives free text only. Leave out `response_format` and ask for JSON in the messages."
             raise InvalidRequest(advice, param="response_format")
         return await anyio.to_thread.run_sync(self._build, request, limiter=self.limiter)
 
     async def tokenise(self, text: str) -> list[int]:
-        """Ids of a plain text. Raises ContextOverflow for one that is far too long for any prompt."""
+        """The ids of a plain text. Raises ContextOverflow for a text that is far too long for any prompt."""
         return await anyio.to_thread.run_sync(self._tokenise, text, limiter=self.limiter)
 
     def _tokenise(self, text: str) -> list[int]:
@@ -46,7 +46,8 @@ class Prompts:
         return prompt, mask
 
     def check_fits(self, prompt_tokens: int, request: TurnRequest) -> None:
-        """The prompt and one token of output must fit. A longer output ends with `length` at the context's end."""
+        """Raises InvalidRequest for an empty prompt, and ContextOverflow unless the prompt and one token of output fit.
+        A longer output ends with `length` at the end of the context."""
         asked = request.max_output_tokens
         context_tokens = self._services.engine.info.context_tokens
         if prompt_tokens == 0:

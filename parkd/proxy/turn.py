@@ -26,23 +26,23 @@ class Turn:
     prompt: PromptIdentity
     arrived_s: float
     queued_s: float
-    """When it was ready for the queue: `arrived_s` plus the time to parse, render and tokenise."""
+    """When the turn was ready for the queue: `arrived_s` plus the time to parse, render and tokenise."""
     mask: TokenMask | None = None
     channel: EventChannel = field(default_factory=EventChannel)
     submitted: bool = False
-    """It was given to the lane."""
+    """Whether the turn was submitted to the lane."""
     began_s: float | None = None
     """When the lane began to run it."""
     report: CacheReport | None = None
     timings: Timings = field(default_factory=Timings)
     explained: Explained | None = None
-    """What is remembered of it for `/parkd/explain`."""
+    """Its entry for `/parkd/explain`."""
     earlier: Explained | None = None
     """The request that the client wants it compared with, if that is remembered."""
     release_awaited: Callable[[], None] = lambda: None
-    """Releases what the store keeps for it while it waits. Idempotent."""
+    """Releases the state that the store keeps for the turn while it waits. Idempotent."""
     release_body: Callable[[], None] = lambda: None
-    """Releases its body's charge to `BodyRoom`. Idempotent."""
+    """Releases its body's charge in `BodyRoom`. Idempotent."""
 
     def fail(self, error: ParkdError) -> None:
         self.release_awaited()

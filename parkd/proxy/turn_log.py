@@ -1,4 +1,4 @@
-"""What is recorded when a turn has ended: counters, the log line, the line of a trace."""
+"""Records a turn that has ended: in counters, in the log, and in the trace if there is one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TurnLog:
             turn.report.reused_tokens if turn.report else 0,
             turn.report.outcome.value if turn.report else "-",
             turn.timings.wait_s,
-            max(0.0, in_lane_s),  # the wait stands beside it
+            max(0.0, in_lane_s),  # without the wait, which is shown separately
             turn.timings.output_tokens,
             (turn.report.why if turn.report else "") or "-",
             f" end={error.code}" if error is not None else "",
