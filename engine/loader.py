@@ -202,7 +202,7 @@ def _converted(path: Path, config: LoadConfig, cache: ModelCache, progress: Prog
     source = cache.file_digest(path, progress)
     recipe = f"{source.hex()} {gguf_convert.CONVERSION_VERSION} {dtype}"
     digest = blake2b(recipe.encode(), digest_size=DIGEST_BYTES).digest()
-    folder = cache.converted(digest.hex(), lambda part: gguf_convert.convert(path, part, dtype, progress))
+    folder = cache.converted(digest.hex(), lambda part: gguf_convert.convert(path, part, dtype, progress), progress)
     return folder, digest
 
 

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +24,8 @@ READ_BYTES = 4 << 20
 MANIFEST = "conversion.json"
 Progress = Callable[[str, float], None]
 """Called with (current activity, fraction done from 0 to 1)."""
+Look = list[str | int]
+"""Path, size, mtime and inode of a file: while they stay, so does its content."""
 
 
 class ModelCache:
@@ -38,16 +40,16 @@ class ModelCache:
         except OSError as error:
             raise ModelLoadError(f"The cache folder {folder} cannot be made: {error}.") from error
 
-    def converted(self, key: str, convert: Callable[[Path], None]) -> Path:
-        """The folder for `key`. If there is none yet, calls `convert` with an empty folder to fill. Blocks while
-        another process converts the same key."""
+    def converted(self, key: str, convert: Callable[[Path], None], progress: Progress | None = None) -> Path:
+        """The folder for `key`. If there is none yet, or its files are not those that were written, calls `convert`
+        with an empty folder to fill. Blocks while another process converts the same key."""
         target = self._models / key
-        if _is_whole(target):
+        if self._is_whole(target, progress):
             return target
         part = self._models / f"{key}.part"
         try:
             with _locked(self._models / f"{key}.lock"):
-                if _is_whole(target):
+                if self._is_whole(target, progress):
                     return target
                 for torn in (target, part):
                     if torn.exists():
@@ -55,12 +57,14 @@ class ModelCache:
                 part.mkdir()
                 try:
                     convert(part)
-                    _seal(part)
+                    digests = _seal(part, progress)
                     part.rename(target)
                     _sync(self._models)
                 except BaseException:
                     shutil.rmtree(part, ignore_errors=True)
                     raise
+                for name, digest in digests.items():  # so that the next start need not read them again
+                    self._note(target / name, digest)
         except OSError as error:
             raise ModelLoadError(f"The converted model cannot be kept in {self._models}: {error}.") from error
         return target
@@ -72,23 +76,45 @@ class ModelCache:
         """
         path = path.resolve()
         try:
-            seen = path.stat()
-            look: list[str | int] = [str(path), seen.st_size, seen.st_mtime_ns, seen.st_ino]
-            note = self._digests / f"{blake2b(str(path).encode(), digest_size=DIGEST_BYTES).hexdigest()}.json"
-            known = _noted_digest(note, look)
+            look = _look(path)
+            known = _noted_digest(self._note_of(path), look)
             if known is not None:
                 return known
-            digest = _content_digest(path, seen.st_size, progress)
+            digest = _content_digest(path, progress)
         except OSError as error:
             raise ModelLoadError(f"{path} cannot be read: {error}.") from error
-        draft = note.with_suffix(f".{os.getpid()}.part")
-        with suppress(OSError):  # If it cannot be cached, the next start takes longer.
-            draft.write_text(json.dumps({"look": look, "digest": digest.hex()}))
-            draft.replace(note)
+        self._note(path, digest, look)
         return digest
 
+    def _note_of(self, path: Path) -> Path:
+        return self._digests / f"{blake2b(str(path).encode(), digest_size=DIGEST_BYTES).hexdigest()}.json"
 
-def _noted_digest(note: Path, look: list[str | int]) -> bytes | None:
+    def _note(self, path: Path, digest: bytes, look: Look | None = None) -> None:
+        """Caches the digest of a file that looked so when it was read, by default as it looks now."""
+        path = path.resolve()
+        note = self._note_of(path)
+        draft = note.with_suffix(f".{os.getpid()}.part")
+        with suppress(OSError):  # If it cannot be cached, the next start takes longer.
+            draft.write_text(json.dumps({"look": look or _look(path), "digest": digest.hex()}))
+            draft.replace(note)
+
+    def _is_whole(self, folder: Path, progress: Progress | None) -> bool:
+        """Whether a folder has the files that were written into it, with their contents."""
+        try:
+            digests = json.loads((folder / MANIFEST).read_text())["digests"]
+            return bool(digests) and all(
+                self.file_digest(folder / name, progress).hex() == digest for name, digest in digests.items()
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ModelLoadError):
+            return False
+
+
+def _look(path: Path) -> Look:
+    seen = path.stat()
+    return [str(path), seen.st_size, seen.st_mtime_ns, seen.st_ino]
+
+
+def _noted_digest(note: Path, look: Look) -> bytes | None:
     try:
         noted = json.loads(note.read_text())
         digest = bytes.fromhex(noted["digest"])
@@ -97,7 +123,8 @@ def _noted_digest(note: Path, look: list[str | int]) -> bytes | None:
         return None  # Missing or damaged: the digest is computed again.
 
 
-def _content_digest(path: Path, size: int, progress: Progress | None) -> bytes:
+def _content_digest(path: Path, progress: Progress | None) -> bytes:
+    size = path.stat().st_size
     hasher = blake2b(digest_size=DIGEST_BYTES)
     done = 0
     with path.open("rb") as file:
@@ -109,21 +136,16 @@ def _content_digest(path: Path, size: int, progress: Progress | None) -> bytes:
     return hasher.digest()
 
 
-def _seal(folder: Path) -> None:
-    """Writes the sizes of all files to the manifest, by which a complete folder is recognised, and syncs everything."""
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    (folder / MANIFEST).write_text(json.dumps({"sizes": sizes}, sort_keys=True))
+def _seal(folder: Path, progress: Progress | None) -> Mapping[str, bytes]:
+    """Writes the digests of all files, by name, to the manifest, by which a complete folder is recognised, and syncs
+    everything. Returns them."""
+    digests = {file.name: _content_digest(file, progress) for file in folder.iterdir()}
+    shown = {name: digest.hex() for name, digest in digests.items()}
+    (folder / MANIFEST).write_text(json.dumps({"digests": shown}, sort_keys=True))
     for file in folder.iterdir():
         _sync(file)
     _sync(folder)
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        sizes = json.loads((folder / MANIFEST).read_text())["sizes"]
-        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    return digests
 
 
 def _sync(path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import presets
+from engine import model_cache, presets
 from engine.chat import ChatTemplate
 from engine.errors import ModelLoadError, TemplateRefused, UnsupportedModel
 from engine.loader import LoadConfig, LoadedModel, load_model
@@ -126,6 +126,31 @@ def test_a_failed_conversion_leaves_nothing_that_would_be_loaded(cache: Path) ->
     assert [path.name for path in (cache / "models").iterdir() if path.is_dir()] == []
     done = kept.converted("key", lambda part: (part / "config.json").write_text("{}") and None)
     assert (done / "config.json").read_text() == "{}"
+
+
+def test_a_converted_file_that_changed_is_converted_again(cache: Path) -> None:
+    made: list[Path] = []
+
+    def convert(part: Path) -> None:
+        made.append(part)
+        (part / "model.safetensors").write_bytes(b"weights")
+        (part / "config.json").write_text("{}")
+
+    weights = ModelCache(cache).converted("key", convert) / "model.safetensors"
+    os.utime(weights, ns=(0, 0))  # as a copy of the folder may have it
+    ModelCache(cache).converted("key", convert)
+    assert len(made) == 1
+    weights.write_bytes(b"we\0ghts")
+    ModelCache(cache).converted("key", convert)
+    assert len(made) == 2
+    assert weights.read_bytes() == b"weights"
+
+
+def test_a_converted_model_is_not_read_again_to_check_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = ModelCache(cache)
+    done = kept.converted("key", lambda part: (part / "config.json").write_text("{}") and None)
+    monkeypatch.setattr(model_cache, "_content_digest", lambda *_: pytest.fail("it was read"))
+    assert kept.converted("key", lambda _: pytest.fail("it was converted")) == done
 
 
 def test_two_starts_convert_once(cache: Path) -> None:
