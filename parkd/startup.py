@@ -65,7 +65,8 @@ def parking_line(budget: Budget, info: EngineInfo) -> str:
     return f"{held}; {full}"
 
 
-def disk_line(disk: DiskStats, directory: Path | None) -> str:
+def disk_line(disk: DiskStats, directory: Path | None, free_bytes: int | None) -> str:
+    """`free_bytes` is what the directory's file system has left."""
     size = f"disk      {disk.budget_bytes // MIB:,} MiB"
     if directory is None:
         return f"{size} in files without a name, gone with this process"
@@ -74,7 +75,10 @@ def disk_line(disk: DiskStats, directory: Path | None) -> str:
         if disk.foreign_conversations
         else ""
     )
-    return f"{size} in {directory}; {disk.conversations - disk.foreign_conversations:,} conversations found{other}"
+    found = f"{size} in {directory}; {disk.conversations - disk.foreign_conversations:,} conversations found{other}"
+    if free_bytes is not None and disk.bytes_in_use + free_bytes < disk.budget_bytes:
+        return f"{found}; only {free_bytes // MIB:,} MiB are free there, and what no longer fits is not written"
+    return found
 
 
 def template_warning(render: Callable[[TurnRequest], str], *, calls_tools: bool) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -103,7 +104,9 @@ def serve(config: Config) -> int:
         warning = startup.template_warning(services.render, calls_tools=tools)
         lines = startup.describe(engine.info, budget, url, needs_key=needs_key, warning=warning)
         if isinstance(services.store, TieredStore):
-            lines.insert(-2, startup.disk_line(services.store.disk_stats(), config.cache.disk.directory))
+            directory = config.cache.disk.directory
+            free_bytes = None if directory is None else shutil.disk_usage(directory).free
+            lines.insert(-2, startup.disk_line(services.store.disk_stats(), directory, free_bytes))
         with contextlib.closing(background), recording(config, engine, services) as services:
             return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
 

@@ -58,13 +58,18 @@ def test_what_makes_no_sense_is_refused(flags: dict[str, str], advice: str) -> N
 
 def test_what_is_said_of_the_disk_at_start(tmp_path: Path) -> None:
     def stats(conversations: int, foreign: int) -> Any:
-        return SimpleNamespace(budget_bytes=3 << 20, conversations=conversations, foreign_conversations=foreign)
+        return SimpleNamespace(
+            budget_bytes=3 << 20, bytes_in_use=1 << 20, conversations=conversations, foreign_conversations=foreign
+        )
 
-    assert startup.disk_line(stats(0, 0), None) == "disk      3 MiB in files without a name, gone with this process"
-    assert startup.disk_line(stats(5, 0), Path("/p")) == "disk      3 MiB in /p; 5 conversations found"
-    assert startup.disk_line(stats(5, 2), Path("/p")).endswith(
+    free = 2 << 20
+    nameless = startup.disk_line(stats(0, 0), None, None)
+    assert nameless == "disk      3 MiB in files without a name, gone with this process"
+    assert startup.disk_line(stats(5, 0), Path("/p"), free) == "disk      3 MiB in /p; 5 conversations found"
+    assert startup.disk_line(stats(5, 2), Path("/p"), free).endswith(
         "3 conversations found, 2 of another model, KV type or layer split"
     )
+    assert "; only 1 MiB are free there" in startup.disk_line(stats(5, 0), Path("/p"), free - 1)
 
 
 def put(fs: PosixFs, name: str, data: bytes) -> None:
