@@ -114,7 +114,8 @@ def plan_cold(prompt: PromptIdentity) -> StartPlan:
 
 
 def _restore_plan(parked: Parked, position: int, length: int, live: LiveConversation, layout: StateLayout) -> StartPlan:
-    keep = min(live.shared_rows(parked.blocks), position // BLOCK_TOKENS * BLOCK_TOKENS)
+    # The last block is restored even if it is live: there is always a row to copy, beside a checkpoint at its end.
+    keep = min(live.shared_rows(parked.blocks), (position - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
     moved = (position - keep) * layout.row_bytes + layout.fixed_bytes
     if layout.is_opaque:  # restored whole, then cut
         keep, moved = 0, parked.position * layout.row_bytes + layout.fixed_bytes

@@ -8,6 +8,7 @@ import pytest
 from api_harness import Gate, Messages, Running, body_of, running, until
 from test_api_switching import never_parked, opening, rows_left_by, turn_after
 
+from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
 from parkd.engine_adapter.fake_text import FakeTemplate
@@ -236,3 +237,18 @@ def test_which_places_are_kept() -> None:
         2 * CHECKPOINT_STEP_TOKENS,
         3 * CHECKPOINT_STEP_TOKENS - 1,
     )
+
+
+async def test_a_checkpoint_at_the_end_of_a_block_comes_back_where_all_its_rows_are_live() -> None:
+    async with running(hybrid()) as server:
+        ask: Messages = [{"role": "user", "content": ""}]
+        ask[0]["content"] = "x" * (2 * BLOCK_TOKENS + 1 - len(server.prompt_tokens(ask)))
+        first = await server.chat(ask)
+        talk = turn_after(ask, first.text, "And then?")
+        second = await server.chat(talk)
+        await server.chat(opening("b"))
+        await server.chat(
+            turn_after(talk, second.text, "And now?")
+        )  # only what it resumes at is restored with its rows
+        again = await server.chat(ask)
+        assert (again.cache, again.reused, again.text) == ("restored-ram", 2 * BLOCK_TOKENS, first.text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from parkd.identity.matcher import CostModel
 from parkd.proxy.live_conversation import LiveConversation
@@ -89,6 +90,14 @@ def test_a_deeper_parked_one_beats_the_live_head() -> None:
     assert (plan.option.outcome, plan.option.position) == (CacheOutcome.RESTORED_RAM, 800)
     assert plan.keep_rows == 256  # block 1 is in the arenas already
     assert plan.option.move_bytes == (800 - 256) * LAYOUT.row_bytes
+
+
+@pytest.mark.parametrize(("position", "kept"), [(511, 256), (512, 256), (513, 512)])
+def test_of_rows_that_are_all_live_the_last_block_is_restored_with_the_checkpoint(position: int, kept: int) -> None:
+    record = parked(units((0, 800)), (1, 2, 3, 4), checkpoints=(position,), layout=FIXED)
+    asked = units((0, position), (9000, 9100))
+    plan = decide(asked, units((0, 800)), (record,), lineage=(1, 2, 3), layout=FIXED)
+    assert (plan.option.position, plan.keep_rows) == (position, kept)
 
 
 def test_equal_units_without_common_descent_are_copied_whole() -> None:
