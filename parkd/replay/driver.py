@@ -155,7 +155,8 @@ class Replayer:
             known = best.get(is_on_disk)
             if position == 0 or (known is not None and position <= known.position):
                 continue
-            keep = _shared(self._live.lineage, parked.blocks[: position // self._size]) * self._size
+            # As on a server, the last block is restored in any case.
+            keep = _shared(self._live.lineage, parked.blocks[: (position - 1) // self._size]) * self._size
             moved = (position - keep) * self._layout.row_bytes + self._layout.fixed_bytes
             cost_s = self._costs.reading_s(position, turn.prompt_tokens) + moved / self._costs.bytes_per_s
             if is_on_disk:

@@ -136,6 +136,13 @@ def test_fixed_state_resumes_at_checkpoints_only():
     assert result.parked_hit_tokens == 2560  # the fork inside found no checkpoint, the continuation did
 
 
+def test_a_fork_at_a_parked_checkpoint_is_taken_where_its_rows_are_live():
+    header = TraceHeader(256, (1024,), (4096,))
+    turns = [turn(0, range(6)), turn(10, range(10)), turn(20, [*range(6), 70, 71])]
+    result = replay(header, turns, ReplayConfig(1 << 26, LruPolicy()))
+    assert (result.live_hit_tokens, result.parked_hit_tokens) == (1536, 1536)
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("name", list(GENERATORS))
 def test_budgets_hold_and_no_policy_passes_the_bound(name, policy):
