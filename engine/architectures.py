@@ -45,7 +45,7 @@ UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
         "attention_sinks": "attention sinks",
         "kv_sharing_modes": "layers that share keys and values",
         "quantization_config": "quantised weights",
-        "use_bidirectional_attention": "attention that sees ahead",
+        "use_bidirectional_attention": "bidirectional attention",
     }
 )
 """Configuration entry -> the feature that it enables. A model that sets one is refused, since its state or logits would
@@ -84,18 +84,19 @@ def check_config(config: Any) -> str:
         )
     linear = RECURRENT_KINDS & set(kinds)
     if linear and config.model_type not in LINEAR_STATES:
-        raise UnsupportedModel(f"{architecture} has layers of kind {', '.join(sorted(linear))} of an unknown make")
+        raise UnsupportedModel(
+            f"{architecture} has layers of kind {', '.join(sorted(linear))}, whose state is not known"
+        )
     # Latent attention caches neither keys nor values, so their sizes do not matter.
     width = None if config.model_type in LATENT_FAMILIES else getattr(config, "v_head_dim", None)
     key_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width and width != key_width:
         raise UnsupportedModel(
-            f"{architecture} sets v_head_dim ({width}) apart from the keys' head size ({key_width}), "
-            f"which is not supported"
+            f"{architecture} sets v_head_dim ({width}) unlike the keys' head size ({key_width}), which is not supported"
         )
     if INDEXED in kinds and not getattr(config, "indexer_budget", None):
         raise UnsupportedModel(
-            f"{architecture} has layers of kind {INDEXED} without settings of their index (indexer_*)"
+            f"{architecture} has layers of kind {INDEXED} without the settings of their index (indexer_*)"
         )
     if STRETCHED_ROTARY in _rotary_kinds(config):
         raise UnsupportedModel(

@@ -50,7 +50,9 @@ def record_chunks(stage: Stage, cache: StageCache, tokens: int) -> None:
         for index, layer in layers.items():
             layer.forward = _recorded(layer.forward, cache, index, flow, pool)
     except Exception as error:
-        log.warning("chunks without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
+        log.warning(
+            "prompt chunks run without CUDA graphs, because recording failed: %s: %s", type(error).__name__, error
+        )
 
 
 def _recorded(

@@ -281,7 +281,7 @@ def record_decoding(
         if guessing is not None:
             guessing.record()
     except Exception as error:
-        log.warning("decoding without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
+        log.warning("decoding runs without CUDA graphs, because recording failed: %s: %s", type(error).__name__, error)
         return None
     if progress is not None:
         progress("Preparing the decode kernels", 1.0)

@@ -44,9 +44,9 @@ def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
     if other := set(layer_kinds(config)) - RECORDED_KINDS:
         return f"decoding through layers of kind {', '.join(sorted(other))} is not recorded"
     if config.model_type in LATENT_FAMILIES:
-        return "its layers make keys and values of all that came before, whose number a recording cannot know"
+        return "its layers compute keys and values of all earlier tokens, whose number varies"
     if not {stage.dtype for stage in stages} <= DTYPES:
-        return f"it computes in other types than {', '.join(sorted(map(str, DTYPES)))}"
+        return f"its compute dtype is not among {', '.join(sorted(map(str, DTYPES)))}"
     return None
 
 
@@ -54,18 +54,18 @@ def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) 
     """Returns why these stages, whose decoding may be recorded, must run through transformers; None if they need
     not."""
     if config.model_type not in DENSE_FAMILIES:
-        return "the model's layers are not known to the kernels"
+        return "the kernels do not support the model's layers"
     if set(layer_kinds(config)) != {"full_attention"} or getattr(config, "sliding_window", None):
-        return "not all layers attend to everything"
+        return "not all layers have full attention"
     if getattr(config, "hidden_act", None) != "silu" or getattr(config, "mlp_bias", False):
-        return "the feed-forward part is of another make"
+        return "the kernels do not support its feed-forward layers"
     rotary = getattr(config, "rope_parameters", None) or {}
     if rotary.get("rope_type", "default") not in STEADY_ROTARY or rotary.get("partial_rotary_factor", 1.0) != 1.0:
-        return "the rotary positions are of another make"
+        return "the kernels do not support its rotary positions"
     computed = {stage.dtype for stage in stages}
     kept = {field.dtype for arena in arenas for field in arena.layout.row_fields if field.name != "scale"}
     if len(computed) != 1 or not computed <= DTYPES or kept not in ({torch.int8}, computed):
-        return f"it computes in, or keeps rows in, other types than {', '.join(sorted(map(str, DTYPES)))}"
+        return f"its compute dtype, or the dtype of its rows, is not among {', '.join(sorted(map(str, DTYPES)))}"
     return None
 
 

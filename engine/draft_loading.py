@@ -56,7 +56,7 @@ def find_head(folder: Path, config: Any) -> bool:
         log.warning("the draft head in %s is not used: %s", folder, reason)
         return False
     if (count := len(set(layers.values()))) > 1:
-        log.info("of the %d layers of the draft head in %s the first is used", count, folder)
+        log.info("of the %d layers of the draft head in %s, only the first is used", count, folder)
     declare_head(config)
     return True
 

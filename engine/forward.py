@@ -75,13 +75,13 @@ class ModelForward:
         """
         reason = no_recording(self._config, self._stages)
         if self._draft is not None and not self._draft.can_be_recorded:
-            reason = "the draft head goes on from another place behind every token"
+            reason = "the input of the draft head has no fixed address"
         if reason is not None:
             if any(stage.device.type == "cuda" for stage in self._stages):  # On a CPU nobody expects it.
                 log.info("decoding is not recorded: %s", reason)
             return False
         if (reason := refusal(self._config, self._stages, self._arenas)) is not None:
-            log.info("the library's own forward is used: %s", reason)
+            log.info("transformers' own forward pass is used: %s", reason)
         is_dense = reason is None
         self.decode_graph = record_decoding(
             self._config,

@@ -71,7 +71,7 @@ def config_of(file: GgufMetadata) -> Any:
     strangers = sorted(set(file.tensor_names) - set(places) - {ROPE_FACTORS})
     if strangers:
         raise ModelLoadError(
-            f"{file.path} holds tensors of unknown use ({', '.join(strangers[:3])}): the model is of another kind."
+            f"{file.path} has tensors of unknown purpose ({', '.join(strangers[:3])}); load its safetensors instead."
         )
     return config
 

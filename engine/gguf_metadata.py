@@ -55,4 +55,4 @@ def named_damage(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         # The library does not check what it reads, so a damaged file can raise any kind of error.
-        raise ModelLoadError(f"{path} is damaged, cut short or no GGUF file that can be read: {error}") from error
+        raise ModelLoadError(f"{path} is damaged, truncated or not a GGUF file that can be read: {error}") from error

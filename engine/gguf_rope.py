@@ -29,7 +29,7 @@ def add_scaling(file: GgufMetadata, config: Any) -> None:
     if kind == "none":
         return
     if kind not in ("linear", "yarn"):
-        raise UnsupportedModel(f"{file.path} scales its rope in an unknown way ({kind}).")
+        raise UnsupportedModel(f"{file.path} has an unknown RoPE scaling ({kind}); load its safetensors instead.")
     target.update({"rope_type": kind, "factor": float(_needed(file, "rope.scaling.factor"))})
     if kind == "yarn":
         target["original_max_position_embeddings"] = int(_needed(file, "rope.scaling.original_context_length"))
@@ -55,7 +55,7 @@ def _llama3(file: GgufMetadata, theta: float, dimensions: int) -> dict[str, Any]
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
     expected = 1.0 / ((1 - smooth) / factor + smooth)
     if 2 * len(divisors) != dimensions or not np.allclose(expected, divisors, rtol=ROPE_TOLERANCE):
-        raise UnsupportedModel(f"{file.path} scales its rope by divisors of an unknown origin.")
+        raise UnsupportedModel(f"{file.path} has unknown RoPE divisors; load its safetensors instead.")
     return {
         "rope_type": "llama3",
         "factor": factor,

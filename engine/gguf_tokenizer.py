@@ -55,10 +55,10 @@ def _byte_level(file: GgufMetadata) -> PreTrainedTokenizerFast:
     merges = [tuple(merge.split(" ", 1)) for merge in file.entries.get("tokenizer.ggml.merges", [])]
     way = str(file.entries.get("tokenizer.ggml.pre", "default"))
     if not tokens or len(kinds) != len(tokens):
-        raise ModelLoadError(f"{file.path} holds no usable vocabulary.")
+        raise ModelLoadError(f"{file.path} contains no usable vocabulary.")
     if way not in _CUTS:
         raise ModelLoadError(
-            f"{file.path} cuts text in a way that is not known ({way!r}); load the model's safetensors instead."
+            f"{file.path} has an unknown pre-tokenizer ({way!r}); load the model's safetensors instead."
         )
     backend = Tokenizer(
         models.BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=way in _IGNORE_MERGES)

@@ -155,9 +155,9 @@ def decode(data: bytes) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UnreadableImage(f"it has more than {MAX_PIXELS} pixels; send a smaller one") from error
     except UnidentifiedImageError as error:
-        raise UnreadableImage(f"it is none of {', '.join(FORMATS)}, or its head is damaged") from error
+        raise UnreadableImage(f"it is none of {', '.join(FORMATS)}, or its header is damaged") from error
     except MemoryError as error:
-        raise UnreadableImage("there is no memory to unpack it; send a smaller one") from error
+        raise UnreadableImage("there is not enough memory to decode it; send a smaller one") from error
     except Exception as error:
         # Decoders fail in many ways; the file is always the cause.
         raise UnreadableImage(f"its file is damaged or incomplete ({error})") from error

@@ -166,7 +166,9 @@ def _check_format(kind: str, state: LayerState) -> None:
     """Refuses quantised fields in a layer that has no scales: its values would be cut to integers."""
     specs = (*state.row, *state.fixed)
     if any(is_quantised(spec.dtype) for spec in specs) and not any(spec.name == "scale" for spec in specs):
-        raise UnsupportedModel(f"layers of kind {kind} cannot keep keys and values as int8; choose another kv type")
+        raise UnsupportedModel(
+            f"layers of kind {kind} cannot store keys and values as int8; choose another --kv-cache-dtype"
+        )
 
 
 def _place(specs: Sequence[tuple[int, FieldSpec]]) -> tuple[tuple[Field, ...], int]:

@@ -212,7 +212,7 @@ def _downloaded(hub_id: str) -> Path:
         checked_config(Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES))))
         return Path(snapshot_download(hub_id, allow_patterns=[*SMALL_FILES, *WEIGHT_FILES]))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ModelLoadError(f"{hub_id} is no local path and cannot be had from the hub: {error}") from error
+        raise ModelLoadError(f"{hub_id} is not a local path, and cannot be downloaded from the hub: {error}") from error
 
 
 def checked_config(folder: Path) -> Any:
@@ -220,7 +220,7 @@ def checked_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         files = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f" Name one of its GGUF files: {', '.join(files)}." if files else ""
-        raise ModelLoadError(f"{folder} holds no config.json, so it is no model directory.{hint}")
+        raise ModelLoadError(f"{folder} contains no config.json, so it is not a model directory.{hint}")
     try:
         settings = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -246,8 +246,8 @@ def _image_processor(folder: Path, settings: Any, tokenizer: Any) -> ImageProces
         processor = processor_class(settings).from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelLoadError(
-            f"{folder} is a model that reads images, and how it does cannot be read: {error} Put the "
-            f"preprocessor_config.json there that the model was published with."
+            f"{folder} is a model that reads images, but its image processor cannot be loaded: {error} Add the "
+            f"preprocessor_config.json that was published with the model."
         ) from error
     return ImageProcessor(processor, settings, image_tokens(settings, tokenizer))
 
@@ -259,10 +259,10 @@ def _directory_digest(folder: Path, cache: ModelCache, progress: Progress | None
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED_SUFFIXES)
         if pickled:
             raise ModelLoadError(
-                f"{folder} holds its weights as {', '.join(pickled)}. Such files can run code when they are opened and "
+                f"{folder} has its weights in {', '.join(pickled)}. Such files can run code when they are opened and "
                 f"are never loaded; convert them to safetensors, or download a version that has them."
             )
-        raise ModelLoadError(f"{folder} holds no weights (*.safetensors).")
+        raise ModelLoadError(f"{folder} contains no weights (*.safetensors).")
     hasher = blake2b(digest_size=DIGEST_BYTES)
     for file in files:
         hasher.update(file.name.encode() + b"\0" + cache.file_digest(file, progress))

@@ -55,7 +55,7 @@ def choose_context(
     """
     if asked_tokens is not None and asked_tokens > model_tokens:
         raise ModelLoadError(
-            f"A context of {asked_tokens} tokens was asked for; the model reads {model_tokens} at most. "
+            f"A context of {asked_tokens} tokens was requested, but the model supports at most {model_tokens}. "
             f"Ask for {model_tokens} or fewer."
         )
     fitting = {
@@ -93,6 +93,6 @@ def _shortage(stages: Sequence[StageNeed], device: str, asked: int, fitting: int
     row_bytes = sum(need.row_bytes for need in _by_device(stages)[device])
     return (
         f"A context of {asked} tokens needs {asked * row_bytes / 2**20:,.0f} MiB on {device}; "
-        f"{max(fitting, 0)} tokens ({max(fitting, 0) * row_bytes / 2**20:,.0f} MiB) fit there beside the weights and "
-        f"what is kept free. Ask for a smaller --ctx-size, park less, or use a smaller model."
+        f"{max(fitting, 0)} tokens ({max(fitting, 0) * row_bytes / 2**20:,.0f} MiB) fit there besides the weights and "
+        f"a margin. Choose a smaller --ctx-size, a smaller --conversation-cache-mib, or a smaller model."
     )

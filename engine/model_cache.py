@@ -38,7 +38,7 @@ class ModelCache:
             for made in (self._models, self._digests):
                 made.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ModelLoadError(f"The cache folder {folder} cannot be made: {error}.") from error
+            raise ModelLoadError(f"The cache folder {folder} cannot be created: {error}.") from error
 
     def converted(self, key: str, convert: Callable[[Path], None], progress: Progress | None = None) -> Path:
         """The folder for `key`. If there is none yet, or its files are not those that were written, calls `convert`
@@ -66,7 +66,7 @@ class ModelCache:
                 for name, digest in digests.items():  # so that the next start need not read them again
                     self._note(target / name, digest)
         except OSError as error:
-            raise ModelLoadError(f"The converted model cannot be kept in {self._models}: {error}.") from error
+            raise ModelLoadError(f"The converted model cannot be stored in {self._models}: {error}.") from error
         return target
 
     def file_digest(self, path: Path, progress: Progress | None = None) -> bytes:

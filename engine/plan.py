@@ -67,7 +67,7 @@ def _settings(model: str) -> Any:
     try:
         return _settings_in(Path(snapshot_download(model, allow_patterns=["config.json", INDEX_FILE])))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        raise ModelLoadError(f"{model} is no local path and cannot be had from the hub: {error}") from error
+        raise ModelLoadError(f"{model} is not a local path, and cannot be downloaded from the hub: {error}") from error
 
 
 def _settings_in(folder: Path) -> Any:

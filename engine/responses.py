@@ -32,7 +32,7 @@ class ResponseTemplate:
         try:
             return cls(spec)
         except (ValueError, TypeError, AttributeError) as error:
-            log.warning("the model's response template is not used: %s", error)
+            log.warning("the model's response template is invalid and not used: %s", error)
             return None
 
     def marks(self, special_tokens: Iterable[str]) -> frozenset[str]:

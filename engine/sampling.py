@@ -29,7 +29,7 @@ SEED_MODULUS = 1 << 64
 Row = npt.NDArray[np.float32]
 """Logits in main memory, `[vocab]`."""
 Mask = npt.NDArray[np.bool_]
-NO_SCORE = "The model gave no usable score for any allowed token."
+NO_SCORE = "The model's logits are not finite for any allowed token."
 
 
 class SamplingSettings(Protocol):

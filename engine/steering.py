@@ -209,7 +209,9 @@ def _read_gguf(path: Path) -> dict[str, torch.Tensor]:
     tensors = {}
     for tensor in reader.tensors:
         if tensor.tensor_type not in plain:
-            raise ModelLoadError(f"{path}: {tensor.name} is kept as {tensor.tensor_type.name}; F32 and F16 are read.")
+            raise ModelLoadError(
+                f"{path}: {tensor.name} has type {tensor.tensor_type.name}; only F32 and F16 are supported."
+            )
         tensors[str(tensor.name)] = torch.from_numpy(np.array(tensor.data, dtype=np.float32))
     return tensors
 

@@ -193,7 +193,7 @@ def _bytes_rule(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
             return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE_MARK, " ").encode()
 
         return byte_fallback
-    raise ModelLoadError(f"The tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is of an unknown kind.")
+    raise ModelLoadError(f"The tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'})is not supported.")
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:

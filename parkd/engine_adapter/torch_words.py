@@ -129,7 +129,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def lost_message(error: BaseException) -> str:
     """A message that says what to do about a lost device."""
-    return f"The device stopped working and parkd must be started again: {error}"
+    return f"The device stopped working and parkd must be restarted: {error}"
 
 
 def is_lost(error: BaseException) -> bool:

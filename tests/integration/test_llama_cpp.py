@@ -254,7 +254,7 @@ async def test_state_that_gives_no_scores_is_neither_gone_on_from_nor_parked(eng
         a2 = turn_after(a1, first.text)
         failed = await server.client.post("/v1/chat/completions", json=body_of(a2, 6))
         assert failed.status_code == 500
-        assert "no usable score" in failed.text
+        assert "not finite" in failed.text
         await server.settled()
         assert engine.position == 0
         second = await server.chat(a2, max_tokens=6)

@@ -253,7 +253,7 @@ def test_a_poisoned_device_is_lost(engine: TorchEngine, monkeypatch: pytest.Monk
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(engine._session.stages[0], "forward", fail)
-    with pytest.raises(EngineLost, match="started again"):
+    with pytest.raises(EngineLost, match="must be restarted"):
         engine.extend(ids_of(engine, "hello"), cancel=NEVER)
 
 

@@ -187,12 +187,12 @@ class LlamaCppEngine:
             raise EngineFailure(f"The engine is at {self.position}, not at {transfer.stop}: nothing can be parked.")
         for run in stage.rows:
             if not self._sequence.read_state(run.buffer, WHOLE):
-                raise EngineFailure("llama.cpp did not give the state it announced.")
+                raise EngineFailure("llama.cpp wrote a state of another size than it announced.")
         for part in stage.fixed:
             if part.buffer.nbytes:
                 held = self._timeline.held(part.position)
                 if held.nbytes != part.buffer.nbytes:
-                    raise EngineFailure(f"The checkpoint at {part.position} has another size than was said.")
+                    raise EngineFailure(f"The checkpoint at {part.position} has another size than was announced.")
                 part.buffer[:] = held
         return Checksums(sums_of([run.buffer for run in stage.rows]), sums_of([part.buffer for part in stage.fixed]))
 

@@ -160,7 +160,7 @@ class LlamaModel:
                 data[start : start + embed] = direction.tolist()
             failed = low.llama_set_adapter_cvec(self.context, data, len(data), embed, 1, layers - 1)
         if failed:
-            raise EngineFailure(f"llama.cpp does not take the control vectors: {self._log.last}.")
+            raise EngineFailure(f"llama.cpp refused the control vectors: {self._log.last}.")
 
     def last_words(self) -> str:
         """The last lines of the library's log, for an error message."""
@@ -220,7 +220,7 @@ class LlamaModel:
             pointers = (low.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
             scales = (ctypes.c_float * len(adapters))(*(lora.scale for lora in self.config.loras))
             if low.llama_set_adapters_lora(self.context, pointers, len(adapters), scales):
-                raise ModelError(f"llama.cpp does not take the adapters: {self._log.last}.")
+                raise ModelError(f"llama.cpp refused the adapters: {self._log.last}.")
 
 
 def _type(name: str) -> int:

@@ -61,8 +61,8 @@ def state_size(path: Path, type_k: str, type_v: str) -> LlamaStateSize:
     unknown = [entry for entry in UNKNOWN if file.of_kind(entry)]
     if unknown:
         raise ModelError(
-            f"What a token takes of {path.name} is not known without loading it ({file.kind}.{unknown[0]}): parkd's "
-            f"start-up lines say it."
+            f"The bytes per token of {path.name} cannot be computed without loading it ({file.kind}.{unknown[0]}): "
+            f"start parkd, whose start-up lines show them."
         )
     layers, recurrent = _needed(file, "block_count"), _recurrent_layers(file)
     window = int(file.of_kind("attention.sliding_window", 0))
@@ -87,7 +87,7 @@ def state_size(path: Path, type_k: str, type_v: str) -> LlamaStateSize:
 def _needed(file: GgufMetadata, entry: str) -> int:
     value = file.of_kind(entry)
     if value is None:
-        raise ModelError(f"{file.path} has no entry {file.kind}.{entry}: what a token takes cannot be told.")
+        raise ModelError(f"{file.path} has no entry {file.kind}.{entry}, so the bytes per token cannot be computed.")
     return int(value)
 
 

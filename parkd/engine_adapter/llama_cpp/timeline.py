@@ -129,7 +129,7 @@ class Timeline:
     def _partial(self) -> Bytes:
         held = np.empty(self._sequence.state_size(PARTIAL), dtype=np.uint8)
         if not self._sequence.read_state(held, PARTIAL):
-            raise EngineFailure("llama.cpp did not give the partial state it announced.")
+            raise EngineFailure("llama.cpp wrote a partial state of another size than it announced.")
         return held
 
     def _note_start(self) -> None:

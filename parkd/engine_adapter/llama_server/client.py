@@ -124,7 +124,7 @@ class UpstreamClient:
         """LoRA adapters: `id`, `path` and `scale` of each."""
         listed = self._call("GET", "/lora-adapters", None, self._deadlines.answer_s)
         if not isinstance(listed, list):
-            raise self._nonsense("/lora-adapters", "it is no list")
+            raise self._nonsense("/lora-adapters", "it is not a list")
         return listed
 
     def slots(self) -> list[SlotState]:
@@ -137,25 +137,25 @@ class UpstreamClient:
                 for each in listed
             ]
         except (TypeError, KeyError, ValueError) as error:
-            raise self._nonsense("/slots", "it is no list of slots") from error
+            raise self._nonsense("/slots", "it is not a list of slots") from error
 
     def apply_template(self, body: Mapping[str, Any]) -> str:
         text = self._object("POST", "/apply-template", body).get("prompt")
         if not isinstance(text, str):
-            raise self._nonsense("/apply-template", "it holds no `prompt`")
+            raise self._nonsense("/apply-template", "it has no `prompt`")
         return text
 
     def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = False) -> list[int]:
         body = {"content": text, "parse_special": parse_special, "add_special": add_special}
         tokens = self._object("POST", "/tokenize", body).get("tokens")
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            raise self._nonsense("/tokenize", "it holds no list of `tokens`")
+            raise self._nonsense("/tokenize", "it has no list of `tokens`")
         return tokens
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         text = self._object("POST", "/detokenize", {"tokens": list(token_ids)}).get("content")
         if not isinstance(text, str):
-            raise self._nonsense("/detokenize", "it holds no `content`")
+            raise self._nonsense("/detokenize", "it has no `content`")
         return text
 
     def save(self, slot: int, filename: str) -> SlotAnswer:
@@ -191,15 +191,15 @@ class UpstreamClient:
         path = f"/slots/{slot}?action={action}"
         answer = self._call("POST", path, body, self._deadlines.file_s)
         if not isinstance(answer, Mapping) or not all(isinstance(answer.get(name), int) for name in (tokens, size)):
-            raise self._nonsense(path, f"it does not tell `{tokens}` and `{size}`")
+            raise self._nonsense(path, f"it lacks `{tokens}` or `{size}`")
         if answer.get("id_slot", slot) != slot:  # the server replaces an unknown slot id by another one
-            raise self._nonsense(path, f"it speaks of slot {answer['id_slot']}")
+            raise self._nonsense(path, f"it is about slot {answer['id_slot']}")
         return SlotAnswer(answer[tokens], answer[size])
 
     def _object(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         answer = self._call(method, path, body, self._deadlines.answer_s)
         if not isinstance(answer, Mapping):
-            raise self._nonsense(path, "it is no JSON object")
+            raise self._nonsense(path, "it is not a JSON object")
         return answer
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float) -> Any:
@@ -215,7 +215,7 @@ class UpstreamClient:
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            raise self._nonsense(path, "it is no JSON") from error
+            raise self._nonsense(path, "it is not JSON") from error
 
     def _sent(self, method: str, path: str, body: Mapping[str, Any] | None, silence_s: float) -> WireAnswer:
         content = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -257,14 +257,14 @@ class UpstreamClient:
             raise self._too_slow(path) from error
         except BrokenAnswer as error:
             raise UpstreamFailed(
-                f"The llama-server at {self.url} broke off its answer to {path} ({error}). "
+                f"The llama-server at {self.url} did not complete its answer to {path} ({error}). "
                 f"Send the request again; if that fails too, look at its log."
             ) from error
 
     def _too_slow(self, path: str) -> UpstreamTimeout:
         return UpstreamTimeout(
-            f"The llama-server at {self.url} did not answer {path} in time. Look whether it still runs, or allow it "
-            f"more with --upstream-timeout."
+            f"The llama-server at {self.url} did not answer {path} in time. Check that it still runs, or give it "
+            f"more time with --upstream-timeout."
         )
 
     def _refusal(self, path: str, status: int, raw: bytes) -> UpstreamFailed:
@@ -274,11 +274,11 @@ class UpstreamClient:
             error = orjson.loads(raw)["error"]
             return UpstreamRefused(status, error_text(error), str(error.get("type", "")), error)
         except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
-            return self._nonsense(path, f"it has status {status} and no error that can be read")
+            return self._nonsense(path, f"its status is {status}, without a readable error")
 
     def _nonsense(self, path: str, what: str) -> UpstreamFailed:
         return UpstreamFailed(
-            f"What answers at {self.url}{path} is not a llama-server that parkd knows: {what}. Check --upstream."
+            f"The answer of {self.url}{path} is not that of a supported llama-server: {what}. Check --upstream."
         )
 
 
@@ -288,7 +288,9 @@ def _headers(url: httpx.URL, api_key: str | None) -> dict[str, str]:
     headers = {"accept": "*/*", "content-type": "application/json"}
     if api_key is not None:
         if not api_key.isascii() or not api_key.isprintable():
-            raise ModelError("--upstream-api-key holds what no key may hold, as a line's end. Take it out.")
+            raise ModelError(
+                "--upstream-api-key contains characters that no key may contain, such as a newline. Remove them."
+            )
         headers["authorization"] = f"Bearer {api_key}"
     elif url.userinfo:
         headers["authorization"] = f"Basic {b64encode(unquote_to_bytes(url.userinfo)).decode()}"

@@ -179,7 +179,9 @@ def open_completion(
     }
     if mask is not None:
         if not isinstance(mask, UpstreamConstraint):
-            raise InvalidRequest("A llama-server cannot be held to this.", param="response_format")
+            raise InvalidRequest(
+                "A llama-server cannot enforce this response format. Leave it out.", param="response_format"
+            )
         body.update(mask.fields)
     try:
         return Completion(client.complete(body), prompt, limit)
@@ -210,5 +212,5 @@ def settle(
         if not state.is_processing:
             return state.tokens
         if monotonic() > until_s:
-            raise UpstreamTimeout("The llama-server goes on with an answer that was left.")
+            raise UpstreamTimeout("The llama-server does not stop an answer that was abandoned. Look at its log.")
         sleep(SETTLE_POLL_S)

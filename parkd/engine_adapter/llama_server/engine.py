@@ -152,7 +152,7 @@ class LlamaServerEngine:
         reused = promised if completion.reused is None else min(promised, completion.reused)
         slot.holds(ids[:reused], exact=False)
         if reused < min(promised, len(ids) - 1):
-            log.warning("the llama-server's slot %d held %d tokens where %d were expected", slot.id, reused, promised)
+            log.warning("the llama-server's slot %d held %d of %d expected tokens", slot.id, reused, promised)
             self._watch.doubt()
         return reused
 
@@ -292,7 +292,9 @@ class LlamaServerEngine:
         try:
             held = settle(self._client, slot)
         except ParkdError as error:
-            log.warning("what the llama-server's slot %d holds is not known: %s", slot.id, error.message)
+            log.warning(
+                "the content of the llama-server's slot %d is unknown, so it is not reused: %s", slot.id, error.message
+            )
             self._forget(slot)
             return
         known = completion.known
@@ -308,7 +310,7 @@ class LlamaServerEngine:
             if self._watch.look():
                 self._table = SlotTable(self._watch.run.slots, slot)
         except ParkdError as error:
-            log.warning("the llama-server is still to be looked at: %s", error.message)
+            log.warning("checking the llama-server for a restart failed, the next turn tries again: %s", error.message)
 
     def _forget(self, slot: Slot) -> None:
         self._completion = None
@@ -321,7 +323,7 @@ class LlamaServerEngine:
         try:
             held = self._files.ids(self._slot)
         except (ParkdError, OSError) as error:
-            log.warning("some ids of an answer could not be read back, it is parked without its end: %s", error)
+            log.warning("some ids of an answer could not be read back, so it is parked without its end: %s", error)
             return ()
         return () if held is None else completion.complete_with(held, end_id)
 

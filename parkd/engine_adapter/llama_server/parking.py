@@ -39,7 +39,7 @@ class SlotParking:
         [run] = stage.rows
         assert run.file is not None
         if slot.position != transfer.stop:
-            raise EngineFailure("The llama-server lost what was live.")
+            raise EngineFailure("The llama-server lost the live conversation.")
         whole = self._layout.fixed_bytes != 0
         checksum, size = self._files.save(slot, run.file.path, run.file.bytes, whole=whole)
         self._note_saved(slot, checksum)

@@ -48,7 +48,9 @@ def probe_slots(client: UpstreamClient, slot_dir: Path, slots: int) -> SlotFacts
     UpstreamFailed."""
     ids = client.tokenize(_TEXT)
     if len(ids) < PROBE_TOKENS[1]:
-        raise ModelError("The llama-server's tokenizer makes too few tokens of a text to be tried.")
+        raise ModelError(
+            "The llama-server's tokenizer gives too few tokens for parkd's test text. Serve another model."
+        )
     sizes = []
     for length in PROBE_TOKENS:
         read_prompt(client, 0, ids[:length], reuse=False)
@@ -147,7 +149,7 @@ def _saved(client: UpstreamClient, slot_dir: Path, ids: Sequence[int]) -> int:
         found = file_tokens(path)
         if found is None:
             raise ModelError(
-                "The llama-server's slot files have a form that parkd does not know. Use another build of it."
+                "The llama-server's slot files have a format that parkd does not support. Use another build of it."
             )
         if found.tolist() != list(ids):
             raise ModelError("The llama-server saved other tokens than it had read: parkd must be its only client.")
@@ -165,6 +167,6 @@ def _check_idle_slots(client: UpstreamClient, ids: Sequence[int], slots: int) ->
     read_prompt(client, 1, ids[:2], reuse=False)
     if client.slots()[0].tokens == 0 or read_prompt(client, 0, ids, reuse=True) == 0:
         raise ModelError(
-            "The llama-server clears its slots while they are idle, so what parkd left in one would be gone: start it "
+            "The llama-server clears its slots while they are idle, so conversations in them would be lost: start it "
             "with --cache-ram 0."
         )

@@ -52,7 +52,7 @@ class UpstreamConstraint:
     """Fields for the completion's body."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        raise EngineFailure("What this answer must obey is known to the llama-server alone.")
+        raise EngineFailure("Only the llama-server knows what this answer must obey.")
 
     def accept(self, token_id: int) -> None:
         """Does nothing: the server advances its own grammar."""
@@ -67,7 +67,7 @@ def constraint(request: TurnRequest, *, thinks: bool) -> UpstreamConstraint | No
     mode = request.tool_choice.mode
     if mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
         raise InvalidRequest(
-            "`tool_choice` forces a call, which parkd cannot make a llama-server hold to. Use `auto`.",
+            "`tool_choice` forces a call, which cannot be enforced on a llama-server. Use `auto`.",
             param="tool_choice",
         )
     if request.response_schema is None:

@@ -142,7 +142,7 @@ def _looked_at(
 ) -> Upstream:
     if not config.slot_dir.is_dir() or not os.access(config.slot_dir, os.W_OK | os.X_OK):
         raise ModelError(
-            f"--slot-save-path {config.slot_dir} is no directory that parkd may write to: name the one that the "
+            f"--slot-save-path {config.slot_dir} is not a directory that parkd can write to: name the one that the "
             f"llama-server was given."
         )
     incarnation = _incarnation(properties, client.adapters())
@@ -204,7 +204,7 @@ def _incarnation(properties: Mapping[str, Any], adapters: list[Mapping[str, Any]
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UpstreamFailed(
-            f"The llama-server's /props does not tell what parkd must know ({error}). Use a newer llama-server."
+            f"The llama-server's /props lacks what parkd needs ({error}). Use a newer llama-server."
         ) from error
 
 
@@ -212,7 +212,7 @@ def _end_tokens(client: UpstreamClient, properties: Mapping[str, Any]) -> frozen
     """The end-of-sequence token, which represents all end tokens: the server does not tell which one it sampled."""
     ids = client.tokenize(str(properties.get("eos_token", "")))
     if len(ids) != 1:
-        raise ModelError("The llama-server names no end-of-sequence token; parkd cannot serve a model without one.")
+        raise ModelError("The llama-server reports no end-of-sequence token; parkd cannot serve a model without one.")
     return frozenset(ids)
 
 
@@ -229,8 +229,8 @@ def _notes(incarnation: Incarnation, known: ModelFacts | None) -> tuple[str, ...
     notes = []
     if known is None:
         notes.append(
-            f"the model's file {incarnation.model_path} cannot be read here: another file of that name and size would "
-            f"be taken for it; clear the park directory when you change it"
+            f"the model's file {incarnation.model_path} cannot be read here, so another file of that name and size "
+            f"would not be noticed: clear the park directory when you replace it"
         )
     elif known.has_fixed_state:
         notes.append(
@@ -238,5 +238,7 @@ def _notes(incarnation: Incarnation, known: ModelFacts | None) -> tuple[str, ...
             "conversation resumes at its end only"
         )
     if not incarnation.marker:
-        notes.append("this llama-server does not tell its runs apart: restarts are noticed by what its slots lost")
+        notes.append(
+            "this llama-server does not identify its runs: a restart is noticed when its slots have lost tokens"
+        )
     return tuple(notes)

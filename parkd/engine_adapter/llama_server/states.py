@@ -41,7 +41,7 @@ class SlotFiles:
                 answer = self._client.save(slot.id, path.name)
                 size = path.stat().st_size
                 if answer.bytes != size or not size:
-                    raise EngineFailure("The llama-server's slot file is not whole. Is its disk full?")
+                    raise EngineFailure("The llama-server's slot file is incomplete. Is its disk full?")
                 if size > limit:
                     raise EngineFailure(f"The llama-server's slot file has {size} bytes where {limit} were expected.")
                 self._compare(slot, path, whole=whole)
@@ -54,8 +54,8 @@ class SlotFiles:
                 ) from refused
             except OSError as error:
                 raise EngineFailure(
-                    f"The llama-server's slot file could not be taken over: {error.strerror}. Its --slot-save-path and "
-                    f"--park-dir must lie on one file system."
+                    f"The llama-server's slot file could not be moved to its place: {error.strerror}. Its "
+                    f"--slot-save-path and --park-dir must be on one file system."
                 ) from error
         return checksum, size
 
@@ -94,7 +94,9 @@ class SlotFiles:
             )
         slot.is_exact = len(ids) == slot.position
         if whole and not slot.is_exact:
-            raise EngineFailure("The llama-server went on behind what is known; such a state is of no use later.")
+            raise EngineFailure(
+                "The llama-server generated tokens that parkd does not know, so its state cannot be resumed."
+            )
 
     @contextmanager
     def _on_the_way(self) -> Iterator[Path]:

@@ -101,8 +101,8 @@ class CompletionStream:
                 # Pings do not count: they show that the server's HTTP thread lives, not that the model makes progress.
                 if self._monotonic() - heard_s > self._silence_s:
                     raise UpstreamTimeout(
-                        f"The llama-server sent nothing of its answer for {self._silence_s:.0f} s. Look whether it "
-                        f"still runs, or allow it more with --upstream-timeout."
+                        f"The llama-server sent nothing of its answer for {self._silence_s:.0f} s. Check that it "
+                        f"still runs, or give it more time with --upstream-timeout."
                     )
                 continue
             event = parse_line(line)

@@ -99,13 +99,15 @@ class UpstreamTemplate:
         if asked != text:
             self._distrust()
             raise UpstreamFailed(
-                "The llama-server wrote this prompt otherwise than parkd did, which leaves it to the server from now "
+                "The llama-server rendered this prompt differently than parkd, so it renders all prompts from now "
                 "on. Send the request again."
             )
 
     def _distrust(self) -> None:
         if self._here is not None:
-            log.warning("parkd reads the chat template otherwise than the llama-server, which is asked from now on")
+            log.warning(
+                "parkd renders the chat template differently than the llama-server, which renders it from now on"
+            )
         self._here = None
 
 

@@ -58,13 +58,13 @@ class RunWatch:
         self.in_doubt = False
         if now == self.run:
             return False
-        log.warning("the llama-server was started anew, or changed; what was live there is forgotten")
+        log.warning("the llama-server was restarted or changed; its live conversations are forgotten")
         self.in_doubt = True
         fingerprint = fingerprint_of(now, self._client.models(), self._config.cache_dir, None)
         if now.context_tokens < self._info.context_tokens or fingerprint != self._info.fingerprint:
             raise EngineLost(
-                "The llama-server now serves another model, adapter or context than when parkd was started: start "
-                "parkd again."
+                "The llama-server now serves another model, adapter or context than when parkd was started: restart "
+                "parkd."
             )
         self.run, self.in_doubt = now, False
         return True

@@ -89,7 +89,7 @@ def _digest(path: Path, size: int, progress: Progress | None) -> str:
             hasher.update(part)
             done += len(part)
             if progress is not None:
-                progress("Reading the weights to know them again", done / max(size, 1))
+                progress("Computing the digest of the weights", done / max(size, 1))
     return hasher.hexdigest()
 
 

@@ -68,7 +68,7 @@ def test_values_of_another_head_size_than_keys_are_refused(family: str) -> None:
     config.v_head_dim = 16
     assert check_config(config) == FAMILIES[family][1].__name__
     config.v_head_dim = 24
-    with pytest.raises(UnsupportedModel, match=r"v_head_dim \(24\) apart from the keys' head size"):
+    with pytest.raises(UnsupportedModel, match=r"v_head_dim \(24\) unlike the keys' head size"):
         check_config(config)
 
 
@@ -76,7 +76,7 @@ def test_layer_kinds_are_refused_by_name() -> None:
     kinds = ["full_attention", "linear_attention", "full_attention", "full_attention"]
     config = tiny_config("qwen3")
     config.layer_types = kinds
-    with pytest.raises(UnsupportedModel, match="linear_attention of an unknown make"):
+    with pytest.raises(UnsupportedModel, match="linear_attention, whose state is not known"):
         check_config(config)
     config.layer_types = ["full_attention", "chunked_attention", "full_attention", "full_attention"]
     with pytest.raises(UnsupportedModel, match="chunked_attention"):
@@ -116,5 +116,5 @@ def test_positions_that_depend_on_what_else_was_read_are_refused(kind: str) -> N
 
 def test_an_index_needs_its_settings() -> None:
     config = Qwen4ExpTextConfig(num_hidden_layers=4)
-    with pytest.raises(UnsupportedModel, match=r"indexed_attention without settings of their index"):
+    with pytest.raises(UnsupportedModel, match=r"indexed_attention without the settings of their index"):
         check_config(config)

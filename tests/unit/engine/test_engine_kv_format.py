@@ -135,7 +135,7 @@ def test_no_more_than_one_heads_numbers_exist_at_once() -> None:
 def test_a_kind_that_keeps_no_scales_is_refused() -> None:
     keys = FieldSpec("key", torch.int8, (2, 16))
     for state in (LayerState(row=(keys,)), LayerState(fixed=(keys,))):
-        with pytest.raises(UnsupportedModel, match="layers of kind odd_attention cannot keep"):
+        with pytest.raises(UnsupportedModel, match="layers of kind odd_attention cannot store"):
             _check_format("odd_attention", state)
     _check_format("odd_attention", LayerState(row=(replace(keys, dtype=torch.float16),)))
 

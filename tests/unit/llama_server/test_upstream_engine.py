@@ -272,7 +272,7 @@ def test_a_slot_that_lost_its_state_after_a_restore_is_told(server: FakeLlama, t
     ("answer", "message"),
     [
         (refusal(500, "Unable to save slot", "server_error"), "disk full"),
-        (ok({"id_slot": 0, "n_saved": 30, "n_written": 4096}), "taken over"),
+        (ok({"id_slot": 0, "n_saved": 30, "n_written": 4096}), "moved to its place"),
     ],
 )
 def test_a_save_that_fails_parks_nothing(server: FakeLlama, tmp_path: Path, answer: object, message: str) -> None:
@@ -300,7 +300,7 @@ def test_a_file_cut_short_by_a_full_disk_parks_nothing(server: FakeLlama, tmp_pa
         return answer
 
     server.answers["save"] = short
-    with pytest.raises(EngineFailure, match="not whole"):
+    with pytest.raises(EngineFailure, match="is incomplete"):
         capture(engine, tmp_path / "a.extent")
     assert not (tmp_path / "a.extent").exists()
 

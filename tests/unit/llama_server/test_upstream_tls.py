@@ -115,7 +115,7 @@ def test_a_certificate_that_is_named_is_trusted_and_its_connection_kept(
         for _ in range(3):
             assert client.properties() == PROPERTIES
         assert client.connections == 1
-        with pytest.raises(UpstreamFailed, match="broke off its answer to /v1/models"):
+        with pytest.raises(UpstreamFailed, match="did not complete its answer to /v1/models"):
             client.models()
         assert client.properties() == PROPERTIES
         assert client.connections == 2
