@@ -38,8 +38,8 @@ FOREIGN_COMMANDS = {
 }
 """Commands of Ollama, and what to use instead."""
 _ONE_LANE = "one conversation runs at a time, and the others are parked: see --conversation-cache-mib"
-_NOT_NEEDED = "it is always so; leave it out"
-_NOTHING = "nothing does the same; leave it out"
+_NOT_NEEDED = "it is always on; leave it out"
+_NOTHING = "there is no such setting; leave it out"
 _EXACT = "state is reused exactly where the prompt is equal; leave it out"
 FOREIGN_FLAGS = {
     "--n-gpu-layers": "it is --gpu-layers",
@@ -63,7 +63,7 @@ FOREIGN_FLAGS = {
         ("--mlock", "--no-mmap", "--no-webui", "--swa-full", "-v", "--verbose", "-to", "--timeout"), _NOTHING
     ),
     "--chat-template": "a template is a file: --chat-template-file",
-    "--reasoning-budget": "each request says how much is thought, with `thinking_budget`",
+    "--reasoning-budget": "each request limits its thinking with `thinking_budget`",
 }
 """Flags of llama-server, and what to use instead."""
 

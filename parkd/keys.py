@@ -26,10 +26,10 @@ def read_key_file(path: Path) -> tuple[NamedKey, ...]:
         if line.strip() and not line.lstrip().startswith("#"):
             keys.append(_key(line.strip(), f"--api-key-file {path}, line {number}"))
     if not keys:
-        raise ConfigError(f"--api-key-file {path}: there is no key in it. Add a line name:key:namespace.")
+        raise ConfigError(f"--api-key-file {path}: it contains no key. Add a line name:key:namespace.")
     for what, values in (("name", [key.name for key in keys]), ("key", [key.key for key in keys])):
         if len(set(values)) < len(values):
-            raise ConfigError(f"--api-key-file {path}: a {what} stands there twice. Give each line its own.")
+            raise ConfigError(f"--api-key-file {path}: two lines have the same {what}. Give each line its own.")
     return tuple(keys)
 
 

@@ -82,7 +82,7 @@ def draft_tokens(values: Mapping[str, Any]) -> int | None:
     own: int | None = values["draft-tokens"]
     alias: int | None = values["draft-max"]
     if own is not None and alias is not None and own != alias:
-        raise ConfigError(f"--draft-tokens is {own} and --draft-max is {alias}: say it once")
+        raise ConfigError(f"--draft-tokens is {own} and --draft-max is {alias}: give only one")
     return alias if own is None else own
 
 
@@ -92,16 +92,16 @@ def one_kv_format(values: Mapping[str, Any]) -> str | None:
     names = ("cache-type-k", "cache-type-v")
     for name in names:
         if values[name] not in (None, *KV_ALIASES):
-            raise ConfigError(f"--{name} {values[name]} is known to llama.cpp only: say --engine llama.cpp too")
+            raise ConfigError(f"--{name} {values[name]} is supported by llama.cpp only: add --engine llama.cpp")
     keys, vals = (KV_ALIASES[values[name] or "auto"] for name in names)
     if keys != vals:
         raise ConfigError(
-            f"--cache-type-k is {keys or 'auto'} and --cache-type-v is {vals or 'auto'}: both are kept in one type, "
-            f"so give them the same, or use --kv-cache-dtype (--engine llama.cpp keeps them apart)"
+            f"--cache-type-k is {keys or 'auto'} and --cache-type-v is {vals or 'auto'}: both are stored in one type, "
+            f"so give them the same, or use --kv-cache-dtype (--engine llama.cpp can store two)"
         )
     whole: str | None = values["kv-cache-dtype"]
     if whole is not None and keys is not None and whole != keys:
-        raise ConfigError(f"--kv-cache-dtype is {whole} and --cache-type-k is {keys}: say it once")
+        raise ConfigError(f"--kv-cache-dtype is {whole} and --cache-type-k is {keys}: give only one")
     return whole or keys
 
 
@@ -110,5 +110,5 @@ def control_vectors(values: Mapping[str, Any]) -> tuple[ControlVectorFile, ...]:
     names = [vector.name for vector in found]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"two control vectors are called {name}: name one otherwise, e.g. other={name}.gguf")
+            raise ConfigError(f"two control vectors are called {name}: rename one, e.g. other={name}.gguf")
     return found

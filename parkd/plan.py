@@ -114,7 +114,7 @@ def _refusals(sizes: Sizes, context_tokens: int, longest: int, min_free_bytes: i
     if longest == 0:
         need = -(-sizes.need_bytes(1) // MIB)
         least = "one token" if sizes.layout.is_opaque else "one block"
-        shown.append(f"refused   everything: {least} and what goes with it take {need:,} MiB")
+        shown.append(f"refused   everything: {least} and its metadata take {need:,} MiB")
     elif longest < context_tokens and sizes.layout.is_opaque:
         full = -(-sizes.need_bytes(context_tokens) // MIB)
         shown.append(
@@ -127,5 +127,5 @@ def _refusals(sizes: Sizes, context_tokens: int, longest: int, min_free_bytes: i
     if sizes.slots is not None:
         shown.append(f"refused   conversation {sizes.slots + 1} while the other {sizes.slots} are in use or pinned")
     shown.append(f"refused   anything that would leave less than {min_free_bytes // MIB:,} MiB of memory free")
-    shown.append("refused   under --eviction-policy value: what is worth less than all that would go for it")
+    shown.append("refused   under --eviction-policy value: what is worth less than all that would be evicted for it")
     return shown

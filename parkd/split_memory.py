@@ -39,7 +39,7 @@ def load(
         try:
             return load_engine(replace(config, model=replace(config.model, layer_split=known)))
         except ModelError as error:
-            log.warning("the layer split of last time does not fit, a new one is chosen: %s", error.message)
+            log.warning("the previous layer split does not fit, so a new one is chosen: %s", error.message)
     engine = load_engine(config)
     split = tuple(stage.first_layer for stage in engine.info.layout.stages[1:])
     remember(files, model, config.model.devices, split)
@@ -72,4 +72,4 @@ def remember(files: FileSystem, model: str, devices: tuple[str, ...], split: tup
         files.rename(TEMPORARY_NAME, FILE_NAME)
         files.sync()
     except OSError as error:
-        log.warning("the layer split could not be noted: %s", error)
+        log.warning("the layer split could not be stored: %s", error)

@@ -57,7 +57,7 @@ def parking_line(budget: Budget, info: EngineInfo) -> str:
     if budget.budget_bytes == 0:
         return "parking is off (--conversation-cache-mib 0): a conversation that leaves is read again when it returns"
     if info.layout.grain is Grain.FILE:
-        return "conversations are parked in the server's own slot files; memory holds what is known of them"
+        return "conversations are parked in the server's own slot files; memory holds only their metadata"
     full = f"a full {info.context_tokens:,}-token context needs {-(-budget.full_context_bytes // MIB):,} MiB"
     held = f"parking holds {budget.tokens:,} tokens in {budget.budget_bytes // MIB:,} MiB"
     if budget.tokens < info.context_tokens:
@@ -69,7 +69,7 @@ def disk_line(disk: DiskStats, directory: Path | None, free_bytes: int | None) -
     """`free_bytes` is what the directory's file system has left."""
     size = f"disk      {disk.budget_bytes // MIB:,} MiB"
     if directory is None:
-        return f"{size} in files without a name, gone with this process"
+        return f"{size} in unnamed files, which end with this process"
     other = (
         f", {disk.foreign_conversations:,} of another model, KV type or layer split"
         if disk.foreign_conversations
@@ -91,7 +91,7 @@ def template_warning(render: Callable[[TurnRequest], str], *, calls_tools: bool)
     if not shown:
         return "no chat template shows what users say: name one with --chat-template-file, or use /v1/completions only"
     if not calls_tools:
-        return "no tools are known in this model's chat template: agents get text, never a tool call"
+        return "this model's chat template has no known format for tool calls: agents get text, never a tool call"
     return None
 
 

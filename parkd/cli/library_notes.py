@@ -23,7 +23,7 @@ class PlainKernels(logging.Filter):
         if not self._is_told:
             self._is_told = True
             log.info(
-                "recurrent layers run in plain PyTorch: right, and on NVIDIA cards slower than with the packages "
+                "recurrent layers run in plain PyTorch: correct, but on NVIDIA GPUs slower than with the packages "
                 "flash-linear-attention and causal-conv1d"
             )
         return False

@@ -89,7 +89,7 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
     if name == "auto":
         wants = f"--{config.llama.given[0]} is its flag" if config.llama.given else ""
         if config.devices or not is_gguf:  # --layer-split goes with --devices only
-            name, why = "torch", "--devices names its stages" if config.devices else "the model is no GGUF file"
+            name, why = "torch", "--devices names its stages" if config.devices else "the model is not a GGUF file"
         elif not has_library:
             name, why = "torch", f"llama.cpp is not installed: {LLAMA_HINT}"
         elif is_demo and not wants:
@@ -102,10 +102,10 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
         raise ConfigError(f"--engine llama.cpp needs llama-cpp-python: {LLAMA_HINT}")
     if name == "llama.cpp" and (config.devices or config.layer_split):
         raise ConfigError(
-            "--devices and --layer-split are the torch engine's: llama.cpp has --split-mode, --tensor-split"
+            "--devices and --layer-split are for --engine torch: llama.cpp has --split-mode, --tensor-split"
         )
     if name == "torch" and config.llama.given:
-        raise ConfigError(f"--{config.llama.given[0]} is llama.cpp's, and this runs on torch, since {why}")
+        raise ConfigError(f"--{config.llama.given[0]} is for llama.cpp, and this runs on torch, since {why}")
     return name, why
 
 
@@ -126,9 +126,7 @@ def card_notes(gpu_layers: int | None, build_has_cards: bool, has_card: bool) ->
     if build_has_cards or gpu_layers == 0 or not (has_card or gpu_layers):
         return ()
     what = "--gpu-layers has no effect" if gpu_layers else "the cards here are not used"
-    return (
-        f"this llama-cpp-python was built for the processor alone, {what}: docs/LLAMA_CPP.md, or use --engine torch",
-    )
+    return (f"this llama-cpp-python was built for CPUs only, {what}: see docs/LLAMA_CPP.md, or use --engine torch",)
 
 
 def load_llama_cpp(

@@ -79,9 +79,9 @@ def _check_engine(config: ModelConfig, what: str, else_do: str) -> None:
     engine, why = choose_engine(config, model, is_demo=is_demo)
     if engine != "torch":
         raise ConfigError(
-            f"{what} knows the torch engine's cost of reading only, and this would run on {engine}, since {why}. "
-            f"What a token of state takes there is told by parkd plan and its start-up lines{else_do}. "
-            f"--engine torch gives torch's."
+            f"{what} only knows the reading cost of the torch engine, and this would run on {engine}, since {why}. "
+            f"parkd plan and the start-up lines show its bytes per token{else_do}. "
+            f"Add --engine torch for the costs of that engine."
         )
 
 

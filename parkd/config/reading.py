@@ -73,7 +73,7 @@ def _read_toml(path: Path, by_name: Mapping[str, Setting]) -> dict[str, str]:
 def _unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     known = {setting.variable: setting for setting in SETTINGS} | {ENV_PREFIX + "CONFIG": None}
     strange = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
-    return tuple(f"{name} in the environment means nothing to parkd{nearest(name, known)}" for name in strange)
+    return tuple(f"the environment variable {name} is not a setting of parkd{nearest(name, known)}" for name in strange)
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ def _check_together(values: Mapping[str, Any]) -> None:
     if not (_is_loopback(values["host"]) or values["api-key"] or values["api-key-file"] or values["insecure"]):
         raise ConfigError(
             f"--host {values['host']} can be reached from other machines and no key is set: set PARKD_API_KEY, "
-            "or say --insecure if everyone who can reach it may use it"
+            "or give --insecure if everyone who can reach it may use it"
         )
 
 
@@ -109,7 +109,7 @@ def _check_upstream(values: Mapping[str, Any]) -> None:
         given = next((name for name in names if values[name] is not None), None)
         if given is not None:
             raise ConfigError(
-                f"--{given} is of --engine llama-server, which also needs --upstream: name both or neither"
+                f"--{given} is for --engine llama-server, which also needs --upstream: name both or neither"
             )
         return
     for name in names:
@@ -119,7 +119,7 @@ def _check_upstream(values: Mapping[str, Any]) -> None:
             )
     if not values["conversation-cache-disk-mib"] and values["conversation-cache-mib"] != 0:
         raise ConfigError(
-            "--engine llama-server parks in files: --conversation-cache-disk-mib must say how much they may take (or "
+            "--engine llama-server parks in files: --conversation-cache-disk-mib must limit their size (or "
             "--conversation-cache-mib 0: no parking)"
         )
 

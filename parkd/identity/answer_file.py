@@ -104,7 +104,7 @@ class AnswerFile:
         self._size = size
 
     def _give_up(self, error: OSError) -> None:
-        log.warning("answers are not kept in %s any more: %s", self._path, error)
+        log.warning("answers are no longer saved to %s: %s", self._path, error)
         self.close()
 
 

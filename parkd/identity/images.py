@@ -54,7 +54,7 @@ class PromptImages:
             )
         if len(pictures) > MAX_IMAGES:
             raise InvalidRequest(
-                f"The request has {len(pictures)} images; {MAX_IMAGES} are the most. Leave older ones out.",
+                f"The request has {len(pictures)} images; at most {MAX_IMAGES} are allowed. Leave older ones out.",
                 param="messages",
             )
         self._images = [_read(picture, reader) for picture in pictures]
@@ -82,7 +82,7 @@ class PromptImages:
         places = np.flatnonzero(tokenised.ids == self._reader.tokens.token_id)
         if len(places) != len(self._images):
             raise InvalidRequest(
-                "A text holds the model's own word for an image, and there are images too. Leave it out of the texts.",
+                "A text contains the model's placeholder for an image, besides real images. Remove it from the texts.",
                 param="messages",
             )
         counts = np.array([image.tokens for image in self._images])
@@ -111,7 +111,7 @@ class PromptImages:
             first = start + spliced.positions[kept] - before.positions[piece]
             spans.append(ImageSpan(first, first + image.tokens, image.digest, image.data, reader.sees_itself))
         if spans[-1].stop == len(spliced.ids):
-            raise InvalidRequest("The prompt ends with an image. Put some text behind it.", param="messages")
+            raise InvalidRequest("The prompt ends with an image. Put some text after it.", param="messages")
         return tuple(spans)
 
 
@@ -147,7 +147,7 @@ def _read(picture: ImageData, reader: ImageReader) -> _Read:
     try:
         data = base64.b64decode("".join(picture.base64.split()), validate=True)
     except ValueError as error:
-        raise InvalidRequest(f"`{picture.where}` is no base64 ({error}).", param=picture.where) from error
+        raise InvalidRequest(f"`{picture.where}` is not valid base64 ({error}).", param=picture.where) from error
     try:
         facts = reader.facts(data)
     except InvalidRequest as error:

@@ -133,7 +133,7 @@ class Proxy:
             if self.disk is not None:
                 self.disk.stop()
             if not self.thread.stop(CUT_WAIT_S):
-                log.warning("the engine is still busy; the process ends without it")
+                log.warning("the engine is still busy; the process ends without waiting for it")
             outlive_copies(self.services.store)
 
     def _queued(self, turn: Turn) -> None:
@@ -231,7 +231,7 @@ class Proxy:
             if self.services.prepare is not None:
                 await anyio.to_thread.run_sync(self.services.prepare)
         except Exception:
-            log.exception("getting ready ahead of the first request failed; the request that needs it tries again")
+            log.exception("preparing structured output failed; the first request that needs it tries again")
 
     async def _serve_lane(self) -> None:
         try:

@@ -52,8 +52,8 @@ class BodyRoom:
         others_bytes = self.held_bytes - own_bytes
         if others_bytes and self.held_bytes + count > self._limit_bytes:
             raise QueueFull(
-                f"The requests that wait hold {others_bytes / MIB:.0f} MiB, and --max-queue-mib allows "
-                f"{self._limit_bytes // MIB} with this one. Try again later, or send smaller pictures.",
+                f"Waiting requests hold {others_bytes / MIB:.0f} MiB, and with this one they would exceed "
+                f"--max-queue-mib ({self._limit_bytes // MIB}). Try again later, or send smaller images.",
                 retry_after_s=self._retry_after_s(),
             )
         self.held_bytes += count

@@ -68,7 +68,9 @@ class Lobby:
         surplus = oldest[: max(0, len(oldest) - self._most)]
         gone = [connection for connection in surplus if now_s - self._waits[connection].since_s >= LEAST_WAIT_S]
         if gone:
-            log.warning("closed %d connections on which no request came: more than %d are open", len(gone), self._most)
+            log.warning(
+                "closed %d connections without a request, because more than %d were open", len(gone), self._most
+            )
         self._close(gone)
 
     def _close(self, connections: Collection[Connection]) -> None:

@@ -73,7 +73,7 @@ class DiskWorker:
             while self._store.has_writes and not self._store.queue.is_paused:
                 await self._step()
             return not self._store.has_writes
-        log.warning("what was not on disk after %.0f s stays off it", deadline_s)
+        log.warning("conversations that were not written to disk within %.0f s are not kept", deadline_s)
         return False
 
     async def mark(self, *, stops: bool = False) -> None:
@@ -111,7 +111,7 @@ class DiskWorker:
                 left_s = began_s + ROOM_WAIT_S - self._monotonic()
                 may_wait = promotion.reason in (RefusalReason.BUDGET, RefusalReason.BUSY) and left_s > 0
                 if not may_wait or not await self.room(left_s):
-                    log.info("not read from disk: %s", promotion.message)
+                    log.info("a conversation was not read from disk: %s", promotion.message)
                     return None
             return await self._read(promotion)
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 CHAT = "POST /v1/chat/completions"
 MODELS = "GET /v1/models"
-_OLLAMA = "Ollama's own API is not spoken here; its clients also take an OpenAI server: base URL .../v1."
+_OLLAMA = "Ollama's own API is not supported; its clients also accept an OpenAI server: base URL .../v1."
 _NONE = "This server generates text only; run another one beside it for that."
 
 ADVICE: Mapping[str, str] = {
     "/api/chat": f"{_OLLAMA} The chat is {CHAT}.",
     "/api/generate": f"{_OLLAMA} The chat is {CHAT}, raw text POST /v1/completions.",
-    "/api/tags": f"{_OLLAMA} The model is told by {MODELS}.",
-    "/api/ps": f"{_OLLAMA} What runs is told by GET /slots.",
-    "/api/show": f"{_OLLAMA} The model is told by {MODELS} and GET /props.",
+    "/api/tags": f"{_OLLAMA} {MODELS} shows the model.",
+    "/api/ps": f"{_OLLAMA} GET /slots shows what runs.",
+    "/api/show": f"{_OLLAMA} {MODELS} and GET /props show the model.",
     "/api/pull": "The model is named when the server starts (--model), a hub id is downloaded then.",
     "/api/embed": _NONE,
     "/api/embeddings": _NONE,
@@ -23,10 +23,10 @@ ADVICE: Mapping[str, str] = {
     "/embedding": _NONE,
     "/v1/rerank": _NONE,
     "/rerank": _NONE,
-    "/infill": "Infilling is not possible here; raw text is POST /v1/completions.",
+    "/infill": "Infilling is not supported; raw text is POST /v1/completions.",
     "/completion": f"Raw text is POST /v1/completions, the chat {CHAT}.",
     "/completions": f"Raw text is POST /v1/completions, the chat {CHAT}.",
-    "/detokenize": "Ids with their texts are told by POST /tokenize with `with_pieces`.",
+    "/detokenize": "POST /tokenize with `with_pieces` shows ids with their texts.",
     "/lora-adapters": "Adapters are not loaded at run time; control vectors steer by `steering` in a request.",
     "/messages": "Anthropic's API is at POST /v1/messages: its base URL has no /v1 at the end.",
     "/responses": "The Responses API is POST /v1/responses: its base URL ends in /v1.",

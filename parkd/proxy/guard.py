@@ -77,7 +77,7 @@ def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Res
         if error.status_code == 404:
             refused = NotFound(f"There is nothing at {request.url.path[:PATH_SHOWN]}. {advice(request.url.path)}")
         else:
-            refused = InvalidRequest(f"{request.method} is not possible at {request.url.path}.")
+            refused = InvalidRequest(f"{request.method} is not allowed at {request.url.path}.")
         metrics.requests.labels(refused.code).inc()
         response = _error_response(spoken_by(request), refused, request_id_of(request.headers))
         response.status_code = error.status_code
@@ -90,8 +90,10 @@ def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Res
 def _refused_websocket(request: Request, metrics: Metrics) -> Response:
     """The answer to a WebSocket request. Its `upgrade` header names the protocol to use (RFC 9110, 15.5.22)."""
     path = request.url.path[:PATH_SHOWN]
-    refused = UpgradeRefused(f"No WebSocket is spoken at {path}: send a POST over HTTP, with `stream` for a stream.")
-    log.info("a client asked for a WebSocket at %r and was told to use HTTP", path)
+    refused = UpgradeRefused(
+        f"WebSockets are not supported at {path}: send a POST over HTTP, with `stream` for a stream."
+    )
+    log.info("a client requested a WebSocket at %r and was told to use HTTP", path)
     metrics.requests.labels(refused.code).inc()
     response = _error_response(spoken_by(request), refused, request_id_of(request.headers))
     response.headers.update({"upgrade": "HTTP/1.1", "connection": "upgrade"})

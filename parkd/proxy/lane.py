@@ -118,7 +118,7 @@ class Lane(Generic[W]):
                 self.close(lost)
                 raise
             except Exception as error:
-                stopped = EngineLost("The server met an error it cannot go on from; it stops.")
+                stopped = EngineLost("The server met an error from which it cannot recover; it stops.")
                 turn.fail(stopped)
                 self.close(stopped)
                 raise stopped from error

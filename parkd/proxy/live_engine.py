@@ -55,10 +55,10 @@ class LiveEngine:
         except ParkdError:
             raise
         except Exception as error:
-            log.exception("the engine raised what it should not")
+            log.exception("the engine raised an unexpected error and is reset")
             await self.reset()
             raise EngineFailure(
-                "The engine failed in an unforeseen way; the log has the details. Try again."
+                "The engine failed unexpectedly; the server's log has the details. Try again."
             ) from error
 
     async def wake(self) -> None:

@@ -21,32 +21,30 @@ class Metrics:
 
     def __init__(self, *, waiting: Callable[[], int], store_stats: Callable[[], object] | None) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "parkd_requests", "Requests by what became of them.", ["outcome"], registry=self.registry
-        )
+        self.requests = Counter("parkd_requests", "Requests by outcome.", ["outcome"], registry=self.registry)
         self.starts = Counter(
-            "parkd_starts", "Turns by where their start came from.", ["cache"], registry=self.registry
+            "parkd_starts", "Turns by the source of their reused state.", ["cache"], registry=self.registry
         )
         self.read_tokens = Counter("parkd_prompt_tokens_read", "Prompt tokens computed.", registry=self.registry)
         self.reused_tokens = Counter(
-            "parkd_prompt_tokens_reused", "Prompt tokens not computed.", registry=self.registry
+            "parkd_prompt_tokens_reused", "Prompt tokens reused, so not computed.", registry=self.registry
         )
         self.output_tokens = Counter("parkd_output_tokens", "Tokens generated.", registry=self.registry)
         self.drafted_tokens = Counter("parkd_draft_tokens", "Tokens guessed by a draft head.", registry=self.registry)
         self.accepted_tokens = Counter(
-            "parkd_draft_tokens_accepted", "Guesses that the model said too.", registry=self.registry
+            "parkd_draft_tokens_accepted", "Guessed tokens that the model accepted.", registry=self.registry
         )
         self.moved_bytes = Counter(
             "parkd_moved_bytes", "State bytes copied between arenas and host.", ["direction"], registry=self.registry
         )
         self.moved_seconds = Counter(
-            "parkd_moved_seconds", "Seconds those copies took.", ["direction"], registry=self.registry
+            "parkd_moved_seconds", "Seconds that these copies took.", ["direction"], registry=self.registry
         )
         self.refusals = Counter(
-            "parkd_park_refusals", "Conversations not parked, or not wholly.", ["reason"], registry=self.registry
+            "parkd_park_refusals", "Conversations not parked, or only in part.", ["reason"], registry=self.registry
         )
         self.restore_failures = Counter(
-            "parkd_restore_failures", "Restores that failed; each read cold.", registry=self.registry
+            "parkd_restore_failures", "Failed restores; each prompt was then read cold.", registry=self.registry
         )
         self.first_token = Histogram(
             "parkd_first_token_seconds",

@@ -102,7 +102,7 @@ class LiveState(LiveEngine):
         try:
             held = self._store.lease(plan.parked.id, plan.option.position, plan.keep_rows)
         except ConversationGone as gone:
-            raise RestoreFailed("The parked conversation has just gone.") from gone
+            raise RestoreFailed("The parked conversation was removed a moment ago.") from gone
         with held as lease:
             await self._park_before_loss(plan.keep_rows)
             self._check_kept(plan.keep_rows)
@@ -110,7 +110,7 @@ class LiveState(LiveEngine):
                 return await self._restore(lease, plan.parked, plan.option.outcome, key, tail)
             except RestoreFailed as error:
                 failed = error
-        log.warning("a restore failed, the turn reads cold: %s", failed.message)
+        log.warning("a restore failed, so the turn reads its prompt cold: %s", failed.message)
         self._metrics.restore_failures.inc()
         self.conversation = LiveConversation()
         self._store.drop(plan.parked.id, failed.message)
@@ -167,7 +167,7 @@ class LiveState(LiveEngine):
         except EngineLost:
             raise
         except EngineFailure as error:
-            log.warning("not parked: its state could not be kept: %s", error.message)
+            log.warning("not parked: taking a checkpoint failed: %s", error.message)
             await self.check()
             return
         capture = await self._reserve(
@@ -299,7 +299,7 @@ class LiveState(LiveEngine):
         position = await self.call(self._restore_rows, lease, tail)
         if position not in (lease.stop, lease.stop if tail is None else tail.stop):
             await self.reset()
-            raise RestoreFailed(f"the engine came to {position} where {lease.stop} was restored")
+            raise RestoreFailed(f"the engine is at {position} after a restore to {lease.stop}")
         took_s = self._monotonic() - began_s
         whole = lease.stop == parked.position
         await self._refresh()

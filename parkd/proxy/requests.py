@@ -71,8 +71,10 @@ async def _next_piece(pieces: AsyncIterator[bytes], silence_s: float, due_s: flo
     with anyio.move_on_after(min(silence_s, due_s - now_s)):
         return await anext(pieces, None)
     if due_s < now_s + silence_s:
-        raise BodyStalled(f"The body came at less than {LEAST_BODY_BYTES_A_S} bytes a second. Send the request again.")
-    raise BodyStalled(f"Nothing of the body came for {silence_s:g} s. Send the request again.")
+        raise BodyStalled(
+            f"The body arrived at less than {LEAST_BODY_BYTES_A_S} bytes a second. Send the request again."
+        )
+    raise BodyStalled(f"No part of the body arrived for {silence_s:g} s. Send the request again.")
 
 
 async def parse_object(body: bytes) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ class CutRequests(logging.Filter):
         if not isinstance(error, asyncio.CancelledError):
             # uvicorn also cancels the application's lifespan then, and logs that traceback as text.
             return not record.getMessage().rstrip().endswith("asyncio.exceptions.CancelledError")
-        log.warning("a running request was cut, since the server stops")
+        log.warning("a running request was cut because the server stops")
         return False
 
 

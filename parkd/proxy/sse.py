@@ -176,7 +176,7 @@ class TurnResponse:
 
 def unforeseen() -> ParkdError:
     """The error that a client is told about an unexpected exception."""
-    return EngineFailure("The server met an unforeseen error; its log has the details.")
+    return EngineFailure("The server met an unexpected error; its log has the details.")
 
 
 def _joined(frames: Iterable[bytes]) -> bytes:

@@ -104,8 +104,8 @@ class TurnRunner:
         except ParkdError as raised:
             error = raised
         except Exception as raised:
-            log.exception("request %s failed in an unforeseen way", turn.request_id)
-            error = EngineFailure("The request failed in an unforeseen way; the server's log has the details.")
+            log.exception("request %s failed unexpectedly", turn.request_id)
+            error = EngineFailure("The request failed unexpectedly; the server's log has the details.")
             error.__cause__ = raised
         if error is not None:
             turn.channel.fail(error)
@@ -165,7 +165,7 @@ class TurnRunner:
         """
         in_effect = await self._live.call(self._live.engine.steer, turn.request.steering)
         if in_effect != turn.prompt.key.steering:
-            raise EngineFailure("The engine steers by another set of control vectors than was asked for. Try again.")
+            raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
 
     async def _read(self, turn: Turn, fork: int) -> float:
         """Reads the prompt up to its last token. `fork` is where it left what was known, a likely place to fork again.
@@ -274,9 +274,9 @@ class TurnRunner:
         except EngineLost:
             raise
         except ParkdError as error:
-            log.warning("nothing was parked behind request %s: %s", turn.request_id, error.message)
+            log.warning("nothing was parked after request %s: %s", turn.request_id, error.message)
         except Exception:
-            log.exception("parking behind request %s failed in an unforeseen way", turn.request_id)
+            log.exception("parking after request %s failed unexpectedly", turn.request_id)
 
     def _retain(self, turn: Turn) -> None:
         asked_s, retention = turn.request.cache.min_retention_s, self._retention

@@ -65,7 +65,7 @@ class TurnStarter:
                     turn.release_awaited()
                     turn.release_awaited = self._store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         except Exception:
-            log.exception("reading ahead for request %s failed in an unforeseen way", turn.request_id)
+            log.exception("reading ahead from disk for request %s failed unexpectedly", turn.request_id)
 
     async def _promote(self, plan: StartPlan) -> None:
         assert self._disk is not None

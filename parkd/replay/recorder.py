@@ -45,7 +45,7 @@ class Recorder:
         try:
             self._file = path.open("x", encoding="utf-8")
         except FileExistsError:
-            raise ConfigError(f"--record {path}: there is such a file; name another") from None
+            raise ConfigError(f"--record {path}: the file exists already; name another one") from None
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from error
         self._file.write(header_line(header) + "\n")
@@ -81,7 +81,8 @@ class Recorder:
         self._file.close()
         if self.dropped:
             log.warning(
-                "%d turns are missing from the recorded trace: they came faster than it was written", self.dropped
+                "%d turns are missing from the recorded trace: they came faster than they could be written",
+                self.dropped,
             )
 
     def _write_all(self) -> None:

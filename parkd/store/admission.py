@@ -117,7 +117,7 @@ class Admission:
             part = self._free_part(plan, longest, places, in_flight, prefixes)
             if part:
                 return Decision(part, None, prefixes)
-            return Refused(RefusalReason.VALUE, "what would have to go for it is expected to save more")
+            return Refused(RefusalReason.VALUE, "what would be evicted for it is expected to save more")
         return Decision(position, queue, prefixes)
 
     def _free_part(
@@ -168,7 +168,7 @@ class Admission:
         if taken == 0 or free - taken >= self.config.min_free_bytes:
             return outcome
         floor = mib(self.config.min_free_bytes)
-        message = f"needs {mib(taken)} of the machine's free {mib(free)}, of which {floor} are to stay free"
+        message = f"needs {mib(taken)} of the machine's free {mib(free)}, of which {floor} must stay free"
         return Refused(RefusalReason.MEMORY_FLOOR, message)
 
     def _queue(self, plan: CapturePlan, position: int, prefixes: Sequence[Entry], costs: Costs, now_s: float) -> Queue:

@@ -59,7 +59,7 @@ def scan(fs: FileSystem) -> Found:
             manifest = decode(fs.load(name))
             _check(manifest, name, sizes)
         except (OSError, DamagedManifest) as error:
-            log.warning("%s is given up: %s", name, error)
+            log.warning("%s is discarded: %s", name, error)
             garbage.append(name)
         else:
             found.append((manifest, size))
@@ -123,7 +123,7 @@ def _times(fs: FileSystem) -> dict[str, float]:
     try:
         return fs.times()
     except OSError as error:
-        log.warning("when conversations were last used is not known: %s", error)
+        log.warning("the times when conversations were last used cannot be read: %s", error)
         return {}
 
 

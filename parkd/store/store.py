@@ -164,7 +164,7 @@ class ConversationStore:
                 try:
                     capture = self._open(owner, plan, outcome, history)
                 except (MemoryError, OSError) as error:
-                    message = f"the machine gave no memory for {mib(plan.need_bytes(outcome.position))}: {error}"
+                    message = f"the machine has no memory for {mib(plan.need_bytes(outcome.position))}: {error}"
                     outcome = Refused(RefusalReason.MEMORY, message)
                 else:
                     undo.pop_all()

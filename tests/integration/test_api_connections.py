@@ -155,7 +155,7 @@ async def test_a_websocket_is_refused_in_the_way_that_sends_clients_to_http(
     assert "POST" in refused.json()["error"]["message"]
     told = [record.getMessage() for record in caplog.records if record.name.startswith(("parkd", "uvicorn"))]
     assert [line for line in told if "pgrade" in line or "WebSocket" in line] == [
-        f"a client asked for a WebSocket at {path!r} and was told to use HTTP"
+        f"a client requested a WebSocket at {path!r} and was told to use HTTP"
     ]
 
 

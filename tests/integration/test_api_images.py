@@ -270,7 +270,7 @@ async def test_a_model_of_text_says_so(dialect: Dialect) -> None:
         ("https://example.org/cat.png", "fetches nothing"),
         ("file:///etc/passwd", "fetches nothing"),
         ("data:image/svg+xml,<svg/>", "without base64"),
-        ("data:image/png;base64,???", "no base64"),
+        ("data:image/png;base64,???", "not valid base64"),
         (data_url(b"no picture"), "it is no picture"),
     ],
 )
@@ -297,7 +297,7 @@ async def test_what_is_no_picture_is_refused_with_advice(dialect: Dialect, url: 
     [
         ([{"role": "user", "content": chat_parts(["<|image|>", b"PIC"])}], "2 places for them"),
         ([{"role": "system", "content": chat_parts([b"PIC"])}, {"role": "user", "content": "x"}], "role 'system'"),
-        ([{"role": "user", "content": chat_parts([b"PIC"] * 4)}], "3 are the most"),
+        ([{"role": "user", "content": chat_parts([b"PIC"] * 4)}], "at most 3 are allowed"),
     ],
 )
 async def test_pictures_that_have_no_place_are_refused(

@@ -36,9 +36,9 @@ def test_lines_are_keys_with_names_and_namespaces(tmp_path: Path) -> None:
         ("anna:", "line 1"),
         ("# x\nan na:secret", "line 2"),
         ("a:secret:name space", "line 1"),
-        ("a:secret\na:other", "name stands there twice"),
-        ("a:secret\nb:secret", "key stands there twice"),
-        ("# nothing\n", "no key in it"),
+        ("a:secret\na:other", "two lines have the same name"),
+        ("a:secret\nb:secret", "two lines have the same key"),
+        ("# nothing\n", "contains no key"),
     ],
 )
 def test_what_is_wrong_is_named_and_no_key_is_shown(tmp_path: Path, text: str, hint: str) -> None:

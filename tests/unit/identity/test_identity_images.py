@@ -112,7 +112,7 @@ def test_a_picture_that_is_first_to_differ_is_named() -> None:
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ([{"type": "image", "image": ImageData("a", "p")}], "no base64"),
+        ([{"type": "image", "image": ImageData("a", "p")}], "not valid base64"),
         ([{"type": "image", "image": ImageData("", "p", "is elsewhere.")}], "`p` is elsewhere"),
         ([picture(b"not one", "p")], "`p`: The image cannot be read"),
         ([text("<|image|>"), picture(ONE)], "2 places"),

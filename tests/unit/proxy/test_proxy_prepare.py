@@ -87,6 +87,6 @@ def test_a_request_that_is_cut_at_the_stop_is_one_line_and_no_traceback(caplog: 
     finally:
         logger.removeFilter(only_cut)
     assert [record.getMessage() for record in caplog.records] == [
-        "a running request was cut, since the server stops",
+        "a running request was cut because the server stops",
         "Exception in ASGI application\n",
     ]

@@ -237,7 +237,7 @@ def test_a_recording_holds_hashes_and_sizes_and_replays(tmp_path):
     other.note(at_s=101.0, key_digest=b"k" * 16, prompt_tokens=550, units=units[:600], end="stop", extra={})
     other.close()
     assert read_trace(tmp_path / "u.jsonl").turns[0].chain[0] != first[0]  # a secret of its own
-    with pytest.raises(ConfigError, match="there is such a file"):
+    with pytest.raises(ConfigError, match="the file exists already"):
         Recorder(path, HEADER, 0.0)
 
 

@@ -328,7 +328,7 @@ def test_parking_stops_at_the_memory_floor_and_goes_on_in_memory_it_has():
     refused = engine.read(make_units(2, 400)).park(store)
     assert isinstance(refused, Refused)
     assert refused.reason is RefusalReason.MEMORY_FLOOR
-    assert "64.0 MiB are to stay free" in refused.message
+    assert "64.0 MiB must stay free" in refused.message
     free[0] += 1 << 18  # room for metadata, not for rows: those go where rows lay before
     store.drop(first.id, "test")
     assert isinstance(engine.park(store), Parked)
