@@ -174,7 +174,7 @@ class ArenaLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.dtype, self.device = self._views["conv_0"].dtype, self._views["conv_0"].device
 
     def clear(self) -> None:
-        """Makes the state that of no tokens: zeros, from which a pass goes on as it would from no state."""
+        """Sets the state to zeros, which a forward pass continues from as from no state."""
         for view in self._views.values():
             view.zero_()
 

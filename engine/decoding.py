@@ -110,7 +110,7 @@ class Decoder:
     @contextmanager
     def _emptied_by(self, logits: torch.Tensor) -> Iterator[None]:
         """Resets the session if BadLogits is raised inside and a token has no finite logit: the state is then not
-        finite either, and whoever continued or restored it would get no further."""
+        finite either, so nothing could be generated from it now or after a restore."""
         try:
             yield
         except BadLogits:

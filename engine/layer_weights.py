@@ -14,19 +14,19 @@ from transformers.initialization import no_init_weights
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Parameter counts."""
+    """Parameter counts of a model's parts."""
 
     layers: tuple[int, ...]
-    """Of each layer."""
+    """Parameters of each layer."""
     first: int
-    """Of the embedding."""
+    """Parameters of the embedding."""
     last: int
-    """Of the head and all else."""
+    """Parameters of the head and everything else."""
 
 
 def layer_weights(config: Any) -> LayerWeights:
-    """Counts the parameters of a model that the library builds without memory, so every kind of layer is counted right.
-    A tied head counts in both `first` and `last`, since stages on two devices hold it twice."""
+    """Builds the model on the meta device and counts its parameters, which is correct for every kind of layer. A tied
+    head counts in both `first` and `last`, since stages on two devices hold it twice."""
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     inner = model.base_model

@@ -16,7 +16,7 @@ MARGIN_MIN_BYTES = 256 << 20
 CONTEXT_STEP = 256
 """A context below the model's limit that is chosen here is a multiple of this."""
 MIN_CONTEXT = 512
-"""Tokens. A server whose context is shorter than this is of no use."""
+"""The shortest context, in tokens, that is chosen automatically: a shorter one would be useless."""
 
 
 @dataclass(frozen=True, slots=True)

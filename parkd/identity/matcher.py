@@ -59,7 +59,7 @@ class CostModel:
     """Seconds, as measured on this machine. Reading token number t costs `read_s + t * read_growth_s`."""
 
     read_s: float
-    """Of one token at the start of a conversation."""
+    """Seconds to read one token at the start of a conversation."""
     read_growth_s: float = 0.0
     """Additional seconds per token for each token before it, since attention grows with depth."""
     bytes_per_s: Mapping[CacheOutcome, float] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class StartOption:
     move_bytes: int = 0
     """Bytes a restore copies."""
     extra_s: float = 0.0
-    """Seconds that this option costs besides."""
+    """Additional seconds of this option."""
     conversation: str | None = None
     """The id of the parked conversation, for the caller."""
 

@@ -63,7 +63,7 @@ class OpenerMarks:
 
 
 def locate(prompt: RenderedPrompt, tokenised: TokenisedText) -> Located:
-    """Of a text whose marks are `OpenerMarks`."""
+    """Finds the turns of a prompt in its text, whose marks are those of `OpenerMarks`."""
     if not prompt.turns:
         return Located((), {})
     openers = _find_openers(tokenised)

@@ -176,11 +176,12 @@ class Splicer:
         known: TokenisedText,
         tokenised: TokenisedText,
     ) -> int:
-        """How many steps hold: the texts, cuts and messages are equal so far, and the memory knows what it knew."""
+        """How many leading steps are still valid: texts, cuts and messages are equal, and so are the remembered
+        answers."""
         same_chars = common_chars(known.text, tokenised.text) - MARK_CHARS
         shared = bisect_left(known.cuts, same_chars)
         if known.cuts[:shared] != tokenised.cuts[:shared] or known.positions[:shared] != tokenised.positions[:shared]:
-            return 0  # the same text may hold pictures of other sizes
+            return 0  # the same text may contain images of other sizes
         for count, step in enumerate(steps):
             holds = (
                 count < len(places)

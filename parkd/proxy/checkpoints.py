@@ -1,4 +1,4 @@
-"""Where checkpoints are taken while a prompt is read: where a later prompt is likely to continue. Pure.
+"""Chooses where to take checkpoints while a prompt is read: where a later prompt is likely to continue. Pure.
 
 |== system, tools ==|== turn ==|== turn ==|== last user message ==|= generation prompt =|x|
                     ^ root     ^          ^ edited message         ^ its tail may change ^ n-1: the same again

@@ -1,4 +1,4 @@
-"""What the HTTP side may choose, and what it is built from."""
+"""The configuration of the HTTP side, and the services that it is built from."""
 
 from __future__ import annotations
 
@@ -22,36 +22,40 @@ DEFAULT_BODY_LIMIT_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
+    """Limits, deadlines and access rules."""
+
     host: str = "127.0.0.1"
-    """The address listened on: only there are Host and Origin checked against loopback names."""
+    """The address to listen on. If it is a loopback address, the Host of requests must be a loopback name."""
     port: int = 8080
     max_queue: int = 64
-    """Requests that may wait for the lane; the one that runs is not among them."""
+    """Requests that may wait for the lane, not counting the running one."""
     max_output_tokens: int | None = None
-    """The longest answer; None: up to the context's end."""
+    """The most tokens of an answer; None: up to the end of the context."""
     api_keys: tuple[str, ...] = ()
-    """Keys with a namespace each. With neither these nor named ones, no key is asked for."""
+    """Keys that each have their own namespace. If there are neither these nor named keys, clients need none."""
     named_keys: tuple[NamedKey, ...] = ()
     body_limit_bytes: int = DEFAULT_BODY_LIMIT_BYTES
     bodies_limit_bytes: int = 256 * 1024 * 1024
-    """What the bodies of requests that are read, wait or run may hold together; one alone has its own limit."""
+    """Limit for all bodies together that are being read, wait or run. Each body also has its own limit."""
     body_silence_s: float = 60.0
-    """A body of which nothing came for so long is given up, and the room that it holds with it."""
+    """A request fails if no part of its body arrives for this long, which frees the memory charged for it."""
     idle_connection_s: int = 75
-    """A connection is closed after this long without a request; longer than clients keep theirs, so that they do not
-    race it. Headers that are not whole by then are no request."""
+    """A connection without a complete request header is closed after this long. Longer than clients keep idle
+    connections, so that a client does not send a request just as the server closes."""
     first_byte_deadline_s: float = 10.0
-    """A streamed answer's headers go out by then, with `pending` if the start is not settled."""
+    """Headers of a streamed answer are sent after this long at the latest, with `pending` if the start of the turn is
+    not known yet."""
     keep_alive_s: float = 10.0
-    """The longest silence on a stream."""
+    """The longest silence on a stream; then a keep-alive is sent."""
     resend_grace_s: float = 0.0
-    """A turn whose client is gone waits this long for the same request to come again; 0: it is given up at once."""
+    """A turn whose client has disconnected waits this long for the same request to be sent again; 0: the turn is given
+    up at once."""
     shutdown_deadline_s: float = 20.0
-    """The running answer may take this long after a stop was asked for; then it is cut."""
+    """The time that the running answer has to end after a stop is requested; then it is cut."""
     alias: str | None = None
     """The name that `/v1/models` shows; None: the model's own."""
     cors_origins: tuple[str, ...] = ()
-    """Web pages that may call this server; empty: none."""
+    """Origins of web pages that may call this server, besides loopback ones and its own host."""
 
 
 class BuildIdentity(Protocol):
@@ -61,12 +65,12 @@ class BuildIdentity(Protocol):
 
 
 BuildMask = Callable[[TurnRequest, str], TokenMask | None]
-"""From a request and the end of its rendered prompt to what its answer must obey, None for nothing. Runs in a worker
-thread. Raises InvalidRequest."""
+"""(request, end of its rendered prompt) -> the mask for its answer, or None. Runs in a worker thread. Raises
+InvalidRequest."""
 
 
 class TurnTrace(Protocol):
-    """Takes note of a turn that ended. Never waits, and writes no text."""
+    """Records a turn that has ended. Never waits, and records no text."""
 
     def __call__(
         self,
@@ -82,7 +86,7 @@ class TurnTrace(Protocol):
 
 @dataclass(frozen=True)
 class Services:
-    """What the app is made of. Built once by the composition root."""
+    """The services that the app uses. Built once by the composition root."""
 
     engine: Engine
     build_identity: BuildIdentity
@@ -94,18 +98,19 @@ class Services:
     build_mask: BuildMask | None = None
     """None: a request for structured output is refused."""
     prepare: Callable[[], None] | None = None
-    """What would take the first request that needs it seconds; run once, in a worker thread, before any is answered."""
+    """Slow preparations that would delay the first request that needs them. Called once, in a worker thread, before any
+    request is answered."""
     render: Callable[[TurnRequest], str] | None = None
-    """A request to the text that the model reads; runs in a worker thread. Raises InvalidRequest."""
+    """Renders a request to the text that the model reads. Runs in a worker thread. Raises InvalidRequest."""
     remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None
-    """Told of each answer, so that it is recognised when it comes back; must not wait."""
+    """Called with each answer, so that it is recognised when a client sends it back. Must not wait."""
     chat_template: str | None = None
-    """Its source, for `/props`."""
+    """The source of the chat template, for `/props`."""
     files: FileSystem | None = None
-    """Where a `TieredStore` keeps its files; None: the store is of RAM alone."""
+    """The file system of a `TieredStore`; None: the store is in RAM only."""
     trace: TurnTrace | None = None
-    """Told of every turn; None: nothing is recorded."""
+    """Called for each turn; None: nothing is recorded."""
     return_memory: Callable[[], None] = lambda: None
-    """Lets the system have what was freed; run in a worker thread behind large bodies."""
+    """Returns freed memory to the system. Called in a worker thread after large bodies."""
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time

@@ -1,4 +1,4 @@
-"""File work off the event loop: one thread writes, one reads, and the store is told on the loop how each job ended.
+"""File work outside the event loop: one thread writes, one reads. The loop reports to the store how each job ended.
 
     writes     after replies, one job at a time, as the store hands them out
     reads      for the turn that runs or waits, one job at a time, with several calls in flight
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 CALLS_IN_FLIGHT = 4
 """Calls of one job that run at once: enough to keep a drive busy while checksums are computed."""
 IDLE_STEP_S = 30.0
-"""How often the store is asked for work that becomes due by time alone: expired conversations, the end of a pause."""
+"""How often the store is checked for work that becomes due with time: expired conversations, the end of a pause."""
 ROOM_WAIT_S = 10.0
 """Longest wait of a promotion for room that writes under way will free."""
 STOP_WAIT_S = 2.0

@@ -15,7 +15,7 @@ Job = tuple[Callable[[], Any], asyncio.Future[Any], asyncio.AbstractEventLoop]
 
 
 class EngineThread:
-    """Runs functions one after the other. An exception goes to the caller and the thread lives on.
+    """Runs functions one after the other. An exception is raised in the caller; the thread continues.
 
     The thread is a daemon: a native call that never returns must not keep the process from ending. It needs no bound
     on its queue, because its only caller, the lane, awaits each call.

@@ -67,7 +67,7 @@ class RequestMemory:
         self._limit = limit
         self._limit_bytes = limit_bytes
         self._requests: OrderedDict[tuple[str, str], Explained] = OrderedDict()
-        """By owner and id: clients choose ids, and must not replace each other's requests."""
+        """Requests by (owner, id), since clients choose ids and must not replace each other's requests."""
         self._bytes = 0
 
     @property

@@ -15,19 +15,21 @@ from parkd.types import PromptIdentity
 
 PINNED_SHARE = 0.5
 WISHES_LIMIT = 32
-"""Wishes remembered; each holds the hashes of a prompt."""
+"""Most wishes that are remembered; each holds the hashes of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
+    """A request to keep the conversations that share a prompt's full blocks."""
+
     key_digest: bytes
     hashes: tuple[bytes, ...]
     until_s: float
 
 
 class Retention:
-    """Used only by the lane, like the store. A conversation that grows stays pinned, since a wish names its
-    beginning."""
+    """Pins conversations by wishes. Used only by the lane, like the store. A conversation that grows stays pinned,
+    since a wish names its beginning."""
 
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
@@ -39,7 +41,8 @@ class Retention:
         return frozenset(self._pinned)
 
     def wish(self, prompt: PromptIdentity, keep_s: float, now_s: float) -> None:
-        """Asks that what is parked of this prompt, now or later, is kept for `keep_s`. Ignored below one full block."""
+        """Requests that what is parked of this prompt, now or later, is kept for `keep_s`. Ignored for a prompt shorter
+        than one block."""
         key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
         if not hashes:
             return
@@ -51,7 +54,7 @@ class Retention:
         self._wishes.append(_Wish(key_digest, hashes, until_s))
 
     def apply(self, now_s: float) -> None:
-        """Pins what is wished for and parked, and unpins what is no longer wished for."""
+        """Pins parked conversations that wishes ask for, and unpins those whose wishes have expired."""
         if not self._wishes and not self._pinned:
             return
         room = self._store.config.budget_bytes * PINNED_SHARE

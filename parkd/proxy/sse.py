@@ -175,7 +175,7 @@ class TurnResponse:
 
 
 def unforeseen() -> ParkdError:
-    """The error that a client is told about an unexpected exception."""
+    """The error that a client gets for an unexpected exception."""
     return EngineFailure("The server met an unexpected error; its log has the details.")
 
 

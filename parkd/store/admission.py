@@ -22,7 +22,8 @@ KIN_LIMIT = 64
 """Conversations searched for checkpoints to inherit."""
 
 LEAST_PART = 8
-"""A conversation that is refused for worth is parked as far as it fits, if that adds at least one part in so many."""
+"""A conversation that is worth less than what would be evicted for it is parked as far as it fits without evictions, if
+that adds at least one part in this many of it."""
 
 Replaced = tuple[Entry, ...]
 """Conversations that a capture will supersede."""
@@ -138,8 +139,8 @@ class Admission:
         return position if position >= least else 0
 
     def _known(self, plan: CapturePlan, prefixes: Sequence[Entry]) -> int:
-        """Tokens of its head that are parked already. A part that adds less than a block to them is of no use: to read
-        so few takes no longer than to restore them, and others would go for it."""
+        """Leading tokens that are parked already. A part that adds less than a block to them is useless: reading so few
+        tokens takes no longer than restoring them, and others would be evicted for it."""
         parked = max((entry.parked.position for entry in prefixes), default=0)
         return max(parked, len(plan.held) * self.config.block_tokens)
 

@@ -1,4 +1,4 @@
-"""What goes in and comes out of a model: text to ids and back, chat templates, pictures."""
+"""Protocols for a model's input and output: tokenizers, chat templates, images, the text of answers."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class ChatTemplate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """How pictures stand in a prompt."""
+    """How images are represented in a prompt."""
 
     placeholder: str
-    """What the chat template writes for one picture."""
+    """What the chat template writes for one image."""
     wrapped: str
     """What is tokenised instead; it contains `token_id` once."""
     token_id: int
@@ -70,10 +70,10 @@ class ImageTokens:
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """What a prompt's identity needs of a picture."""
+    """The facts about an image that a prompt's identity needs."""
 
     digest: bytes
-    """32 bytes over pixels, size, mode and preprocessing: equal for equal pictures, however their files are packed."""
+    """32 bytes over pixels, size, mode and preprocessing: equal for equal images, however their files are encoded."""
     tokens: int
     """Positions that it takes."""
 
