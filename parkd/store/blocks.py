@@ -221,7 +221,7 @@ class BlockPool:
         """`[len(ids), stages]` of sealed blocks."""
         parts = [self._blocks[block_id].sums for block_id in ids]
         assert None not in parts, "a block in flight was read"
-        return np.frombuffer(b"".join(filter(None, parts)), dtype=np.uint64).reshape(len(ids), -1)
+        return np.frombuffer(b"".join(filter(None, parts)), dtype=np.uint64).reshape(len(ids), len(self._layout.stages))
 
     def recount(self) -> dict[BlockId, int]:
         """The number of owners of each block, for tests to compare with their own count."""

@@ -220,7 +220,8 @@ def open_directory(path: Path, *, direct: bool = True) -> PosixFs:
             names = os.listdir(directory)  # noqa: PTH208 - a descriptor
             if names and LOCK_NAME not in names:
                 raise ConfigError(
-                    f"--park-dir {path} holds files that are not parkd's: name an empty or a new directory"
+                    f"--park-dir {path} holds files that are not parkd's, since none is named {LOCK_NAME}: name an "
+                    f"empty or a new directory, or create an empty file of that name if its lock was deleted"
                 )
             os.fchmod(directory, DIRECTORY_MODE)
             lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE, dir_fd=directory)

@@ -48,6 +48,14 @@ def test_rows_behind_the_last_checkpoint_are_not_parked(engine):
     assert engine.park(store).position == 10
 
 
+def test_fixed_state_alone_can_be_leased_where_all_rows_are_live(engine):
+    store = make_store(4 << 20, LAYOUT)
+    parked = read(engine, (1, 8), (2, 8)).park(store)
+    with store.lease(parked.id, 8, start=8) as lease:
+        assert lease.transfer.checksums.shape == (0, 2)
+        assert [part.position for part in lease.transfer.stages[0].fixed] == [8]
+
+
 def test_without_a_checkpoint_nothing_is_parked(engine):
     store = make_store(4 << 20, LAYOUT)
     refused = engine.read(make_units(1, 30)).park(store)
