@@ -104,13 +104,15 @@ def _check_disk(values: Mapping[str, Any]) -> None:
 
 
 def _check_upstream(values: Mapping[str, Any]) -> None:
-    names = ("upstream", "slot-save-path")
-    if values["engine"] in ("torch", "llama.cpp") or (values["engine"] == "auto" and values["upstream"] is None):
+    names, engine = ("upstream", "slot-save-path"), values["engine"]
+    if engine in ("torch", "llama.cpp") or (engine == "auto" and values["upstream"] is None):
         given = next((name for name in names if values[name] is not None), None)
-        if given is not None:
+        if given is not None and engine == "auto":
             raise ConfigError(
                 f"--{given} is for --engine llama-server, which also needs --upstream: name both or neither"
             )
+        if given is not None:
+            raise ConfigError(f"--{given} is for --engine llama-server: leave out --{given} or --engine {engine}")
         return
     for name in names:
         if values[name] is None:

@@ -100,6 +100,18 @@ def test_flags_that_do_not_go_together_are_refused_with_the_reason(
         choose_engine(config, model, is_demo=False)
 
 
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        ({"engine": "torch", "upstream": "http://127.0.0.1:1"}, "leave out --upstream or --engine torch"),
+        ({"slot-save-path": "."}, "also needs --upstream"),
+    ],
+)
+def test_flags_of_a_llama_server_are_refused_without_one(flags: dict[str, str], hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        load(flags, {})
+
+
 LOADERS = {"llama.cpp": "load_llama_cpp", "torch": "load_engine", "llama-server": "load_upstream"}
 
 
