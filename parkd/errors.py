@@ -18,6 +18,7 @@
     │   ├── UpstreamFailed    502  the llama-server reported an error, sent invalid data, or closed the connection
     │   │   ├── UpstreamTimeout   504  it did not answer in time
     │   │   └── UpstreamDown      503  it cannot be reached, or is still loading its model
+    │   ├── LogitsNotFinite   500  no token can be chosen: the weights or the state are damaged
     │   └── EngineLost        500  the engine cannot become valid again: the process must end
     ├── RestoreFailed              parked state was incompatible or damaged; the turn reads its prompt cold
     ├── ConfigError                an invalid flag, variable or TOML file; exit code 2
@@ -155,6 +156,10 @@ class UpstreamTimeout(UpstreamFailed):
 class UpstreamDown(UpstreamFailed):
     status = 503
     code = "upstream_down"
+
+
+class LogitsNotFinite(EngineFailure):
+    """If all logits are affected, the engine is empty afterwards."""
 
 
 class EngineLost(EngineFailure):

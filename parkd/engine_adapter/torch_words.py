@@ -18,11 +18,11 @@ import torch
 
 from engine.capture_in_flight import CaptureInFlight
 from engine.chat import ChatTemplate as EngineTemplate
-from engine.errors import EngineError, TemplateRefused, UnknownVector, UnreadableImage
+from engine.errors import BadLogits, EngineError, TemplateRefused, UnknownVector, UnreadableImage
 from engine.images import ImageProcessor
 from engine.text import Piece, TextAssembler
 from parkd.engine_adapter.base import ImageFacts, ImageTokens, TextPiece
-from parkd.errors import EngineFailure, EngineLost, InvalidRequest
+from parkd.errors import EngineFailure, EngineLost, InvalidRequest, LogitsNotFinite
 from parkd.types import Checksums
 
 _LOST_SIGNS = ("device-side assert", "illegal memory access", "unspecified launch failure", "Xid", "uncorrectable ECC")
@@ -118,7 +118,8 @@ def translated() -> Iterator[None]:
                 f"The device has too little free memory for this turn: {error}. Start with a smaller --batch-size or "
                 f"--ctx-size, or send a shorter prompt."
             ) from error
-        raise EngineFailure(
+        kind = LogitsNotFinite if isinstance(error, BadLogits) else EngineFailure
+        raise kind(
             f"The engine could not finish this turn: {str(error).removesuffix('.')}. Send the request again."
         ) from error
 

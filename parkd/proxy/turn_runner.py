@@ -129,7 +129,8 @@ class TurnRunner:
         self._metrics.started(report)
         turn.channel.push(Started(report))
         read_s = await self._read(turn, plan.common)
-        answer = await self._generate(turn, read_s)
+        with self._starter.trusting(plan):
+            answer = await self._generate(turn, read_s)
         if answer.reason is FinishReason.CANCELLED:
             raise Cancelled("The client left; its answer was stopped.")
         if turn.explained is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.errors import RestoreFailed
+from parkd.errors import LogitsNotFinite, RestoreFailed
 from parkd.proxy.cost import CostMeter
 from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.parking import LiveState
@@ -113,3 +114,14 @@ class TurnStarter:
         option = plan.option
         assert self._live.conversation.position in (option.position, tail.stop)
         return CacheReport(plan.outcome, len(turn.prompt), option.position, why), restore_s
+
+    @contextmanager
+    def trusting(self, plan: StartPlan) -> Iterator[None]:
+        """A context in which tokens are generated from the state of `plan`. If that state gives no finite logits, the
+        parked conversation it was restored from is dropped: every repetition would fail in the same way."""
+        try:
+            yield
+        except LogitsNotFinite:
+            if plan.parked is not None and self._store is not None and self._live.conversation.position == 0:
+                self._store.drop(plan.parked.id, "its state gave no finite logits")
+            raise

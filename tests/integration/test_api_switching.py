@@ -10,12 +10,12 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from api_harness import MIB, Messages, Running, fail_at, running
+from api_harness import MIB, Messages, Running, body_of, fail_at, running
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
-from parkd.errors import EngineFailure, RestoreFailed
+from parkd.errors import EngineFailure, LogitsNotFinite, RestoreFailed
 from parkd.proxy.config import ProxyConfig
 from parkd.types import SamplingParams, Transfer, TurnRequest
 
@@ -275,6 +275,30 @@ async def test_an_engine_that_restores_to_another_position_is_not_believed() -> 
         second = await server.chat(a2)
         assert (second.cache, second.reused) == ("cold", 0)
         assert second.text == never_parked(a2)
+
+
+async def test_restored_state_without_finite_logits_is_not_restored_again() -> None:
+    engine, is_damaged = FakeEngine(stages=2), False
+
+    def give_up(step: str, _: int) -> None:
+        nonlocal is_damaged
+        if is_damaged and step == "token":
+            is_damaged = False
+            engine.reset()  # as the engines do
+            raise LogitsNotFinite("The model's logits are not finite. Send the request again.")
+
+    engine.hook = give_up
+    async with running(engine) as server:
+        a1 = opening("a")
+        a2 = turn_after(a1, (await server.chat(a1)).text, "More.")
+        await server.chat(opening("b"))
+        is_damaged = True
+        failed = await server.client.post("/v1/chat/completions", json=body_of(a2))
+        assert failed.status_code == 500
+        again = await server.chat(a2)
+        assert again.reused < 60  # the system prompt that B shares
+        assert "no finite logits" in again.timings["why"]
+        assert again.text == never_parked(a2)
 
 
 async def test_a_failed_copy_behind_the_reply_costs_nothing_but_the_copy() -> None:

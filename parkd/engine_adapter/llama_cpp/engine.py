@@ -28,7 +28,7 @@ from parkd.engine_adapter.llama_cpp.text import AnswerBytes, LlamaTokenizer, mod
 from parkd.engine_adapter.llama_cpp.timeline import Timeline
 from parkd.engine_adapter.torch_words import TextStream
 from parkd.engine_adapter.whole_sums import compare_sums, sums_of
-from parkd.errors import EngineFailure, InvalidRequest, ModelError, RestoreFailed
+from parkd.errors import EngineFailure, InvalidRequest, LogitsNotFinite, ModelError, RestoreFailed
 from parkd.types import (
     Checksums,
     Grain,
@@ -156,7 +156,7 @@ class LlamaCppEngine:
                 if not np.isfinite(logits).any():
                     # The state is not finite either, so nothing could be generated from it now or after a restore.
                     self.reset()
-                raise EngineFailure(
+                raise LogitsNotFinite(
                     f"The engine could not finish this turn: {str(error).removesuffix('.')}. Send the request again."
                 ) from error
             if mask is not None:
