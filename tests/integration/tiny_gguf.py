@@ -1,7 +1,8 @@
-"""A tiny model of random weights as a GGUF file: Qwen3.5's kind (gated delta net and full attention in turns).
+"""Tiny models of random weights as GGUF files: Qwen3.5's kind (gated delta net and full attention in turns), and
+Gemma 3's (sliding windows and full attention).
 
-Names and shapes of the tensors as llama.cpp's `qwen35` reads them. The vocabulary is the 256 bytes, one merge, and the
-three tokens of ChatML, so that every text is tokenised and every token is text.
+Names and shapes of the tensors as llama.cpp's `qwen35` and `gemma3` read them. The vocabulary is the 256 bytes, one
+merge, and the three tokens of ChatML, so that every text is tokenised and every token is text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SLIDING_LAYERS, WINDOW = 6, 32
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB = 256 + 1 + len(SPECIAL)
 
 
 def byte_characters() -> list[str]:
@@ -32,19 +35,9 @@ def write_tiny_hybrid(path: Path, seed: int = 0) -> None:
     """Three layers of linear attention and one of full attention, a few hundred kilobytes."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "qwen35")
-    writer.add_name("tiny-hybrid")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(32768)
-    writer.add_embedding_length(EMBED)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_layer_norm_rms_eps(1e-6)
+    _add_shape(writer, "tiny-hybrid", LAYERS)
     writer.add_rope_dimension_count(16)
     writer.add_rope_dimension_sections([4, 2, 2, 0])
-    writer.add_rope_freq_base(10000.0)
     writer.add_ssm_conv_kernel(CONV)
     writer.add_ssm_inner_size(STATE * RANK)
     writer.add_ssm_state_size(STATE)
@@ -52,16 +45,13 @@ def write_tiny_hybrid(path: Path, seed: int = 0) -> None:
     writer.add_ssm_group_count(GROUPS)
     writer.add_uint32("qwen35.full_attention_interval", 4)
     _add_vocabulary(writer)
-    vocab = 256 + 1 + len(SPECIAL)
 
     def add(name: str, *shape: int, scale: float = 0.15, base: float = 0.0) -> None:
         """`shape` outermost first, as numpy has it: llama.cpp prints it the other way round."""
         writer.add_tensor(name, (base + rng.standard_normal(shape) * scale).astype(np.float32))
 
-    add("token_embd.weight", vocab, EMBED, scale=0.5)
-    spoken = np.zeros((vocab, 1), dtype=np.float32)
-    spoken[32:127] = spoken[ord("\n")] = 1.0  # so that an answer is a text that is tokenised to itself again
-    writer.add_tensor("output.weight", (spoken * rng.standard_normal((vocab, EMBED)) * 0.5).astype(np.float32))
+    add("token_embd.weight", VOCAB, EMBED, scale=0.5)
+    _add_output(writer, rng)
     add("output_norm.weight", EMBED, base=1.0)
     key, value = STATE * GROUPS, STATE * RANK
     for layer in range(LAYERS):
@@ -88,6 +78,61 @@ def write_tiny_hybrid(path: Path, seed: int = 0) -> None:
         add(f"{block}.ffn_gate.weight", FFN, EMBED)
         add(f"{block}.ffn_down.weight", EMBED, FFN)
         add(f"{block}.ffn_up.weight", FFN, EMBED)
+    _write(writer)
+
+
+def write_tiny_sliding(path: Path, seed: int = 0) -> None:
+    """Five layers with windows of `WINDOW` tokens and one of full attention."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "gemma3")
+    _add_shape(writer, "tiny-sliding", SLIDING_LAYERS)
+    writer.add_sliding_window(WINDOW)
+    _add_vocabulary(writer)
+
+    def add(name: str, *shape: int, scale: float = 0.15, base: float = 0.0) -> None:
+        writer.add_tensor(name, (base + rng.standard_normal(shape) * scale).astype(np.float32))
+
+    add("token_embd.weight", VOCAB, EMBED, scale=0.5)
+    _add_output(writer, rng)
+    add("output_norm.weight", EMBED, base=1.0)
+    for layer in range(SLIDING_LAYERS):
+        block = f"blk.{layer}"
+        for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            add(f"{block}.{norm}.weight", EMBED, base=1.0)
+        for norm in ("attn_q_norm", "attn_k_norm"):
+            add(f"{block}.{norm}.weight", HEAD_DIM, base=1.0)
+        add(f"{block}.attn_q.weight", HEADS * HEAD_DIM, EMBED)
+        add(f"{block}.attn_k.weight", KV_HEADS * HEAD_DIM, EMBED)
+        add(f"{block}.attn_v.weight", KV_HEADS * HEAD_DIM, EMBED)
+        add(f"{block}.attn_output.weight", EMBED, HEADS * HEAD_DIM)
+        add(f"{block}.ffn_gate.weight", FFN, EMBED)
+        add(f"{block}.ffn_down.weight", EMBED, FFN)
+        add(f"{block}.ffn_up.weight", FFN, EMBED)
+    _write(writer)
+
+
+def _add_shape(writer: gguf.GGUFWriter, name: str, layers: int) -> None:
+    writer.add_name(name)
+    writer.add_block_count(layers)
+    writer.add_context_length(32768)
+    writer.add_embedding_length(EMBED)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+
+
+def _add_output(writer: gguf.GGUFWriter, rng: np.random.Generator) -> None:
+    """Only printable bytes are spoken, so that an answer is a text that is tokenised to itself again."""
+    spoken = np.zeros((VOCAB, 1), dtype=np.float32)
+    spoken[32:127] = spoken[ord("\n")] = 1.0
+    writer.add_tensor("output.weight", (spoken * rng.standard_normal((VOCAB, EMBED)) * 0.5).astype(np.float32))
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

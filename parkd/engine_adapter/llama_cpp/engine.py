@@ -126,6 +126,8 @@ class LlamaCppEngine:
         if stop > self.info.context_tokens:
             raise EngineFailure(f"{stop} tokens do not fit the context of {self.info.context_tokens}.")
         places = sorted(checkpoint_at) if timeline.limit else []
+        if timeline.window:  # where a restore would have begun
+            timeline.checkpoint()
         while timeline.position < stop and not cancel.is_set():
             start = timeline.position
             end = chunk_end(start, stop, self._batch_tokens, places)

@@ -55,8 +55,12 @@ class Timeline:
         return 0 if first <= 0 else min(self.position, first + self.window)
 
     def checkpoint(self) -> None:
-        """Raises EngineFailure."""
-        self._kept.keep(self.position, self._partial)
+        """Also arranges sliding windows as a restore would, so that going on gives the same bits either way. Raises
+        EngineFailure."""
+        if self.limit:
+            self._kept.keep(self.position, self._arranged if self.window else self._partial)
+        elif self.window and self.position:
+            self._arranged()
 
     def held(self, position: int) -> Bytes:
         """The partial state of the checkpoint at `position`. Raises EngineFailure."""
@@ -130,6 +134,19 @@ class Timeline:
         held = np.empty(self._sequence.state_size(PARTIAL), dtype=np.uint8)
         if not self._sequence.read_state(held, PARTIAL):
             raise EngineFailure("llama.cpp wrote a partial state of another size than it announced.")
+        return held
+
+    def _arranged(self) -> Bytes:
+        """The partial state, written back. Raises EngineFailure; the sequence is then empty.
+
+        A window's cells are reused in a ring, and sums over them round by where they lie. Written back, they lie as
+        after a restore.
+        """
+        held = self._partial()
+        try:
+            self.set(held, PARTIAL, self.position)
+        except RestoreFailed as error:
+            raise EngineFailure(f"{error.message.rstrip('.')}. Send the request again.") from error
         return held
 
     def _note_start(self) -> None:
