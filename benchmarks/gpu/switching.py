@@ -111,7 +111,7 @@ async def measure(
     await lane.turn(lane.prompt("never parked", a2), ANSWER_TOKENS)
     await lane.live.settle()
     again = decode_runs(lane, devices)
-    # Both before and after, since cards slow down a little while they work.
+    # Both before and after, since runs of one state differ over time.
     never_ms = (whole_decode["ms"] + statistics.median(again) * 1e3) / 2
     figures["decode_restored_over_never_parked"] = statistics.median(restored) * 1e3 / never_ms
     figures["decode_ms_runs"] = {

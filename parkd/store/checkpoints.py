@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from parkd.store.budget import Budget, Kind
 from parkd.store.records import CheckpointId
-from parkd.store.slabs import PAGE_BYTES, SlabHooks, anonymous, round_up
+from parkd.store.slabs import PAGE_BYTES, SlabHooks, round_up, taken
 from parkd.types import Bytes, FixedPart, StateLayout
 
 PART_ALIGNMENT_BYTES = 64
@@ -93,7 +93,7 @@ class CheckpointPool:
         if self._hooks is None or self.checkpoint_bytes == 0:
             return
         while (len(self._idle) + 1) * self.checkpoint_bytes <= most_bytes:
-            self._idle.append(self._new(self.checkpoint_bytes, Kind.IDLE))
+            self._idle.append(taken(self._budget, Kind.IDLE, self.checkpoint_bytes, self._hooks))
 
     def give_back(self) -> None:
         """Frees one idle buffer; there must be one."""
@@ -165,21 +165,10 @@ class CheckpointPool:
     def _taken(self, size: int) -> Bytes:
         """A buffer, charged as a checkpoint: an idle one if there is one. Raises OSError, MemoryError."""
         if not self._idle:
-            return self._new(size, Kind.CHECKPOINTS)
+            return taken(self._budget, Kind.CHECKPOINTS, size, self._hooks)
         self._budget.credit(Kind.IDLE, size)
         self._budget.charge(Kind.CHECKPOINTS, size)
         return self._idle.pop()
-
-    def _new(self, size: int, kind: Kind) -> Bytes:
-        self._budget.charge(kind, size)
-        try:
-            memory = anonymous(size)
-        except BaseException:
-            self._budget.credit(kind, size)
-            raise
-        if self._hooks is not None:
-            self._hooks.added(memory)
-        return memory
 
     def _vacated(self, memory: Bytes) -> None:
         """Keeps the buffer of a removed checkpoint as idle if there are hooks, else frees it."""

@@ -15,7 +15,7 @@ import numpy as np
 from parkd.store.blocks import BlockPool, Owner
 from parkd.store.budget import BLOCK_BYTES, Budget, Kind
 from parkd.store.records import BlockId
-from parkd.store.slabs import PAGE_BYTES, SlabPool, anonymous, round_up
+from parkd.store.slabs import PAGE_BYTES, SlabPool, round_up, taken
 from parkd.types import Bytes, RowRun, StateFile, StateLayout, StateSizes
 
 
@@ -94,13 +94,11 @@ class SegmentPool(BlockPool):
         return [self._take(sizes.whole, file) for _ in shapes]
 
     def _take(self, size: int, file: StateFile | None) -> int:
-        charged = 0 if file is not None else segment_charge(size)
-        self._budget.charge(Kind.SEGMENTS, charged)
-        try:
-            memory = anonymous(charged)[:size] if file is None else np.empty(0, dtype=np.uint8)
-        except BaseException:
-            self._budget.credit(Kind.SEGMENTS, charged)
-            raise
+        if file is None:
+            charged = segment_charge(size)
+            memory = taken(self._budget, Kind.SEGMENTS, charged)[:size]
+        else:
+            charged, memory = 0, np.empty(0, dtype=np.uint8)
         number = next(self._numbers)
         self._places[number] = _Place(memory, charged, file)
         return number

@@ -58,6 +58,20 @@ class SlabHooks(Protocol):
     def removed(self, memory: Bytes) -> None: ...
 
 
+def taken(budget: Budget, kind: Kind, size: int, hooks: SlabHooks | None = None) -> Bytes:
+    """`[size]` zeroed bytes, charged to `budget` and reported to `hooks`. Raises OSError or MemoryError, with nothing
+    charged."""
+    budget.charge(kind, size)
+    try:
+        memory = anonymous(size)
+        if hooks is not None:
+            hooks.added(memory)
+    except BaseException:
+        budget.credit(kind, size)
+        raise
+    return memory
+
+
 @dataclass(frozen=True)
 class SlabGeometry:
     """The sizes of slots and slabs. Pure."""
@@ -199,15 +213,7 @@ class SlabPool:
         """Allocates one slab: a full one if that leaves the share of metadata, else one of the needed slots."""
         roomy = self.geometry.slots_in_slab(spare_bytes - self._budget.limit_bytes // METADATA_SHARE)
         slots = min(max(slots, roomy), self.geometry.most_slots)
-        size = self.geometry.slab_bytes(slots)
-        self._budget.charge(Kind.SLABS, size)
-        try:
-            memory = anonymous(size)
-            if self._hooks is not None:
-                self._hooks.added(memory)
-        except BaseException:
-            self._budget.credit(Kind.SLABS, size)
-            raise
+        memory = taken(self._budget, Kind.SLABS, self.geometry.slab_bytes(slots), self._hooks)
         stages, at = [], 0
         for part in self.geometry.part_bytes:
             stages.append(memory[at : at + slots * part])

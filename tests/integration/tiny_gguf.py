@@ -7,6 +7,7 @@ merge, and the three tokens of ChatML, so that every text is tokenised and every
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -46,13 +47,7 @@ def write_tiny_hybrid(path: Path, seed: int = 0) -> None:
     writer.add_uint32("qwen35.full_attention_interval", 4)
     _add_vocabulary(writer)
 
-    def add(name: str, *shape: int, scale: float = 0.15, base: float = 0.0) -> None:
-        """`shape` outermost first, as numpy has it: llama.cpp prints it the other way round."""
-        writer.add_tensor(name, (base + rng.standard_normal(shape) * scale).astype(np.float32))
-
-    add("token_embd.weight", VOCAB, EMBED, scale=0.5)
-    _add_output(writer, rng)
-    add("output_norm.weight", EMBED, base=1.0)
+    add = _adder(writer, rng)
     key, value = STATE * GROUPS, STATE * RANK
     for layer in range(LAYERS):
         block = f"blk.{layer}"
@@ -89,12 +84,7 @@ def write_tiny_sliding(path: Path, seed: int = 0) -> None:
     writer.add_sliding_window(WINDOW)
     _add_vocabulary(writer)
 
-    def add(name: str, *shape: int, scale: float = 0.15, base: float = 0.0) -> None:
-        writer.add_tensor(name, (base + rng.standard_normal(shape) * scale).astype(np.float32))
-
-    add("token_embd.weight", VOCAB, EMBED, scale=0.5)
-    _add_output(writer, rng)
-    add("output_norm.weight", EMBED, base=1.0)
+    add = _adder(writer, rng)
     for layer in range(SLIDING_LAYERS):
         block = f"blk.{layer}"
         for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
@@ -123,6 +113,19 @@ def _add_shape(writer: gguf.GGUFWriter, name: str, layers: int) -> None:
     writer.add_value_length(HEAD_DIM)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
+
+
+def _adder(writer: gguf.GGUFWriter, rng: np.random.Generator) -> Callable[..., None]:
+    """Adds the embedding, the head and the last norm. Returns a function that adds another tensor."""
+
+    def add(name: str, *shape: int, scale: float = 0.15, base: float = 0.0) -> None:
+        """`shape` outermost first, as numpy has it: llama.cpp prints it the other way round."""
+        writer.add_tensor(name, (base + rng.standard_normal(shape) * scale).astype(np.float32))
+
+    add("token_embd.weight", VOCAB, EMBED, scale=0.5)
+    _add_output(writer, rng)
+    add("output_norm.weight", EMBED, base=1.0)
+    return add
 
 
 def _add_output(writer: gguf.GGUFWriter, rng: np.random.Generator) -> None:

@@ -126,21 +126,23 @@ def test_abort_frees_new_checkpoints_and_keeps_inherited_ones(engine):
 
 
 def test_no_memory_for_a_checkpoint_leaves_nothing_behind(engine, monkeypatch):
-    from parkd.store import checkpoints
+    from parkd.store import slabs
 
     calls = []
 
     def second_fails(size):
+        """After a slab and a first checkpoint."""
         calls.append(size)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise OSError(12, "Cannot allocate memory")
         return real(size)
 
-    real = checkpoints.anonymous
-    monkeypatch.setattr(checkpoints, "anonymous", second_fails)
+    real = slabs.anonymous
+    monkeypatch.setattr(slabs, "anonymous", second_fails)
     store = make_store(4 << 20, LAYOUT)
     refused = read(engine, (1, 8), (2, 8), (3, 8)).park(store)
     assert refused.reason is RefusalReason.MEMORY
+    assert calls[1:] == [CHECKPOINT_BYTES] * 2
     assert store.stats().bytes_in_use == 0
     assert_counts(store)
 
