@@ -223,6 +223,11 @@ class BlockPool:
         assert None not in parts, "a block in flight was read"
         return np.frombuffer(b"".join(filter(None, parts)), dtype=np.uint64).reshape(len(ids), len(self._layout.stages))
 
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of the buffers outside the slabs."""
+        return 0
+
     def recount(self) -> dict[BlockId, int]:
         """The number of owners of each block, for tests to compare with their own count."""
         return {block_id: block.owners for block_id, block in self._blocks.items()}

@@ -24,6 +24,7 @@ class Flight:
     """What an open capture holds besides its reserved bytes."""
 
     plan: CapturePlan
+    position: int
     blocks: tuple[BlockId, ...]
     fresh_blocks: tuple[BlockId, ...]
     checkpoints: tuple[ParkedCheckpoint, ...]
@@ -71,7 +72,7 @@ def open_flight(
     shelf.checkpoints.release(checkpoint.id for checkpoint in plan.inherited[len(inherited) :])
     copied = map(ParkedCheckpoint, places, fresh_checkpoints)
     checkpoints = tuple(sorted((*inherited, *copied), key=lambda checkpoint: checkpoint.position))
-    flight = Flight(plan, held + blocks, blocks, checkpoints, fresh_checkpoints, replaces, history)
+    flight = Flight(plan, position, held + blocks, blocks, checkpoints, fresh_checkpoints, replaces, history)
     transfer = capture_transfer(shelf, layout, plan.start(position), position, blocks, fresh_checkpoints)
     return Capture(owner, plan.request, position, transfer), flight
 

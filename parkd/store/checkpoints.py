@@ -84,6 +84,12 @@ class CheckpointPool:
         """Number of idle buffers, which `allocate` uses before it allocates new memory."""
         return len(self._idle)
 
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes of the buffers of checkpoints, and of the idle ones."""
+        used = sum(checkpoint.memory.nbytes for checkpoint in self._checkpoints.values())
+        return used, sum(memory.nbytes for memory in self._idle)
+
     def reused_bytes(self, checkpoints: int) -> int:
         """Bytes of idle buffers that this many new checkpoints would use."""
         return min(checkpoints, len(self._idle)) * self.checkpoint_bytes

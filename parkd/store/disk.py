@@ -9,8 +9,9 @@ out and credited when the files are gone, so that all files together never excee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from parkd.store.disk_jobs import MarkJob, RemoveJob, WriteJob
 from parkd.store.disk_policy import Removable, next_removal
@@ -67,6 +68,16 @@ class DiskTier:
     @property
     def extent_count(self) -> int:
         return len(self._extents)
+
+    def extents(self) -> Iterator[tuple[ExtentRef, int]]:
+        """Each extent, with the number of manifests, writes and reads that need it."""
+        for extent in self._extents.values():
+            yield extent.ref, extent.holders
+
+    @property
+    def condemned(self) -> Mapping[str, int]:
+        """The names of files to be removed, and the bytes that each removal frees."""
+        return MappingProxyType(dict(self._condemned))
 
     # What is there
 

@@ -50,6 +50,10 @@ class SegmentPool(BlockPool):
     def bytes_of(self, ids: Sequence[BlockId]) -> int:
         return sum(self._places[self._blocks[block_id].slot].charged for block_id in ids)
 
+    @property
+    def segment_bytes(self) -> int:
+        return sum(round_up(place.memory.nbytes, PAGE_BYTES) for place in self._places.values())
+
     def size_of(self, block_id: BlockId) -> int:
         """Bytes of the state."""
         place = self._places[self._blocks[block_id].slot]

@@ -149,6 +149,11 @@ class SlabPool:
     def free_slots(self) -> int:
         return self._slots.free_slots
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.memory.nbytes for slab in self._slabs.values())
+
     def room(self, freed_slots: Collection[int] = (), freed_side_bytes: int = 0) -> Room:
         """The room if those slots and bytes were freed as well, and empty slabs given back."""
         idle = self._slots.idle

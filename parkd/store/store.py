@@ -23,6 +23,7 @@ from parkd.store.budget import mib
 from parkd.store.captures import Flight, Fresh, open_flight, release_flight
 from parkd.store.gone import GoneMemory
 from parkd.store.history import History
+from parkd.store.inspection import Inspection, inspect_ram
 from parkd.store.planning import CapturePlan, check_request
 from parkd.store.policy import Costs, LruPolicy, Policy
 from parkd.store.records import (
@@ -232,6 +233,11 @@ class ConversationStore:
 
     def stats(self) -> StoreStats:
         return ram_stats(self.config, self._shelf, self._captures.values(), self._totals, self._refusals)
+
+    def inspect(self) -> Inspection:
+        """All that the store holds now, down to its blocks. Takes time with each of them: for tests and for
+        diagnosis."""
+        return inspect_ram(self._shelf, self._captures)
 
     def close(self) -> None:
         """Removes everything and frees all memory. No lease and no capture may be open."""

@@ -21,6 +21,7 @@ from parkd.store.disk_jobs import MarkJob, RemoveJob, WriteJob
 from parkd.store.disk_layout import read_job
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskEntry, DiskStats, touched
+from parkd.store.inspection import Inspection, with_disk
 from parkd.store.planning import CapturePlan
 from parkd.store.promotions import (
     Loading,
@@ -233,6 +234,10 @@ class TieredStore(ConversationStore):
 
     def disk_stats(self) -> DiskStats:
         return disk_stats(self.disk, self.queue, self._reads)
+
+    def inspect(self) -> Inspection:
+        sources = {serial: loading.parked.id for serial, loading in self._promotions.items()}
+        return with_disk(super().inspect(), self.disk, sources, self.queue.waiting)
 
     # What differs from a store of RAM alone
 

@@ -97,6 +97,11 @@ class WriteQueue:
         return len(self._waiting) + (self._writing is not None)
 
     @property
+    def waiting(self) -> tuple[ConversationId, ...]:
+        """Conversations whose write has not begun, in its order."""
+        return tuple(self._waiting)
+
+    @property
     def is_paused(self) -> bool:
         """True for a while after a failed write."""
         return self._clock() < self._paused_until_s
