@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from parkd_engine import EngineConfig, Session, open_session
+from parkd_engine.families.hybrid_presets import HYBRID_PRESETS
+from parkd_engine.families.presets import random_model
 from transformers import AutoConfig
 
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progress
-from engine import EngineConfig, Session, open_session
-from engine.hybrid_presets import HYBRID_PRESETS
-from engine.presets import random_model
-from parkd.proxy.checkpoints import checkpoints_to_take
+from parkd.lane.checkpoints import checkpoints_to_take
 from parkd.types import ConversationKey, PromptIdentity
 
 CHUNK, LIMIT, COPIES, NARROWER = 512, 8, 20, 4

@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from parkd_engine.arenas.arena import StageArena
+from parkd_engine.arenas.layout import build_layout
+from parkd_engine.forward.stages import PassThrough, Stage
+from parkd_engine.moves.snapshot import RowRun, SnapshotPlan, StagePlan, capture, restore
+from parkd_engine.moves.transfer import MAX_THREADS
+from parkd_engine.session import Session
 from torch import nn
 from transformers import LlamaConfig
 
 from benchmarks.common import Goal, Result, Table, finish, machine, progress
-from engine.arena import StageArena
-from engine.layout import build_layout
-from engine.session import Session
-from engine.snapshot import RowRun, SnapshotPlan, StagePlan, capture, restore
-from engine.stages import PassThrough, Stage
-from engine.transfer import MAX_THREADS
 
 BLOCK_TOKENS = 256
 GOAL_SHARE = 0.9

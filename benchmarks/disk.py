@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine
+from parkd.state import Checksums, StageLayout, StateLayout
 from parkd.store import disk_jobs
 from parkd.store.disk_jobs import ReadJob, RemoveJob, WriteJob, read, remove, write
 from parkd.store.fs import PosixFs, aligned_zeros, open_directory
@@ -30,7 +31,6 @@ from parkd.store.opening import DiskOptions, open_tiered
 from parkd.store.promotions import Promotion
 from parkd.store.records import Capture, CaptureRequest, Parked, StoreConfig
 from parkd.store.tiers import TieredStore
-from parkd.types import Checksums, StageLayout, StateLayout
 
 BLOCK_TOKENS = 256
 KEY = b"k" * 16

@@ -4,9 +4,9 @@
 
 No trained checkpoint with a draft head is available here, so weights are random, of Qwen3.5's kind. A random head shows
 the cost of guessing without any gain. The other pairs are constructed to agree to a chosen, reported degree: layers add
-little to their input (`engine.draft_presets`), but do all of their arithmetic. Answers are greedy, and every setting's
-are compared with those of single steps. Only the last setting pauses while few guesses are right, as parkd does; the
-others show what such a pause saves.
+little to their input (`families.draft_presets`), but do all of their arithmetic. Answers are greedy, and every
+setting's are compared with those of single steps. Only the last setting pauses while few guesses are right, as
+parkd does; the others show what such a pause saves.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from parkd_engine import EngineConfig, open_session
+from parkd_engine.decoding import Decoder
+from parkd_engine.families.draft_presets import ECHO, random_head
+from parkd_engine.families.hybrid_presets import HYBRID_PRESETS
+from parkd_engine.families.presets import random_model
+from parkd_engine.loading.draft_loading import declare_head
+from parkd_engine.words.sampling import Sampler
 from transformers import AutoConfig
 
 from benchmarks.common import Result, Table, finish, machine, progress
-from engine import EngineConfig, open_session
-from engine.decoding import Decoder
-from engine.draft_loading import declare_head
-from engine.draft_presets import ECHO, random_head
-from engine.hybrid_presets import HYBRID_PRESETS
-from engine.presets import random_model
-from engine.sampling import Sampler
 from parkd.types import SamplingParams
 
 GUESSES = ((0, False), (1, False), (2, False), (2, True))

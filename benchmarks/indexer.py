@@ -15,14 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from parkd_engine import EngineConfig, open_session
+from parkd_engine.arenas.indexed_layers import IndexPositions, LayerIndex
+from parkd_engine.families.presets import preset_config, random_model
+from parkd_engine.forward.indexer import BlockIndexer, CausalOrder
 from transformers import Cache, DynamicCache, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer, Qwen4ExpTextRotaryEmbedding
 
 from benchmarks.common import Goal, Result, Table, finish, machine, progress
-from engine import EngineConfig, open_session
-from engine.indexed_layers import IndexPositions, LayerIndex
-from engine.indexer import BlockIndexer, CausalOrder
-from engine.presets import preset_config, random_model
 
 CONTEXTS = (4_096, 16_384, 32_768)
 REFERENCE_QUERIES, QUERIES = 16, 512

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parkd_engine.arenas.arena import StageArena
+from parkd_engine.arenas.cache import StageCache
+from parkd_engine.arenas.kv_format import KV_FORMATS
+from parkd_engine.arenas.layout import build_layout
+from parkd_engine.forward.stages import Stage, place
+from parkd_engine.loading.loader import LoadConfig, load_model
 
 from benchmarks.common import REPOSITORY, Result, Table, finish, machine, progress
-from engine.arena import StageArena
-from engine.cache import StageCache
-from engine.kv_format import KV_FORMATS
-from engine.layout import build_layout
-from engine.loader import LoadConfig, load_model
-from engine.stages import Stage, place
 from parkd.cli import find_model
 from parkd.config import load
 

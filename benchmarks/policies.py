@@ -26,10 +26,10 @@ from parkd.replay.driver import Replayer, replay
 from parkd.replay.generators import GENERATORS, generate
 from parkd.replay.result import DEFAULT_COSTS, ReplayConfig, ReplayResult
 from parkd.replay.trace import Trace, read_trace
+from parkd.state import Checksums, StageLayout, StateLayout
 from parkd.store.policy import LruPolicy, ValuePolicy, policy_named
 from parkd.store.records import Capture, CaptureRequest, StoreConfig
 from parkd.store.store import ConversationStore
-from parkd.types import Checksums, StageLayout, StateLayout
 
 POLICIES = ("lru", "gdsf", "value")
 PARTS = (8, 4, 2)

@@ -20,25 +20,26 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from parkd_engine.loading.gguf_metadata import read_metadata
+from parkd_engine.loading.gguf_tokenizer import save_tokenizer
+from parkd_engine.words.chat import ChatTemplate, ChatTokenizer
 from transformers import AutoTokenizer
 
 from benchmarks import texts
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progress
 from benchmarks.servers import demo_model
-from engine.chat import ChatTemplate, ChatTokenizer
-from engine.gguf_metadata import read_metadata
-from engine.gguf_tokenizer import save_tokenizer
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.matcher import CostModel
 from parkd.identity.output_memory import OutputMemory, Said
+from parkd.lane.live_conversation import LiveConversation
+from parkd.lane.start_plan import decide_start
 from parkd.proxy.dialects.openai_chat import OpenAIChat
-from parkd.proxy.live_conversation import LiveConversation
-from parkd.proxy.start_plan import decide_start
+from parkd.state import StageLayout, StateLayout
 from parkd.store.index import PrefixIndex
 from parkd.store.records import Parked
 from parkd.store.store import CANDIDATE_LIMIT
-from parkd.types import CacheOutcome, PromptIdentity, StageLayout, StateLayout
+from parkd.types import CacheOutcome, PromptIdentity
 
 SIZES = {"30k": 30_000, "86k": 86_000}
 CHARACTERS_A_TOKEN = 3.92

@@ -25,7 +25,7 @@
     └── ModelError                 a model that cannot be loaded or is refused; exit code 2
 
 Dialects map `status` and `code` to their own formats; `message` always says what to do next. Errors of libraries are
-translated where they occur: `engine` errors in `engine_adapter/torch_words.py`, file errors in `store/fs.py`.
+translated where they occur: `engine` errors in `engine_adapter/torch_engine/words.py`, file errors in `store/fs.py`.
 """
 
 from __future__ import annotations

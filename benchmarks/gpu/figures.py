@@ -46,7 +46,7 @@ def memory_read_bytes_per_s(device: str) -> float:
 
 def raw_copies(lane: GpuLane, transfer: Any, *, into: bool) -> Callable[[], None]:
     """A plain copy of a transfer's bytes, on all cards at once, without checksums or checks."""
-    from engine.copies import host_tensor
+    from parkd_engine.moves.copies import host_tensor
 
     arenas = lane.engine._session.arenas
     pairs = [

@@ -23,7 +23,7 @@ from PIL import Image
 from benchmarks.gpu.figures import GIB
 from benchmarks.gpu.lane import GpuLane, Ids, following, load, random_ids
 from benchmarks.gpu.switching import KV, machine, state_of
-from parkd.engine_adapter.torch_engine import TorchEngine
+from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.types import ImageSpan
 
 ANSWER_TOKENS = 17

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import triton
+from parkd_engine.kernels.attend import DecodeAttention
+from parkd_engine.kernels.matvec import Tiling, gated, matvec
+from parkd_engine.kernels.sums import block_sums
 from torch import nn
-
-from engine.kernels.attend import DecodeAttention
-from engine.kernels.matvec import Tiling, gated, matvec
-from engine.kernels.sums import block_sums
 
 HIDDEN, WIDE, KV, VOCAB = 4096, 12288, 1024, 151_936
 TILINGS = [

@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from parkd_engine.config import EngineConfig
 
-from engine.config import EngineConfig
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
+from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
 from parkd.errors import RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.identity.units import units_of
-from parkd.proxy.checkpoints import checkpoints_to_take
-from parkd.proxy.cost import CostMeter
-from parkd.proxy.engine_thread import EngineThread
-from parkd.proxy.metrics import Metrics
-from parkd.proxy.parking import LiveState
-from parkd.proxy.prompt_tail import PromptTail
-from parkd.proxy.start_plan import decide_start, plan_cold
+from parkd.lane.checkpoints import checkpoints_to_take
+from parkd.lane.cost import CostMeter
+from parkd.lane.engine_thread import EngineThread
+from parkd.lane.metrics import Metrics
+from parkd.lane.parking import LiveState
+from parkd.lane.prompt_tail import PromptTail
+from parkd.lane.start_plan import decide_start, plan_cold
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import ConversationKey, ImageSpan, PromptIdentity, SamplingParams

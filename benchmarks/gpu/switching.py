@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.gpu.figures import GIB, copy_figures, decode_figures, decode_runs, memory_read_bytes_per_s
 from benchmarks.gpu.lane import GpuLane, following, load, random_ids
-from parkd.proxy.checkpoints import checkpoints_to_take
+from parkd.lane.checkpoints import checkpoints_to_take
 from parkd.proxy.server import leave_out_of_collections
 from parkd.types import PromptIdentity
 

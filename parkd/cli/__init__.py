@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from parkd import arguments
+from parkd.cli import arguments
 from parkd.cli.compose import compose, open_files, store_config_of
 from parkd.cli.model import (
     MemoryShare,
@@ -30,9 +30,9 @@ from parkd.cli.model import (
 )
 from parkd.cli.planning import plan, sizes_of
 from parkd.config import Config, load
+from parkd.config.keys import read_key_file
+from parkd.config.rewrite_rules import read_rules
 from parkd.errors import ConfigError, ModelError
-from parkd.keys import read_key_file
-from parkd.rewrite_rules import read_rules
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.cli.model import AnyEngine
@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if words is None else words
         if words[:1] == ["forget"]:
-            from parkd import forget
+            from parkd.cli import forget
 
             return forget.run(words[1:])
         if words[:1] == ["replay"]:
@@ -60,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
             return command.run(words[1:], sizes_of=sizes_of)
         invocation = arguments.parse(words)
         if invocation.command == "demo":
-            from parkd import demo
+            from parkd.demo import command as demo
 
             return demo.run(invocation.flags)
         config = load(invocation.flags)
@@ -75,7 +75,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def serve(config: Config) -> int:
     """Loads the model and serves until told to stop. Returns the exit code. Raises ConfigError and ModelError before
     it serves."""
-    from parkd import listener, startup
+    from parkd.cli import startup
+    from parkd.proxy import listener
 
     logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("parkd").setLevel(logging.INFO)
@@ -87,9 +88,9 @@ def serve(config: Config) -> int:
     rules = () if rules_file is None else read_rules(rules_file)
     model, is_demo = ("", False) if config.model.upstream is not None else find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound:
+        from parkd.answers.base import ToolFormat
         from parkd.identity.background import BackgroundWork
         from parkd.proxy import server
-        from parkd.proxy.output.base import ToolFormat
         from parkd.store.tiers import TieredStore
 
         memory, background = MemoryShare(config.cache.budget_bytes), BackgroundWork()
@@ -118,7 +119,7 @@ def open_engine(
 
     `files` remember the layer split that fitted last. Raises ConfigError and ModelError.
     """
-    from parkd import split_memory, startup
+    from parkd.cli import split_memory, startup
 
     progress = startup.ProgressPrinter(sys.stderr)
     name, why = choose_engine(config.model, model, is_demo=is_demo)

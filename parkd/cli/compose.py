@@ -15,13 +15,13 @@ from parkd.errors import ConfigError
 from parkd.memory import free_memory_bytes, return_freed_memory, total_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
+    from parkd.answers.base import OutputFormat
     from parkd.cli.model import AnyEngine
     from parkd.identity.background import BackgroundWork
     from parkd.identity.builder import IdentityBuilder
     from parkd.identity.normalise import RewriteRule
     from parkd.identity.output_memory import OutputMemory, Said
     from parkd.proxy.config import BuildMask, Services
-    from parkd.proxy.output.base import OutputFormat
     from parkd.store.fs import FileSystem
     from parkd.store.records import StoreConfig
     from parkd.store.store import ConversationStore
@@ -137,11 +137,11 @@ def compose(
     background: BackgroundWork,
 ) -> Services:
     """All that the server needs. The caller closes `background`, after the server. Raises ConfigError."""
+    from parkd.answers.formats import output_format
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.identity.builder import IdentityBuilder
     from parkd.identity.normalise import NormaliserConfig
     from parkd.proxy.config import ProxyConfig, Services
-    from parkd.proxy.output.formats import output_format
 
     answers = answer_memory(config, engine, background)
     identity = IdentityBuilder(
@@ -209,10 +209,10 @@ def mask_builder(engine: AnyEngine, output: OutputFormat) -> tuple[BuildMask, Ca
 
     A llama-server enforces schemas itself and knows no thinking budget, so there the "mask" is only its constraint.
     """
+    from parkd.answers.structured import StructuredOutput
+    from parkd.answers.thinking import ThinkingLimits
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.llama_server.sampling import constraint
-    from parkd.proxy.structured import StructuredOutput
-    from parkd.proxy.thinking import ThinkingLimits
 
     marks, info = output.reasoning, engine.info
     if isinstance(engine, LlamaServerEngine):

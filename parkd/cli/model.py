@@ -17,7 +17,7 @@ from parkd.memory import free_memory_bytes
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
-    from parkd.engine_adapter.torch_engine import TorchEngine
+    from parkd.engine_adapter.torch_engine.engine import TorchEngine
 
     AnyEngine = TorchEngine | LlamaCppEngine | LlamaServerEngine
 
@@ -133,7 +133,8 @@ def load_llama_cpp(
     config: Config, model: str, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> LlamaCppEngine:
     """Loads a GGUF file through llama.cpp in process. Raises ModelError."""
-    from engine.steering import VectorFile
+    from parkd_engine.words.steering import VectorFile
+
     from parkd.engine_adapter.llama_cpp import LlamaCppConfig, LoraFile
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
 
@@ -190,13 +191,13 @@ def load_engine(
 ) -> TorchEngine:
     """Loads a model into the torch engine. Raises ConfigError and ModelError."""
     import torch
+    from parkd_engine.arenas.kv_format import KV_FORMATS
+    from parkd_engine.config import EngineConfig, batch_for
+    from parkd_engine.memory import free_bytes
+    from parkd_engine.words.steering import VectorFile
     from transformers.utils import logging as library_logging
 
-    from engine.config import EngineConfig, batch_for
-    from engine.kv_format import KV_FORMATS
-    from engine.memory import free_bytes
-    from engine.steering import VectorFile
-    from parkd.engine_adapter.torch_engine import TorchEngine, TorchEngineConfig
+    from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
 
     library_logging.disable_progress_bar()
     shorten_library_notes()

@@ -6,23 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parkd import arguments
+from parkd.cli import arguments
 from parkd.cli.model import MemoryShare, cache_type_name, choose_engine, find_model
 from parkd.config import Config, ModelConfig, load
 from parkd.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from engine.plan import WeightlessModel
+    from parkd_engine.plan import WeightlessModel
+
     from parkd.replay.command import ModelSizes
-    from parkd.types import StateLayout
+    from parkd.state import StateLayout
 
 
 def plan(config: Config) -> int:
     """Prints how much of the model's state the budget holds; reads only its configuration. Raises ConfigError,
     ModelError."""
-    from parkd import plan as planning
+    from parkd.cli import budget_table
     from parkd.cli.compose import store_config_of
-    from parkd.types import StageLayout
+    from parkd.state import StageLayout
 
     if config.model.upstream is not None:
         raise ConfigError(
@@ -38,18 +39,18 @@ def plan(config: Config) -> int:
         model, known = weightless(config.model)
         stages = (StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in known.stages)
         name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
-        layout, longest, notes = planning.layout_of(tuple(stages)), known.context_tokens, []
-    sizes = planning.Sizes(layout, store_config.budget_bytes, config.cache.slots)
+        layout, longest, notes = budget_table.layout_of(tuple(stages)), known.context_tokens, []
+    sizes = budget_table.Sizes(layout, store_config.budget_bytes, config.cache.slots)
     context_tokens = config.model.context_tokens or longest
-    print("\n".join([*planning.lines(name, sizes, context_tokens, store_config.min_free_bytes), *notes]))
+    print("\n".join([*budget_table.lines(name, sizes, context_tokens, store_config.min_free_bytes), *notes]))
     return 0
 
 
 def _llama_cpp(config: ModelConfig, model: str, why: str) -> tuple[str, StateLayout, int, list[str]]:
     """Name, layout, longest context in tokens, and notes, from the header of a GGUF file. Raises ModelError."""
+    from parkd.cli.budget_table import layout_of
     from parkd.engine_adapter.llama_cpp.state_size import state_size
-    from parkd.plan import layout_of
-    from parkd.types import Grain, StageLayout
+    from parkd.state import Grain, StageLayout
 
     types = (cache_type_name(each) for each in (config.llama.cache_type_k, config.llama.cache_type_v))
     known = state_size(Path(model).expanduser(), *types)
@@ -62,7 +63,8 @@ def _llama_cpp(config: ModelConfig, model: str, why: str) -> tuple[str, StateLay
 
 def sizes_of(words: Sequence[str]) -> ModelSizes:
     """Sizes of the model that these flags of `parkd plan` name. Raises ConfigError and ModelError."""
-    from engine.reading_work import reading_work
+    from parkd_engine.reading_work import reading_work
+
     from parkd.replay.command import ModelSizes
 
     config = load(arguments.parse(["plan", *words]).flags).model
@@ -87,10 +89,10 @@ def _check_engine(config: ModelConfig, what: str, else_do: str) -> None:
 
 def weightless(config: ModelConfig) -> tuple[str, WeightlessModel]:
     """The model's name, and what its configuration tells without its weights. Raises ConfigError and ModelError."""
-    from engine.config import EngineConfig
-    from engine.errors import EngineError
-    from engine.kv_format import KV_FORMATS
-    from engine.plan import plan_model
+    from parkd_engine.arenas.kv_format import KV_FORMATS
+    from parkd_engine.config import EngineConfig
+    from parkd_engine.errors import EngineError
+    from parkd_engine.plan import plan_model
 
     model, _ = find_model(config)
     kv_dtype = None if config.kv_format is None else KV_FORMATS[config.kv_format]

@@ -10,12 +10,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from parkd.config.llama_settings import llama_settings
+from parkd.config.model_settings import control_vectors, draft_tokens, one_kv_format
 from parkd.config.parsers import MIB
 from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting
 from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ServerConfig, UpstreamConfig
 from parkd.errors import ConfigError
-from parkd.llama_settings import llama_settings
-from parkd.model_settings import control_vectors, draft_tokens, one_kv_format
 
 UPSTREAM_PARK_DIR = "parkd"
 """Default park directory for a llama-server, inside its slot directory."""

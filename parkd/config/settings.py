@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from parkd.config import parsers
-from parkd.llama_settings import cache_type, engine_name, flash_attn, loras, scaled_loras, shares, split_mode
-from parkd.model_settings import guesses, kv_format, layer_range, scaled_vectors, vectors
+from parkd.config.llama_settings import cache_type, engine_name, flash_attn, loras, scaled_loras, shares, split_mode
+from parkd.config.model_settings import guesses, kv_format, layer_range, scaled_vectors, vectors
 
 ENV_PREFIX = "PARKD_"
 

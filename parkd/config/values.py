@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from parkd.llama_settings import LlamaSettings
-from parkd.model_settings import ControlVectorFile
+from parkd.config.llama_settings import LlamaSettings
+from parkd.config.model_settings import ControlVectorFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ModelConfig:
     ctx_checkpoints: int = 8
     """Copies of the fixed state on the devices, for models that have it."""
     kv_format: str | None = None
-    """Type of the stored keys and values, a name in `engine.kv_format`; None: the type they are computed in."""
+    """Type of the stored keys and values, a name in `arenas.kv_format`; None: the type they are computed in."""
     draft_tokens: int | None = None
     """Tokens that a draft head guesses per step; None: the engine's default, 0: none."""
     control_vectors: tuple[ControlVectorFile, ...] = ()

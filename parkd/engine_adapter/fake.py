@@ -26,7 +26,8 @@ from parkd.engine_adapter.fake_text import (
 )
 from parkd.engine_adapter.kept_states import chunk_end
 from parkd.errors import InvalidRequest, RestoreFailed
-from parkd.types import Checksums, ImageSpan, SamplingParams, StateLayout, TokenIds, TokenMask, Transfer
+from parkd.state import Checksums, StateLayout, Transfer
+from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
 
 Hook = Callable[[str, int], None]
 Script = Callable[[str], str | None]

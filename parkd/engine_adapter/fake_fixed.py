@@ -7,7 +7,7 @@ import numpy.typing as npt
 import xxhash
 
 from parkd.engine_adapter.kept_states import KeptStates
-from parkd.types import StageTransfer
+from parkd.state import StageTransfer
 
 Words = npt.NDArray[np.uint64]
 

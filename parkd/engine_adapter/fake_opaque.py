@@ -16,7 +16,7 @@ import numpy.typing as npt
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.whole_sums import compare_sums, sums_of
 from parkd.errors import EngineFailure, RestoreFailed
-from parkd.types import Bytes, Checksums, Grain, RowRun, StageLayout, StateLayout, StateSizes, Transfer
+from parkd.state import Bytes, Checksums, Grain, RowRun, StageLayout, StateLayout, StateSizes, Transfer
 
 Words = npt.NDArray[np.uint64]
 FILE_SLACK_BYTES = 4096

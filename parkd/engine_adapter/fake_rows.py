@@ -18,7 +18,7 @@ import xxhash
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import RestoreFailed
-from parkd.types import StageLayout, StageTransfer
+from parkd.state import StageLayout, StageTransfer
 
 Words = npt.NDArray[np.uint64]
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import xxhash
 
 from parkd.errors import RestoreFailed
-from parkd.types import Bytes
+from parkd.state import Bytes
 
 Sums = npt.NDArray[np.uint64]
 

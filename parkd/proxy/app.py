@@ -26,31 +26,31 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from parkd.errors import Cancelled, ContextOverflow, EngineLost
+from parkd.lane.cost import CostMeter
+from parkd.lane.disk_worker import DiskWorker
+from parkd.lane.engine_thread import EngineThread
+from parkd.lane.explain import Explained, PromptParts, RequestMemory
+from parkd.lane.lane import Lane
+from parkd.lane.late_copies import outlive_copies
+from parkd.lane.metrics import Metrics
+from parkd.lane.parking import LiveState
+from parkd.lane.resend import Resends
+from parkd.lane.turn import Turn
+from parkd.lane.turn_log import TurnLog
+from parkd.lane.turn_runner import TurnRunner
 from parkd.proxy.access import authenticate, narrowed
 from parkd.proxy.bodies import BodyRoom, Charge, MemoryReturn
 from parkd.proxy.config import Services
-from parkd.proxy.cost import CostMeter
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect, ResponseMeta
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
-from parkd.proxy.disk_worker import DiskWorker
 from parkd.proxy.endpoints import Endpoints
-from parkd.proxy.engine_thread import EngineThread
-from parkd.proxy.explain import Explained, PromptParts, RequestMemory
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
-from parkd.proxy.lane import Lane
-from parkd.proxy.late_copies import outlive_copies
-from parkd.proxy.metrics import Metrics
-from parkd.proxy.parking import LiveState
 from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
-from parkd.proxy.resend import Resends
 from parkd.proxy.sse import STREAM_HEADERS, TurnResponse
-from parkd.proxy.turn import Turn
-from parkd.proxy.turn_log import TurnLog
-from parkd.proxy.turn_runner import TurnRunner
 from parkd.store.tiers import TieredStore
 from parkd.types import ToolChoice
 

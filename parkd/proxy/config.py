@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from parkd.answers.base import OutputFormat
 from parkd.engine_adapter.base import Engine
 from parkd.identity.output_memory import Said
-from parkd.proxy.output.base import OutputFormat
-from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest, Units
+from parkd.lane.turn_log import TurnTrace
+from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest
 
 if TYPE_CHECKING:
     from parkd.store.fs import FileSystem
@@ -67,21 +68,6 @@ class BuildIdentity(Protocol):
 BuildMask = Callable[[TurnRequest, str], TokenMask | None]
 """(request, end of its rendered prompt) -> the mask for its answer, or None. Runs in a worker thread. Raises
 InvalidRequest."""
-
-
-class TurnTrace(Protocol):
-    """Records a turn that has ended. Never waits, and records no text."""
-
-    def __call__(
-        self,
-        *,
-        at_s: float,
-        key_digest: bytes,
-        prompt_tokens: int,
-        units: Units,
-        end: str,
-        extra: Mapping[str, Any],
-    ) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from parkd.errors import InvalidRequest, NotFound
-from parkd.proxy import admin, explain, metrics
+from parkd.lane import explain, metrics
+from parkd.proxy import admin
 from parkd.proxy.access import Caller, authenticate
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.openai_chat import OpenAIChat

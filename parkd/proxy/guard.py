@@ -11,13 +11,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from parkd.errors import InvalidRequest, NotFound, ParkdError, UpgradeRefused
+from parkd.lane.metrics import Metrics
 from parkd.proxy.access import check_origin
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.foreign_paths import advice
-from parkd.proxy.metrics import Metrics
 from parkd.proxy.requests import id_headers, request_id_of
 from parkd.proxy.sse import unforeseen
 

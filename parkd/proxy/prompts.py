@@ -7,8 +7,8 @@ import anyio.to_thread
 
 from parkd.errors import ContextOverflow, InvalidRequest
 from parkd.identity.lengths import check_length
+from parkd.lane.turn import prompt_tail
 from parkd.proxy.config import Services
-from parkd.proxy.turn import prompt_tail
 from parkd.types import PromptIdentity, TokenMask, TurnRequest
 
 BUILD_THREADS = 2

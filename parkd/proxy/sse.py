@@ -14,13 +14,13 @@ import orjson
 from starlette.types import Message, Receive, Scope, Send
 
 from parkd.errors import EngineFailure, ParkdError
+from parkd.lane.lane import Lane
+from parkd.lane.resend import Resends
+from parkd.lane.turn import Turn
+from parkd.lane.turn_log import TurnLog
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.base import Dialect, Encoder
-from parkd.proxy.lane import Lane
 from parkd.proxy.requests import id_headers
-from parkd.proxy.resend import Resends
-from parkd.proxy.turn import Turn
-from parkd.proxy.turn_log import TurnLog
 from parkd.types import CacheReport, Finished, Started
 
 PENDING = "pending"

@@ -17,6 +17,7 @@ import numpy as np
 
 from parkd.replay.result import ReplayConfig, ReplayResult
 from parkd.replay.trace import TraceHeader, TurnRecord
+from parkd.state import Checksums, StageLayout, StateLayout
 from parkd.store.disk import DiskTier
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskConfig
@@ -25,7 +26,7 @@ from parkd.store.records import BlockId, CaptureRequest, Parked, Refused, StoreC
 from parkd.store.store import CANDIDATE_LIMIT, ConversationStore
 from parkd.store.tiers import TieredStore
 from parkd.store.write_queue import DiskSources
-from parkd.types import Checksums, StageLayout, StateLayout, Units
+from parkd.types import Units
 
 
 def layout_of(header: TraceHeader) -> StateLayout:

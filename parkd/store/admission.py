@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from parkd.state import StateSizes
 from parkd.store.blocks import Owner
 from parkd.store.budget import Need, Room, mib
 from parkd.store.eviction import Queue
@@ -16,7 +17,6 @@ from parkd.store.planning import CapturePlan, OpaquePlan, block_identity, bounde
 from parkd.store.policy import Costs, Evictable, Policy, longest_position
 from parkd.store.records import BlockId, CaptureRequest, ParkedCheckpoint, RefusalReason, Refused, StoreConfig
 from parkd.store.shelf import Entry, Shelf, superseded
-from parkd.types import StateSizes
 
 KIN_LIMIT = 64
 """Conversations searched for checkpoints to inherit."""

@@ -13,10 +13,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from parkd.state import RowRun, StateFile, StateLayout, StateSizes
 from parkd.store.budget import BLOCK_BYTES, Budget, Kind
 from parkd.store.records import BlockId
 from parkd.store.slabs import SlabPool
-from parkd.types import RowRun, StateFile, StateLayout, StateSizes
 
 Owner = int
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parkd.state import StateLayout
 from parkd.store.admission import Replaced
 from parkd.store.blocks import Owner
 from parkd.store.budget import Kind, conversation_metadata_bytes
@@ -16,7 +17,6 @@ from parkd.store.planning import CapturePlan
 from parkd.store.records import BlockId, Capture, CheckpointId, ParkedCheckpoint
 from parkd.store.shelf import Shelf
 from parkd.store.transfers import capture_transfer
-from parkd.types import StateLayout
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,10 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from parkd.state import Bytes, FixedPart, StateLayout
 from parkd.store.budget import Budget, Kind
 from parkd.store.records import CheckpointId
 from parkd.store.slabs import PAGE_BYTES, SlabHooks, round_up, taken
-from parkd.types import Bytes, FixedPart, StateLayout
 
 PART_ALIGNMENT_BYTES = 64
 

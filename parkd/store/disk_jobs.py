@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from parkd.state import Bytes
 from parkd.store.fs import GRAIN_BYTES, File, FileSystem, aligned_zeros
 from parkd.store.manifest import TEMPORARY_SUFFIX, ExtentRef, Manifest, Sums, encode
-from parkd.types import Bytes
 
 BATCH_BYTES = 4 << 20
 """About how much one call moves: large enough for full speed, small enough that several are in flight, and that the

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from parkd.state import Bytes, Checksums, StateLayout, Transfer
 from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import Part, ReadJob, WriteJob
 from parkd.store.fs import GRAIN_BYTES
@@ -19,7 +20,6 @@ from parkd.store.manifest import DiskBlock, DiskCheckpoint, ExtentRef, Manifest,
 from parkd.store.records import BlockId, Parked
 from parkd.store.shelf import Shelf
 from parkd.store.slabs import round_up
-from parkd.types import Bytes, Checksums, StateLayout, Transfer
 
 FILE_SUM = "xxh3-64"
 """The checksum of files. If the engine computes the same, it need not be computed again."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from parkd.state import Checksums, StateFile
 from parkd.store.budget import mib
 from parkd.store.disk_policy import worth_writing
 from parkd.store.disk_records import DiskEntry, file_bytes, index_limit_bytes
@@ -23,7 +24,6 @@ from parkd.store.planning import CapturePlan
 from parkd.store.records import Capture, CaptureRequest, ConversationId, Lease, Parked, RefusalReason, Refused
 from parkd.store.segments import SegmentPool
 from parkd.store.tiers import TieredStore
-from parkd.types import Checksums, StateFile
 
 
 class FileStore(TieredStore):

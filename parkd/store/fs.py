@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from parkd.errors import ConfigError
-from parkd.types import Bytes
+from parkd.state import Bytes
 
 GRAIN_BYTES = 4096
 """Parts begin at multiples of this in a file, so that direct I/O can move them without an extra copy."""

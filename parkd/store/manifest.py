@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from parkd.state import Bytes
 from parkd.store.fs import GRAIN_BYTES
 from parkd.store.records import BlockId, ConversationId
-from parkd.types import HASH_BYTES, Bytes, Units
+from parkd.types import HASH_BYTES, Units
 
 MAGIC = b"parkdMAN"
 VERSION = 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from parkd.state import Grain, StateLayout
 from parkd.store.budget import BLOCK_BYTES, CONVERSATION_BYTES, HASH_BYTES, UNIT_BYTES
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskConfig
@@ -18,7 +19,6 @@ from parkd.store.recovery import open_tier, scan, written_last_day
 from parkd.store.tiers import TieredStore
 from parkd.store.write_queue import DiskSources
 from parkd.types import HASH_BYTES as DIGEST_BYTES
-from parkd.types import Grain, StateLayout
 
 INDEX_SHARE = 8
 """The index of what is on disk takes at most one part in this many of the memory budget."""

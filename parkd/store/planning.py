@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from parkd.state import StateSizes
 from parkd.store.budget import BLOCK_BYTES, Need, conversation_metadata_bytes
 from parkd.store.checkpoints import checkpoint_charge
 from parkd.store.records import BlockId, CaptureRequest, ParkedCheckpoint
 from parkd.store.segments import segment_charge
-from parkd.types import StateSizes
 
 
 def block_identity(request: CaptureRequest, index: int, rows: int, block_tokens: int) -> bytes:

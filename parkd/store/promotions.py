@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parkd.state import Checksums, StateFile, StateLayout, StateSizes
 from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import DamagedPart, ReadJob
 from parkd.store.disk_records import DiskEntry
 from parkd.store.manifest import Manifest
 from parkd.store.records import BlockId, Capture, CaptureRequest, ConversationId, Parked
 from parkd.store.shelf import Shelf
-from parkd.types import Checksums, StateFile, StateLayout, StateSizes
 
 READ_FAILURES = 2
 """Failed reads of a file before what it holds is given up."""

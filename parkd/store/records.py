@@ -11,7 +11,8 @@ from enum import StrEnum
 from types import MappingProxyType, TracebackType
 from typing import Literal, Self
 
-from parkd.types import StateFile, StateSizes, Transfer, Units
+from parkd.state import StateFile, StateSizes, Transfer
+from parkd.types import Units
 
 BlockId = int
 """Never used twice by a store, so the id of a freed block cannot name another one."""

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from parkd.state import StateLayout
 from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import remove
 from parkd.store.disk_policy import DAY_S
@@ -28,7 +29,6 @@ from parkd.store.manifest import (
     Manifest,
     decode,
 )
-from parkd.types import StateLayout
 
 log = logging.getLogger(__name__)
 

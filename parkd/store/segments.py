@@ -12,11 +12,11 @@ from itertools import count
 
 import numpy as np
 
+from parkd.state import Bytes, RowRun, StateFile, StateLayout, StateSizes
 from parkd.store.blocks import BlockPool, Owner
 from parkd.store.budget import BLOCK_BYTES, Budget, Kind
 from parkd.store.records import BlockId
 from parkd.store.slabs import PAGE_BYTES, SlabPool, round_up, taken
-from parkd.types import Bytes, RowRun, StateFile, StateLayout, StateSizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from parkd.state import StateLayout
 from parkd.store.blocks import BlockPool, Owner
 from parkd.store.budget import Budget, Kind, Need, Room, conversation_metadata_bytes
 from parkd.store.checkpoints import CheckpointPool
@@ -20,7 +21,7 @@ from parkd.store.policy import Costs, Evictable, Policy, Rank, rank
 from parkd.store.records import ConversationGone, ConversationId, Parked, StoreConfig
 from parkd.store.segments import SegmentPool
 from parkd.store.slabs import SlabGeometry, SlabHooks, SlabPool
-from parkd.types import StateLayout, Units
+from parkd.types import Units
 
 CHECKPOINTS_AHEAD_SHARE = 4
 """Of memory that is allocated ahead, one part in this many is for checkpoints: conversations of 80,000 tokens of a 27B

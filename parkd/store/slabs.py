@@ -20,9 +20,9 @@ from typing import Protocol
 
 import numpy as np
 
+from parkd.state import Bytes, StateLayout
 from parkd.store.budget import Budget, Kind, Need, Room
 from parkd.store.slots import SlotAllocator
-from parkd.types import Bytes, StateLayout
 
 PAGE_BYTES = 4096
 LEAST_SLAB_PAGES = 16

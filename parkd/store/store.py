@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from parkd.state import Checksums, StateLayout
 from parkd.store.admission import Admission, Decision, Replaced, replaced
 from parkd.store.blocks import Owner
 from parkd.store.budget import mib
@@ -42,7 +43,6 @@ from parkd.store.shelf import Entry, Shelf, Waiter, superseded
 from parkd.store.slabs import SlabHooks
 from parkd.store.stats import ram_stats
 from parkd.store.transfers import lease_transfer, lineage_of
-from parkd.types import Checksums, StateLayout
 
 CANDIDATE_LIMIT = 64
 """Most conversations that one look-up returns by default."""

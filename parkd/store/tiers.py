@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from parkd.state import Checksums, StateFile, StateLayout
 from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import MarkJob, RemoveJob, WriteJob
 from parkd.store.disk_layout import read_job
@@ -50,7 +51,6 @@ from parkd.store.shelf import Entry
 from parkd.store.stats import disk_stats
 from parkd.store.store import CANDIDATE_LIMIT, ConversationStore
 from parkd.store.write_queue import QUEUE_SHARE, DiskSources, WriteQueue
-from parkd.types import Checksums, StateFile, StateLayout
 
 EXPIRY_STEP_S = 60.0
 MARK_STEP_S = 300.0

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from parkd.state import StageTransfer, StateLayout, Transfer
 from parkd.store.records import BlockId, CheckpointId, Parked
 from parkd.store.shelf import Shelf
-from parkd.types import StageTransfer, StateLayout, Transfer
 
 
 def capture_transfer(

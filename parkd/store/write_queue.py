@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from parkd.state import StateLayout
 from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import RemoveJob, WriteJob, leftovers
 from parkd.store.disk_layout import write_job
@@ -21,7 +22,6 @@ from parkd.store.disk_records import DiskEntry, index_bytes_of, job_bytes, manif
 from parkd.store.manifest import ExtentRef
 from parkd.store.records import BlockId, ConversationId, Parked, Tier
 from parkd.store.shelf import Entry, Shelf
-from parkd.types import StateLayout
 
 QUEUE_SHARE = 2
 """Waiting conversations hold at most one part in this many of the memory budget. One that waits alone may hold more:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from parkd.answers.base import OutputFormat, ReasoningMarks, ToolFormat
+from parkd.answers.structured import StructuredOutput
+from parkd.answers.thinking import ThinkingLimits
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.fake_text import SPECIAL_TOKENS
 from parkd.proxy.config import ProxyConfig
-from parkd.proxy.output.base import OutputFormat, ReasoningMarks, ToolFormat
 from parkd.proxy.server import Server
-from parkd.proxy.structured import StructuredOutput
-from parkd.proxy.thinking import ThinkingLimits
-from tests.integration.api_harness import running_in_thread
+from tests.integration.api.api_harness import running_in_thread
 
 FORMAT = OutputFormat(ToolFormat.HERMES, ReasoningMarks("<think>", "</think>"))
 CALL = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"path": "a/b", "depth": 2}}\n</tool_call>'

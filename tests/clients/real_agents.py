@@ -24,10 +24,10 @@ from pathlib import Path
 
 import httpx
 import torch
+from parkd_engine.families import presets
 from transformers import GenerationConfig
 
-from engine import presets
-from parkd.demo_server import running_server
+from parkd.demo.server import running_server
 from tests.clients.client_kit import serving
 
 PACKAGES = {"claude": "@anthropic-ai/claude-code", "codex": "@openai/codex", "opencode": "opencode-ai"}

@@ -17,11 +17,11 @@ import anyio
 import httpx
 import pytest
 
+from parkd.answers.structured import StructuredOutput
 from parkd.engine_adapter.fake import FakeEngine
 from parkd.proxy.config import ProxyConfig
-from parkd.proxy.structured import StructuredOutput
 from tests.clients.client_kit import CALL, FORMAT, byte_tokenizer
-from tests.integration.api_harness import Running, read_stream, running
+from tests.integration.api.api_harness import Running, read_stream, running
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1800)]
 BODIES = int(os.environ.get("PARKD_FUZZ_BODIES", "300"))

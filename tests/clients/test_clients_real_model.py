@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from parkd.demo_server import running_server
+from parkd.demo.server import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = "A harbour town keeps its bread in stone ovens by the sea. " * 30

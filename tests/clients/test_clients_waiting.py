@@ -14,7 +14,7 @@ import pytest
 
 from parkd.proxy.config import ProxyConfig
 from tests.clients.client_kit import Served, serving
-from tests.integration.api_harness import Gate, until
+from tests.integration.api.api_harness import Gate, until
 
 pytestmark = pytest.mark.anyio
 

@@ -1,19 +1,19 @@
-"""A server process over the fake engine and a park directory: `python fake_server.py DIRECTORY`. Prints its URL."""
+"""A server process over the fake engine and a park directory, which prints its URL.
+
+python -m tests.fault.fake_server DIRECTORY
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "integration"), str(Path(__file__).parents[2])]
-
 
 def main() -> int:
-    from disk_harness import disk_services
-
     from parkd.engine_adapter.fake import FakeEngine
     from parkd.proxy import server
     from parkd.store.fs import open_directory
+    from tests.integration.api.disk_harness import disk_services
 
     files = open_directory(Path(sys.argv[1]))
     services, _ = disk_services(FakeEngine(), files, ram_bytes=2 << 20, disk_bytes=8 << 20, slots=3)

@@ -27,8 +27,6 @@ import httpx
 
 from benchmarks.servers import Server, free_port, running, upstream_server
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-
 WAYS = ("in process", "parkd", "upstream", "both")
 CONTEXT_TOKENS = 2048
 ANSWER_TOKENS = 6
@@ -184,10 +182,10 @@ class Processes:
 def alone(way: str, folder: Path, model: Path) -> Iterator[Said]:
     """Says what is answered by an engine of the same kind that was reset, or by a server that reuses nothing."""
     if way == "in process":
-        import llama_cpp_kit
         import numpy as np
 
         from parkd.types import SamplingParams
+        from tests.integration.llama import llama_cpp_kit
 
         with llama_cpp_kit.loaded("tiny", folder) as engine:
 
@@ -218,7 +216,7 @@ def alone(way: str, folder: Path, model: Path) -> Iterator[Said]:
 
 def live(way: str, folder: Path, lives: int, seed: int = 0) -> Talks:
     """Raises AssertionError where something is wrong."""
-    import tiny_gguf
+    from tests.integration.llama import tiny_gguf
 
     model = folder / "tiny.gguf"
     tiny_gguf.write_tiny_hybrid(model)

@@ -6,12 +6,12 @@ import errno
 from dataclasses import dataclass, field
 
 import numpy as np
-from fault_fs import Crashed, Fault, FaultFs
-from store_kit import assert_counts, assert_within_budget, make_layout, make_units
-from tier_kit import FINGERPRINT, Machine, run
-from workload import FIXED, Life, Wrong, away, check_files
 
 from parkd.store.records import Parked, Refused
+from tests.fault.fault_fs import Crashed, Fault, FaultFs
+from tests.fault.tier_kit import FINGERPRINT, Machine, run
+from tests.fault.workload import FIXED, Life, Wrong, away, check_files
+from tests.unit.store.store_kit import assert_counts, assert_within_budget, make_layout, make_units
 
 TREE = make_units(1, 48)
 """Prompts branch off this one, so that prefixes are shared."""

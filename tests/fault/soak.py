@@ -9,12 +9,8 @@ import argparse
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
-
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "unit" / "store")]
 
 STEPS = [
     ("read_prompt", 2, 3),
@@ -34,7 +30,7 @@ STEPS = [
 
 def live(seed: int, steps: int) -> Counter[str]:
     """One life. Raises what it finds."""
-    from random_life import RandomLife
+    from tests.fault.random_life import RandomLife
 
     rng = np.random.default_rng(seed)
     life = RandomLife(

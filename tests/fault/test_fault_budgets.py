@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from store_kit import (
+
+from parkd.store.disk_jobs import MarkJob, mark
+from parkd.store.policy import Costs, GdsfPolicy, ValuePolicy
+from parkd.store.records import ConversationGone, Parked, Refused, Tier
+from tests.fault.tier_kit import away, evict, parked, promote, pump, rows_of, started
+from tests.unit.store.store_kit import (
     KEY,
     assert_same_rows,
     assert_within_budget,
@@ -11,11 +16,6 @@ from store_kit import (
     make_layout,
     make_units,
 )
-from tier_kit import away, evict, parked, promote, pump, rows_of, started
-
-from parkd.store.disk_jobs import MarkJob, mark
-from parkd.store.policy import Costs, GdsfPolicy, ValuePolicy
-from parkd.store.records import ConversationGone, Parked, Refused, Tier
 
 
 def test_a_promotion_reserves_before_it_reads() -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import xxhash
-from fault_fs import Crashed, Fault, FaultFs
-from store_kit import make_units
-from tier_kit import Machine, evict, pump
-from workload import LAYOUTS, Life, Wrong, live, survive
 
 from parkd.store import disk_jobs, manifest, recovery
 from parkd.store.disk_jobs import RemoveJob
+from tests.fault.fault_fs import Crashed, Fault, FaultFs
+from tests.fault.tier_kit import Machine, evict, pump
+from tests.fault.workload import LAYOUTS, Life, Wrong, live, survive
+from tests.unit.store.store_kit import make_units
 
 DISK_BYTES = 140_000
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 
 import pytest
-from fault_fs import Crashed, Fault, FaultFs
-from tier_kit import Machine
-from workload import LAYOUTS, Life, live, survive
+
+from tests.fault.fault_fs import Crashed, Fault, FaultFs
+from tests.fault.tier_kit import Machine
+from tests.fault.workload import LAYOUTS, Life, live, survive
 
 DISK_BYTES = 140_000
 """Holds about three of the conversations, so that some go to make room."""

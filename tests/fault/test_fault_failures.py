@@ -5,21 +5,21 @@ from __future__ import annotations
 import errno
 
 import pytest
-from fault_fs import Fault
-from store_kit import (
+
+from parkd.state import Grain
+from parkd.store import write_queue
+from parkd.store.records import Parked
+from tests.fault.fault_fs import Fault
+from tests.fault.tier_kit import Machine, away, evict, parked, promote, pump, rows_of, started
+from tests.fault.whole_kit import whole_layout
+from tests.fault.workload import check_files
+from tests.unit.store.store_kit import (
     KEY,
     assert_counts,
     assert_same_rows,
     leased_rows,
     make_units,
 )
-from tier_kit import Machine, away, evict, parked, promote, pump, rows_of, started
-from whole_kit import whole_layout
-from workload import check_files
-
-from parkd.store import write_queue
-from parkd.store.records import Parked
-from parkd.types import Grain
 
 
 @pytest.mark.parametrize("nth", range(1, 9))

@@ -15,8 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "integration"))
+ROOT = Path(__file__).parents[2]
 ROUNDS = 5
 NAMES = "abcdef"
 
@@ -24,7 +23,7 @@ NAMES = "abcdef"
 @contextmanager
 def serving(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "fake_server.py"), str(directory)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.fault.fake_server", str(directory)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     try:
         assert process.stdout is not None
@@ -47,7 +46,7 @@ class Client(threading.Thread):
         self.caches: list[str] = []
 
     def run(self) -> None:
-        from test_api_switching import never_parked, turn_after
+        from tests.integration.api.test_api_switching import never_parked, turn_after
 
         with httpx.Client(base_url=self.url, timeout=20, trust_env=False) as client:
             while True:
@@ -69,7 +68,7 @@ class Client(threading.Thread):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_again_and_again_it_answers_right(tmp_path: Path) -> None:
-    from test_api_switching import opening
+    from tests.integration.api.test_api_switching import opening
 
     talks = {name: opening(name, 900, system=f"{name}: be brief.") for name in NAMES}
     caches: list[str] = []

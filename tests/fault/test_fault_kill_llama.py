@@ -6,7 +6,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from killed_lives import WAYS, live
+
+from tests.fault.killed_lives import WAYS, live
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LIVES = 2

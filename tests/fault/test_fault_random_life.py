@@ -6,8 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from random_life import RandomLife
-from soak import live
+
+from tests.fault.random_life import RandomLife
+from tests.fault.soak import live
 
 numbers = st.integers(0, 999)
 

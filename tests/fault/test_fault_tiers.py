@@ -6,8 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fault_fs import FaultFs
-from store_kit import (
+
+from parkd.state import Grain
+from parkd.store.admission import Decision
+from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
+from parkd.store.promotions import Promotion
+from parkd.store.records import ConversationGone, Refused, Tier
+from parkd.store.write_queue import QUEUE_SHARE
+from tests.fault.fault_fs import FaultFs
+from tests.fault.tier_kit import away, evict, parked, promote, pump, rows_of, run, started
+from tests.fault.whole_kit import whole_layout
+from tests.fault.workload import FIXED
+from tests.unit.store.store_kit import (
     KEY,
     assert_counts,
     assert_same_rows,
@@ -16,16 +26,6 @@ from store_kit import (
     make_layout,
     make_units,
 )
-from tier_kit import away, evict, parked, promote, pump, rows_of, run, started
-from whole_kit import whole_layout
-from workload import FIXED
-
-from parkd.store.admission import Decision
-from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
-from parkd.store.promotions import Promotion
-from parkd.store.records import ConversationGone, Refused, Tier
-from parkd.store.write_queue import QUEUE_SHARE
-from parkd.types import Grain
 
 
 def test_a_conversation_keeps_its_id_and_its_blocks_in_every_tier() -> None:

@@ -7,10 +7,8 @@ from functools import partial
 from itertools import count
 
 import numpy as np
-from fault_fs import FaultFs
-from store_kit import KEY, CopyEngine, leased_rows, make_layout, make_units
-from whole_kit import WholeEngine, path_of, whole_rows
 
+from parkd.state import Grain, StateLayout
 from parkd.store.budget import BLOCK_BYTES
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, remove, write
 from parkd.store.disk_policy import WriteAllowance
@@ -21,7 +19,9 @@ from parkd.store.records import Parked, Refused, StoreConfig, Tier
 from parkd.store.recovery import open_tier
 from parkd.store.tiers import TieredStore
 from parkd.store.write_queue import DiskSources
-from parkd.types import Grain, StateLayout
+from tests.fault.fault_fs import FaultFs
+from tests.fault.whole_kit import WholeEngine, path_of, whole_rows
+from tests.unit.store.store_kit import KEY, CopyEngine, leased_rows, make_layout, make_units
 
 FINGERPRINT = b"the weights, one"
 BLOCK_TOKENS = 4

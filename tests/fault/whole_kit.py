@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from fault_fs import FaultFs
-from store_kit import KEY, CopyEngine, make_hashes
 
+from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer
 from parkd.store.records import Capture, CaptureRequest, Parked, Refused
 from parkd.store.store import ConversationStore
-from parkd.types import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer
+from tests.fault.fault_fs import FaultFs
+from tests.unit.store.store_kit import KEY, CopyEngine, make_hashes
 
 ROW_BYTES = 2800
 FIXED_BYTES = 3000

@@ -6,15 +6,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-from fault_fs import Crashed, FaultFs
-from store_kit import CopyEngine, assert_counts, assert_within_budget, make_layout, make_units
-from tier_kit import Machine, NoRoom, evict, pump, rows_of
-from whole_kit import FIXED_BYTES, whole_layout
 
+from parkd.state import Grain, RowRun
 from parkd.store.records import Parked, Refused, Tier
 from parkd.store.shelf import Entry
 from parkd.store.tiers import TieredStore
-from parkd.types import Grain, RowRun
+from tests.fault.fault_fs import Crashed, FaultFs
+from tests.fault.tier_kit import Machine, NoRoom, evict, pump, rows_of
+from tests.fault.whole_kit import FIXED_BYTES, whole_layout
+from tests.unit.store.store_kit import CopyEngine, assert_counts, assert_within_budget, make_layout, make_units
 
 FIXED = make_layout(fixed_bytes=(700, 1000))
 LAYOUTS = {
@@ -94,7 +94,7 @@ class Life:
 
 
 def run_one(store: TieredStore, fs: FaultFs, job: object) -> None:
-    from tier_kit import run
+    from tests.fault.tier_kit import run
 
     run(store, fs, job)  # type: ignore[arg-type]
 

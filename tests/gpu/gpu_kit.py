@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from parkd_engine.families import presets
+from parkd_engine.families.presets import TINY_VOCABULARY, Preset
 
 from benchmarks.gpu.lane import Ids, load, random_ids
-from engine import presets
-from engine.presets import TINY_VOCABULARY, Preset
-from parkd.engine_adapter.torch_engine import TorchEngine
+from parkd.engine_adapter.torch_engine.engine import TorchEngine
 
 MIB = 1 << 20
 CONTEXT = 65_536

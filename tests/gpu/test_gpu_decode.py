@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from parkd_engine import EngineConfig, Session, capture, host_plan, open_session, restore
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-from engine import EngineConfig, Session, capture, host_plan, open_session, restore
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

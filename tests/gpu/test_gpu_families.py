@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_kit import MIB, SPLITS, assert_same, ids, opened, state_of, use_shapes
+from parkd_engine import EngineConfig, Session, open_session
+from parkd_engine.families import presets
 from PIL import Image
 
 from benchmarks.gpu.lane import GpuLane, following
-from engine import EngineConfig, Session, open_session, presets
-from parkd.engine_adapter.torch_engine import TorchEngine
+from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.types import ImageSpan
+from tests.gpu.gpu_kit import MIB, SPLITS, assert_same, ids, opened, state_of, use_shapes
 
 pytestmark = [
     pytest.mark.gpu,

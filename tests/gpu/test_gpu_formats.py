@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from parkd_engine import EngineConfig, Session, capture, host_plan, open_session, restore
+from parkd_engine.words.steering import Steering
 from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from engine import EngineConfig, Session, capture, host_plan, open_session, restore
-from engine.steering import Steering
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

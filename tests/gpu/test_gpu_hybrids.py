@@ -11,12 +11,13 @@ from statistics import mean
 import numpy as np
 import pytest
 import torch
-from gpu_kit import CONTEXT, MIB, SPLITS, assert_same, ids, opened, state_of, use_shapes
+from parkd_engine import EngineConfig, open_session
+from parkd_engine.families import presets
+from parkd_engine.forward.chunk_graphs import record_chunks
 
 from benchmarks.gpu.lane import NEVER, GpuLane, following
-from engine import EngineConfig, open_session, presets
-from engine.chunk_graphs import record_chunks
 from parkd.errors import EngineFailure
+from tests.gpu.gpu_kit import CONTEXT, MIB, SPLITS, assert_same, ids, opened, state_of, use_shapes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -276,7 +277,8 @@ async def test_a_sampled_answer_is_the_same_after_a_restore(kind: str, tmp_path:
 
 
 def test_a_card_samples_what_a_cpu_samples() -> None:
-    from engine.sampling import Sampler
+    from parkd_engine.words.sampling import Sampler
+
     from parkd.types import SamplingParams
 
     generator = torch.Generator().manual_seed(3)

@@ -42,7 +42,7 @@ def _seeded() -> None:
 @pytest.mark.parametrize("width", [96, 1024, 4096, 5000])
 @pytest.mark.parametrize("bias", [True, False])
 def test_three_matrices_at_once(dtype: torch.dtype, width: int, bias: bool) -> None:
-    from engine.kernels.matvec import matvec
+    from parkd_engine.kernels.matvec import matvec
 
     layers = tuple(linear(rows, width, dtype, bias=bias) for rows in (530, 128, 72))
     x = torch.randn(width, device=LAST).to(dtype)
@@ -57,7 +57,7 @@ def test_three_matrices_at_once(dtype: torch.dtype, width: int, bias: bool) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sum_with_the_residual_in_place(dtype: torch.dtype) -> None:
-    from engine.kernels.matvec import matvec
+    from parkd_engine.kernels.matvec import matvec
 
     layer = linear(300, 4096, dtype)
     x, residual = torch.randn(4096, device=LAST).to(dtype), torch.randn(300, device=LAST).to(dtype)
@@ -69,7 +69,7 @@ def test_a_sum_with_the_residual_in_place(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card")
 def test_a_kernel_is_never_launched_on_another_card() -> None:
-    from engine.kernels.pointwise import offset_norm
+    from parkd_engine.kernels.pointwise import offset_norm
 
     x = torch.randn((4, 64), device="cuda:1")
     with torch.cuda.device("cuda:0"), pytest.raises(RuntimeError, match="tensors on cuda:1 would run on cuda:0"):
@@ -78,8 +78,8 @@ def test_a_kernel_is_never_launched_on_another_card() -> None:
 
 def test_products_launched_early_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of products, each of which reads what the one before wrote, as a graph and one by one."""
-    from engine.graphs import recorded
-    from engine.kernels import matvec as products
+    from parkd_engine.forward.graphs import recorded
+    from parkd_engine.kernels import matvec as products
 
     layers = [linear(rows, columns, torch.bfloat16) for rows, columns in [(1500, 600), (600, 1500)] * 20]
     outputs = [torch.empty(len(layer.weight), device=LAST, dtype=torch.bfloat16) for layer in layers]
@@ -106,7 +106,7 @@ def test_products_launched_early_wait_for_each_other(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gated_product(dtype: torch.dtype) -> None:
-    from engine.kernels.matvec import gated
+    from parkd_engine.kernels.matvec import gated
 
     gate, up = linear(333, 4096, dtype), linear(333, 4096, dtype)
     x = torch.randn(4096, device=LAST).to(dtype)
@@ -124,7 +124,7 @@ def test_the_gated_product(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [2, 3, 16])
 def test_a_few_tokens_give_what_each_gives_alone(dtype: torch.dtype, width: int, bias: bool, tokens: int) -> None:
     """To the bit."""
-    from engine.kernels.few_tokens import products
+    from parkd_engine.kernels.few_tokens import products
 
     layer = linear(333, width, dtype, bias=bias)
     x = torch.randn((tokens, width), device=LAST).to(dtype)
@@ -139,8 +139,8 @@ def test_a_few_tokens_give_what_each_gives_alone(dtype: torch.dtype, width: int,
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_by_weights_plus_one_and_gelu(dtype: torch.dtype) -> None:
-    from engine.kernels.matvec import gated, matvec
-    from engine.kernels.pointwise import add_offset_norm
+    from parkd_engine.kernels.matvec import gated, matvec
+    from parkd_engine.kernels.pointwise import add_offset_norm
 
     gate, up = linear(333, 2560, dtype), linear(333, 2560, dtype)
     x, hidden = torch.randn((2, 2560), device=LAST).to(dtype)
@@ -161,7 +161,7 @@ def test_norms_by_weights_plus_one_and_gelu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("length", [1, 64, 65, 2047, 2048, 2049, 9000])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(32, 8, 128), (6, 2, 16), (5, 1, 80), (4, 4, 64)])
 def test_attention_over_strided_rows(dtype: torch.dtype, length: int, q_heads: int, kv_heads: int, dim: int) -> None:
-    from engine.kernels.attend import DecodeAttention
+    from parkd_engine.kernels.attend import DecodeAttention
 
     width = kv_heads * dim
     rows = torch.randn((9001, 4 * width), device=LAST).to(dtype)
@@ -185,8 +185,8 @@ def test_attention_over_strided_rows(dtype: torch.dtype, length: int, q_heads: i
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(32, 8, 128), (24, 4, 256), (6, 2, 16), (5, 1, 80)])
 def test_attention_over_codes(length: int, q_heads: int, kv_heads: int, dim: int) -> None:
     """Heads of very different scales, and values that are all zero in some rows."""
-    from engine.kernels.attend import DecodeAttention
-    from engine.kv_format import quantise
+    from parkd_engine.arenas.kv_format import quantise
+    from parkd_engine.kernels.attend import DecodeAttention
 
     sizes = torch.logspace(-4, 2, kv_heads, device=LAST)[:, None]
     states = [torch.randn((9001, kv_heads, dim), device=LAST) * sizes for _ in range(2)]
@@ -209,7 +209,7 @@ def test_attention_over_codes(length: int, q_heads: int, kv_heads: int, dim: int
 
 @pytest.mark.parametrize("window", [1, 64, 1000])
 def test_attention_sees_a_window_only(window: int) -> None:
-    from engine.kernels.attend import DecodeAttention
+    from parkd_engine.kernels.attend import DecodeAttention
 
     rows = torch.randn((3000, 2, 2, 64), device=LAST).bfloat16()
     query = torch.randn(4 * 64, device=LAST).bfloat16()
@@ -226,7 +226,7 @@ def test_attention_sees_a_window_only(window: int) -> None:
 
 @pytest.mark.parametrize("words", [7, 40_000, 100_001])
 def test_sums_of_blocks_are_those_of_the_definition(words: int) -> None:
-    from engine.kernels.sums import block_sums
+    from parkd_engine.kernels.sums import block_sums
 
     data = torch.randint(-(2**63), 2**63 - 1, (words,), device=LAST)
     with torch.cuda.device(LAST):
@@ -246,9 +246,8 @@ def test_a_gated_delta_net_moves_on_as_the_librarys(
     dtype: torch.dtype, k_heads: int, heads: int, key: int, value: int
 ) -> None:
     """Over several tokens: the window to the bit, the memory and what comes out but for rounding."""
+    from parkd_engine.kernels.delta import move_memory, move_window
     from transformers.models.qwen3_5 import modeling_qwen3_5 as library
-
-    from engine.kernels.delta import move_memory, move_window
 
     channels = 2 * k_heads * key + heads * value
     made = {name: torch.randn(heads, device="cuda").to(dtype) for name in ("bias", "rate")}
@@ -287,9 +286,8 @@ def test_a_gated_delta_net_moves_on_as_the_librarys(
 
 @pytest.mark.parametrize(("rows", "width", "stride"), [(1, 5120, 5120), (24, 256, 512), (3, 80, 80)])
 def test_a_norm_around_one(rows: int, width: int, stride: int) -> None:
+    from parkd_engine.kernels.pointwise import offset_norm
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
-
-    from engine.kernels.pointwise import offset_norm
 
     norm = Qwen3_5RMSNorm(width).to("cuda", torch.bfloat16)
     torch.nn.init.normal_(norm.weight)

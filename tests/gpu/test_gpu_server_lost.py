@@ -31,7 +31,7 @@ pytestmark = [
 SERVER = """
 import sys
 import torch
-from engine.session import Session
+from parkd_engine.session import Session
 from parkd.cli import main
 
 read = Session.extend

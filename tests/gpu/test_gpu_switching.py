@@ -9,17 +9,17 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import gpu_kit
 import numpy as np
 import pytest
 import torch
-from gpu_kit import COMMON, CONTEXT, MIB, SPLITS, assert_same, ids, state_of, use_shapes
+from parkd_engine.families import presets
+from parkd_engine.families.presets import Preset
 
 from benchmarks.gpu.lane import NEVER, GpuLane, following
-from engine import presets
-from engine.presets import Preset
-from parkd.engine_adapter.torch_engine import TorchEngine
+from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.errors import EngineFailure, ModelError
+from tests.gpu import gpu_kit
+from tests.gpu.gpu_kit import COMMON, CONTEXT, MIB, SPLITS, assert_same, ids, state_of, use_shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

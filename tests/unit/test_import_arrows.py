@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED = ("parkd.types", "parkd.errors", "parkd.config")
+SHARED = ("parkd.types", "parkd.state", "parkd.errors", "parkd.config")
 HTTP = ("starlette", "uvicorn", "httpx", "h11", "fastapi")
 COMPUTE = ("torch", "transformers", "tokenizers", "accelerate", "gguf")
 
@@ -25,30 +25,43 @@ class Rule:
 
 
 RULES = (
-    Rule("engine", ("engine",), HTTP),
+    Rule("parkd_engine", ("parkd_engine",), HTTP),
     Rule("parkd.types", ("parkd.types",), COMPUTE + HTTP),
+    Rule("parkd.state", ("parkd.state", "parkd.types.identity"), COMPUTE + HTTP),
     Rule("parkd.errors", (), COMPUTE + HTTP),
-    Rule(
-        "parkd.config", ("parkd.config", "parkd.errors", "parkd.llama_settings", "parkd.model_settings"), COMPUTE + HTTP
-    ),
-    Rule("parkd.llama_settings", ("parkd.errors",), COMPUTE + HTTP),
-    Rule("parkd.model_settings", ("parkd.errors",), COMPUTE + HTTP),
+    Rule("parkd.config", ("parkd.config", "parkd.identity.normalise", *SHARED), COMPUTE + HTTP),
     Rule("parkd.identity", ("parkd.identity", "parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
     Rule("parkd.store", ("parkd.store", *SHARED), COMPUTE + HTTP),
     Rule("parkd.replay", ("parkd.replay", "parkd.store", "parkd.identity.chain", *SHARED), COMPUTE + HTTP),
     Rule(
+        "parkd.answers",
+        ("parkd.answers", "parkd.identity.output_memory", "parkd.engine_adapter.base", *SHARED),
+        COMPUTE + HTTP,
+    ),
+    Rule(
+        "parkd.lane",
+        ("parkd.lane", "parkd.answers", "parkd.identity", "parkd.store", "parkd.engine_adapter.base", *SHARED),
+        COMPUTE + HTTP,
+    ),
+    Rule(
         "parkd.proxy",
-        ("parkd.proxy", "parkd.identity", "parkd.store", "parkd.engine_adapter.base", *SHARED),
+        (
+            "parkd.proxy",
+            "parkd.lane",
+            "parkd.answers",
+            "parkd.identity",
+            "parkd.store",
+            "parkd.engine_adapter.base",
+            *SHARED,
+        ),
         COMPUTE,
     ),
     Rule("parkd.engine_adapter.base", ("parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
-    Rule("parkd.engine_adapter.torch_engine", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
-    Rule("parkd.engine_adapter.torch_loading", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
-    Rule("parkd.engine_adapter.torch_words", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
-    Rule("parkd.engine_adapter.llama_cpp", ("engine", "parkd.engine_adapter", *SHARED), HTTP),
+    Rule("parkd.engine_adapter.torch_engine", ("parkd_engine", "parkd.engine_adapter", *SHARED), HTTP),
+    Rule("parkd.engine_adapter.llama_cpp", ("parkd_engine", "parkd.engine_adapter", *SHARED), HTTP),
     Rule("parkd.engine_adapter.llama_server", ("parkd.engine_adapter", *SHARED), COMPUTE),
     Rule("parkd.engine_adapter", ("parkd.engine_adapter", *SHARED), COMPUTE + HTTP),
-    Rule("parkd.cli", ("parkd", "engine")),  # the composition root
+    Rule("parkd.cli", ("parkd", "parkd_engine")),  # the composition root
     Rule("parkd", ("parkd",), COMPUTE),
 )
 """The first rule whose part holds a module is the one for it, so narrower parts stand before wider ones."""
@@ -84,7 +97,7 @@ def violations(module: str, imported: set[str]) -> Iterator[str]:
     if rule is None:
         return
     for name in sorted(imported):
-        ours = under(name, "parkd") or under(name, "engine")
+        ours = under(name, "parkd") or under(name, "parkd_engine")
         if ours and not any(under(name, part) for part in rule.own):
             yield f"{module} imports {name}, which {rule.part} may not know"
         elif any(under(name, library) for library in rule.forbidden):
@@ -94,9 +107,9 @@ def violations(module: str, imported: set[str]) -> Iterator[str]:
 def test_every_arrow_points_the_right_way() -> None:
     wrong: list[str] = []
     modules = 0
-    for folder in ("engine", "parkd"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            module = module_of(path, ROOT)
+    for folder, root in (("parkd_engine", ROOT / "engine"), ("parkd", ROOT)):
+        for path in sorted((root / folder).rglob("*.py")):
+            module = module_of(path, root)
             imported = imports_of(path.read_text(), module, is_package=path.name == "__init__.py")
             wrong += violations(module, imported)
             modules += 1
@@ -107,20 +120,20 @@ def test_every_arrow_points_the_right_way() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("engine.session", "from parkd.types import Units"),
-        ("engine.session", "def late():\n    import parkd.config"),
+        ("parkd_engine.session", "from parkd.types import Units"),
+        ("parkd_engine.session", "def late():\n    import parkd.config"),
         ("parkd.store.store", "import torch.nn"),
         ("parkd.store.store", "from parkd import identity"),
         ("parkd.store.store", "from ..identity import matcher"),
         ("parkd.identity.chain", "from parkd.store.records import BlockId"),
         ("parkd.identity.chain", "from starlette.requests import Request"),
-        ("parkd.proxy.turn_runner", "from engine.session import Session"),
-        ("parkd.proxy.turn_runner", "from parkd.engine_adapter.torch_engine import TorchEngine"),
-        ("parkd.proxy.turn_runner", "from parkd.engine_adapter import fake"),
-        ("parkd.engine_adapter.fake", "import engine"),
+        ("parkd.lane.turn_runner", "from parkd_engine.session import Session"),
+        ("parkd.lane.turn_runner", "from parkd.engine_adapter.torch_engine.engine import TorchEngine"),
+        ("parkd.lane.turn_runner", "from parkd.engine_adapter import fake"),
+        ("parkd.engine_adapter.fake", "import parkd_engine"),
         ("parkd.engine_adapter.fake", "import httpx"),
         ("parkd.engine_adapter.llama_server.client", "import torch"),
-        ("parkd.demo", "from engine.config import EngineConfig"),
+        ("parkd.demo.command", "from parkd_engine.config import EngineConfig"),
         ("parkd.types", "from parkd.errors import ParkdError"),
     ],
 )
@@ -132,8 +145,8 @@ def test_a_wrong_arrow_is_seen(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("parkd.store.store", "from .records import BlockId\nfrom parkd.errors import ParkdError\nimport numpy"),
-        ("parkd.engine_adapter.torch_engine", "import torch\nfrom engine.session import Session"),
-        ("parkd.cli", "from parkd.store.store import ConversationStore\nimport engine"),
+        ("parkd.engine_adapter.torch_engine.engine", "import torch\nfrom parkd_engine.session import Session"),
+        ("parkd.cli", "from parkd.store.store import ConversationStore\nimport parkd_engine"),
     ],
 )
 def test_a_right_arrow_passes(module: str, source: str) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream, Tokenizer
-from parkd.types import Checksums, ImageSpan, SamplingParams, StateLayout, StateSizes, TokenIds, TokenMask, Transfer
+from parkd.state import Checksums, StateLayout, StateSizes, Transfer
+from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
 
 BLOCK_TOKENS = 256
 """Rows in a block. Blocks begin at absolute multiples of this."""

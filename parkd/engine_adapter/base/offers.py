@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from parkd.types import Checksums, DraftCounts, SamplingParams, TokenIds, TokenMask, Transfer
+from parkd.state import Checksums, Transfer
+from parkd.types import DraftCounts, SamplingParams, TokenIds, TokenMask
 
 
 class CaptureInFlight(Protocol):

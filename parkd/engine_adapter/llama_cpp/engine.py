@@ -13,11 +13,11 @@ from typing import Any
 
 import llama_cpp.llama_cpp as low
 import numpy as np
+from parkd_engine.errors import BadLogits, EngineError, UnknownVector
+from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.steering import SteeringBank, load_vectors
+from parkd_engine.words.text import TextAssembler
 
-from engine.errors import BadLogits, EngineError, UnknownVector
-from engine.sampling import Sampler
-from engine.steering import SteeringBank, load_vectors
-from engine.text import TextAssembler
 from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, ImageReader, Tokenizer
 from parkd.engine_adapter.kept_states import chunk_end
 from parkd.engine_adapter.llama_cpp.config import LlamaCppConfig
@@ -26,21 +26,11 @@ from parkd.engine_adapter.llama_cpp.sequence import PARTIAL, WHOLE
 from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
 from parkd.engine_adapter.llama_cpp.text import AnswerBytes, LlamaTokenizer, model_template
 from parkd.engine_adapter.llama_cpp.timeline import Timeline
-from parkd.engine_adapter.torch_words import TextStream
+from parkd.engine_adapter.torch_engine.words import TextStream
 from parkd.engine_adapter.whole_sums import compare_sums, sums_of
 from parkd.errors import EngineFailure, InvalidRequest, LogitsNotFinite, ModelError, RestoreFailed
-from parkd.types import (
-    Checksums,
-    Grain,
-    ImageSpan,
-    SamplingParams,
-    StageLayout,
-    StateLayout,
-    StateSizes,
-    TokenIds,
-    TokenMask,
-    Transfer,
-)
+from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer
+from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
 
 CHECKSUM = "xxh3-64"
 _PROBE_TOKENS = 16

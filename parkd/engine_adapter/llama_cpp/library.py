@@ -19,9 +19,9 @@ from typing import Any
 import llama_cpp
 import llama_cpp.llama_cpp as low
 from gguf import GGMLQuantizationType
+from parkd_engine.loading.model_cache import ModelCache
+from parkd_engine.words.steering import Steering
 
-from engine.model_cache import ModelCache
-from engine.steering import Steering
 from parkd.engine_adapter.llama_cpp.config import LlamaCppConfig
 from parkd.errors import EngineFailure, ModelError
 

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.errors import EngineFailure
-from parkd.types import Bytes, TokenIds
+from parkd.state import Bytes
+from parkd.types import TokenIds
 
 SEQUENCE = 0
 WHOLE = low.LLAMA_STATE_SEQ_FLAGS_NONE

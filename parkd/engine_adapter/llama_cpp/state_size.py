@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 import gguf
+from parkd_engine.errors import ModelLoadError
+from parkd_engine.loading.gguf_metadata import GgufMetadata, read_metadata
 
-from engine.errors import ModelLoadError
-from engine.gguf_metadata import GgufMetadata, read_metadata
 from parkd.errors import ModelError
 
 CELL_BYTES = 12

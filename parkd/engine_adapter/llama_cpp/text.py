@@ -8,11 +8,11 @@ from typing import Any
 
 import llama_cpp.llama_cpp as low
 from llguidance import LLTokenizer
+from parkd_engine.words.chat import ChatTemplate as EngineTemplate
+from parkd_engine.words.text import ANSWER_MARKS
 
-from engine.chat import ChatTemplate as EngineTemplate
-from engine.text import ANSWER_MARKS
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
-from parkd.engine_adapter.torch_words import TranslatedTemplate
+from parkd.engine_adapter.torch_engine.words import TranslatedTemplate
 from parkd.errors import EngineFailure
 
 _CUT_OUT = low.LLAMA_TOKEN_ATTR_CONTROL | low.LLAMA_TOKEN_ATTR_USER_DEFINED | low.LLAMA_TOKEN_ATTR_UNKNOWN

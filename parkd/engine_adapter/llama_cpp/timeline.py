@@ -19,7 +19,8 @@ from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL
 from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
 from parkd.errors import EngineFailure, RestoreFailed
-from parkd.types import Bytes, TokenIds
+from parkd.state import Bytes
+from parkd.types import TokenIds
 
 _NOWHERE = -1
 """The position if no state was noted."""

@@ -36,7 +36,8 @@ from parkd.errors import (
     UpstreamFailed,
     UpstreamTimeout,
 )
-from parkd.types import Checksums, ImageSpan, SamplingParams, StateSizes, TokenIds, TokenMask, Transfer
+from parkd.state import Checksums, StateSizes, Transfer
+from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
 from parkd.engine_adapter.llama_server.start import Upstream
 from parkd.engine_adapter.llama_server.states import SlotFiles
 from parkd.errors import EngineFailure, RestoreFailed
-from parkd.types import Checksums, StateSizes, Transfer
+from parkd.state import Checksums, StateSizes, Transfer
 
 NO_BYTES_SUM = xxhash.xxh3_64_intdigest(b"")
 SIZE_SPARE_BYTES = 64 * 1024

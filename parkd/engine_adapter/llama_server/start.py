@@ -16,7 +16,7 @@ from parkd.engine_adapter.llama_server.probe import SlotFacts, named, probe_slot
 from parkd.engine_adapter.llama_server.text import first_tokens, special_tokens
 from parkd.engine_adapter.llama_server.weights import ModelFacts, Progress, model_facts, weights_digest
 from parkd.errors import ModelError, UpstreamDown, UpstreamFailed
-from parkd.types import Grain, StageLayout, StateLayout
+from parkd.state import Grain, StageLayout, StateLayout
 
 LOAD_WAIT_S = 600.0
 """Longest wait for a server that is still loading its model."""

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from parkd_engine.arenas.kv_format import KV_FORMATS
+from parkd_engine.forward.stages import place
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.perplexity import FORMATS, Reader, Tally, compare_chunks, read_window
-from engine.kv_format import KV_FORMATS
-from engine.stages import place
 
 
 @pytest.fixture

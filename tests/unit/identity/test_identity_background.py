@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-from identity_fakes import WordTokenizer, make_builder, say, talk
 
 from parkd.identity.background import BackgroundWork
 from parkd.identity.output_memory import Said
+from tests.unit.identity.identity_fakes import WordTokenizer, make_builder, say, talk
 
 ANSWER = "three and four"
 

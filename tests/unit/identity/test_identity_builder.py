@@ -5,12 +5,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from identity_fakes import BLOCK, FINGERPRINT, SEEDED, ChatMl, WordTokenizer, make_builder, say, talk
 
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.chain import prefix_hashes
 from parkd.identity.matcher import common_prefix
 from parkd.types import ConversationKey, PromptIdentity, TurnRequest
+from tests.unit.identity.identity_fakes import (
+    BLOCK,
+    FINGERPRINT,
+    SEEDED,
+    ChatMl,
+    WordTokenizer,
+    make_builder,
+    say,
+    talk,
+)
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

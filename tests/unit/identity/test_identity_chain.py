@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from identity_fakes import SEEDED
 
 from parkd.identity import chain
 from parkd.identity.chain import CHAINS_KEPT, ChainMemo, extend_hashes, prefix_hashes
 from parkd.types import ConversationKey, Units
+from tests.unit.identity.identity_fakes import SEEDED
 
 KEY = ConversationKey("team", b"f" * 16).digest
 BLOCK = 4

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from identity_fakes import FINGERPRINT, say, talk
-from npm_tokenizers import npm_folder
 
 from parkd.errors import InvalidRequest
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.cuts import cut_pieces, cuttable_tokens, token_pattern
 from parkd.identity.tokens import SegmentTokenizer
 from parkd.types import PromptIdentity, TurnRequest
+from tests.npm_tokenizers import npm_folder
+from tests.unit.identity.identity_fakes import FINGERPRINT, say, talk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

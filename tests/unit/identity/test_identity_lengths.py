@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from identity_fakes import make_builder, say, talk
 
 from parkd.errors import ContextOverflow
 from parkd.identity import lengths
 from parkd.identity.lengths import LEAST_CHARS, PIECE_CHARS, check_length
+from tests.unit.identity.identity_fakes import make_builder, say, talk
 
 
 class Letters:

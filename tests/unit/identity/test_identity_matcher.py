@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from identity_fakes import SEEDED, ChatMl, WordTokenizer, make_builder, say, talk
 
 from parkd.identity.chain import prefix_hashes
 from parkd.identity.matcher import (
@@ -21,6 +20,7 @@ from parkd.identity.matcher import (
 )
 from parkd.identity.units import units_of
 from parkd.types import CacheOutcome, ConversationKey, ImageSpan, PromptIdentity
+from tests.unit.identity.identity_fakes import SEEDED, ChatMl, WordTokenizer, make_builder, say, talk
 
 LIVE, RAM, DISK, COLD = CacheOutcome.LIVE, CacheOutcome.RESTORED_RAM, CacheOutcome.RESTORED_DISK, CacheOutcome.COLD
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from identity_fakes import make_builder, say, talk
 
 from parkd.errors import ConfigError
 from parkd.identity.normalise import Normaliser, NormaliserConfig, RewriteRule
+from tests.unit.identity.identity_fakes import make_builder, say, talk
 
 HEADER = "x-anthropic-billing-header: cc_version=9.9.1.abc; cc_entrypoint=cli; cch={};"
 

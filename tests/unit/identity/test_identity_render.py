@@ -5,7 +5,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from identity_fakes import ChatMl, make_builder, say, talk
 
 from parkd.errors import InvalidRequest
 from parkd.identity.canonical import canonical_arguments, canonical_content, canonical_messages, canonical_tools
@@ -13,6 +12,7 @@ from parkd.identity.normalise import Normaliser, NormaliserConfig
 from parkd.identity.profile import SystemInside, TemplateProfile, probe_template
 from parkd.identity.render import Renderer
 from parkd.types import TurnRequest
+from tests.unit.identity.identity_fakes import ChatMl, make_builder, say, talk
 
 CACHE = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 _CALL = {"id": "c1", "function": {"name": "f", "arguments": '{"b":1,"a":"é"}'}}

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from test_identity_families import RealTemplate, RealTokenizer, _load
 
+from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from parkd.answers.formats import output_format
+from parkd.answers.parser import make_parser
+from parkd.answers.transcript import Transcript
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said, json_key
-from parkd.proxy.output.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
-from parkd.proxy.output.formats import output_format
-from parkd.proxy.output.parser import make_parser
-from parkd.proxy.output.transcript import Transcript
 from parkd.types import FinishReason, TurnRequest
+from tests.unit.identity.test_identity_families import RealTemplate, RealTokenizer, _load
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ENDS = {

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from identity_fakes import SEEDED, WordTokenizer
 
 from parkd.identity.cuts import cuttable_tokens, token_pattern
 from parkd.identity.tokens import SegmentTokenizer
+from tests.unit.identity.identity_fakes import SEEDED, WordTokenizer
 
 _TOKENS = ("<|start|>", "<|end|>", "<tool>", "<t", "<tool>x")
 _PIECES = st.lists(

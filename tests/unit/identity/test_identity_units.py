@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from identity_fakes import SEEDED
 
 from parkd.identity.units import IMAGE_BIT, common_prefix, image_units, units_of
 from parkd.types import ImageSpan
+from tests.unit.identity.identity_fakes import SEEDED
 
 A, B = hashlib.sha256(b"a").digest(), hashlib.sha256(b"b").digest()
 _UNITS = st.lists(st.integers(0, 3), max_size=40)

@@ -11,7 +11,8 @@ import pytest
 
 from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
 from parkd.errors import EngineFailure, EngineLost, ModelError, RestoreFailed, UpstreamFailed
-from parkd.types import RowRun, SamplingParams, StageTransfer, StateFile, TokenIds, Transfer
+from parkd.state import RowRun, StageTransfer, StateFile, Transfer
+from parkd.types import SamplingParams, TokenIds
 from tests.unit.llama_server.upstream_kit import FakeLlama, expected_answer, ok, refusal, routed, slot_file
 
 GREEDY = SamplingParams(temperature=0)

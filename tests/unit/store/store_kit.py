@@ -11,10 +11,10 @@ from hashlib import blake2b
 
 import numpy as np
 
+from parkd.state import Checksums, StageLayout, StateLayout, Transfer
 from parkd.store.budget import Kind
 from parkd.store.records import Capture, CaptureRequest, Lease, Parked, Refused, StoreConfig
 from parkd.store.store import ConversationStore
-from parkd.types import Checksums, StageLayout, StateLayout, Transfer
 
 KEY = blake2b(b"a key", digest_size=16).digest()
 OTHER_KEY = blake2b(b"another key", digest_size=16).digest()

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from store_kit import CopyEngine, Hooks, assert_counts, assert_same_rows, make_layout, make_store, make_units
 
 from parkd.store.records import Parked, RefusalReason
+from tests.unit.store.store_kit import (
+    CopyEngine,
+    Hooks,
+    assert_counts,
+    assert_same_rows,
+    make_layout,
+    make_store,
+    make_units,
+)
 
 LAYOUT = make_layout((256, 128), (5000, 0))
 CHECKPOINT_BYTES = 8192

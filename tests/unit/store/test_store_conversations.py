@@ -6,7 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from store_kit import (
+
+from parkd.state import Checksums
+from parkd.store.budget import BLOCK_BYTES, conversation_metadata_bytes
+from parkd.store.records import Capture, ConversationGone, Parked, RefusalReason, Refused
+from tests.unit.store.store_kit import (
     KEY,
     OTHER_KEY,
     CopyEngine,
@@ -18,10 +22,6 @@ from store_kit import (
     make_store,
     make_units,
 )
-
-from parkd.store.budget import BLOCK_BYTES, conversation_metadata_bytes
-from parkd.store.records import Capture, ConversationGone, Parked, RefusalReason, Refused
-from parkd.types import Checksums
 
 LAYOUT = make_layout()
 SLOT_BYTES = 4 * (256 + 128)

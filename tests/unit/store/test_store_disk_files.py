@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from store_kit import KEY, make_hashes, make_units
 
 from parkd.cli.compose import open_files
 from parkd.config import load
@@ -27,6 +26,7 @@ from parkd.store.manifest import (
     encoded_bytes,
 )
 from parkd.store.unlinked_fs import UnlinkedFs
+from tests.unit.store.store_kit import KEY, make_hashes, make_units
 
 STAGES = 2
 

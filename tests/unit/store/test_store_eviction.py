@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from store_kit import (
+
+from parkd.store.policy import longest_position
+from parkd.store.records import Parked, RefusalReason, Refused
+from tests.unit.store.store_kit import (
     KEY,
     CopyEngine,
     assert_counts,
@@ -14,9 +17,6 @@ from store_kit import (
     make_store,
     make_units,
 )
-
-from parkd.store.policy import longest_position
-from parkd.store.records import Parked, RefusalReason, Refused
 
 LAYOUT = make_layout((1024, 1024))
 BLOCK = 4

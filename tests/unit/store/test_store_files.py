@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import KEY, Clock, make_hashes, make_units
 
+from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes
 from parkd.store.disk import DiskTier
 from parkd.store.disk_jobs import RemoveJob
 from parkd.store.disk_policy import WriteAllowance
@@ -16,7 +16,7 @@ from parkd.store.disk_records import DiskConfig
 from parkd.store.file_store import FileStore
 from parkd.store.records import Capture, CaptureRequest, Parked, RefusalReason, Refused, StoreConfig
 from parkd.store.write_queue import DiskSources
-from parkd.types import Checksums, Grain, StageLayout, StateLayout, StateSizes
+from tests.unit.store.store_kit import KEY, Clock, make_hashes, make_units
 
 LAYOUT = StateLayout((StageLayout(0, 4, 100, 0, b"in files" * 2),), "test-sum", Grain.FILE)
 BLOCK_TOKENS = 4

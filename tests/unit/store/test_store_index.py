@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import pytest
-from store_kit import KEY, CopyEngine, make_hashes, make_layout, make_store, make_units
 
 from parkd.store.index import PrefixIndex
 from parkd.store.store import CANDIDATE_LIMIT
+from tests.unit.store.store_kit import KEY, CopyEngine, make_hashes, make_layout, make_store, make_units
 
 
 @pytest.mark.parametrize("width", [16, 1])

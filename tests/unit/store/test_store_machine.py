@@ -6,7 +6,9 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_kit import (
+
+from parkd.store.records import Refused
+from tests.unit.store.store_kit import (
     CopyEngine,
     Hooks,
     assert_counts,
@@ -18,8 +20,6 @@ from store_kit import (
     make_store,
     make_units,
 )
-
-from parkd.store.records import Refused
 
 BUDGET_BYTES = 150_000
 SLOTS = 5

@@ -8,12 +8,12 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from store_kit import Clock
 
+from parkd.state import Checksums, StageLayout, StateLayout
 from parkd.store.budget import Kind
 from parkd.store.records import BlockId, CaptureRequest, StoreConfig
 from parkd.store.store import ConversationStore
-from parkd.types import Checksums, StageLayout, StateLayout
+from tests.unit.store.store_kit import Clock
 
 CONVERSATIONS = 1000
 BLOCK_TOKENS = 16

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_kit import KEY, Clock, assert_within_budget, make_hashes, make_store, make_units, part_sum
 
+from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer
 from parkd.store.manifest import DamagedManifest, DiskBlock, DiskCheckpoint, ExtentRef, Manifest, decode, encode
 from parkd.store.records import Capture, CaptureRequest, Parked, RefusalReason, Refused
 from parkd.store.slabs import PAGE_BYTES
-from parkd.types import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer
+from tests.unit.store.store_kit import KEY, Clock, assert_within_budget, make_hashes, make_store, make_units, part_sum
 
 BLOCK_TOKENS = 4
 

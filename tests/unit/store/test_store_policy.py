@@ -7,7 +7,6 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_kit import CopyEngine, assert_counts, make_layout, make_store, make_units
 
 from parkd.store.history import FIRST_GAP_S, GHOST_LIMIT, Ghosts, History
 from parkd.store.policy import (
@@ -21,6 +20,7 @@ from parkd.store.policy import (
     rank,
 )
 from parkd.store.records import Parked, RefusalReason, Refused
+from tests.unit.store.store_kit import CopyEngine, assert_counts, make_layout, make_store, make_units
 
 COSTS = Costs(read_s=1e-3, read_growth_s=1e-7, bytes_per_s=1e9)
 LAYOUT = make_layout((1024, 1024))

@@ -7,11 +7,11 @@ import random
 
 import numpy as np
 import pytest
-from store_kit import Hooks, make_layout
 
 from parkd.store.budget import Budget, Kind, Need
 from parkd.store.slabs import PAGE_BYTES, SlabGeometry, SlabPool
 from parkd.store.slots import SlotAllocator
+from tests.unit.store.store_kit import Hooks, make_layout
 
 
 def runs(slots):

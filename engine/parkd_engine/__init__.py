@@ -1,0 +1,67 @@
+"""A library that runs one causal language model over several devices and lets its whole state be moved.
+
+Layers are split in stages, each with one arena in which a token's state is one row. What `transformers` loads, this
+runs; what it keeps of a conversation can be captured into plain bytes and restored, all stages or none:
+
+>>> session = open_session(model, EngineConfig(devices=("cpu", "cpu"), context_tokens=512))
+>>> position = session.extend(prompt[:-1])
+>>> token = int(session.step(prompt[-1]).argmax())
+>>> plan = host_plan(session, stop=session.position)
+>>> checksums = capture(session, plan)
+>>> session.reset()
+>>> position = session.extend(another_prompt)
+>>> restore(session, replace(plan, checksums=checksums.rows))
+>>> session.position == len(prompt)
+True
+>>> following = int(session.step(token).argmax())
+
+`model` is any `transformers` model of a supported architecture, prompts are token ids, `replace` is that of
+`dataclasses`.
+"""
+
+from parkd_engine.config import EngineConfig
+from parkd_engine.errors import (
+    BadLogits,
+    ContextFull,
+    EngineError,
+    InvalidSplit,
+    ModelLoadError,
+    OutOfMemory,
+    SnapshotDamaged,
+    SnapshotError,
+    SnapshotMismatch,
+    StageFailed,
+    TemplateRefused,
+    UnsupportedModel,
+)
+from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
+from parkd_engine.moves.snapshot import SnapshotChecksums, SnapshotPlan, capture, host_plan, restore, restore_and_read
+from parkd_engine.opening import open_session
+from parkd_engine.session import Session
+
+__all__ = [
+    "BadLogits",
+    "ContextFull",
+    "EngineConfig",
+    "EngineError",
+    "InvalidSplit",
+    "LoadConfig",
+    "LoadedModel",
+    "ModelLoadError",
+    "OutOfMemory",
+    "Session",
+    "SnapshotChecksums",
+    "SnapshotDamaged",
+    "SnapshotError",
+    "SnapshotMismatch",
+    "SnapshotPlan",
+    "StageFailed",
+    "TemplateRefused",
+    "UnsupportedModel",
+    "capture",
+    "host_plan",
+    "load_model",
+    "open_session",
+    "restore",
+    "restore_and_read",
+]

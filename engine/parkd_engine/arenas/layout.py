@@ -1,0 +1,192 @@
+"""Layout of a stage's state: what is stored per token, what is stored once, and at which offset.
+
+A row holds the bytes of one token in one stage: all fields of all the stage's layers, one after the other.
+
+    row t   | key 0 | value 0 | key 1 | value 1 | ... | padding to ROW_ALIGNMENT |
+
+The fixed state does not grow with the number of tokens. It holds recurrent and convolution states, and the last
+`window - 1` tokens of layers with sliding-window attention.
+
+    fixed   | conv 0 | recurrent 0 | ... | window keys 2 | window values 2 | ...
+
+A draft head (`parkd_engine.draft.head`) adds a layer after the model's last one, in the last stage.
+
+The kind of a layer determines its fields (`parkd_engine.families.layer_state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from typing import Any
+
+import torch
+
+from parkd_engine.arenas.kv_format import is_quantised
+from parkd_engine.errors import UnsupportedModel
+from parkd_engine.families.layer_state import (
+    INDEX_KEY,
+    LAYER_KINDS,
+    WINDOW_FIELDS,
+    FieldSpec,
+    LayerState,
+    StateTypes,
+    draft_layers,
+    draft_state,
+    layer_kinds,
+)
+from parkd_engine.families.multimodal import family_of, language_config
+
+ROW_ALIGNMENT = 16
+"""Bytes. Every field of every row starts at a multiple of it, since flash kernels load 16 bytes at a time."""
+DIGEST_BYTES = 16
+OFFSET_FIELD = "position_offset"
+"""One number in the first stage of models whose rotary positions can differ from the token count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of one layer inside a row, or inside the fixed state."""
+
+    name: str
+    """`key`, `value`, `index_key`; in the fixed state `conv_0`, `recurrent_0`, `window_key`, `window_value`, ..."""
+    layer: int
+    """Index in the whole model; the draft head's layer has the index after the last."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """In a row, for one token: `(heads, head_dim)` for keys and values. Windows: `(window - 1, heads, head_dim)`."""
+    offset: int
+    """Bytes from the start of the row, or of the fixed state."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StageStateLayout:
+    """The state of one stage. Two layouts with equal digests hold interchangeable bytes."""
+
+    first_layer: int
+    end_layer: int
+    """The stage holds layers `[first_layer, end_layer)`."""
+    row_fields: tuple[Field, ...]
+    fixed_fields: tuple[Field, ...]
+    row_bytes: int
+    """A multiple of 16."""
+    fixed_bytes: int
+    digest: bytes
+    """16 bytes over the layer range and over name, layer, dtype, shape and offset of every field."""
+    index_block_tokens: int = 0
+    """Rows per block of the sparse attention index; 0 without an index."""
+
+    @property
+    def index_bytes_a_token(self) -> float:
+        """Bytes of the live index per token. The index is computed from the rows and is not part of them."""
+        fields = [field for field in self.row_fields if field.name == INDEX_KEY]
+        return sum(field.nbytes for field in fields) / self.index_block_tokens if fields else 0.0
+
+    def index_bytes(self, context_tokens: int) -> int:
+        """Bytes of the live index for `context_tokens` rows, in whole blocks."""
+        if not self.index_block_tokens:
+            return 0
+        whole = context_tokens // self.index_block_tokens * self.index_block_tokens
+        return round(whole * self.index_bytes_a_token)
+
+    @property
+    def window_fields(self) -> tuple[Field, ...]:
+        """The fixed fields that hold the last tokens of sliding-window layers."""
+        return tuple(field for field in self.fixed_fields if field.name in WINDOW_FIELDS)
+
+    def window_bytes(self, spare_tokens: int) -> int:
+        """Bytes of the live windows, each with room for `spare_tokens` more tokens."""
+        return sum(
+            field.nbytes + spare_tokens * prod(field.shape[1:]) * field.dtype.itemsize for field in self.window_fields
+        )
+
+
+def build_layout(
+    config: Any,
+    stage_ranges: Sequence[tuple[int, int]],
+    kv_dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[StageStateLayout, ...]:
+    """One layout per stage; stage `i` holds the layers `[first, end)` of `stage_ranges[i]`.
+
+    `compute_dtype` None means `kv_dtype`. A row is never empty: a stage without per-token state has rows of
+    `ROW_ALIGNMENT` bytes, so that it is counted and copied like any other. Raises UnsupportedModel for a layer kind
+    whose keys and values cannot be stored in `kv_dtype`, and KeyError for a kind that is not in `LAYER_KINDS`, which
+    `architectures.check_config` refuses first.
+    """
+    family, config = family_of(config), language_config(config)
+    kinds = layer_kinds(config)
+    types = StateTypes(kv_dtype, compute_dtype or kv_dtype)
+    layouts = []
+    for first, end in stage_ranges:
+        states = [(layer, LAYER_KINDS[kinds[layer]](config, layer, types)) for layer in range(first, end)]
+        for layer, state in states:
+            _check_format(kinds[layer], state)
+        layers = int(config.num_hidden_layers)
+        if draft_layers(config) and end == layers:
+            states.append((layers, draft_state(config, layers, types)))
+        once = [(layer, spec) for layer, state in states for spec in state.row_once]
+        first_of = {spec.name: (layer, spec) for layer, spec in reversed(once)}
+        specs = [(layer, spec) for layer, state in states for spec in state.row]
+        row_fields, row_bytes = _place([*specs, *first_of.values()])
+        row_bytes = max(row_bytes, ROW_ALIGNMENT)
+        fixed = [(layer, spec) for layer, state in states for spec in state.fixed]
+        if family is not None and family.by_grid and first == 0:
+            fixed.append((0, FieldSpec(OFFSET_FIELD, torch.int64, (1,))))
+        fixed_fields, fixed_bytes = _place(fixed)
+        digest = _stage_digest(first, end, row_fields, fixed_fields)
+        block_tokens = config.indexer_compress_ratio if any(spec.name == INDEX_KEY for _, spec in specs) else 0
+        layouts.append(
+            StageStateLayout(first, end, row_fields, fixed_fields, row_bytes, fixed_bytes, digest, block_tokens)
+        )
+    return tuple(layouts)
+
+
+def state_digest(layouts: Sequence[StageStateLayout], checksum: str) -> bytes:
+    """16 bytes over all stages and the checksum's name. A snapshot must have the same digest to be restored here.
+
+    The store computes the same formula in `StateLayout.digest`.
+    """
+    hasher = blake2b(digest_size=DIGEST_BYTES, person=b"parkd-layout")
+    hasher.update(checksum.encode())
+    for layout in layouts:
+        for number in (layout.first_layer, layout.end_layer, layout.row_bytes, layout.fixed_bytes):
+            hasher.update(number.to_bytes(8, "little"))
+        hasher.update(layout.digest)
+    return hasher.digest()
+
+
+def _check_format(kind: str, state: LayerState) -> None:
+    """Refuses quantised fields in a layer that has no scales: its values would be cut to integers."""
+    specs = (*state.row, *state.fixed)
+    if any(is_quantised(spec.dtype) for spec in specs) and not any(spec.name == "scale" for spec in specs):
+        raise UnsupportedModel(
+            f"layers of kind {kind} cannot store keys and values as int8; choose another --kv-cache-dtype"
+        )
+
+
+def _place(specs: Sequence[tuple[int, FieldSpec]]) -> tuple[tuple[Field, ...], int]:
+    """Places the fields one after the other, aligned; returns them and their total bytes, aligned too."""
+    offset = 0
+    fields = []
+    for layer, spec in specs:
+        placed = Field(spec.name, layer, spec.dtype, spec.shape, offset)
+        fields.append(placed)
+        offset += -(-placed.nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return tuple(fields), offset
+
+
+def _stage_digest(first: int, end: int, row_fields: Sequence[Field], fixed_fields: Sequence[Field]) -> bytes:
+    hasher = blake2b(digest_size=DIGEST_BYTES, person=b"parkd-stage")
+    hasher.update(f"{first} {end}\n".encode())
+    for part, fields in (("row", row_fields), ("fixed", fixed_fields)):
+        for field in fields:
+            line = f"{part} {field.name} {field.layer} {field.dtype} {field.shape} {field.offset}\n"
+            hasher.update(line.encode())
+    return hasher.digest()

@@ -1,0 +1,132 @@
+"""Keeps one stage's fixed state after each token of the last step, so that rejected draft tokens can be undone.
+
+    step     start ---- t ---- g1 ---- g2            three tokens in one step: one certain, two draft tokens
+    kept            after t  after g1   (live)       the timeline can be cut to start + 1 or start + 2
+
+Modules with recurrent state (a recurrence, a convolution) read the tokens of such a step one at a time, by the code
+path of decoding. The rest of the model reads them together. So the state kept after a token does not depend on the
+draft tokens after it, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from parkd_engine.arenas.arena import StageArena
+from parkd_engine.arenas.layout import OFFSET_FIELD
+from parkd_engine.families.layer_state import WINDOW_FIELDS
+
+if TYPE_CHECKING:
+    from parkd_engine.forward.stages import Stage
+
+MIXERS: Mapping[str, str] = MappingProxyType(
+    {"qwen3_next": "linear_attn", "qwen3_5_text": "linear_attn", "qwen4_exp_text": "linear_attn"}
+)
+"""`model_type` -> the layers' attribute that holds the recurrent module; for families that come with draft heads."""
+NGRAMS = "ple"
+"""The layers' attribute for n-grams, a second module with such state. The whole layer then runs token by token."""
+GIVEN_IDS = "ple_input_ids"
+"""Argument of such a layer that has one entry per token, besides the hidden states."""
+
+
+class StepHistory:
+    """Memory for the states after `tokens` tokens of a step. With 0 nothing is kept."""
+
+    def __init__(self, arena: StageArena, tokens: int = 0) -> None:
+        self._fixed = arena.fixed
+        self._spans: dict[int, slice] = {}
+        """Layer -> its bytes of the fixed state. Leaves out windows, which still hold the tokens before the step, and
+        the position offset, which only images change."""
+        for field in arena.layout.fixed_fields:
+            if field.name not in (*WINDOW_FIELDS, OFFSET_FIELD):
+                first = self._spans[field.layer].start if field.layer in self._spans else field.offset
+                self._spans[field.layer] = slice(first, field.offset + field.nbytes)
+        self._kept = torch.empty(
+            (tokens if self._spans else 0, len(self._fixed)), dtype=torch.uint8, device=arena.device
+        )
+        self._noted = dict.fromkeys(self._spans, 0)
+        """Layer -> the number of states it has noted in this step."""
+        self._start = 0
+        self._stop = 0
+        """The step covers `[start, stop)`. If empty, there is nothing to go back to."""
+        self.is_recording = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer of the stage has recurrent state."""
+        return not self._spans
+
+    def record(self, start: int, count: int) -> None:
+        """Announces a step of `count` tokens at `start`. Raises ValueError if it is too long."""
+        if self._spans and count - 1 > len(self._kept):
+            raise ValueError(f"a step of {count} tokens where states behind {len(self._kept)} can be kept")
+        self._start, self._stop, self.is_recording = start, start + count, True
+        self._noted = dict.fromkeys(self._spans, 0)
+
+    def check(self) -> None:
+        """Checks, after the forward of a recorded step, that every layer noted its state after each token. Raises
+        RuntimeError otherwise, since going back would then restore bytes of another step."""
+        count = self._stop - self._start
+        if self.is_recording and (silent := [layer for layer, noted in self._noted.items() if noted != count]):
+            raise RuntimeError(f"layers {silent} did not keep their state after each of the step's {count} tokens")
+
+    def was_replayed(self) -> None:
+        """The step was replayed as a CUDA graph, which notes every layer's states."""
+        self._noted = dict.fromkeys(self._spans, self._stop - self._start)
+
+    def finish(self) -> None:
+        """Ends the step; the timeline is at its end."""
+        self.is_recording = False
+
+    def forget(self) -> None:
+        self._start = self._stop = 0
+        self.is_recording = False
+
+    def note(self, layer: int, index: int) -> None:
+        """Keeps the live state of `layer`, which is the one after token `index` of the step."""
+        self._noted[layer] += 1
+        if index < self._stop - self._start - 1:
+            span = self._spans[layer]
+            self._kept[index, span].copy_(self._fixed[span])
+
+    def floor(self, position: int) -> int:
+        """The lowest position to which the timeline, now at `position`, can be cut."""
+        return self._start + 1 if self._start < position <= self._stop else position
+
+    def go_back(self, position: int) -> None:
+        """Makes the state at `position` live: at or above `floor`, and before the end of the timeline."""
+        for span in self._spans.values():
+            self._fixed[span].copy_(self._kept[position - self._start - 1, span])
+
+
+def step_by_step(stage: Stage, history: StepHistory) -> None:
+    """Makes the stage's recurrent modules read recorded steps token by token, and note the state after each token.
+    Changes only this stage: its modules are its own, though others may share their weights."""
+    inner: Any = stage.inner
+    for index in range(stage.first_layer, stage.end_layer):
+        layer = inner.layers[index]
+        module = getattr(layer, MIXERS.get(inner.config.model_type, ""), None)
+        if getattr(layer, NGRAMS, None) is not None:
+            module = layer
+        if module is not None:
+            module.forward = _stepped(module.forward, history, index)
+
+
+def _stepped(forward: Callable[..., torch.Tensor], history: StepHistory, layer: int) -> Callable[..., torch.Tensor]:
+    def step(hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        if not history.is_recording:
+            return forward(hidden_states, *arguments, **named)
+        outputs = []
+        ids = named.get(GIVEN_IDS)
+        for index in range(hidden_states.shape[1]):
+            if ids is not None:
+                named[GIVEN_IDS] = ids[:, index : index + 1]
+            outputs.append(forward(hidden_states[:, index : index + 1], *arguments, **named))
+            history.note(layer, index)
+        return torch.cat(outputs, dim=1)
+
+    return step

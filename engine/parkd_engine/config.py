@@ -1,0 +1,71 @@
+"""The engine's configuration, from which the loader builds stages and arenas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+MAX_DRAFT_TOKENS = 16
+CPU_BATCH, CARD_BATCH = 512, 2048
+"""Tokens in a prefill chunk. On CPUs a longer chunk is no faster and delays cancelling; a shorter one does not keep a
+GPU busy (86k tokens of an 8B model on two H200: 4.9 s with 2048, 5.1 s with 4096)."""
+
+
+def batch_for(devices: Sequence[str]) -> int:
+    """The default number of tokens in a prefill chunk: `CARD_BATCH` if all stages are on GPUs, else `CPU_BATCH`."""
+    return CARD_BATCH if _all_cards(devices) else CPU_BATCH
+
+
+def _all_cards(devices: Sequence[str]) -> bool:
+    return all(torch.device(device).type == "cuda" for device in devices)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Configures the engine; `None` lets it choose. Raises ValueError for values that cannot work."""
+
+    devices: tuple[str, ...] = ("cpu",)
+    """One for each stage; a device may appear more than once (`("cpu", "cpu")` is two stages)."""
+    layer_split: tuple[int, ...] | None = None
+    """The first layer of each stage after the first, ascending; None balances the layers over the devices."""
+    context_tokens: int | None = None
+    """Rows in every arena; None takes the model's own limit or what fits, whichever is smaller."""
+    batch_tokens: int = 512
+    """Tokens in a prefill chunk; chunks end at absolute multiples of it."""
+    dtype: torch.dtype | None = None
+    """The compute dtype; None is float32 on CPU and the checkpoint's own on CUDA."""
+    kv_dtype: torch.dtype | None = None
+    """The dtype that stores keys and values, one of `arenas.kv_format.KV_FORMATS`; None is the compute dtype."""
+
+    ctx_checkpoints: int = 8
+    """The most checkpoints of fixed state kept on the devices, for models that have fixed state."""
+    draft_tokens: int | None = None
+    """The most tokens that a draft head guesses in a step; None and 0 decode without one."""
+    window_slack_tokens: int = 256
+    """How many tokens a sliding window can be cut back without a checkpoint."""
+
+    peer_access: bool = True
+    """Whether GPUs that can may copy directly to each other; without it, hidden states pass through main memory."""
+
+    @property
+    def guesses(self) -> int:
+        """`draft_tokens`, or 0. Guessing is off by default: on CPUs a step with guesses costs as much as separate
+        steps; on GPUs it pays only if guesses are accepted often enough, which is not known beforehand."""
+        return self.draft_tokens or 0
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ValueError("devices: at least one is needed")
+        if self.layer_split is not None and len(self.layer_split) != len(self.devices) - 1:
+            raise ValueError(
+                f"layer_split names {len(self.layer_split)} first layers for {len(self.devices)} devices; "
+                f"name {len(self.devices) - 1}, one for each stage after the first"
+            )
+        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens is {self.draft_tokens}; it must be from 0 to {MAX_DRAFT_TOKENS}")
+        for name in ("context_tokens", "batch_tokens", "ctx_checkpoints"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")

@@ -1,0 +1,155 @@
+"""Samples the tokens of one answer: one for each step, or several with a draft head (speculative decoding).
+
+    step     token t       -> guesses g1 g2                     the draft head
+             t g1 g2       -> logits after each                 the model, in one forward pass
+             g1 accepted, g2 rejected -> emitted: g1, and the model's token in place of g2
+    state    holds t g1, as if g2 had never been read; the next step reads the last emitted token
+
+Greedy answers equal those of single steps; sampled ones have the same distribution (`Sampler.judge`). Grammars and
+penalties apply to the model's tokens, so no guess gets around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from parkd_engine.draft.pace import DraftPace
+from parkd_engine.errors import BadLogits
+from parkd_engine.session import Session
+from parkd_engine.words.distribution import Distribution
+from parkd_engine.words.sampling import Sampler
+
+Allowed = npt.NDArray[np.bool_]
+
+
+class Mask(Protocol):
+    """Constrains the next token, as a grammar does."""
+
+    def allowed(self) -> Allowed: ...
+    def accept(self, token_id: int) -> None: ...
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """The guesses of one answer."""
+
+    drafted: int = 0
+    """Tokens guessed."""
+    accepted: int = 0
+    """Guesses that the model accepted."""
+
+
+class Decoder:
+    """Decodes one answer at the end of a session's timeline. Each answer needs its own."""
+
+    def __init__(
+        self,
+        session: Session,
+        sampler: Sampler,
+        *,
+        mask: Mask | None = None,
+        end_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """An accepted guess among `end_token_ids` ends its step: tokens after it are rarely wanted."""
+        self._session = session
+        self._sampler = sampler
+        self._mask = mask
+        self._end_token_ids = end_token_ids
+        self.counts = DraftCounts()
+        self._pace = DraftPace() if session.draft_pauses else None
+
+    def tokens(self, last_token_id: int) -> Generator[int, None, None]:
+        """Yields the answer's tokens; first reads `last_token_id`, the prompt's last. Ends when the context is full.
+
+        When closed, and after each step, the session's state covers all tokens before the last one yielded. Raises
+        StageFailed, BadLogits; the session then holds a prefix of the conversation so far, or is empty.
+        """
+        session, token = self._session, last_token_id
+        while session.position < session.context_tokens:
+            start, said, given = session.position, self._step(token), 0
+            try:
+                for token in said:
+                    given += 1
+                    yield token
+            finally:
+                if given < len(said):
+                    session.truncate(start + given)
+
+    def _step(self, token_id: int) -> list[int]:
+        """Returns the tokens that follow `token_id`; the session has then read all of them but the last."""
+        session = self._session
+        allowed = None if self._mask is None else self._mask.allowed()
+        wanted = session.draft_tokens > 0 and (self._pace is None or self._pace.guesses())
+        guesses = self._guesses(token_id, allowed) if wanted else []
+        if not guesses:
+            scores = session.step(token_id)
+            with self._emptied_by(scores[None]):
+                return [self._said(self._sampler.pick(scores, allowed))]
+        start, accepted = session.position, self.counts.accepted
+        logits = session.verify([token_id, *(guess for guess, _ in guesses)])
+        self.counts.drafted += len(guesses)
+        said: list[int] = []
+        with self._emptied_by(logits):
+            try:
+                self._check(guesses, logits, allowed, said)
+            except BaseException:
+                session.truncate(start + 1)  # No token of this step was yielded yet.
+                raise
+        session.truncate(start + len(said))
+        if self._pace is not None:
+            self._pace.note(len(guesses), self.counts.accepted - accepted)
+        return said
+
+    @contextmanager
+    def _emptied_by(self, logits: torch.Tensor) -> Iterator[None]:
+        """Resets the session if BadLogits is raised inside and a token has no finite logit: the state is then not
+        finite either, so nothing could be generated from it now or after a restore."""
+        try:
+            yield
+        except BadLogits:
+            if not torch.isfinite(logits).any(dim=-1).all():
+                self._session.reset()
+            raise
+
+    def _check(
+        self, guesses: list[tuple[int, Distribution]], logits: torch.Tensor, allowed: Allowed | None, said: list[int]
+    ) -> None:
+        """Appends to `said` the accepted guesses, and the model's token after them unless an end token was accepted."""
+        for (guess, guessed_from), scores in zip(guesses, logits, strict=False):
+            wanted = self._sampler.distribution(scores, allowed)
+            token = self._sampler.remember(self._sampler.judge(guess, guessed_from, wanted))
+            said.append(self._said(token))
+            if token != guess:
+                return
+            self.counts.accepted += 1
+            if token in self._end_token_ids:
+                return
+            allowed = None if self._mask is None else self._mask.allowed()
+        said.append(self._said(self._sampler.pick(logits[-1], allowed)))
+
+    def _guesses(self, token_id: int, allowed: Allowed | None) -> list[tuple[int, Distribution]]:
+        """The guesses, each with the distribution it was drawn from. The mask is known for the first only; the model
+        may reject others because of it."""
+        sources: list[Distribution] = []
+        ahead: list[int] = []
+
+        def choose(logits: torch.Tensor) -> int:
+            sources.append(self._sampler.distribution(logits, None if ahead else allowed, ahead))
+            ahead.append(self._sampler.draw(sources[-1]))
+            return ahead[-1]
+
+        with suppress(BadLogits):  # A head without usable logits makes no more guesses.
+            self._session.guess(token_id, self._session.draft_tokens, choose)
+        return list(zip(ahead, sources, strict=True))
+
+    def _said(self, token_id: int) -> int:
+        if self._mask is not None:
+            self._mask.accept(token_id)
+        return token_id

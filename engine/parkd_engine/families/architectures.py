@@ -1,0 +1,128 @@
+"""Checks whether the engine supports a model, from its configuration alone, before any weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from parkd_engine.errors import UnsupportedModel
+from parkd_engine.families.layer_state import LATENT_FAMILIES, LAYER_KINDS, RECURRENT_KINDS, layer_kinds
+from parkd_engine.families.linear_state import LINEAR_STATES
+from parkd_engine.families.multimodal import language_config
+from parkd_engine.forward.indexer import INDEXED
+
+SLIDING = "sliding_attention"
+
+TESTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "LlamaForCausalLM": "llama",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+        "Gemma3ForCausalLM": "gemma3_text",
+        "Qwen3NextForCausalLM": "qwen3_next",
+        "Qwen3_5ForCausalLM": "qwen3_5_text",
+        "Qwen4ExpForCausalLM": "qwen4_exp_text",
+        "Lfm2ForCausalLM": "lfm2",
+        "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+        "FalconH1ForCausalLM": "falcon_h1",
+        "DeepseekV2ForCausalLM": "deepseek_v2",
+        "DeepseekV3ForCausalLM": "deepseek_v3",
+        "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+        "Qwen3_5ForConditionalGeneration": "qwen3_5",
+        "Qwen4ExpForConditionalGeneration": "qwen4_exp",
+        "Gemma3ForConditionalGeneration": "gemma3",
+    }
+)
+"""Class name, as in checkpoints -> `model_type` of its configuration. Any other architecture is refused. How each
+family is computed is defined by the tables of other modules."""
+
+UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_logit_softcapping": "a soft cap on attention scores",
+        "final_logit_softcapping": "a soft cap on logits",
+        "attention_chunk_size": "chunked attention",
+        "attention_sinks": "attention sinks",
+        "kv_sharing_modes": "layers that share keys and values",
+        "quantization_config": "quantised weights",
+        "use_bidirectional_attention": "bidirectional attention",
+    }
+)
+"""Configuration entry -> the feature that it enables. A model that sets one is refused, since its state or logits would
+be silently wrong."""
+
+STRETCHED_ROTARY = "dynamic"
+"""The `rope_type` whose frequencies depend on the longest sequence that the model has read recently, in any
+conversation. A conversation's state would depend on other conversations, and on whether it was parked."""
+
+
+def check_config(config: Any) -> str:
+    """Returns the architecture's class name. Raises UnsupportedModel, whose message names what is not supported.
+
+    `config` is the transformers configuration object, as read from a checkpoint.
+    """
+    architecture = architecture_of(config)
+    if architecture not in TESTED_ARCHITECTURES:
+        known = ", ".join(TESTED_ARCHITECTURES)
+        raise UnsupportedModel(f"the architecture {architecture} is not supported; these are: {known}")
+    config = language_config(config)
+    kinds = layer_kinds(config)
+    unknown = sorted(set(kinds) - set(LAYER_KINDS))
+    if unknown:
+        known = ", ".join(LAYER_KINDS)
+        raise UnsupportedModel(
+            f"{architecture} has layers of kind {', '.join(unknown)}, which are not supported; these are: {known}"
+        )
+    if len(kinds) != config.num_hidden_layers:
+        raise UnsupportedModel(f"{architecture} names {len(kinds)} layer kinds for {config.num_hidden_layers} layers")
+    # Some configurations contain a window that is not used; it counts only if it is enabled.
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if window and SLIDING not in kinds:
+        raise UnsupportedModel(
+            f"{architecture} uses a sliding window of {config.sliding_window} tokens without naming its layers, "
+            f"which is not supported"
+        )
+    linear = RECURRENT_KINDS & set(kinds)
+    if linear and config.model_type not in LINEAR_STATES:
+        raise UnsupportedModel(
+            f"{architecture} has layers of kind {', '.join(sorted(linear))}, whose state is not known"
+        )
+    # Latent attention caches neither keys nor values, so their sizes do not matter.
+    width = None if config.model_type in LATENT_FAMILIES else getattr(config, "v_head_dim", None)
+    key_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if width and width != key_width:
+        raise UnsupportedModel(
+            f"{architecture} sets v_head_dim ({width}) unlike the keys' head size ({key_width}), which is not supported"
+        )
+    if INDEXED in kinds and not getattr(config, "indexer_budget", None):
+        raise UnsupportedModel(
+            f"{architecture} has layers of kind {INDEXED} without the settings of their index (indexer_*)"
+        )
+    if STRETCHED_ROTARY in _rotary_kinds(config):
+        raise UnsupportedModel(
+            f"{architecture} sets rope_type {STRETCHED_ROTARY} (frequencies that change with the length read), "
+            f"which is not supported; yarn, linear and longrope are"
+        )
+    for name, meaning in UNHONOURED_SETTINGS.items():
+        if getattr(config, name, None):
+            raise UnsupportedModel(f"{architecture} sets {name} ({meaning}), which is not supported")
+    return architecture
+
+
+def _rotary_kinds(config: Any) -> set[str]:
+    """The values of `rope_type`: one for the whole model, or one for each kind of layer."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    each = (settings, *(part for part in settings.values() if isinstance(part, Mapping)))
+    return {str(part["rope_type"]) for part in each if "rope_type" in part}
+
+
+def architecture_of(config: Any) -> str:
+    """The class name in the configuration. If it has none (a configuration built in code), the class name for its
+    `model_type`."""
+    names = getattr(config, "architectures", None) or []
+    if names:
+        return str(names[0])
+    for name, model_type in TESTED_ARCHITECTURES.items():
+        if config.model_type == model_type:
+            return name
+    return str(config.model_type)

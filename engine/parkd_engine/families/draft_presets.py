@@ -1,0 +1,86 @@
+"""Random models with a draft head: `random:NAME`.
+
+A random head is unrelated to its model: a guess is right about once in as many tries as the vocabulary has tokens. The
+`-echo` presets make model and head agree. Their layers add little to their input, so the next token mostly depends on
+the last one alone; the head passes the last token's embedding to the same output, which mostly gives the same token.
+Their layers compute, store and cost the same as in other presets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.initialization import no_init_weights
+
+from parkd_engine.draft.stream_head import StreamHead, head_class
+from parkd_engine.families.hybrid_presets import HYBRID_PRESETS
+from parkd_engine.families.random_weights import SEED, draw_weights
+from parkd_engine.families.vision_presets import VISION_PRESETS
+from parkd_engine.loading.draft_loading import head_settings
+
+WITH_HEAD = "-mtp"
+ECHO = "-echo"
+WITH_HEADS = (
+    *("tiny-qwen3-next", "tiny-qwen3.5", "tiny-qwen3.5-vl", "tiny-qwen4-exp"),
+    *("tiny-qwen4-exp-vl", "tiny-deepseek-v3", "tiny-glm4-lite"),
+    *("qwen3.5-27b", "qwen4-exp-small"),
+)
+ECHO_GAIN = 0.003
+"""How much layers add to their input: with this, most guesses are right, but not all."""
+
+
+def _with_head(name: str) -> tuple[str, Mapping[str, Any]]:
+    kind, settings = {**HYBRID_PRESETS, **VISION_PRESETS}[name]
+    if "text_config" in settings:
+        return kind, {**settings, "text_config": {**settings["text_config"], **head_settings(f"{kind}_text")}}
+    return kind, {**settings, **head_settings(kind)}
+
+
+DRAFT_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {f"{name}{WITH_HEAD}{ending}": _with_head(name) for name in WITH_HEADS for ending in ("", ECHO)}
+)
+
+
+def headless(name: str) -> str:
+    """The name of the same preset without a head."""
+    return name.removesuffix(ECHO).removesuffix(WITH_HEAD)
+
+
+def layer_gain(name: str) -> float:
+    """How much the layers of a preset add to their input."""
+    return ECHO_GAIN if name.endswith(ECHO) else 1.0
+
+
+def random_head(model: Any, name: str) -> Any:
+    """A draft head for a random model, with weights drawn in the same way."""
+    device, dtype, gain = model.device, model.dtype, layer_gain(name)
+    with torch.device(device), no_init_weights():
+        head = head_class(model.config)(model, 1).to(dtype)
+    generator = torch.Generator(device).manual_seed(SEED + 1)
+    for part in own_parts(head):
+        draw_weights(part, generator, gain)
+    if name.endswith(ECHO):
+        hand_on(head, model)
+    return head.eval()
+
+
+def own_parts(head: Any) -> list[nn.Module]:
+    """The modules that a head does not share with its model, its layers first."""
+    shared = ("embed_tokens", "shared_head", "rotary_emb")
+    return [head.layers, *(part for name, part in head.named_children() if name not in ("layers", *shared))]
+
+
+def hand_on(head: Any, model: Any) -> None:
+    """Makes the head's layer read only the embedding of the token, and nothing of the hidden state before it."""
+    with torch.no_grad():
+        if isinstance(head, StreamHead):
+            head.hyper_connection_mixer.load_state_dict(model.get_decoder().hyper_connection_mixer.state_dict())
+            head.fc_hidden.weight.zero_()
+            head.fc_embedding.weight.zero_().fill_diagonal_(1.0)
+        else:
+            weight = head.layers[0].eh_proj.weight
+            weight.zero_()[:, : weight.shape[0]].fill_diagonal_(1.0)

@@ -1,0 +1,163 @@
+"""State fields of a layer by its kind, before they have offsets: fields of a row, and of the fixed state.
+
+    full          row: key | value             of every KV head
+    latent        row: latent | rotary key     latent attention, which computes keys and values from them
+    hybrid        row: key | value             and convolution and recurrent states in the fixed state
+    sliding       no row fields                the last `window - 1` keys and values are fixed state
+    linear        no row fields                convolution and recurrent states are fixed state
+
+Kind and family of a layer determine its fields. To support another kind, add an entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from parkd_engine.arenas.kv_format import SCALE_DTYPE, is_quantised
+from parkd_engine.families.linear_state import linear_states
+
+WINDOW_FIELDS = ("window_key", "window_value")
+LATENT_FIELDS = ("latent", "rotary_key")
+INDEX_KEY = "index_key"
+INDEX_POSITION = "index_position"
+STREAMS = "hc_count"
+"""Configuration entry: number of parallel residual streams, in families that have several."""
+RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
+"""Layers with state that is valid at one position only."""
+LATENT_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
+"""`model_type` of models with latent attention. (DeepSeek-V2, section 2.1.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """A field that has no offset yet."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """The state of one layer: fields of each token's row, and fields of the fixed state."""
+
+    row: tuple[FieldSpec, ...] = ()
+    fixed: tuple[FieldSpec, ...] = ()
+    row_once: tuple[FieldSpec, ...] = ()
+    """Row fields with equal values in all such layers. Only the first such layer of a stage stores them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTypes:
+    """The dtypes of state, where the model does not determine them."""
+
+    kv: torch.dtype
+    compute: torch.dtype
+
+
+LayerKind = Callable[[Any, int, StateTypes], LayerState]
+"""(the library's configuration, layer, dtypes) -> the state of that layer."""
+
+
+def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
+    """Full attention: keys and values of every KV head, and their scales if they are quantised.
+
+    Latent attention stores, for one head shared by all, what keys and values are computed from: the latent, and the
+    rotary part of the key. The two differ in size.
+    """
+    if config.model_type in LATENT_FAMILIES:
+        names, heads, dims = LATENT_FIELDS, 1, (int(config.kv_lora_rank), int(config.qk_rope_head_dim))
+    else:
+        heads, dim = _kv_shape(config)
+        names, dims = ("key", "value"), (dim, dim)
+    fields = tuple(FieldSpec(name, types.kv, (heads, dim)) for name, dim in zip(names, dims, strict=True))
+    if is_quantised(types.kv):
+        fields += (FieldSpec("scale", SCALE_DTYPE, (2, heads)),)
+    return LayerState(row=fields)
+
+
+def sliding_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
+    """Attention over the last `sliding_window` tokens, the token itself included. The state is the tokens before it.
+
+    Windows are never quantised, since they are small and do not grow; they then keep the compute dtype.
+    """
+    shape = (config.sliding_window - 1, *_kv_shape(config))
+    dtype = types.compute if is_quantised(types.kv) else types.kv
+    return LayerState(fixed=tuple(FieldSpec(name, dtype, shape) for name in WINDOW_FIELDS))
+
+
+def indexed_state(config: Any, layer: int, types: StateTypes) -> LayerState:
+    """Sparse attention: full attention's fields, the indexer's key, and its rotary position (time, height, width).
+    Indexer keys are never quantised, since they decide which keys are seen."""
+    index = FieldSpec(INDEX_KEY, types.compute, (config.indexer_head_dim,))
+    rows = (*attention_state(config, layer, types).row, index)
+    return LayerState(row=rows, row_once=(FieldSpec(INDEX_POSITION, torch.int32, (3,)),))
+
+
+def linear_state(config: Any, layer: int, types: StateTypes) -> LayerState:
+    """Convolution and recurrent states."""
+    return LayerState(fixed=tuple(FieldSpec(*state) for state in linear_states(config, layer, types.compute)))
+
+
+def hybrid_state(config: Any, layer: int, types: StateTypes) -> LayerState:
+    """Full attention and a recurrence in parallel in one layer."""
+    rows, fixed = attention_state(config, layer, types).row, linear_state(config, layer, types).fixed
+    return LayerState(row=rows, fixed=fixed)
+
+
+def draft_state(config: Any, layer: int, types: StateTypes) -> LayerState:
+    """A draft head: the state of a layer of its kind, and the model's hidden state after the token (all residual
+    streams), from which the head computes its next row.
+
+    If the timeline can be cut at any token, every row has that hidden state, so that the head can continue from any
+    cut. In models with recurrent state it cannot; the hidden state is then part of the fixed state and not of rows.
+    """
+    state = LAYER_KINDS[config.mtp_layer_types[0]](config, layer, types)
+    hidden = FieldSpec("hidden", types.compute, (int(config.hidden_size) * streams_of(config),))
+    if RECURRENT_KINDS & set(layer_kinds(config)):
+        return LayerState(state.row, (hidden,), state.row_once)
+    return LayerState((*state.row, hidden), (), state.row_once)
+
+
+LAYER_KINDS: Mapping[str, LayerKind] = MappingProxyType(
+    {
+        "full_attention": attention_state,
+        "sliding_attention": sliding_state,
+        "indexed_attention": indexed_state,
+        "linear_attention": linear_state,
+        "conv": linear_state,
+        "hybrid": hybrid_state,
+    }
+)
+"""Layer kind, as named in the library's `layer_types` -> the state of such a layer."""
+
+
+def _kv_shape(config: Any) -> tuple[int, int]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return (config.num_key_value_heads, head_dim)
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """The kind of every layer, `[num_hidden_layers]`; full attention if the configuration names no kinds."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return ("full_attention",) * int(config.num_hidden_layers)
+    return tuple(kinds)
+
+
+def streams_of(config: Any) -> int:
+    """Number of residual streams. `config` is the library's text configuration."""
+    return int(getattr(config, STREAMS, 1))
+
+
+def draft_layers(config: Any) -> int:
+    """Number of layers of the loaded draft head: 1, or 0 without one.
+
+    Counts the kinds that `draft_loading` adds when it loads a head; the configuration's own count does not tell that.
+    """
+    return len(getattr(config, "mtp_layer_types", None) or ())

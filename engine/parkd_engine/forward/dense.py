@@ -1,0 +1,207 @@
+"""The forward pass of the decoder layer that most dense models share, in fused kernels.
+
+    norm -> q, k, v -> norm, rotary, write rows -> attention -> output, + residual -> norm -> gate, up, down, + residual
+
+Transformers launches several dozen small kernels for each layer from Python; on a GPU that takes longer than the
+arithmetic of a short chunk. This code rounds where transformers does, so its results differ only in the order of sums.
+Other architectures, and layers with hooks, run through transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention import sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from parkd_engine.arenas.arena import StageArena
+from parkd_engine.arenas.cache import StageCache
+from parkd_engine.families.layer_state import LATENT_FAMILIES, layer_kinds
+from parkd_engine.forward.attention import CUDA_KERNELS
+from parkd_engine.forward.stages import Stage
+from parkd_engine.kernels import has_triton
+
+DENSE_FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
+"""`model_type` of those of `families.architectures` whose layers are: norm, attention with plain rotary positions,
+residual, norm, SiLU-gated feed-forward, residual."""
+DTYPES = frozenset({torch.bfloat16, torch.float16})
+RECORDED_KINDS = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv"})
+"""Kinds of layers whose forward pass of one token reads nothing back from the device."""
+STEADY_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary types whose frequencies do not change with the length of the sequence."""
+
+
+def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
+    """Returns why decoding cannot be recorded at all, or None if it may be."""
+    if config is None or any(stage.device.type != "cuda" for stage in stages):
+        return "a stage is not on a CUDA device"
+    if not has_triton():
+        return "Triton is not installed"
+    if other := set(layer_kinds(config)) - RECORDED_KINDS:
+        return f"decoding through layers of kind {', '.join(sorted(other))} is not recorded"
+    if config.model_type in LATENT_FAMILIES:
+        return "its layers compute keys and values of all earlier tokens, whose number varies"
+    if not {stage.dtype for stage in stages} <= DTYPES:
+        return f"its compute dtype is not among {', '.join(sorted(map(str, DTYPES)))}"
+    return None
+
+
+def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) -> str | None:
+    """Returns why these stages, whose decoding may be recorded, must run through transformers; None if they need
+    not."""
+    if config.model_type not in DENSE_FAMILIES:
+        return "the kernels do not support the model's layers"
+    if set(layer_kinds(config)) != {"full_attention"} or getattr(config, "sliding_window", None):
+        return "not all layers have full attention"
+    if getattr(config, "hidden_act", None) != "silu" or getattr(config, "mlp_bias", False):
+        return "the kernels do not support its feed-forward layers"
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type", "default") not in STEADY_ROTARY or rotary.get("partial_rotary_factor", 1.0) != 1.0:
+        return "the kernels do not support its rotary positions"
+    computed = {stage.dtype for stage in stages}
+    kept = {field.dtype for arena in arenas for field in arena.layout.row_fields if field.name != "scale"}
+    if len(computed) != 1 or not computed <= DTYPES or kept not in ({torch.int8}, computed):
+        return f"its compute dtype, or the dtype of its rows, is not among {', '.join(sorted(map(str, DTYPES)))}"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayer:
+    """The modules and rows of one decoder layer."""
+
+    input_norm: torch.Tensor
+    qkv: tuple[Any, ...]
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Any
+    post_norm: torch.Tensor
+    gate: Any
+    up: Any
+    down: Any
+    key_rows: torch.Tensor
+    value_rows: torch.Tensor
+    """`[context_tokens, kv_heads, head_dim]`, strided views of arena rows."""
+    scale_rows: torch.Tensor | None
+    """float16 `[context_tokens, 2, kv_heads]` if the rows are int8 codes (`arenas.kv_format`), else None."""
+    scaling: float
+
+
+def dense_layers(stage: Stage, cache: StageCache) -> list[DenseLayer]:
+    """The stage's layers. The caller has checked that `refusal` returns None."""
+    inner: Any = stage.inner
+    return [_layer(inner.layers[index], cache.layers[index]) for index in range(stage.first_layer, stage.end_layer)]
+
+
+def _layer(module: Any, rows: Any) -> DenseLayer:
+    attention, mlp = module.self_attn, module.mlp
+    return DenseLayer(
+        module.input_layernorm.weight,
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        getattr(getattr(attention, "q_norm", None), "weight", None),
+        getattr(getattr(attention, "k_norm", None), "weight", None),
+        attention.o_proj,
+        module.post_attention_layernorm.weight,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+        rows.key_rows,
+        rows.value_rows,
+        getattr(rows, "scale_rows", None),
+        float(attention.scaling),
+    )
+
+
+class DenseStage:
+    """One stage's forward pass of a chunk."""
+
+    def __init__(self, stage: Stage, cache: StageCache, config: Any) -> None:
+        self.stage = stage
+        self.layers = dense_layers(stage, cache)
+        self._eps = float(config.rms_norm_eps)
+
+    def forward(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
+        """Runs `q` tokens at `[position, position + q)` and writes their rows, without waiting.
+
+        `inputs` are those of `Stage.forward` and may be overwritten. Returns `[1, q, hidden]`. The last stage's last
+        layer only writes its rows, which are all that a prompt needs of it; its output is omitted.
+        """
+        with torch.cuda.device(self.stage.device):
+            return self._forward(inputs.to(self.stage.device, non_blocking=True), position)
+
+    def _forward(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
+        from parkd_engine.kernels.pointwise import add_norm, gate
+
+        inner: Any = self.stage.inner
+        hidden = inner.embed_tokens(inputs)[0] if self.stage.index == 0 else inputs[0]
+        tokens = hidden.shape[0]
+        stop = position + tokens
+        positions = torch.arange(position, stop, device=hidden.device)
+        cos, sin = inner.rotary_emb(hidden[None], position_ids=positions[None])
+        turns = (positions, cos[0].contiguous(), sin[0].contiguous())
+        bias = causal_lower_right(tokens, stop) if tokens > 1 else None
+        normed = torch.empty_like(hidden)
+        delta: torch.Tensor | None = None
+        is_last_stage = self.stage.head is not None
+        with sdpa_kernel(list(CUDA_KERNELS)):
+            for index, layer in enumerate(self.layers):
+                add_norm(hidden, delta, layer.input_norm, normed, self._eps)
+                query = self._write_rows(layer, normed, turns)
+                if is_last_stage and index == len(self.layers) - 1:
+                    return hidden[None]
+                heads = query.view(1, tokens, -1, layer.key_rows.shape[2]).transpose(1, 2)
+                keys, values = _kept_numbers(layer, stop, hidden.dtype)
+                grouped = heads.shape[1] != keys.shape[1]
+                attended = scaled_dot_product_attention(
+                    heads, keys, values, attn_mask=bias, scale=layer.scaling, enable_gqa=grouped
+                )
+                attended = attended.transpose(1, 2).reshape(tokens, -1)
+                add_norm(hidden, _product(layer.output, attended), layer.post_norm, normed, self._eps)
+                gates = _product(layer.gate, normed)
+                gate(gates, _product(layer.up, normed))
+                delta = _product(layer.down, gates)
+        return (hidden + delta if delta is not None else hidden)[None]
+
+    def _write_rows(
+        self, layer: DenseLayer, normed: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        from parkd_engine.kernels.rows import write_rows
+
+        positions, cos, sin = turns
+        q, k, v = (_product(module, normed) for module in layer.qkv)
+        query = torch.empty_like(q)
+        write_rows(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            positions,
+            query,
+            layer.key_rows,
+            layer.value_rows,
+            layer.scale_rows,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=self._eps,
+        )
+        return query
+
+
+def _kept_numbers(layer: DenseLayer, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the rows `[0, stop)`, each `[1, kv_heads, stop, head_dim]`; views unless the rows are int8
+    codes."""
+    keys, values = layer.key_rows[:stop], layer.value_rows[:stop]
+    if layer.scale_rows is not None:
+        from parkd_engine.kernels.rows import numbers
+
+        keys = numbers(keys, layer.scale_rows[:stop, 0], dtype)
+        values = numbers(values, layer.scale_rows[:stop, 1], dtype)
+    return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+
+def _product(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, module.weight, module.bias)

@@ -1,0 +1,300 @@
+"""Finds a model's files and loads them: a Hugging Face directory, a hub id, a GGUF file or `random:NAME`.
+
+The configuration is read and checked before any weights. Nothing is unpickled, and no code that comes with a model is
+run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+
+from parkd_engine.errors import ModelLoadError
+from parkd_engine.families import presets
+from parkd_engine.families.architectures import check_config
+from parkd_engine.families.draft_presets import layer_gain, random_head
+from parkd_engine.families.layer_state import draft_layers
+from parkd_engine.families.multimodal import family_of, language_config
+from parkd_engine.kernels import has_triton, keep_tuning
+from parkd_engine.loading import gguf_convert
+from parkd_engine.loading.draft_loading import drop_head, find_head, load_head
+from parkd_engine.loading.library_bars import no_library_bars
+from parkd_engine.loading.model_cache import DIGEST_BYTES, ModelCache, Progress
+from parkd_engine.vision.images import ImageProcessor, image_tokens, processor_class
+from parkd_engine.words.chat import ChatTemplate, ChatTokenizer
+
+SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+WEIGHT_FILES = ("*.safetensors",)
+PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+Ranges = tuple[tuple[int, int], ...]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """What to load, and where to keep converted files."""
+
+    model: str
+    """Directory, hub id, GGUF file or `random:NAME`."""
+    cache_dir: Path
+    chat_template_file: Path | None = None
+    """Replaces the model's own template."""
+    dtype: torch.dtype | None = None
+    """The compute dtype. None means float32 on CPU and the checkpoint's own dtype on GPU."""
+    draft: bool = True
+    """Whether to load the model's draft head, if it has one."""
+    device: str = "cpu"
+    """Device of the first stage. Weights are loaded to main memory; random ones are drawn on the GPU."""
+    devices: tuple[str, ...] = ()
+    """Devices of all stages, if there are several."""
+    split: Callable[[Any, torch.dtype], Ranges] | None = None
+    """(the library's configuration, compute dtype) -> the stages' layer ranges. Called before weights are read. None:
+    one stage."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model, with all that is needed to turn messages into ids and ids into text."""
+
+    name: str
+    config: Any
+    """The library's configuration."""
+    model: Any
+    """The library's causal language model, in evaluation mode."""
+    draft_model: Any
+    """Its draft head, an `MtpModel` of the library, which `config` then names. None without one or if not wanted."""
+    tokenizer: ChatTokenizer
+    template: ChatTemplate
+    dtype: torch.dtype
+    weights_digest: bytes
+    """16 bytes over the content of the weight files, or over the recipe of random weights."""
+    end_token_ids: frozenset[int]
+    ranges: Ranges
+    """Layers `[first, end)` of each stage."""
+    images: ImageProcessor | None = None
+    """None: the model reads text only."""
+
+    @property
+    def text_config(self) -> Any:
+        """The text part of the configuration."""
+        return language_config(self.config)
+
+
+def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedModel:
+    """Loads `config.model`. Raises UnsupportedModel (before weights are read) or ModelLoadError."""
+    if has_triton():
+        keep_tuning()  # Before the library imports kernels with the model's code.
+    template = _template_source(config.chat_template_file)
+    if config.model.startswith(presets.PREFIX):
+        return _load_preset(config, template)
+    path = Path(config.model).expanduser()
+    cache = ModelCache(config.cache_dir)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelLoadError(f"{path} is a file but not a GGUF file; name a .gguf file or a model directory.")
+        folder, digest = _converted(path, config, cache, progress)
+        return _load_folder(path.stem, folder, config, template, digest, progress)
+    if path.is_dir():
+        folder = path
+        checked_config(folder)
+    elif _HUB_ID.fullmatch(config.model):
+        folder = _downloaded(config.model)
+    else:
+        raise ModelLoadError(f"{config.model} is neither a directory, a GGUF file nor a hub id such as owner/name.")
+    digest = _directory_digest(folder, cache, progress)
+    return _load_folder(path.name, folder, config, template, digest, progress)
+
+
+def _load_folder(
+    name: str, folder: Path, config: LoadConfig, template: str | None, digest: bytes, progress: Progress | None
+) -> LoadedModel:
+    settings = checked_config(folder)
+    has_head = config.draft and find_head(folder, settings)
+    tokenizer = _tokenizer(folder)
+    if progress is not None:
+        progress(f"Loading {name}", 0.0)
+    dtype = _compute_dtype(config, settings)
+    images = _image_processor(folder, settings, tokenizer)
+    kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
+    ranges = _ranges(config, settings, dtype)
+    try:
+        with no_library_bars():
+            model = kind.from_pretrained(
+                str(folder),
+                config=settings,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+            ).eval()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelLoadError(f"The weights in {folder} cannot be loaded: {error}") from error
+    draft_model = load_head(model, folder) if has_head else None
+    if progress is not None:
+        progress(f"Loading {name}", 1.0)
+    return LoadedModel(
+        name=name,
+        config=settings,
+        model=model,
+        draft_model=draft_model,
+        tokenizer=ChatTokenizer(tokenizer, declares=template is None),
+        template=ChatTemplate(tokenizer, template),
+        dtype=dtype,
+        weights_digest=digest,
+        end_token_ids=_end_token_ids(folder, language_config(settings), tokenizer),
+        images=images,
+        ranges=ranges,
+    )
+
+
+def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
+    settings = presets.preset_config(config.model)
+    if not config.draft:
+        drop_head(settings)
+    check_config(settings)
+    device = torch.device(config.device)
+    dtype = config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    tokenizer = presets.preset_tokenizer(settings)
+    processor = presets.preset_processor(config.model, settings)
+    images = None if processor is None else ImageProcessor(processor, settings, image_tokens(settings, tokenizer))
+    ranges = _ranges(config, settings, dtype)
+    place = presets.layer_placement(ranges, config.devices) if len(ranges) > 1 and device.type != "cpu" else None
+    model = presets.random_model(settings, dtype, device, layer_gain(config.model), place)
+    return LoadedModel(
+        name=config.model,
+        config=settings,
+        model=model,
+        draft_model=random_head(model, config.model) if draft_layers(language_config(settings)) else None,
+        tokenizer=ChatTokenizer(tokenizer, declares=template is None),
+        template=ChatTemplate(tokenizer, template),
+        dtype=dtype,
+        weights_digest=presets.preset_digest(config.model, dtype, device),
+        end_token_ids=frozenset({language_config(settings).eos_token_id}),
+        images=images,
+        ranges=ranges,
+    )
+
+
+def _ranges(config: LoadConfig, settings: Any, dtype: torch.dtype) -> Ranges:
+    if config.split is None:
+        return ((0, int(language_config(settings).num_hidden_layers)),)
+    return config.split(settings, dtype)
+
+
+def _converted(path: Path, config: LoadConfig, cache: ModelCache, progress: Progress | None) -> tuple[Path, bytes]:
+    """The folder converted from a GGUF file, now or earlier, and the digest of its content."""
+    dtype = config.dtype or (torch.float32 if torch.device(config.device).type == "cpu" else torch.bfloat16)
+    source = cache.file_digest(path, progress)
+    recipe = f"{source.hex()} {gguf_convert.CONVERSION_VERSION} {dtype}"
+    digest = blake2b(recipe.encode(), digest_size=DIGEST_BYTES).digest()
+    folder = cache.converted(digest.hex(), lambda part: gguf_convert.convert(path, part, dtype, progress), progress)
+    return folder, digest
+
+
+def _downloaded(hub_id: str) -> Path:
+    """Downloads a hub model and returns its folder. Weights are downloaded only if the configuration is supported."""
+    try:
+        checked_config(Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES))))
+        return Path(snapshot_download(hub_id, allow_patterns=[*SMALL_FILES, *WEIGHT_FILES]))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelLoadError(f"{hub_id} is not a local path, and cannot be downloaded from the hub: {error}") from error
+
+
+def checked_config(folder: Path) -> Any:
+    """The configuration in `folder`, if the engine runs it. Raises ModelLoadError and UnsupportedModel."""
+    if not (folder / "config.json").is_file():
+        files = sorted(file.name for file in folder.glob("*.gguf"))
+        hint = f" Name one of its GGUF files: {', '.join(files)}." if files else ""
+        raise ModelLoadError(f"{folder} contains no config.json, so it is not a model directory.{hint}")
+    try:
+        settings = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"The configuration in {folder} cannot be read: {error}") from error
+    check_config(settings)
+    return settings
+
+
+def _tokenizer(folder: Path) -> Any:
+    # The library's class for a model kind may tokenize differently from `tokenizer.json`; the file decides.
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        return kind.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+
+
+def _image_processor(folder: Path, settings: Any, tokenizer: Any) -> ImageProcessor | None:
+    """The image processor of the model in `folder`; None if it reads text only. Raises ModelLoadError."""
+    if family_of(settings) is None:
+        return None
+    try:
+        processor = processor_class(settings).from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelLoadError(
+            f"{folder} is a model that reads images, but its image processor cannot be loaded: {error} Add the "
+            f"preprocessor_config.json that was published with the model."
+        ) from error
+    return ImageProcessor(processor, settings, image_tokens(settings, tokenizer))
+
+
+def _directory_digest(folder: Path, cache: ModelCache, progress: Progress | None) -> bytes:
+    """16 bytes over names and content of the weight files. Raises ModelLoadError if there are no safetensors files."""
+    files = sorted(folder.glob(WEIGHT_FILES[0]))
+    if not files:
+        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED_SUFFIXES)
+        if pickled:
+            raise ModelLoadError(
+                f"{folder} has its weights in {', '.join(pickled)}. Such files can run code when they are opened and "
+                f"are never loaded; convert them to safetensors, or download a version that has them."
+            )
+        raise ModelLoadError(f"{folder} contains no weights (*.safetensors).")
+    hasher = blake2b(digest_size=DIGEST_BYTES)
+    for file in files:
+        hasher.update(file.name.encode() + b"\0" + cache.file_digest(file, progress))
+    return hasher.digest()
+
+
+def _compute_dtype(config: LoadConfig, settings: Any) -> torch.dtype:
+    if config.dtype is not None:
+        return config.dtype
+    # CPUs without bf16 instructions are three times slower in bf16, so the CPU always computes in float32.
+    own = getattr(settings, "dtype", None)
+    if torch.device(config.device).type == "cpu":
+        return torch.float32
+    return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def _end_token_ids(folder: Path, settings: Any, tokenizer: Any) -> frozenset[int]:
+    named: list[int | Sequence[int] | None] = [settings.eos_token_id, tokenizer.eos_token_id]
+    if (folder / "generation_config.json").is_file():
+        named.append(GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id)
+    ids: set[int] = set()
+    for entry in named:
+        if entry is not None:
+            ids |= {entry} if isinstance(entry, int) else set(entry)
+    return frozenset(ids)
+
+
+def _template_source(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"The chat template {path} cannot be read: {error}.") from error

@@ -1,0 +1,76 @@
+"""The size of a model's state, computed from its configuration alone: no weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from parkd_engine.arenas.layout import StageStateLayout, build_layout
+from parkd_engine.config import EngineConfig
+from parkd_engine.errors import ModelLoadError
+from parkd_engine.families import presets
+from parkd_engine.families.architectures import architecture_of, check_config
+from parkd_engine.families.multimodal import language_config
+from parkd_engine.layer_split import split_layers
+from parkd_engine.loading.draft_loading import INDEX_FILE, drop_head, find_head
+from parkd_engine.loading.gguf_convert import config_of
+from parkd_engine.loading.gguf_metadata import read_metadata
+from parkd_engine.loading.loader import checked_config
+
+
+@dataclass(frozen=True, slots=True)
+class WeightlessModel:
+    """What a model's configuration tells without its weights."""
+
+    architecture: str
+    context_tokens: int
+    """The model's own limit."""
+    stages: tuple[StageStateLayout, ...]
+    settings: Any
+    """The transformers configuration."""
+
+
+def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
+    """`model` is a directory, a hub id, a GGUF file or `random:NAME`. For a hub id, only the configuration and the
+    index of the weights are downloaded.
+
+    Raises UnsupportedModel, InvalidSplit or ModelLoadError, as loading would.
+    """
+    settings = _settings(model)
+    if config.guesses == 0:
+        drop_head(settings)
+    check_config(settings)
+    own = getattr(settings, "dtype", None)
+    # The same choice as the loader's: float32 on CPUs, else the checkpoint's dtype.
+    dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
+    if torch.device(config.devices[0]).type == "cpu":
+        dtype = torch.float32
+    ranges = split_layers(settings, len(config.devices), config.layer_split)
+    layouts = build_layout(settings, ranges, config.kv_dtype or dtype, dtype)
+    context_tokens = int(language_config(settings).max_position_embeddings)
+    return WeightlessModel(architecture_of(settings), context_tokens, layouts, settings)
+
+
+def _settings(model: str) -> Any:
+    if model.startswith(presets.PREFIX):
+        return presets.preset_config(model)
+    path = Path(model).expanduser()
+    if path.is_file():
+        return config_of(read_metadata(path))
+    if path.is_dir():
+        return _settings_in(path)
+    try:
+        return _settings_in(Path(snapshot_download(model, allow_patterns=["config.json", INDEX_FILE])))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelLoadError(f"{model} is not a local path, and cannot be downloaded from the hub: {error}") from error
+
+
+def _settings_in(folder: Path) -> Any:
+    settings = checked_config(folder)
+    find_head(folder, settings)
+    return settings

@@ -1,0 +1,51 @@
+"""The work of reading a prompt's token, in floating-point operations, computed from a model's configuration alone."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from parkd_engine.families.layer_state import LATENT_FAMILIES, layer_kinds
+from parkd_engine.families.multimodal import language_config
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingWork:
+    """Operations for one token of a prompt."""
+
+    flop: float
+    """Two operations for each layer parameter that is used for a token. Parameters of experts are weighted by the share
+    of experts that a token is routed to. The output head is left out, since only a prompt's last token needs it."""
+    growth_flop: float
+    """Additional operations for each earlier token: the products with its key and its value, for each head, in layers
+    with full attention."""
+
+
+def reading_work(config: Any) -> ReadingWork:
+    """The work for a model with this configuration. Builds the model on the meta device to count its parameters."""
+    text = language_config(config)
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(text))
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    share = getattr(text, "num_experts_per_tok", experts) / experts if experts else 1.0
+    met = 0.0
+    for layer in model.base_model.layers:
+        looked_up = {id(p) for part in layer.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+        for name, parameter in layer.named_parameters():
+            if id(parameter) not in looked_up:
+                # Some architectures have one module per expert, others one tensor with an axis of experts.
+                is_routed = ".experts." in name or (parameter.ndim == 3 and parameter.shape[0] == experts)
+                met += parameter.numel() * (share if is_routed else 1.0)
+    seeing = sum(kind in ("full_attention", "hybrid") for kind in layer_kinds(text))
+    heads = int(text.num_attention_heads)
+    if text.model_type in LATENT_FAMILIES:
+        widths = int(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
+    else:
+        widths = 2 * int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return ReadingWork(2 * met, 2.0 * heads * widths * seeing)

@@ -1,0 +1,200 @@
+"""Reads images into a timeline: the vision tower, its output in place of embeddings, and rotary positions.
+
+    chunk    [ text | image ......... | text ]
+    rows      embed   tower's output    embed
+    position  t + o   by row, column    t + o'        o' = o + longer side - image length        (M-RoPE)
+
+The position offset `o` is conversation state. It is in the fixed state of the first stage, and is captured and restored
+with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from parkd_engine.arenas.arena import StageArena
+from parkd_engine.arenas.layout import OFFSET_FIELD
+from parkd_engine.errors import EngineError, StageFailed
+from parkd_engine.forward.stages import moved_twin
+from parkd_engine.vision.images import ImagePixels, ImageProcessor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImage:
+    """An image at the positions `[start, stop)` of a timeline."""
+
+    start: int
+    stop: int
+    data: bytes
+    """Content of the image file."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkImages:
+    """The image data of a chunk of `q` tokens."""
+
+    position_ids: torch.Tensor | None = None
+    """Rotary positions, int64 `[3, 1, q]`; None: equal to the token positions."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Ranges within the chunk in which attention is bidirectional."""
+    rows: tuple[tuple[int, torch.Tensor], ...] = ()
+    """(index of the first token in the chunk, embeddings `[n, hidden]`), in place of the ids' embeddings."""
+
+
+NO_IMAGES = ChunkImages()
+
+
+class PositionOffset:
+    """Rotary position minus token position. Always 0 without M-RoPE."""
+
+    def __init__(self, arena: StageArena) -> None:
+        """`arena` is the first stage's."""
+        fields = [field for field in arena.layout.fixed_fields if field.name == OFFSET_FIELD]
+        self._live = arena.fixed_view(fields[0]) if fields else None
+        self.value = 0
+        """The offset of the next token; inside a partly read image, the offset at its start."""
+
+    def set(self, value: int) -> None:
+        self.value = value
+        if self._live is not None:
+            self._live.fill_(value)
+
+    def reload(self) -> None:
+        """Reads the value again after the fixed state was replaced."""
+        if self._live is not None:
+            self.value = int(self._live.item())
+
+    def plain(self, start: int, stop: int) -> ChunkImages:
+        """A chunk of text at `[start, stop)`."""
+        if self._live is None:
+            return NO_IMAGES
+        return ChunkImages(torch.arange(start + self.value, stop + self.value).expand(3, 1, -1))
+
+
+class VisionTower:
+    """The vision tower of a model, on one device."""
+
+    def __init__(self, model: Any, processor: ImageProcessor, device: torch.device) -> None:
+        """`model` is the library's whole model. Weights that are on `device` already are shared with it."""
+        self.processor = processor
+        self.device = device
+        self.encoded = 0
+        """Number of images read so far."""
+        outer = model.base_model
+        decoder = outer._modules["language_model"]
+        try:
+            outer._modules["language_model"] = None  # it is placed in stages
+            self.module: nn.Module = moved_twin(outer, device)
+        finally:
+            outer._modules["language_model"] = decoder
+
+    def read(self, image: PromptImage) -> tuple[ImagePixels, torch.Tensor]:
+        """Pixels, and embeddings `[stop - start, hidden]`. Raises UnreadableImage, EngineError and StageFailed."""
+        pixels = self.processor.pixels(image.data)
+        try:
+            with torch.inference_mode():
+                arguments = {} if pixels.grid is None else {"image_grid_thw": pixels.grid.to(self.device)}
+                dtype = next(self.module.parameters()).dtype
+                values = pixels.values.to(self.device, dtype)
+                output: Any = self.module.get_image_features(values, **arguments).pooler_output  # type: ignore[operator]
+        except Exception as error:
+            raise StageFailed(0, "reading an image", error) from error
+        rows = output[0]
+        if len(rows) != image.stop - image.start:
+            raise EngineError(f"an image takes {len(rows)} positions, and the prompt leaves {image.stop - image.start}")
+        self.encoded += 1
+        return pixels, rows
+
+
+class ImageReading:
+    """The images of one `extend`. The tower reads each with the first chunk that needs it; its output is dropped after
+    the last one."""
+
+    def __init__(
+        self, tower: VisionTower, images: Sequence[PromptImage], start: int, end: int, offset: PositionOffset
+    ) -> None:
+        """Uses those of `images` that overlap `[start, end)`. Raises ValueError if they overlap each other, or if an
+        image with bidirectional attention is not entirely inside."""
+        self._tower = tower
+        self._offset = offset
+        self._whole = tower.processor.family.sees_itself
+        self._by_grid = tower.processor.family.by_grid
+        self._images = sorted((i for i in images if start < i.stop and i.start < end), key=lambda i: i.start)
+        self._read: dict[int, tuple[ImagePixels, torch.Tensor]] = {}
+        reached = 0
+        for image in self._images:
+            if not reached <= image.start < image.stop:
+                raise ValueError(f"the image at [{image.start}, {image.stop}) overlaps another or is empty")
+            if self._whole and not start <= image.start < image.stop <= end:
+                raise ValueError(f"the image at [{image.start}, {image.stop}) cannot be read in parts")
+            reached = image.stop
+
+    def cuts(self, position: int) -> bool:
+        """Whether `position` is inside an image that must be read in one chunk. No chunk may end or begin there."""
+        return self._whole and any(image.start < position < image.stop for image in self._images)
+
+    def stop_for(self, start: int, stop: int) -> int:
+        """The end of the chunk that begins at `start` and should end at `stop`, moved so that it cuts no image."""
+        cut = next((image for image in self._images if image.start < stop < image.stop), None)
+        if not self._whole or cut is None:
+            return stop
+        return cut.start if cut.start > start else cut.stop
+
+    def chunk(self, start: int, stop: int) -> tuple[ChunkImages, int]:
+        """The image data of `[start, stop)`, and the offset after it. Raises the errors of `VisionTower.read`."""
+        here = [image for image in self._images if image.start < stop and start < image.stop]
+        rows = []
+        for image in here:
+            if image.start not in self._read:
+                self._read[image.start] = self._tower.read(image)
+            first, last = max(start, image.start), min(stop, image.stop)
+            rows.append((first - start, self._read[image.start][1][first - image.start : last - image.start]))
+        spans = tuple((image.start - start, image.stop - start) for image in here) if self._whole else ()
+        positions, offset = self._positions(here, start, stop) if self._by_grid else (None, 0)
+        for image in here:
+            if image.stop <= stop:
+                del self._read[image.start]
+        return ChunkImages(positions, spans, tuple(rows)), offset
+
+    def _positions(self, here: Sequence[PromptImage], start: int, stop: int) -> tuple[torch.Tensor, int]:
+        """Rotary positions of a chunk (time, height, width), `[3, 1, q]`, and the offset after it. Formula:
+        `get_rope_index` of the library's Qwen3.5."""
+        offset = self._offset.value
+        parts: list[npt.NDArray[np.int64]] = []
+        at = start
+        for image in here:
+            pixels = self._read[image.start][0]
+            first, last = max(start, image.start), min(stop, image.stop)
+            parts.append(_text(at + offset, first + offset))
+            inside = np.arange(first - image.start, last - image.start)
+            base = image.start + offset
+            parts.append(base + np.stack([inside * 0, inside // pixels.columns, inside % pixels.columns]))
+            at = last
+            if last == image.stop:
+                offset += max(pixels.rows, pixels.columns) - (image.stop - image.start)
+        parts.append(_text(at + offset, stop + offset))
+        return torch.from_numpy(np.concatenate(parts, axis=1)).unsqueeze(1), offset
+
+
+def reading_of(
+    images: Sequence[PromptImage], tower: VisionTower | None, start: int, end: int, offset: PositionOffset
+) -> ImageReading | None:
+    """The reading of the images that overlap `[start, end)`; None if none does. Raises ValueError if there is no tower,
+    and the errors of `ImageReading`."""
+    ahead = [image for image in images if image.stop > start and image.start < end]
+    if not ahead:
+        return None
+    if tower is None:
+        raise ValueError("there are images and no vision tower to read them")
+    return ImageReading(tower, ahead, start, end, offset)
+
+
+def _text(first: int, last: int) -> npt.NDArray[np.int64]:
+    return np.broadcast_to(np.arange(first, last), (3, max(0, last - first)))

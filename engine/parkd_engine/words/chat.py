@@ -1,0 +1,118 @@
+"""The tokenizer and the chat template of a loaded model, as the library's fast tokenizer provides them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from parkd_engine.errors import ModelLoadError, TemplateRefused
+from parkd_engine.words.responses import ResponseTemplate
+from parkd_engine.words.text import ANSWER_MARKS, TextAssembler, TokenBytes
+
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversations",
+        "messages",
+        "return_assistant_tokens_mask",
+        "tokenize",
+        "tools",
+    }
+)
+"""The renderer's own arguments, which a request's template arguments cannot override."""
+
+
+class ChatTokenizer:
+    """Text to ids and back. Thread-safe."""
+
+    def __init__(self, tokenizer: Any, *, declares: bool = True) -> None:
+        """`tokenizer` is the library's. Raises ModelLoadError if it is not a fast one. `declares`: whether to use its
+        response template, if it has one."""
+        if not getattr(tokenizer, "is_fast", False):
+            raise ModelLoadError("The model has no fast tokenizer (tokenizer.json), which is needed.")
+        self._backend = tokenizer.backend_tokenizer
+        # Some files enable padding or truncation, which would change the prompt.
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self.responses = ResponseTemplate.of(tokenizer) if declares else None
+        """How to parse answers, if the model's files define it."""
+        added = self._backend.get_added_tokens_decoder()
+        self.special_tokens: tuple[str, ...] = tuple(added[number].content for number in sorted(added))
+        """Tokens that are matched in text before tokenization, in the order of their ids."""
+        marks = frozenset() if self.responses is None else self.responses.marks(self.special_tokens)
+        self._token_bytes = TokenBytes.of(self._backend, ANSWER_MARKS | marks)
+
+    def encode(self, text: str) -> list[int]:
+        # The batch method releases the interpreter lock.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def to_json(self) -> str:
+        """The content of `tokenizer.json`."""
+        content: str = self._backend.to_str()
+        return content
+
+    def text(self, stop: Sequence[str]) -> TextAssembler:
+        """An assembler for the text of one answer."""
+        return TextAssembler(self._token_bytes, stop)
+
+
+class ChatTemplate:
+    """Renders messages to the prompt text, in the library's sandbox. Thread-safe."""
+
+    def __init__(self, tokenizer: Any, source: str | None) -> None:
+        """`source` replaces the model's own template."""
+        self._tokenizer = tokenizer
+        self._source = source
+
+    @property
+    def source(self) -> str | None:
+        """The template's text; the one for tools if there are several, None if there is none."""
+        if self._source is None and not self._tokenizer.chat_template:
+            return None
+        text: str = self._tokenizer.get_chat_template(self._source, [{}])
+        return text
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt text. Raises TemplateRefused with the template's message, or with advice if there is none."""
+        if self._source is None and not self._tokenizer.chat_template:
+            raise TemplateRefused(
+                "This model has no chat template. Send plain text to /v1/completions, or start with "
+                "--chat-template-file FILE."
+            )
+        if not messages:
+            raise TemplateRefused("There are no messages for the chat template.")
+        shown = [dict(tool) for tool in tools] or None
+        own = {name: value for name, value in kwargs.items() if name not in RESERVED}
+        try:
+            # Not `apply_chat_template`: it drops entries that are None, and some templates show an answer's tool calls
+            # only if its content is present and None.
+            texts, _ = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                tools=shown,
+                chat_template=self._tokenizer.get_chat_template(self._source, shown),
+                add_generation_prompt=add_generation_prompt,
+                **{**self._tokenizer.special_tokens_map, **own},
+            )
+            text: str = texts[0]
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            # A template is a program whose input is the request, so errors in it are caused by the messages.
+            raise TemplateRefused(f"The chat template refuses these messages: {error}") from error
+        return text

@@ -1,0 +1,66 @@
+"""Reads DeepSeek's calls. Each is between a begin token and an end token.
+
+V3, R1   <calls begin> <call begin>function<sep>NAME\\n```json\\n{...}\\n```<call end> ... <calls end>
+V3.1     <calls begin> <call begin>NAME<sep>{...}<call end> ... <calls end>
+"""
+
+from __future__ import annotations
+
+import re
+
+from parkd.answers.json_machine import JsonArguments
+from parkd.answers.signals import NAME_LIMIT, CallOpened, Malformed, Signal, is_name
+
+
+def tag(words: str) -> str:
+    """The special token for these words, with the bars and spaces of DeepSeek's tokens."""
+    return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
+
+
+CALLS_BEGIN, CALLS_END = tag("tool calls begin"), tag("tool calls end")
+CALL_BEGIN, CALL_END, SEPARATOR = tag("tool call begin"), tag("tool call end"), tag("tool sep")
+FENCE = "```json"
+HEAD_LIMIT = NAME_LIMIT + 64
+"""The most characters before a call's arguments: its name and the tokens around it."""
+_HEAD = re.compile(
+    rf"\s*{CALL_BEGIN}(?:function{SEPARATOR}(?P<fenced>[^\n]+)\n{FENCE}\s*|(?P<plain>.+?){SEPARATOR}\s*)"
+)
+_TAIL = re.compile(rf"\s*(?:```)?\s*{CALL_END}")
+
+
+class DeepSeekCalls:
+    """Reads from after `CALLS_BEGIN` to `CALLS_END`."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._text = ""
+        """Text since the section began or since the last arguments ended."""
+        self._arguments: JsonArguments | None = None
+        self._in_tail = False
+
+    def feed(self, ch: str) -> list[Signal]:
+        if self._arguments is not None:
+            signals = self._arguments.feed(ch)
+            if self._arguments.done:
+                self._arguments, self._in_tail = None, True
+            return signals
+        if ch == "{" and not self._in_tail:
+            opened = CallOpened(self._name())
+            self._arguments = JsonArguments()
+            return [opened, *self._arguments.feed(ch)]
+        if ch == "{" or len(self._text) >= HEAD_LIMIT:
+            raise Malformed
+        self._text += ch
+        if self._in_tail and _TAIL.fullmatch(self._text):
+            self._text, self._in_tail = "", False
+        self.done = self._text.strip() == CALLS_END
+        return []
+
+    def _name(self) -> str:
+        """Ends the head (the text before the arguments) and returns the name."""
+        head = _HEAD.fullmatch(self._text)
+        name = "" if head is None else (head["fenced"] or head["plain"] or "").strip()
+        if not is_name(name):
+            raise Malformed
+        self._text = ""
+        return name

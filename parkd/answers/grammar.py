@@ -1,0 +1,188 @@
+"""Grammars for whole answers in llguidance's dialect of Lark: thinking, then JSON or tool calls in the model's format.
+Only text is made here; `structured` compiles it.
+
+    start: thinking? (json | calls)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from parkd.answers.base import OutputFormat, ReasoningMarks, ToolFormat
+from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, FENCE, SEPARATOR
+from parkd.answers.formats import opens_reasoning
+from parkd.answers.xml_calls import takes_text
+
+Terms = Callable[[str], str]
+"""Converts a text to grammar terms: special tokens by id, the rest as literals."""
+
+ANY_TEXT = r"/(.|\n)*/"
+NEWLINE = "\n"
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Only one spacing is allowed: with free white space, a model may write spaces until it reaches its limit."""
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def answer_grammar(
+    schema: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]],
+    output: OutputFormat,
+    prompt_tail: str,
+    terms: Terms,
+    *,
+    parallel: bool,
+) -> str:
+    """The grammar of an answer that is JSON under `schema` (None: not allowed) or calls of `tools` (empty: no calls).
+    At least one of the two must be given."""
+    rules: list[str] = []
+    bodies = []
+    if schema is not None:
+        rules.append(f"json_answer: {json_rule(schema)}")
+        bodies.append("json_answer")
+    if tools:
+        rules += _CallGrammar(output.tools, terms).rules(tools, parallel=parallel)
+        bodies.append("calls")
+    head = _thinking(output.reasoning, prompt_tail, terms, rules)
+    return "\n".join([f"start: {head}({' | '.join(bodies)})", *rules]) + "\n"
+
+
+def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+    """A `%json` term. With `lenient`, keywords that cannot be enforced are ignored."""
+    return "%json " + json.dumps({**schema, "x-guidance": {**JSON_OPTIONS, "lenient": lenient}})
+
+
+def _thinking(marks: ReasoningMarks | None, prompt_tail: str, terms: Terms, rules: list[str]) -> str:
+    """The terms before the body, followed by a space; "" if the model does not think."""
+    if marks is None or prompt_tail.rstrip().endswith(marks.close):
+        return ""
+    rules += [f"thought: {until(marks.close, terms, rules, 'ANY_THOUGHT')}", r"blank: /[ \n]{0,2}/"]
+    if opens_reasoning(prompt_tail, marks):
+        return "thought blank "
+    return f"({terms(marks.open)} thought blank)? "
+
+
+def until(close: str, terms: Terms, rules: list[str], name: str) -> str:
+    """A term for any text up to and including `close`. A special token ends it by itself; a text must be searched
+    for."""
+    ending = terms(close)
+    if ending.startswith("<["):
+        rules.append(f"{name}: {ANY_TEXT}")
+        return f"{name} {ending}"
+    rules.append(f"{name.lower()}[suffix={literal(close)}]: {ANY_TEXT}")
+    return name.lower()
+
+
+class _CallGrammar:
+    """Grammar rules for calls in one format."""
+
+    def __init__(self, tools: ToolFormat, terms: Terms) -> None:
+        self._format = tools
+        self._terms = terms
+        self._rules: list[str] = []
+
+    def rules(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> list[str]:
+        """Rules that define `calls`."""
+        names = []
+        for index, tool in enumerate(tools):
+            function = tool["function"]
+            parameters = function.get("parameters") or {"type": "object"}
+            self._rules.append(f"call_{index}: {self._call(str(function['name']), parameters, index)}")
+            names.append(f"call_{index}")
+        before, between, after = self._frame()
+        several = f" ({between} call)*" if parallel else ""
+        self._rules += [f"calls: {before} call{several} {after}", f"call: {' | '.join(names)}"]
+        return self._rules
+
+    def _frame(self) -> tuple[str, str, str]:
+        """The terms before, between and after the calls."""
+        match self._format:
+            case ToolFormat.MISTRAL if not self._mistral_named:
+                return self._terms("[TOOL_CALLS]") + ' "["', '", "', '"]"'
+            case ToolFormat.DEEPSEEK | ToolFormat.DEEPSEEK_FENCED:
+                between = r'"\n"' if self._format is ToolFormat.DEEPSEEK_FENCED else '""'
+                return self._terms(CALLS_BEGIN), between, self._terms(CALLS_END)
+            case ToolFormat.LLAMA:
+                return "", '"; "', ""
+            case ToolFormat.HERMES | ToolFormat.QWEN_XML:
+                return "", r'"\n"', ""
+            case _:
+                return "", '""', ""
+
+    @property
+    def _mistral_named(self) -> bool:
+        return self._terms("[ARGS]").startswith("<[")
+
+    def _call(self, name: str, parameters: Mapping[str, Any], index: int) -> str:
+        match self._format:
+            case ToolFormat.QWEN_XML:
+                return self._xml_call(name, parameters, index)
+            case ToolFormat.GEMMA:
+                return self._gemma_call(name, parameters)
+            case ToolFormat.MISTRAL if self._mistral_named:
+                head, tail = f"{self._terms('[TOOL_CALLS]')} {literal(name)} {self._terms('[ARGS]')}", ""
+            case ToolFormat.HERMES:
+                head = f"{self._terms('<tool_call>')} {literal(self._json_head(name, 'arguments'))}"
+                tail = r'"}\n" ' + self._terms("</tool_call>")
+            case ToolFormat.DEEPSEEK:
+                head = f"{self._terms(CALL_BEGIN)} {literal(name)} {self._terms(SEPARATOR)}"
+                tail = self._terms(CALL_END)
+            case ToolFormat.DEEPSEEK_FENCED:
+                begin, fence = self._terms(CALL_BEGIN), literal(f"{name}\n{FENCE}\n")
+                head = f'{begin} "function" {self._terms(SEPARATOR)} {fence}'
+                tail = rf'"\n```" {self._terms(CALL_END)}'
+            case ToolFormat.LLAMA:
+                head, tail = literal(self._json_head(name, "parameters").lstrip()), '"}"'
+            case _:
+                head, tail = literal(self._json_head(name, "arguments").lstrip()), '"}"'
+        self._rules.append(f"arguments_{index}: {json_rule(parameters, lenient=True)}")
+        return f"{head} arguments_{index} {tail}"
+
+    def _json_head(self, name: str, key: str) -> str:
+        return f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+
+    def _xml_call(self, name: str, parameters: Mapping[str, Any], index: int) -> str:
+        pieces = [self._terms("<tool_call>"), literal(f"\n<function={name}>\n")]
+        required = parameters.get("required") or ()
+        for place, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
+            pair = f"{literal(f'<parameter={key}>{NEWLINE}')} {self._xml_value(schema, f'value_{index}_{place}')}"
+            pieces.append(pair if key in required else f"({pair})?")
+        return " ".join([*pieces, literal("</function>\n"), self._terms("</tool_call>")])
+
+    def _xml_value(self, schema: Any, rule: str) -> str:
+        """A term for a value and its closing tag: bare text, one of several texts, or JSON."""
+        close = f"{NEWLINE}</parameter>{NEWLINE}"
+        choices = schema.get("enum") if isinstance(schema, Mapping) else None
+        if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+            return f"({' | '.join(map(literal, choices))}) {literal(close)}"
+        if takes_text(schema):
+            self._rules.append(f"{rule}[suffix={literal(close)}]: {ANY_TEXT}")
+            return rule
+        self._rules.append(f"{rule}: {json_rule(schema, lenient=True)}")
+        return f"{rule} {literal(close)}"
+
+    def _gemma_call(self, name: str, parameters: Mapping[str, Any]) -> str:
+        """A term for one call. Parameter names are those of the schema; values need only be well-formed."""
+        if not any(rule.startswith("g_value:") for rule in self._rules):
+            quote = '<|"|>'
+            self._rules += [
+                f"g_string: {self._terms(quote)} {until(quote, self._terms, self._rules, 'G_TEXT')}",
+                r"G_NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
+                "G_KEY: /[A-Za-z_][A-Za-z0-9_-]*/",
+                'g_value: g_string | G_NUMBER | "true" | "false" | "null" | g_list | g_object',
+                'g_list: "[" (g_value ("," g_value)*)? "]"',
+                'g_object: "{" (G_KEY ":" g_value ("," G_KEY ":" g_value)*)? "}"',
+            ]
+        required = [key for key in parameters.get("required") or () if isinstance(key, str)]
+        others = [key for key in parameters.get("properties") or {} if key not in required]
+        pairs = ' "," '.join(f"{literal(key + ':')} g_value" for key in required)
+        for place, key in enumerate(others):
+            comma = '"," ' if required else ""
+            if required or place == 0:
+                pairs += f" ({comma}{literal(key + ':')} g_value)?"
+        head, tail = self._terms("<|tool_call>"), self._terms("<tool_call|>")
+        return f'{head} {literal(f"call:{name}{{")} {pairs} "}}" {tail}'

@@ -1,0 +1,110 @@
+"""The parser of answers: thinking first, then text and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parkd.answers.base import CallIds, OutputEvent, OutputFormat, Parser, ToolFormat
+from parkd.answers.calls import CallParser, Section
+from parkd.answers.declared import DeclaredParser
+from parkd.answers.deepseek_calls import CALLS_BEGIN, DeepSeekCalls
+from parkd.answers.formats import opens_reasoning
+from parkd.answers.gemma_calls import gemma_section
+from parkd.answers.json_calls import JsonCalls, LlamaBare, mistral_section
+from parkd.answers.reasoning import Piece, ReasoningSplitter
+from parkd.answers.xml_calls import bare_function_section, tagged_section, tool_schemas
+from parkd.types import FinishReason, ReasoningDelta, ToolCallDelta, ToolChoiceMode, TurnRequest
+
+
+class AnswerParser:
+    """Implements `Parser`. The splitter separates the thinking; the call parser parses everything after it."""
+
+    def __init__(self, splitter: ReasoningSplitter, calls: CallParser) -> None:
+        self._splitter = splitter
+        self._calls = calls
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._splitter.thinking
+
+    @property
+    def satisfied(self) -> bool:
+        return self._calls.satisfied
+
+    def push(self, text: str) -> list[OutputEvent]:
+        return merged(self._take(self._splitter.push(text)))
+
+    def finish(self, reason: FinishReason) -> tuple[list[OutputEvent], FinishReason]:
+        events = self._take(self._splitter.finish()) + self._calls.finish()
+        if reason is FinishReason.STOP and self._calls.calls_made:
+            reason = FinishReason.TOOL_CALLS
+        return merged(events), reason
+
+    def _take(self, piece: Piece) -> list[OutputEvent]:
+        events: list[OutputEvent] = [ReasoningDelta(piece.reasoning)] if piece.reasoning else []
+        return events + (self._calls.push(piece.body) if piece.body else [])
+
+
+def merged(events: list[OutputEvent]) -> list[OutputEvent]:
+    """The same events, with adjacent argument pieces of one call joined."""
+    joined: list[OutputEvent] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if (
+            isinstance(event, ToolCallDelta)
+            and isinstance(last, ToolCallDelta)
+            and event.index == last.index
+            and event.call_id is None
+        ):
+            arguments = last.arguments + event.arguments
+            joined[-1] = ToolCallDelta(last.index, last.call_id, last.name, arguments)
+        else:
+            joined.append(event)
+    return joined
+
+
+def make_parser(output: OutputFormat, request: TurnRequest, prompt_tail: str, call_ids: CallIds) -> Parser:
+    """The parser for one answer.
+
+    `prompt_tail` is the end of the rendered prompt (64 characters are enough); it shows whether thinking is open. For
+    a request without tools, or with `tool_choice: none`, calls are text. For a raw prompt, everything is text.
+    """
+    marks = output.reasoning if request.prompt is None else None
+    if output.reader is not None and request.prompt is None:
+        return DeclaredParser(output.reader(prompt_tail, request.tools), request, call_ids)
+    splitter = ReasoningSplitter(marks, opened=opens_reasoning(prompt_tail, marks))
+    wants_calls = bool(request.tools) and request.tool_choice.mode is not ToolChoiceMode.NONE
+    sections, bare = _sections(output.tools, request) if wants_calls else ({}, None)
+    calls = CallParser(
+        sections,
+        call_ids,
+        bare=bare,
+        whole_calls=not request.stream,
+        max_calls=None if request.parallel_tool_calls else 1,
+    )
+    return AnswerParser(splitter, calls)
+
+
+def _sections(tools: ToolFormat, request: TurnRequest) -> tuple[Mapping[str, Section], Section | None]:
+    """Markers with the readers for the text after them, and the reader for an answer that is a call (or None)."""
+    schemas = tool_schemas(request.tools)
+    match tools:
+        case ToolFormat.NONE:
+            return {}, None
+        case ToolFormat.HERMES | ToolFormat.QWEN_XML:
+            sections: dict[str, Section] = {"<tool_call>": lambda: tagged_section(schemas)}
+            if tools is ToolFormat.QWEN_XML:
+                sections["<function="] = lambda: bare_function_section(schemas)
+            return sections, None
+        case ToolFormat.LLAMA:
+            names = frozenset(schemas)
+            return {"<|python_tag|>": lambda: JsonCalls(";", None, strict=False)}, lambda: LlamaBare(names)
+        case ToolFormat.MISTRAL:
+            return {"[TOOL_CALLS]": mistral_section}, None
+        case ToolFormat.DEEPSEEK | ToolFormat.DEEPSEEK_FENCED:
+            return {CALLS_BEGIN: DeepSeekCalls}, None
+        case ToolFormat.GEMMA:
+            return {
+                "<|tool_call>": lambda: gemma_section('<|"|>', "<tool_call|>"),
+                "<start_function_call>": lambda: gemma_section("<escape>", "<end_function_call>"),
+            }, None

@@ -1,0 +1,231 @@
+"""Forces answers to obey a JSON schema or to be tool calls, by masks over the vocabulary from llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from parkd.answers.base import OutputFormat, ToolFormat
+from parkd.answers.grammar import answer_grammar, json_rule, literal
+from parkd.answers.schema_multiples import check_multiples
+from parkd.errors import EngineFailure, InvalidRequest, SchemaTooComplex
+from parkd.types import TokenMask, ToolChoiceMode, TurnRequest
+
+SCHEMA_DEPTH_LIMIT = 32
+"""How deep a faulty part of a schema is searched for."""
+
+GRAMMAR_CHARACTERS_LIMIT = 512 * 1024
+"""Longer schemas, and longer tools of a forced call, are refused before they are compiled."""
+
+LARGE_TOOL_CHARACTERS = 4096
+"""Tools of at least so many characters are tried alone, which takes milliseconds for each."""
+
+SELF_REFERENCE = "NoExtension"
+"""Begins the library's error about a grammar that no text obeys."""
+ENDLESS = "it refers to itself without end, so that no answer could obey it"
+
+
+class GrammarMask:
+    """A `TokenMask` over a compiled grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, param: str) -> None:
+        """`param` is the field of the request that the grammar is made of."""
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._param = param
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """`[vocab]`; only end tokens once the answer is complete. Raises SchemaTooComplex beyond the limits of the
+        library."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
+
+    def accept(self, token_id: int) -> None:
+        """Raises EngineFailure for a token that was not allowed, and SchemaTooComplex."""
+        if not self._matcher.is_stopped():
+            is_allowed = self._matcher.validate_tokens([token_id]) == 1
+            self._check()
+            if not is_allowed:
+                raise EngineFailure(f"Token {token_id} is not allowed by the answer's schema. Send the request again.")
+            self._matcher.consume_token(token_id)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise SchemaTooComplex(_first_line(self._matcher), param=self._param)
+
+
+class StructuredOutput:
+    """Compiles masks for one tokenizer. Thread-safe. Reading a large vocabulary takes seconds; call `prepare` ahead, or
+    the first mask does it."""
+
+    def __init__(
+        self, tokenizer: str | Callable[[], LLTokenizer], vocab_size: int, end_token_ids: frozenset[int]
+    ) -> None:
+        """`tokenizer` is the text of a `tokenizer.json`, or a function that makes the compiled tokenizer. `vocab_size`
+        is the model's number of logits."""
+        self._source = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = sorted(end_token_ids)
+        self._building = threading.Lock()
+        self._built: LLTokenizer | None = None
+
+    def prepare(self) -> None:
+        with self._building:
+            if self._built is None:
+                self._built = self._build()
+
+    def _build(self) -> LLTokenizer:
+        if isinstance(self._source, str):
+            return LLTokenizer(self._source, n_vocab=self._vocab_size, eos_token=self._end_token_ids)
+        return self._source()
+
+    @property
+    def _tokenizer(self) -> LLTokenizer:
+        self.prepare()
+        assert self._built is not None
+        return self._built
+
+    def mask(self, request: TurnRequest, output: OutputFormat, prompt_tail: str) -> TokenMask | None:
+        """The mask for a request; None if it needs none.
+
+        `prompt_tail` is the end of the rendered prompt. Raises InvalidRequest for a schema that cannot be enforced,
+        with the faulty part, and for a forced call if the model's format of calls is not known.
+        """
+        tools = _tools_to_allow(request, output)
+        if request.response_schema is None and not tools:
+            return None
+        if request.response_schema is not None:
+            self._check_schema(request.response_schema)
+        for tool in tools:
+            self._check_tool(tool, output, f"tools[{request.tools.index(tool)}]")
+        grammar = answer_grammar(
+            request.response_schema, tools, output, prompt_tail, self._terms, parallel=request.parallel_tool_calls
+        )
+        param = "tools" if tools else "response_format"
+        matcher = self._matcher(grammar)
+        if matcher.is_error():
+            raise InvalidRequest(
+                f"The tools cannot be turned into a grammar: {matcher.get_error()} Simplify them, or use `tool_choice: "
+                f"auto`.",
+                param=param,
+            )
+        return self._tried(matcher, param)
+
+    def _tried(self, matcher: LLMatcher, param: str) -> GrammarMask:
+        """The mask of a compiled grammar, after the beginning of a trial answer under a copy of it: some limits of the
+        library are met only when an object's properties or a pattern's text begin. Raises SchemaTooComplex."""
+        trial = matcher.deep_copy()
+        trial.consume_tokens(trial.compute_ff_tokens())
+        forced = self._tokenizer.tokenize_bytes(trial.compute_ff_bytes())
+        trial.consume_tokens(forced[: trial.validate_tokens(forced)])
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise SchemaTooComplex(_first_line(trial), param=param)
+        return GrammarMask(matcher, self._vocab_size, param)
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        if len(grammar) > GRAMMAR_CHARACTERS_LIMIT:
+            raise InvalidRequest("The schema is too long to be enforced. Send a smaller one.", param="response_format")
+        return LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=LLParserLimits())
+
+    def _terms(self, text: str) -> str:
+        """`text` as grammar terms; special tokens, which no literal matches, by id."""
+        terms: list[str] = []
+        rest = text
+        for token_id in self._tokenizer.tokenize_str(text, parse_special=True):
+            if self._tokenizer.is_special_token(token_id):
+                plain, found, after = rest.partition(self._tokenizer.decode_str([token_id]))
+                if found:
+                    terms += [*([literal(plain)] if plain else []), f"<[{token_id}]>"]
+                    rest = after
+        return " ".join([*terms, *([literal(rest)] if rest else [])])
+
+    def _check_tool(self, tool: Mapping[str, Any], output: OutputFormat, param: str) -> None:
+        """Raises InvalidRequest for a tool whose calls cannot be enforced. Large ones are tried alone, since in the
+        grammar of the answer they may come after thinking, or after a choice among tools."""
+        parameters = tool["function"].get("parameters")
+        check_multiples(parameters, param)
+        if len(json.dumps(parameters)) < LARGE_TOOL_CHARACTERS:
+            return
+        plain = replace(output, reasoning=None)
+        matcher = self._matcher(answer_grammar(None, [tool], plain, "", self._terms, parallel=False))
+        if not matcher.is_error():  # else so is the grammar of the answer
+            self._tried(matcher, param)
+
+    def _check_schema(self, schema: Mapping[str, Any]) -> None:
+        """Raises InvalidRequest that names the smallest part at fault, and SchemaTooComplex."""
+        check_multiples(schema, "response_format")
+        error = self._schema_error(schema, schema)
+        if error is None:
+            return
+        path = "schema"
+        part: Mapping[str, Any] = schema
+        for _ in range(SCHEMA_DEPTH_LIMIT):
+            for name, child in _children(part):
+                if (inner := self._schema_error(child, schema)) is not None:
+                    path, part, error = f"{path}.{name}", child, inner
+                    break
+            else:
+                break
+        raise InvalidRequest(
+            f"The response format cannot be enforced: at `{path}`: {error} Change or remove that part.", param=path
+        )
+
+    def _schema_error(self, part: Mapping[str, Any], root: Mapping[str, Any]) -> str | None:
+        """What is wrong with a part of `root`, alone but with the definitions it may refer to."""
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root and part is not root}
+        matcher = self._matcher(f"start: {json_rule({**part, **definitions})}\n")
+        if matcher.is_error():
+            return " ".join(matcher.get_error().split()) + "."
+        if part is root:
+            matcher.compute_bitmask()  # only here does it notice a schema that refers to itself and to nothing else
+            if matcher.is_error() and _first_line(matcher) == ENDLESS:
+                return f"{ENDLESS}."
+            self._tried(matcher, "response_format")
+        return None
+
+
+def _first_line(matcher: LLMatcher) -> str:
+    """The error. After its first line the library prints the state of its parser. Its advice is for whoever writes
+    grammars by hand."""
+    line = str(matcher.get_error().partition("\n")[0].partition("; consider ")[0])
+    return ENDLESS if line.startswith(SELF_REFERENCE) else line
+
+
+def _tools_to_allow(request: TurnRequest, output: OutputFormat) -> Sequence[Mapping[str, Any]]:
+    """The tools that a constrained answer may call; none where calls need no constraint."""
+    mode, tools = request.tool_choice.mode, request.tools
+    forced = mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)
+    if forced and (not tools or output.tools is ToolFormat.NONE):
+        why = "this model's chat template has no tools" if tools else "there are no `tools`"
+        raise InvalidRequest(f"`tool_choice` forces a call, but {why}. Use `auto`.", param="tool_choice")
+    if mode is ToolChoiceMode.NAMED:
+        return [tool for tool in tools if tool["function"]["name"] == request.tool_choice.name]
+    if forced or (request.response_schema is not None and mode is ToolChoiceMode.AUTO):
+        return tools if output.tools is not ToolFormat.NONE else ()
+    return ()
+
+
+def _children(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The schemas inside a schema, with their paths."""
+    for keyword in ("properties", "$defs", "definitions", "patternProperties"):
+        inner = schema.get(keyword)
+        if isinstance(inner, Mapping):
+            yield from ((f"{keyword}.{name}", child) for name, child in inner.items() if isinstance(child, Mapping))
+    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        several = schema.get(keyword)
+        if isinstance(several, list):
+            yield from ((f"{keyword}[{i}]", child) for i, child in enumerate(several) if isinstance(child, Mapping))
+    for keyword in ("items", "additionalProperties"):
+        child = schema.get(keyword)
+        if isinstance(child, Mapping):
+            yield keyword, child

@@ -1,0 +1,189 @@
+"""Reads Qwen's XML-like calls: `<function=name><parameter=key>value</parameter></function>`.
+
+The value of a parameter is bare text; the tool's schema decides whether it is a string or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from parkd.answers.json_calls import Closing, Padded
+from parkd.answers.json_calls import Sequence as ReaderSequence
+from parkd.answers.json_machine import WHITESPACE, JsonCall, escaped
+from parkd.answers.signals import (
+    NAME_LIMIT,
+    CallArguments,
+    CallClosed,
+    CallOpened,
+    CallReader,
+    Malformed,
+    Signal,
+    is_name,
+)
+
+FUNCTION = "<function="
+PARAMETER = "<parameter="
+PARAMETER_END = "</parameter>"
+FUNCTION_END = "</function>"
+
+ToolSchemas = Mapping[str, Mapping[str, Any]]
+"""Tool name -> the properties of its parameters."""
+
+
+def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> ToolSchemas:
+    """Properties by tool name, for tools in the chat dialect's form. Tools in another form have no properties."""
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            continue
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        schemas[function["name"]] = properties if isinstance(properties, Mapping) else {}
+    return schemas
+
+
+def takes_text(schema: Any) -> bool:
+    """Whether a value under this schema is taken as a string if it could be one. True for unknown schemas."""
+    if not isinstance(schema, Mapping):
+        return True
+    for several in ("anyOf", "oneOf"):
+        if isinstance(schema.get(several), list):
+            return any(takes_text(option) for option in schema[several])
+    if isinstance(schema.get("enum"), list):
+        return any(isinstance(value, str) for value in schema["enum"])
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return "string" in kind
+    return kind is None or kind == "string"
+
+
+class XmlCall:
+    """Reads one call. `opened`: `<function=` was already consumed as a marker."""
+
+    def __init__(self, schemas: ToolSchemas, *, opened: bool = False) -> None:
+        self.done = False
+        self._schemas = schemas
+        self._properties: Mapping[str, Any] = {}
+        self._tag = FUNCTION if opened else ""
+        """The tag that is being read; empty between tags."""
+        self._keys: set[str] = set()
+        self._value: XmlValue | None = None
+
+    def feed(self, ch: str) -> list[Signal]:
+        if self._value is not None:
+            signals = self._value.feed(ch)
+            if self._value.done:
+                self._value = None
+            return signals
+        if not self._tag and ch in WHITESPACE:
+            return []
+        self._tag += ch
+        expected = (FUNCTION,) if not self._name_read else (PARAMETER, FUNCTION_END)
+        if not any(tag.startswith(self._tag) or self._tag.startswith(tag) for tag in expected):
+            raise Malformed
+        if len(self._tag) > NAME_LIMIT:
+            raise Malformed
+        return self._tag_read() if ch == ">" else []
+
+    @property
+    def _name_read(self) -> bool:
+        return bool(self._keys)
+
+    def _tag_read(self) -> list[Signal]:
+        tag, self._tag = self._tag, ""
+        if tag == FUNCTION_END:
+            self.done = True
+            return [CallArguments("}" if len(self._keys) > 1 else "{}"), CallClosed()]
+        name = tag.partition("=")[2][:-1].strip().strip('"')
+        if not is_name(name):
+            raise Malformed
+        if tag.startswith(FUNCTION):
+            # The empty key, which no parameter can have, marks the call as opened.
+            self._keys.add("")
+            self._properties = self._schemas.get(name, {})
+            return [CallOpened(name)]
+        if name in self._keys:
+            raise Malformed
+        first = len(self._keys) == 1
+        self._keys.add(name)
+        self._value = XmlValue(text=takes_text(self._properties.get(name)))
+        return [CallArguments(("{" if first else ", ") + json.dumps(name, ensure_ascii=False) + ": ")]
+
+
+class XmlValue:
+    """Reads the text of one parameter up to its closing tag, without the newline that the format adds on each side."""
+
+    def __init__(self, *, text: bool) -> None:
+        self.done = False
+        self._text = text
+        self._held = ""
+        """Text that may not belong to the value: a newline or the beginning of the closing tag. For a value that is
+        not text, all of it."""
+        self._started = False
+
+    def feed(self, ch: str) -> list[Signal]:
+        signals: list[Signal] = []
+        if not self._started:
+            self._started = True
+            if self._text:
+                signals.append(CallArguments('"'))
+            if ch == "\n":
+                return signals
+        self._held += ch
+        if self._held.endswith(PARAMETER_END):
+            self.done = True
+            signals.append(CallArguments(self._end(self._held.removesuffix(PARAMETER_END))))
+        elif self._text:
+            ready = len(self._held) - _held_tail(self._held)
+            if ready:
+                signals.append(CallArguments(escaped(self._held[:ready])))
+                self._held = self._held[ready:]
+        return signals
+
+    def _end(self, rest: str) -> str:
+        rest = rest.removesuffix("\n")
+        if self._text:
+            return escaped(rest) + '"'
+        return _json_value(rest.strip())
+
+
+def _held_tail(text: str) -> int:
+    """Length of the longest suffix of `text` that may belong to the closing tag or to the newline before it."""
+    for length in range(min(len(text), len(PARAMETER_END) + 1), 0, -1):
+        tail = text[-length:]
+        if PARAMETER_END.startswith(tail) or ("\n" + PARAMETER_END).startswith(tail):
+            return length
+    return 0
+
+
+def _json_value(text: str) -> str:
+    """The value as JSON text. Python's names of constants are understood; anything that is not JSON is a string."""
+    constant = {"True": "true", "False": "false", "None": "null"}.get(text)
+    if constant is not None:
+        return constant
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(word)
+
+
+def tagged_section(schemas: ToolSchemas) -> ReaderSequence:
+    """Reads what follows `<tool_call>`: JSON or XML, whichever the model writes, then `</tool_call>`."""
+
+    def choose(ch: str) -> CallReader:
+        return JsonCall() if ch == "{" else XmlCall(schemas)
+
+    return ReaderSequence(Padded(choose), Closing("</tool_call>"))
+
+
+def bare_function_section(schemas: ToolSchemas) -> XmlCall:
+    """Reads what follows a `<function=` without a `<tool_call>` before it."""
+    return XmlCall(schemas, opened=True)

@@ -1,0 +1,151 @@
+"""The text that parkd prints while it starts and when it is ready, made from plain values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from parkd.config import MIB
+from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
+from parkd.errors import ParkdError
+from parkd.state import Grain
+from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
+from parkd.store.disk_records import DiskStats
+from parkd.store.slabs import SlabGeometry
+from parkd.types import TurnRequest
+
+PROGRESS_STEP_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The parking budget, and what it holds of one conversation of this model."""
+
+    budget_bytes: int
+    tokens: int
+    """The longest single conversation that can be parked whole, in whole blocks."""
+    full_context_bytes: int
+    """Bytes of a conversation that fills the context."""
+
+
+def side_bytes(tokens: int, info: EngineInfo) -> int:
+    """Bytes of a parked conversation besides its rows: one checkpoint, units, hashes, records."""
+    blocks = -(-tokens // BLOCK_TOKENS)
+    return info.layout.fixed_bytes + conversation_metadata_bytes(tokens, BLOCK_TOKENS) + blocks * BLOCK_BYTES
+
+
+def conversation_bytes(tokens: int, info: EngineInfo) -> int:
+    """Bytes of one parked conversation: whole blocks of all stages, and `side_bytes`."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * info.layout.row_bytes + side_bytes(tokens, info)
+
+
+def budget_in_tokens(budget_bytes: int, slab_bytes: int, info: EngineInfo) -> Budget:
+    """What the budget holds by the store's own rules. Slightly less than its bytes, since memory is allocated in
+    slabs."""
+    geometry = SlabGeometry.of(info.layout, BLOCK_TOKENS, slab_bytes, budget_bytes)
+    low, high = 0, budget_bytes // max(1, BLOCK_TOKENS * info.layout.row_bytes) + 1
+    while high - low > 1:  # `low` blocks fit, `high` do not
+        blocks = (low + high) // 2
+        need = Need(blocks, side_bytes(blocks * BLOCK_TOKENS, info))
+        low, high = (blocks, high) if geometry.fits(need, Room(0, budget_bytes)) else (low, blocks)
+    return Budget(budget_bytes, low * BLOCK_TOKENS, conversation_bytes(info.context_tokens, info))
+
+
+def parking_line(budget: Budget, info: EngineInfo) -> str:
+    if budget.budget_bytes == 0:
+        return "parking is off (--conversation-cache-mib 0): a conversation that leaves is read again when it returns"
+    if info.layout.grain is Grain.FILE:
+        return "conversations are parked in the server's own slot files; memory holds only their metadata"
+    full = f"a full {info.context_tokens:,}-token context needs {-(-budget.full_context_bytes // MIB):,} MiB"
+    held = f"parking holds {budget.tokens:,} tokens in {budget.budget_bytes // MIB:,} MiB"
+    if budget.tokens < info.context_tokens:
+        return f"{held}; {full} and would not be parked whole"
+    return f"{held}; {full}"
+
+
+def disk_line(disk: DiskStats, directory: Path | None, free_bytes: int | None) -> str:
+    """`free_bytes` is what the directory's file system has left."""
+    size = f"disk      {disk.budget_bytes // MIB:,} MiB"
+    if directory is None:
+        return f"{size} in unnamed files, which end with this process"
+    other = (
+        f", {disk.foreign_conversations:,} of another model, KV type or layer split"
+        if disk.foreign_conversations
+        else ""
+    )
+    found = f"{size} in {directory}; {disk.conversations - disk.foreign_conversations:,} conversations found{other}"
+    if free_bytes is not None and disk.bytes_in_use + free_bytes < disk.budget_bytes:
+        return f"{found}; only {free_bytes // MIB:,} MiB are free there, and what no longer fits is not written"
+    return found
+
+
+def template_warning(render: Callable[[TurnRequest], str], *, calls_tools: bool) -> str | None:
+    """A warning about what the model's chat template lacks; None if it lacks nothing. `render` renders a prompt."""
+    said = "Does it show this?"
+    try:
+        shown = said in render(TurnRequest(messages=[{"role": "user", "content": said}]))
+    except ParkdError:
+        shown = False
+    if not shown:
+        return "no chat template shows what users say: name one with --chat-template-file, or use /v1/completions only"
+    if not calls_tools:
+        return "this model's chat template has no known format for tool calls: agents get text, never a tool call"
+    return None
+
+
+def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, warning: str | None) -> list[str]:
+    """Lines for the terminal, top to bottom."""
+    stages = [
+        f"{device} layers {stage.first_layer}-{stage.end_layer - 1}"
+        for device, stage in zip(info.devices, info.layout.stages, strict=True)
+    ]
+    fixed = f", {info.layout.fixed_bytes:,} bytes fixed" if info.layout.fixed_bytes else ""
+    if info.layout.grain is Grain.FILE:
+        stages, fixed = ["of the server's own"], ", resumed at its end only" if info.layout.fixed_bytes else ""
+    lines = [
+        f"model     {info.model_name} ({info.architecture}), weights {info.weights_bytes // MIB:,} MiB",
+        f"stages    {' | '.join(stages)}",
+        f"context   {info.context_tokens:,} tokens, {info.layout.row_bytes:,} bytes a token{fixed}, "
+        f"live state {info.arena_bytes // MIB:,} MiB",
+        f"budget    {parking_line(budget, info)}",
+    ]
+    if info.is_demo_model:
+        lines.append("warning   this is the demo model, too small for real work: name your own with --model")
+    if warning is not None:
+        lines.append(f"warning   {warning}")
+    header = " -H 'authorization: Bearer YOUR_KEY'" if needs_key else ""
+    body = '{"messages":[{"role":"user","content":"Hello"}],"stream":true}'
+    lines += [
+        f"serving   {url}/v1 (OpenAI; any model name is accepted), Anthropic at {url}",
+        f"try       curl -N {url}/v1/chat/completions{header} -H 'content-type: application/json' -d '{body}'",
+    ]
+    return lines
+
+
+class ProgressPrinter:
+    """Shows the progress of a long step: in place on a terminal, else as a line every few seconds. Shows nothing for
+    short steps."""
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+        self._in_place = output.isatty()
+        self._what = ""
+        self._began_s = self._shown_s = time.monotonic()
+        self._shown = False
+
+    def __call__(self, what: str, share: float) -> None:
+        """`share` is the fraction done, from 0 to 1."""
+        now_s = time.monotonic()
+        if what != self._what:
+            self._what, self._began_s, self._shown_s, self._shown = what, now_s, now_s, False
+        done = share >= 1.0
+        if now_s - self._shown_s < (0.1 if self._in_place else PROGRESS_STEP_S) and not (done and self._shown):
+            return
+        self._shown_s, self._shown = now_s, True
+        line = f"{what}: {share:4.0%} ({now_s - self._began_s:.0f} s)"
+        end = "\n" if done or not self._in_place else ""
+        self._output.write(f"\r{line}{end}" if self._in_place else f"{line}\n")
+        self._output.flush()

@@ -1,0 +1,224 @@
+"""The torch engine: a session of `engine` behind the protocols of `parkd.engine_adapter.base`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+from parkd_engine.arenas.pinned import PinnedMemory
+from parkd_engine.decoding import Decoder
+from parkd_engine.decoding import DraftCounts as DecoderCounts
+from parkd_engine.errors import SnapshotError
+from parkd_engine.loading.loader import LoadedModel
+from parkd_engine.memory import free_bytes
+from parkd_engine.moves import snapshot
+from parkd_engine.session import Session
+from parkd_engine.vision.tower import PromptImage
+from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.steering import SteeringBank
+
+from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, ImageReader, ResponseReader, Tokenizer
+from parkd.engine_adapter.torch_engine.loading import Progress, TorchEngineConfig, load_parts
+from parkd.engine_adapter.torch_engine.words import (
+    TextStream,
+    TranslatedCapture,
+    TranslatedImages,
+    TranslatedTemplate,
+    is_lost,
+    known_vectors,
+    lost_message,
+    translated,
+)
+from parkd.errors import EngineFailure, EngineLost, RestoreFailed
+from parkd.state import Checksums, Transfer
+from parkd.types import DraftCounts, ImageSpan, SamplingParams, TokenIds, TokenMask
+
+__all__ = ["TorchEngine", "TorchEngineConfig"]
+
+
+class TorchEngine:
+    """A `RowEngine` over `parkd_engine.session.Session`."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        session: Session,
+        info: EngineInfo,
+        *,
+        fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        vectors: SteeringBank | None = None,
+    ) -> None:
+        """`fresh_seed` returns the seed for requests without one. `vectors` are the control vectors that requests can
+        choose; a request that chooses none is steered by their default scales."""
+        self.info = info
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.template: ChatTemplate = TranslatedTemplate(loaded.template)
+        self.images: ImageReader | None = None if loaded.images is None else TranslatedImages(loaded.images)
+        self._chat = loaded.tokenizer
+        self.template_source: str | None = loaded.template.source
+        """The chat template's text."""
+        self._open: Session | None = session
+        self._fresh_seed = fresh_seed
+        self._vectors = vectors or SteeringBank()
+        self._drafts = DecoderCounts()
+
+    @classmethod
+    def load(
+        cls,
+        config: TorchEngineConfig,
+        progress: Progress | None = None,
+        *,
+        free: Callable[[str], int] = free_bytes,
+        fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> TorchEngine:
+        """Loads the model and allocates the arenas. `free` returns the free bytes of a device.
+
+        Raises ModelError, whose message says what to do.
+        """
+        parts = load_parts(config, progress, free)
+        return cls(parts.loaded, parts.session, parts.info, fresh_seed=fresh_seed, vectors=parts.vectors)
+
+    @property
+    def images_encoded(self) -> int:
+        """The number of images encoded by the vision tower since the engine was loaded."""
+        return 0 if self._session.vision is None else self._session.vision.encoded
+
+    def tokenizer_json(self) -> str:
+        """The text of the model's `tokenizer.json`."""
+        return self._chat.to_json()
+
+    @property
+    def response_reader(self) -> Callable[[str, Sequence[Mapping[str, Any]]], ResponseReader] | None:
+        """(end of the prompt, tools) -> a reader for the answer; None if the model has no response template."""
+        return None if self._chat.responses is None else self._chat.responses.reader
+
+    def host_memory_hooks(self) -> PinnedMemory | None:
+        """Hooks that page-lock the memory of the pool of parked rows, for fast copies; None without cards."""
+        uses_cards = any(torch.device(device).type == "cuda" for device in self.info.devices)
+        return PinnedMemory() if uses_cards else None
+
+    @property
+    def _session(self) -> Session:
+        if self._open is None:
+            raise EngineFailure("The engine is closed.")
+        return self._open
+
+    @property
+    def position(self) -> int:
+        return self._session.position
+
+    def reset(self) -> None:
+        self._session.reset()
+
+    def truncate(self, position: int) -> None:
+        self._session.truncate(position)
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        return self._session.checkpoints
+
+    @property
+    def rewind_floor(self) -> int:
+        return self._session.rewind_floor
+
+    def checkpoint(self) -> None:
+        self._session.checkpoint()
+
+    def extend(
+        self,
+        token_ids: TokenIds,
+        *,
+        cancel: Cancel,
+        on_chunk: Callable[[int], None] | None = None,
+        checkpoint_at: Sequence[int] = (),
+        images: Sequence[ImageSpan] = (),
+    ) -> int:
+        with translated():
+            return self._session.extend(
+                token_ids,
+                cancel=cancel,
+                on_chunk=on_chunk,
+                checkpoint_at=checkpoint_at,
+                images=[PromptImage(image.start, image.stop, image.data) for image in images],
+            )
+
+    def generate(
+        self,
+        last_token_id: int,
+        sampling: SamplingParams,
+        *,
+        history: TokenIds,
+        mask: TokenMask | None = None,
+    ) -> Iterator[Sequence[int]]:
+        sampler = Sampler(sampling, self.info.vocab_size, history, fresh_seed=self._fresh_seed())
+        decoder = Decoder(self._session, sampler, mask=mask, end_token_ids=self.info.end_token_ids)
+        self._drafts = decoder.counts
+        with closing(decoder.tokens(last_token_id)) as tokens:
+            while True:
+                with translated():
+                    token = next(tokens, None)
+                if token is None:
+                    return
+                yield (token,)
+
+    @property
+    def drafts(self) -> DraftCounts:
+        return DraftCounts(self._drafts.drafted, self._drafts.accepted)
+
+    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+        with known_vectors():
+            return self._vectors.digest(scales)
+
+    def steer(self, scales: Mapping[str, float] | None) -> bytes:
+        # The set is often the same for a whole conversation, so the summed directions are computed only on a change.
+        if self.steering_digest(scales) != self._session.steering_digest:
+            with translated():
+                self._session.steer(self._vectors.select(scales))
+        return self._session.steering_digest
+
+    def text_stream(self, stop: Sequence[str]) -> TextStream:
+        return TextStream(self._chat.text(stop))
+
+    def capture(self, transfer: Transfer) -> Checksums:
+        with translated():
+            sums = snapshot.capture(self._session, transfer)
+        return Checksums(sums.rows, sums.fixed)
+
+    def start_capture(self, transfer: Transfer) -> TranslatedCapture | None:
+        with translated():
+            capture = snapshot.start_capture(self._session, transfer)
+        return None if capture is None else TranslatedCapture(capture)
+
+    def restore(self, transfer: Transfer) -> None:
+        with self._emptied_by_failures():
+            snapshot.restore(self._session, transfer)
+
+    @property
+    def reads_while_restoring(self) -> bool:
+        """True on cards, which compute while they copy; a CPU does one after the other."""
+        return all(torch.device(device).type == "cuda" for device in self.info.devices)
+
+    def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
+        with self._emptied_by_failures(), translated():
+            snapshot.restore_and_read(self._session, transfer, token_ids, checkpoint_at=checkpoint_at)
+
+    @contextmanager
+    def _emptied_by_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except SnapshotError as error:
+            # A mismatch leaves rows in place, but the caller needs an empty engine to read the prompt cold.
+            self._session.reset()
+            if is_lost(error):
+                raise EngineLost(lost_message(error)) from error
+            raise RestoreFailed(str(error)) from error
+        except BaseException:
+            self._session.reset()
+            raise
+
+    def close(self) -> None:
+        """Frees weights and arenas. The engine must not be used afterwards."""
+        self._open = None

@@ -1,0 +1,116 @@
+"""The generation loop. Runs on the engine's thread from the prompt's last token to the answer's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from parkd.answers.base import Parser
+from parkd.engine_adapter.base import Cancel, DraftingEngine, Engine, TextPiece
+from parkd.types import DraftCounts, Event, FinishReason, PromptIdentity, TokenMask, TurnRequest
+
+Emit = Callable[[Event], None]
+
+
+@dataclass
+class Answer:
+    """An answer, filled while it is generated, so that its known part survives a failure.
+
+    rows    | prompt [0, n) | token_ids[:-1] |        the last sampled id has no row yet
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    """All ids that the engine yielded, including those after the answer's end: they may be in the state."""
+    output_tokens: int = 0
+    """Ids that belong to the answer, including its end token."""
+    reasoning_tokens: int = 0
+    reason: FinishReason = FinishReason.LENGTH
+    stop_string: str | None = None
+    first_token_at_s: float | None = None
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+
+
+@dataclass
+class AnswerLoop:
+    """Generates one answer, emitting events as they become visible."""
+
+    engine: Engine
+    prompt: PromptIdentity
+    request: TurnRequest
+    limit: int | None
+    """Most tokens of the answer; None: up to the end of the context."""
+    parser: Parser
+    cancel: Cancel
+    emit: Emit
+    """Thread-safe; never waits."""
+    monotonic: Callable[[], float]
+    mask: TokenMask | None = None
+    answer: Answer = field(default_factory=Answer)
+
+    def run(self) -> None:
+        """Ends at an end token, a stop string, the limit, the context's end, or when `cancel` is set.
+
+        Raises EngineFailure; `answer` then holds what was generated.
+        """
+        answer = self.answer
+        last = self._steps()
+        if answer.reason is FinishReason.CANCELLED:
+            return
+        if last.stop_string is not None:
+            answer.reason, answer.stop_string = FinishReason.STOP, last.stop_string
+        self._emit_all(self.parser.push(last.text))
+        rest, answer.reason = self.parser.finish(answer.reason)
+        self._emit_all(rest)
+
+    def _steps(self) -> TextPiece:
+        """Runs steps until the answer ends. Returns the last piece of text, which is not parsed yet."""
+        answer, engine = self.answer, self.engine
+        stream = engine.text_stream(self.request.stop)
+        steps = engine.generate(
+            int(self.prompt.token_ids[-1]), self.request.sampling, history=self.prompt.token_ids, mask=self.mask
+        )
+        try:
+            for step in steps:
+                if answer.first_token_at_s is None:
+                    answer.first_token_at_s = self.monotonic()
+                answer.token_ids.extend(step)
+                left = None if self.limit is None else self.limit - answer.output_tokens
+                visible, ended = visible_ids(step, engine.info.end_token_ids, left)
+                answer.output_tokens += len(visible) + (ended is FinishReason.STOP)
+                answer.reasoning_tokens += len(visible) if self.parser.in_reasoning else 0
+                piece = stream.push(visible)
+                if piece.stop_string is not None:
+                    return piece
+                self._emit_all(self.parser.push(piece.text))
+                if ended is not None or self.parser.satisfied:
+                    answer.reason = ended or FinishReason.STOP
+                    break
+                if self.cancel.is_set():
+                    answer.reason = FinishReason.CANCELLED
+                    break
+        finally:
+            close = getattr(steps, "close", None)
+            if close is not None:
+                close()
+            if isinstance(engine, DraftingEngine):
+                answer.drafts = engine.drafts
+        return stream.flush()
+
+    def _emit_all(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.emit(event)
+
+
+def visible_ids(
+    step: Sequence[int], end_token_ids: frozenset[int], left: int | None
+) -> tuple[Sequence[int], FinishReason | None]:
+    """The ids of one step that belong to the text, and the reason if they end the answer.
+
+    `left`: tokens that the answer may still have; None: no limit.
+    """
+    for index, token_id in enumerate(step):
+        if token_id in end_token_ids:
+            return step[:index], FinishReason.STOP
+        if left is not None and index + 1 >= left:
+            return step[: index + 1], FinishReason.LENGTH
+    return step, None

@@ -1,0 +1,164 @@
+"""File work outside the event loop: one thread writes, one reads. The loop reports to the store how each job ended.
+
+    writes     after replies, one job at a time, as the store hands them out
+    reads      for the turn that runs or waits, one job at a time, with several calls in flight
+
+The store decides what is written and read. The loop never waits for a file. Tasks are cancelled only when the process
+ends, so that the store learns how every job ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import anyio
+import anyio.abc
+
+from parkd.lane.cost import CostMeter
+from parkd.lane.engine_thread import EngineThread
+from parkd.store.disk_jobs import RemoveJob, mark, read, remove, write
+from parkd.store.fs import FileSystem
+from parkd.store.promotions import Promotion
+from parkd.store.records import ConversationGone, ConversationId, Parked, RefusalReason
+from parkd.store.tiers import TieredStore
+from parkd.types import CacheOutcome
+
+log = logging.getLogger(__name__)
+
+CALLS_IN_FLIGHT = 4
+"""Calls of one job that run at once: enough to keep a drive busy while checksums are computed."""
+IDLE_STEP_S = 30.0
+"""How often the store is checked for work that becomes due with time: expired conversations, the end of a pause."""
+ROOM_WAIT_S = 10.0
+"""Longest wait of a promotion for room that writes under way will free."""
+STOP_WAIT_S = 2.0
+
+
+class DiskWorker:
+    """The disk tier's threads. `serve` runs as long as the app does."""
+
+    def __init__(self, store: TieredStore, fs: FileSystem, costs: CostMeter, monotonic: Callable[[], float]) -> None:
+        self._store = store
+        self._fs = fs
+        self._costs = costs
+        self._monotonic = monotonic
+        self._writer = EngineThread("parkd-disk-write")
+        self._reader = EngineThread("parkd-disk-read")
+        self._pool = ThreadPoolExecutor(CALLS_IN_FLIGHT, "parkd-disk")
+        self._wake = anyio.Event()
+        self._progress = anyio.Event()
+        self._reading = anyio.Lock()
+        store.queue.on_work = self.wake
+
+    async def serve(self) -> None:
+        """Runs the store's jobs until cancelled."""
+        self._writer.start()
+        self._reader.start()
+        while True:
+            self._wake = anyio.Event()
+            if not await self._work():
+                await self.mark()
+                with anyio.move_on_after(IDLE_STEP_S):
+                    await self._wake.wait()
+
+    def wake(self) -> None:
+        """Called when there may be work."""
+        self._wake.set()
+
+    async def flush(self, deadline_s: float) -> bool:
+        """Waits until everything is written. False if the deadline came first."""
+        with anyio.move_on_after(deadline_s):
+            while self._store.has_writes and not self._store.queue.is_paused:
+                await self._step()
+            return not self._store.has_writes
+        log.warning("conversations that were not written to disk within %.0f s are not kept", deadline_s)
+        return False
+
+    async def mark(self, *, stops: bool = False) -> None:
+        """Writes down when conversations were last used, for the next process."""
+        job = self._store.next_marks(stops=stops)
+        if job is not None:
+            await self._writer.run(mark, self._fs, job)
+
+    def stop(self) -> None:
+        """Ends the threads. A call that hangs in the device does not keep the process from ending."""
+        for thread in (self._writer, self._reader):
+            thread.stop(STOP_WAIT_S)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def room(self, wait_s: float) -> bool:
+        """Waits for the next job to end, since that frees room. False if none is under way, or none ended in time."""
+        if not self._store.frees_room:
+            return False
+        with anyio.move_on_after(wait_s):
+            await self._step()
+            return True
+        return False
+
+    async def promote(self, conversation_id: ConversationId, stop: int) -> Parked | None:
+        """Reads the blocks of `[0, stop)` of a conversation into RAM. None if that failed."""
+        async with self._reading:
+            began_s = self._monotonic()
+            while True:
+                try:
+                    promotion = self._store.promote(conversation_id, stop)
+                except ConversationGone:
+                    return None
+                if isinstance(promotion, Promotion):
+                    break
+                left_s = began_s + ROOM_WAIT_S - self._monotonic()
+                may_wait = promotion.reason in (RefusalReason.BUDGET, RefusalReason.BUSY) and left_s > 0
+                if not may_wait or not await self.room(left_s):
+                    log.info("a conversation was not read from disk: %s", promotion.message)
+                    return None
+            return await self._read(promotion)
+
+    async def _read(self, promotion: Promotion) -> Parked | None:
+        began_s = self._monotonic()
+        error: Exception | None = None
+        try:
+            await self._reader.run(read, self._fs, promotion.job, self._run_all)
+        except Exception as raised:
+            log.warning("a conversation on disk could not be read: %s", raised)
+            error = raised
+        parked = self._store.promoted(promotion, error)
+        self._wake.set()  # Damaged files are to be removed.
+        if parked is not None:
+            self._costs.note_move(CacheOutcome.RESTORED_DISK, promotion.job.bytes, self._monotonic() - began_s)
+        return parked
+
+    async def _work(self) -> bool:
+        """Runs the next job. False if there is none."""
+        job = self._store.next_job()
+        if job is None:
+            return False
+        error: Exception | None = None
+        left: Sequence[str] = ()
+        try:
+            if isinstance(job, RemoveJob):
+                left = await self._writer.run(remove, self._fs, job)
+            else:
+                await self._writer.run(write, self._fs, job, self._run_all)
+        except Exception as raised:
+            log.warning("a conversation could not be written to disk: %s", raised)
+            error = raised
+        self._store.finished(job, error, left)
+        self._progress.set()
+        self._progress = anyio.Event()
+        return True
+
+    async def _step(self) -> None:
+        self._wake.set()
+        await self._progress.wait()
+
+    def _run_all(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Runs the calls of one job at once, and waits for them. Raises the first error, after all have ended."""
+        if len(calls) == 1:
+            calls[0]()
+            return
+        futures = [self._pool.submit(call) for call in calls]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]

@@ -1,0 +1,64 @@
+"""Turns whose client has disconnected, for as long as it may come back.
+
+A client that loses its connection often sends the same request again. For a grace time its turn goes on, in the queue
+or in the lane, and the same request under the same key takes it over from its first event. After that the turn is given
+up. A turn that runs while others wait is given up at once; what it has read is kept anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+from parkd.lane.lane import Lane
+from parkd.lane.turn import Turn
+from parkd.types import TurnRequest
+
+
+class Resends:
+    """Lives on the event loop."""
+
+    def __init__(self, lane: Lane[Turn], grace_s: float, give_up: Callable[[Turn], None]) -> None:
+        """`give_up` is called with a turn whose client did not come back."""
+        self._lane = lane
+        self._grace_s = grace_s
+        self._give_up = give_up
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._alone: dict[Turn, anyio.CancelScope] = {}
+        self.joined = 0
+
+    def __len__(self) -> int:
+        return len(self._alone)
+
+    def serve_in(self, tasks: anyio.abc.TaskGroup | None) -> None:
+        """The task group for grace times; None: from now on turns are given up at once."""
+        self._tasks = tasks
+
+    def left(self, turn: Turn) -> None:
+        """Called when the client of `turn` has disconnected."""
+        held_up = turn is self._lane.running and self._lane.waiting > 0
+        if self._tasks is None or not self._grace_s or held_up or turn.channel.closed or not turn.channel.can_rewind:
+            self._give_up(turn)
+            return
+        scope = anyio.CancelScope()
+        self._alone[turn] = scope
+        self._tasks.start_soon(self._wait, turn, scope)
+
+    def take(self, request: TurnRequest, owner: str) -> Turn | None:
+        """The turn of an equal request under the same key whose client is gone, rewound to its first event; None: no
+        such turn."""
+        for turn, scope in self._alone.items():
+            sent_by = turn.explained.owner if turn.explained is not None else None
+            if sent_by == owner and turn.request == request and turn.channel.rewind():
+                del self._alone[turn]
+                scope.cancel()
+                self.joined += 1
+                return turn
+        return None
+
+    async def _wait(self, turn: Turn, scope: anyio.CancelScope) -> None:
+        with scope:
+            await anyio.sleep(self._grace_s)
+        if self._alone.pop(turn, None) is not None:
+            self._give_up(turn)

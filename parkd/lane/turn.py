@@ -1,0 +1,63 @@
+"""A request on its way: what the HTTP side and the lane share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from parkd.engine_adapter.base import Engine
+from parkd.errors import ParkdError
+from parkd.lane.events import EventChannel
+from parkd.lane.explain import Explained
+from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnRequest
+
+TAIL_TOKENS = 64
+"""Tokens at the end of a prompt that show whether thinking is open."""
+
+
+@dataclass(eq=False)
+class Turn:
+    """A request from its arrival to its last event."""
+
+    request_id: str
+    caller: str
+    """For the log line's `key=`."""
+    request: TurnRequest
+    prompt: PromptIdentity
+    arrived_s: float
+    queued_s: float
+    """When the turn was ready for the queue: `arrived_s` plus the time to parse, render and tokenise."""
+    mask: TokenMask | None = None
+    channel: EventChannel = field(default_factory=EventChannel)
+    submitted: bool = False
+    """Whether the turn was submitted to the lane."""
+    began_s: float | None = None
+    """When the lane began to run it."""
+    report: CacheReport | None = None
+    timings: Timings = field(default_factory=Timings)
+    explained: Explained | None = None
+    """Its entry for `/parkd/explain`."""
+    earlier: Explained | None = None
+    """The request that the client wants it compared with, if that is remembered."""
+    release_awaited: Callable[[], None] = lambda: None
+    """Releases the state that the store keeps for the turn while it waits. Idempotent."""
+    release_body: Callable[[], None] = lambda: None
+    """Releases its body's charge in `BodyRoom`. Idempotent."""
+
+    def fail(self, error: ParkdError) -> None:
+        self.release_awaited()
+        self.channel.fail(error)
+
+    def stop(self) -> None:
+        self.channel.cancel.set()
+
+
+def output_limit(asked: int | None, server_limit: int | None) -> int | None:
+    """The longest answer in tokens; None: up to the end of the context."""
+    limits = [limit for limit in (asked, server_limit) if limit is not None]
+    return min(limits, default=None)
+
+
+def prompt_tail(engine: Engine, prompt: PromptIdentity) -> str:
+    """The end of the rendered prompt. Thread-safe, as the tokenizer is."""
+    return engine.tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:].tolist())

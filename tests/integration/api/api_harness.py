@@ -1,0 +1,276 @@
+"""A real server on a real socket over the fake engine, with the real store and identity."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import anyio
+import httpx
+
+from parkd.answers.base import OutputFormat
+from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.engine_adapter.fake import FakeEngine
+from parkd.identity.builder import IdentityBuilder
+from parkd.identity.normalise import NormaliserConfig
+from parkd.identity.output_memory import OutputMemory
+from parkd.proxy.config import BuildMask, ProxyConfig, Services
+from parkd.proxy.server import Server
+from parkd.store.policy import policy_named
+from parkd.store.records import StoreConfig
+from parkd.store.store import ConversationStore
+
+MIB = 1 << 20
+WAIT_DEADLINE_S = 20.0
+
+Messages = list[dict[str, Any]]
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = WAIT_DEADLINE_S) -> None:
+    """Returns when the condition holds. It is polled: what is waited for happens on other threads and in the server."""
+    with anyio.fail_after(deadline_s):
+        while not condition():  # noqa: ASYNC110
+            await anyio.sleep(0.005)
+
+
+class Gate:
+    """Holds the engine at a named step until opened. `reached` is set when it got there."""
+
+    def __init__(self, name: str, nth: int = 1) -> None:
+        self._name = name
+        self._left = nth
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, name: str, _number: int) -> None:
+        if name != self._name:
+            return
+        self._left -= 1
+        if self._left == 0:
+            self.reached.set()
+            assert self.opened.wait(20), "nobody opened the gate"
+
+    async def wait_reached(self) -> None:
+        await until(self.reached.is_set)
+
+
+def fail_at(name: str, nth: int, error: Callable[[], BaseException]) -> Callable[[str, int], None]:
+    """A hook that raises at the nth step of that name."""
+    left = [nth]
+
+    def hook(step: str, _number: int) -> None:
+        if step == name:
+            left[0] -= 1
+            if left[0] == 0:
+                raise error()
+
+    return hook
+
+
+@dataclass
+class Answer:
+    """One chat answer, whichever way it came."""
+
+    text: str
+    finish_reason: str
+    headers: httpx.Headers
+    usage: dict[str, Any]
+    timings: dict[str, Any]
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def reused(self) -> int:
+        return int(self.timings["cache_n"])
+
+    @property
+    def cache(self) -> str:
+        return str(self.timings["cache"])
+
+
+@dataclass
+class Running:
+    """A server and a client to it."""
+
+    server: Server
+    engine: FakeEngine
+    store: ConversationStore | None
+    identity: IdentityBuilder
+    client: httpx.AsyncClient
+    url: str
+    answers: OutputMemory | None = None
+
+    async def chat(self, messages: Messages, *, max_tokens: int = 8, **fields: Any) -> Answer:
+        response = await self.client.post("/v1/chat/completions", json=body_of(messages, max_tokens, **fields))
+        assert response.status_code == 200, response.text
+        document = response.json()
+        choice = document["choices"][0]
+        return Answer(
+            choice["message"]["content"],
+            choice["finish_reason"],
+            response.headers,
+            document["usage"],
+            document["timings"],
+        )
+
+    async def stream(self, messages: Messages, *, max_tokens: int = 8, **fields: Any) -> Answer:
+        body = body_of(messages, max_tokens, stream=True, stream_options={"include_usage": True}, **fields)
+        async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            return await read_stream(response)
+
+    def prompt_tokens(self, messages: Messages) -> list[int]:
+        """Ids of the prompt, by the engine's own template and tokenizer: independent of parkd's identity."""
+        return self.engine.tokenizer.encode(self.engine.template.render(messages, (), {}))
+
+    async def settled(self) -> None:
+        """Returns when nothing runs or waits, so that what is parked behind a reply is in."""
+        lane = self.server.proxy.lane
+        await until(lambda: not lane.busy and not lane.waiting)
+
+
+def body_of(messages: Messages, max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
+    return {"model": "any", "messages": messages, "max_tokens": max_tokens, "temperature": 0, **fields}
+
+
+async def read_stream(response: httpx.Response) -> Answer:
+    lines = [line async for line in response.aiter_lines()]
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    deltas = [chunk["choices"][0] for chunk in chunks if chunk.get("choices")]
+    text = "".join(choice["delta"].get("content") or "" for choice in deltas)
+    last = chunks[-1]
+    return Answer(
+        text,
+        deltas[-1]["finish_reason"] if deltas else "",
+        response.headers,
+        last.get("usage") or {},
+        last.get("timings") or {},
+        chunks,
+    )
+
+
+def make_services(
+    engine: FakeEngine,
+    *,
+    budget_bytes: int = 64 * MIB,
+    slots: int | None = None,
+    config: ProxyConfig | None = None,
+    output: OutputFormat | None = None,
+    build_mask: BuildMask | None = None,
+    answers: OutputMemory | None = None,
+    normaliser: NormaliserConfig | None = None,
+    eviction_policy: str = "value",
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Services, IdentityBuilder]:
+    identity = IdentityBuilder(
+        engine.tokenizer,
+        engine.template,
+        engine.info.fingerprint,
+        BLOCK_TOKENS,
+        1 << 20,
+        answers=answers,
+        normaliser=normaliser,
+        images=engine.images,
+        context_tokens=engine.info.context_tokens,
+    )
+    serial = count(1)
+    store = ConversationStore(
+        StoreConfig(budget_bytes, BLOCK_TOKENS, slots, slab_bytes=64 * 1024),
+        engine.info.layout,
+        clock=clock,
+        new_id=lambda: f"conversation-{next(serial)}",
+        policy=policy_named(eviction_policy),
+    )
+    config = config or ProxyConfig()
+    services = Services(
+        engine,
+        identity.build,
+        store,
+        replace(config, port=0),
+        output=output or OutputFormat(),
+        build_mask=build_mask,
+        render=identity.render,
+        remember=None if answers is None else answers.remember,
+    )
+    return services, identity
+
+
+@asynccontextmanager
+async def running(
+    engine: FakeEngine,
+    *,
+    budget_bytes: int = 64 * MIB,
+    slots: int | None = None,
+    config: ProxyConfig | None = None,
+    send_buffer_bytes: int | None = None,
+    output: OutputFormat | None = None,
+    build_mask: BuildMask | None = None,
+    answer_bytes: int = MIB,
+    normaliser: NormaliserConfig | None = None,
+    eviction_policy: str = "value",
+    clock: Callable[[], float] = time.monotonic,
+) -> AsyncIterator[Running]:
+    """Starts a server, gives it, stops it as SIGTERM would. `clock` is the store's, in seconds."""
+    end_texts = [engine.tokenizer.decode([token_id]) for token_id in engine.info.end_token_ids]
+    answers = OutputMemory(answer_bytes, end_texts) if answer_bytes else None
+    services, identity = make_services(
+        engine,
+        budget_bytes=budget_bytes,
+        slots=slots,
+        config=config,
+        output=output,
+        build_mask=build_mask,
+        answers=answers,
+        normaliser=normaliser,
+        eviction_policy=eviction_policy,
+        clock=clock,
+    )
+    server = Server(services)
+    # its own socket, so that a test's server never takes over the runner's signals: `_serve` is `serve` without them
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        if send_buffer_bytes is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_serve, server, listener)
+            await until(lambda: server.started)
+            try:
+                async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:
+                    yield Running(server, engine, services.store, identity, client, server.url, answers)
+            finally:
+                server.should_exit = True
+
+
+async def _serve(server: Server, listener: socket.socket) -> None:
+    await server.serve(sockets=[listener])
+
+
+@contextmanager
+def running_in_thread(
+    engine: FakeEngine,
+    config: ProxyConfig | None = None,
+    output: OutputFormat | None = None,
+    build_mask: BuildMask | None = None,
+) -> Iterator[Server]:
+    """For clients that block: the server has a thread and an event loop of its own."""
+    end_texts = [engine.tokenizer.decode([token_id]) for token_id in engine.info.end_token_ids]
+    answers = OutputMemory(MIB, end_texts)
+    services, _ = make_services(engine, config=config, output=output, build_mask=build_mask, answers=answers)
+    server = Server(services)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    began_s = time.monotonic()
+    while not server.started:
+        assert time.monotonic() - began_s < WAIT_DEADLINE_S
+        time.sleep(0.005)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(WAIT_DEADLINE_S)
+        assert not thread.is_alive()

@@ -1,0 +1,88 @@
+"""The endpoints that agents and clients ask besides turns."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from parkd.engine_adapter.fake import FakeEngine
+from parkd.proxy.config import ProxyConfig
+from parkd.types import NamedKey
+from tests.integration.api.api_harness import Gate, Running, running
+
+pytestmark = pytest.mark.anyio
+HELLO = [{"role": "user", "content": "Hello there"}]
+KEYS = ProxyConfig(named_keys=(NamedKey("anna", "k1"), NamedKey("ben", "k2")))
+
+
+async def test_models_in_the_shape_of_who_asks() -> None:
+    async with running(FakeEngine(), config=ProxyConfig(alias="mine")) as server:
+        openai = (await server.client.get("/v1/models")).json()
+        assert openai["object"] == "list"
+        assert openai["data"][0]["id"] == "mine"
+        assert isinstance(openai["data"][0]["created"], int)
+        anthropic = {"anthropic-version": "2023-06-01"}
+        listed = (await server.client.get("/v1/models", headers=anthropic)).json()
+        assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("mine", "mine", False)
+        entry = (await server.client.get("/v1/models/mine", headers=anthropic)).json()
+        assert entry == listed["data"][0]
+        assert entry["type"] == "model"
+        assert (await server.client.get("/v1/models/other", headers=anthropic)).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/", "/api/hello", "/health", "/v1/health"])
+async def test_a_probe_is_answered_without_a_key(path: str) -> None:
+    async with running(FakeEngine(), config=KEYS) as server:
+        probe = await server.client.head(path)
+        assert (probe.status_code, probe.content) == (200, b"")
+
+
+@pytest.mark.parametrize("path", ["/props", "/slots", "/v1/models", "/parkd/explain/x", "/metrics"])
+async def test_what_tells_of_the_server_asks_for_a_key(path: str) -> None:
+    async with running(FakeEngine(), config=KEYS) as server:
+        assert (await server.client.get(path)).status_code == 401
+
+
+async def test_props_and_tokens_are_the_engines() -> None:
+    async with running(FakeEngine(context_tokens=512)) as server:
+        props = (await server.client.get("/props")).json()
+        assert props["default_generation_settings"]["n_ctx"] == 512
+        assert props["total_slots"] == 1
+        text = "<|im_start|>user\nhé"
+        plain = await server.client.post("/tokenize", json={"content": text})
+        assert plain.json()["tokens"] == server.engine.tokenizer.encode(text)
+        pieces = await server.client.post("/tokenize", json={"content": "ab", "with_pieces": True})
+        assert pieces.json()["tokens"] == [{"id": 97, "piece": "a"}, {"id": 98, "piece": "b"}]
+        refused = await server.client.post("/tokenize", json={"content": "a", "parse_special": False})
+        assert refused.status_code == 400
+
+
+async def test_the_applied_template_is_the_prompt_of_a_turn() -> None:
+    async with running(FakeEngine()) as server:
+        answer = await server.client.post("/apply-template", json={"messages": HELLO})
+        assert server.engine.tokenizer.encode(answer.json()["prompt"]) == server.prompt_tokens(HELLO)
+        assert (await server.client.post("/apply-template", json={"messages": []})).status_code == 400
+
+
+async def slot(server: Running, key: str) -> dict[str, object]:
+    document: dict[str, object] = (await server.client.get("/slots", headers={"x-api-key": key})).json()[0]
+    return document
+
+
+async def test_a_slot_shows_its_request_to_its_own_key_only() -> None:
+    gate = Gate("token")
+    async with running(FakeEngine(hook=gate), config=KEYS) as server, anyio.create_task_group() as tasks:
+        body = {"messages": HELLO, "max_tokens": 2}
+        tasks.start_soon(lambda: server.client.post("/v1/chat/completions", json=body, headers={"x-api-key": "k1"}))
+        await gate.wait_reached()
+        mine, other = await slot(server, "k1"), await slot(server, "k2")
+        gate.opened.set()
+        assert mine["is_processing"] is other["is_processing"] is True
+        assert isinstance(mine["request"], dict)
+        assert mine["request"]["state"] == "running"
+        assert other["request"] is None
+        await server.settled()
+        parked = (await slot(server, "k1"))["parked"]
+        assert isinstance(parked, list)
+        assert len(parked) == 1
+        assert (await slot(server, "k2"))["parked"] == []

@@ -1,0 +1,79 @@
+"""A -> B -> A through the HTTP API on tiny models of every family."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parkd_engine.config import EngineConfig
+from parkd_engine.families.hybrid_presets import HYBRID_PRESETS
+
+from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
+from parkd.types import SamplingParams
+from tests.integration.api.api_harness import Messages, running
+
+pytestmark = pytest.mark.anyio
+A1: Messages = [
+    {"role": "system", "content": "You park conversations."},
+    {"role": "user", "content": "A server holds one conversation in memory. " * 18},
+]
+B1: Messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 16}]
+FAMILIES = [*(name for name in HYBRID_PRESETS if name.startswith("tiny")), "tiny-qwen3.5-mtp"]
+
+REWINDS = ("tiny-gemma3", "tiny-deepseek-v2", "tiny-deepseek-v3", "tiny-glm4-lite")
+
+
+def tiny(folder: Path, family: str, **layout: Any) -> TorchEngine:
+    settings = {"devices": ("cpu", "cpu"), "context_tokens": 1024, "batch_tokens": 128, "draft_tokens": 2, **layout}
+    return TorchEngine.load(TorchEngineConfig(f"random:{family}", folder, layout=EngineConfig(**settings)))
+
+
+def read_cold(engine: TorchEngine, messages: Messages) -> str:
+    """The answer of an engine that never read anything else, in float32: greedy tokens do not depend on chunks."""
+    engine.reset()
+    ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {})), dtype=np.int64)
+    engine.extend(ids[:-1], cancel=threading.Event())
+    tokens: list[int] = []
+    for step in engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids):
+        if step[0] in engine.info.end_token_ids:
+            break
+        tokens += step
+        if len(tokens) == 8:
+            break
+    stream = engine.text_stream(())
+    return stream.push(tokens).text + stream.flush().text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_b_a(family: str, tmp_path: Path) -> None:
+    engine = tiny(tmp_path, family)
+    # Without the memory of answers, so that prompts are what the tokenizer alone makes of them.
+    async with running(engine, answer_bytes=0) as server:  # type: ignore[arg-type]
+        first = await server.chat(A1)
+        prompt = len(server.prompt_tokens(A1))
+        await server.chat(B1)
+        again = await server.chat(A1)
+        assert (again.cache, again.reused, again.text) == ("restored-ram", prompt - 1, first.text)
+        await server.chat(B1)
+        a2 = [*A1, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And then?"}]
+        second = await server.chat(a2)
+        assert second.cache == "restored-ram"
+        assert second.reused >= prompt - 1
+        edited = [*a2[:-1], {"role": "user", "content": "And before that?"}]
+        third = await server.chat(edited)
+        kept = len(engine.tokenizer.encode(engine.template.render(a2[:-1], (), {}, add_generation_prompt=False)))
+        # Rows, and a window not yet left, are cut inside the message; other state at the message's start.
+        assert third.cache == "live"
+        assert third.reused > kept if family in REWINDS else third.reused == kept
+    assert [first.text, second.text, third.text] == [read_cold(engine, turns) for turns in (A1, a2, edited)]
+    engine.close()
+
+
+def test_the_format_of_rows_does_not_touch_fixed_state(tmp_path: Path) -> None:
+    full, codes = (tiny(tmp_path, "tiny-qwen3.5", kv_dtype=kv_dtype) for kv_dtype in (None, torch.int8))
+    assert full.info.layout.row_bytes > codes.info.layout.row_bytes
+    assert full.info.layout.fixed_bytes == codes.info.layout.fixed_bytes > 0

@@ -1,0 +1,78 @@
+"""What people know from llama-server and Ollama works, or is answered with what does the same here."""
+
+from __future__ import annotations
+
+import pytest
+
+from parkd import cli
+from parkd.cli import arguments
+from parkd.proxy.foreign_paths import ADVICE, advice
+
+
+def test_short_flags_of_llama_cpp_are_taken() -> None:
+    words = ["-m", "x.gguf", "-c", "4096", "-a", "name", "-b", "256", "-ctk", "q8_0", "-ctv", "q8_0", "--port", "1"]
+    assert arguments.parse(words).flags == {
+        "model": "x.gguf",
+        "ctx-size": "4096",
+        "alias": "name",
+        "batch-size": "256",
+        "cache-type-k": "q8_0",
+        "cache-type-v": "q8_0",
+        "port": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--n-gpu-layers=99"], "--gpu-layers"),
+        (["-m", "x.gguf", "-np", "4"], "--conversation-cache-mib"),
+        (["--cache-ram", "8192"], "--conversation-cache-mib"),
+        (["--jinja"], "leave it out"),
+        (["-m", "x.gguf", "-n", "512"], "--max-output-tokens"),
+        (["-hf", "owner/name"], "--model"),
+        (["-m", "x.gguf", "-md", "y.gguf"], "--draft-tokens"),
+        (["-m", "x.gguf", "-s", "42"], "each request"),
+        (["-m", "x.gguf", "-f", "y"], "unknown flag -f"),
+        (["-c4096"], "unknown flag -c4096"),
+        (["help"], "--help"),
+        (["run", "llama3"], "--model"),
+        (["pull", "llama3"], "--model"),
+        (["serve", "x.gguf"], "named with --model"),
+    ],
+)
+def test_flags_and_commands_of_others_name_their_like_here(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert hint in said
+    assert said.count("\n") == 1
+
+
+def test_no_flag_is_both_ours_and_anothers() -> None:
+    ours = {f"--{setting.name}" for setting in arguments.SETTINGS}
+    ours |= {short for setting in arguments.SETTINGS for short in setting.short}
+    assert not ours & set(arguments.FOREIGN_FLAGS)
+    assert not set(arguments.COMMANDS) & set(arguments.FOREIGN_COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/api/tags", "GET /v1/models"),
+        ("/api/chat/", "POST /v1/chat/completions"),
+        ("/v1/embeddings", "another one beside it"),
+        ("/v1/audio/speech", "another one beside it"),
+        ("/completion", "POST /v1/completions"),
+        ("/v1/v1/messages", "one /v1 too many"),
+        ("/messages", "POST /v1/messages"),
+        ("/api/delete", "Ollama"),
+        ("/slots/0", "by themselves"),
+        ("/v1/responses/resp_1", "whole history"),
+        ("/nothing", "POST /v1/chat/completions"),
+    ],
+)
+def test_unknown_paths_are_answered_with_what_does_the_same(path: str, hint: str) -> None:
+    assert hint in advice(path)
+    assert all(not known.endswith("/") for known in ADVICE)

@@ -1,0 +1,83 @@
+"""Rows, fields and digests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parkd_engine import OutOfMemory
+from parkd_engine.arenas.arena import StageArena
+from parkd_engine.arenas.layout import ROW_ALIGNMENT, build_layout, state_digest
+
+from parkd.state import StageLayout, StateLayout
+from tests.unit.engine.kit.core_models import tiny_config
+
+
+def test_fields_lie_side_by_side_and_aligned() -> None:
+    config = tiny_config(num_key_value_heads=3, head_dim=3)
+    [layout] = build_layout(config, [(1, 3)], torch.bfloat16)
+    assert [(field.layer, field.name) for field in layout.row_fields] == [
+        (1, "key"),
+        (1, "value"),
+        (2, "key"),
+        (2, "value"),
+    ]
+    assert [field.offset for field in layout.row_fields] == [0, 32, 64, 96]
+    assert layout.row_fields[0].nbytes == 18
+    assert layout.row_bytes == 128
+    assert layout.row_bytes % ROW_ALIGNMENT == 0
+    assert layout.fixed_bytes == 0
+
+
+def test_digest_tells_dtype_split_and_shape_apart() -> None:
+    base = tiny_config()
+    variants = [
+        build_layout(base, [(0, 4)], torch.float32),
+        build_layout(base, [(0, 4)], torch.bfloat16),
+        build_layout(base, [(0, 4)], torch.float16),
+        build_layout(base, [(0, 2), (2, 4)], torch.float32),
+        build_layout(base, [(0, 1), (1, 4)], torch.float32),
+        build_layout(tiny_config(num_key_value_heads=1, head_dim=32), [(0, 4)], torch.float32),
+        build_layout(tiny_config(num_hidden_layers=5), [(0, 5)], torch.float32),
+    ]
+    digests = [state_digest(layouts, "xxh3-64") for layouts in variants]
+    assert len(set(digests)) == len(variants)
+    assert state_digest(variants[0], "weighted-sum-64") not in digests
+    assert state_digest(build_layout(tiny_config(), [(0, 4)], torch.float32), "xxh3-64") == digests[0]
+
+
+def test_digest_is_the_one_the_store_computes() -> None:
+    layouts = build_layout(tiny_config(), [(0, 1), (1, 4)], torch.float32)
+    stages = tuple(StageLayout(x.first_layer, x.end_layer, x.row_bytes, x.fixed_bytes, x.digest) for x in layouts)
+    assert StateLayout(stages, "xxh3-64").digest == state_digest(layouts, "xxh3-64")
+
+
+def test_a_field_view_is_the_rows_themselves() -> None:
+    [layout] = build_layout(tiny_config(), [(0, 2)], torch.float32)
+    arena = StageArena(layout, 7, "cpu")
+    arena.rows.zero_()
+    field = layout.row_fields[3]
+    view = arena.field_view(field)
+    assert view.shape == (7, *field.shape)
+    view[5] = 1.5
+    written = arena.rows[5, field.offset : field.offset + field.nbytes].view(torch.float32)
+    assert (written == 1.5).all()
+    assert int(arena.rows.count_nonzero()) == int(arena.rows[5, field.offset :].count_nonzero())
+
+
+def test_an_arena_too_large_names_the_context_that_fits() -> None:
+    [layout] = build_layout(tiny_config(), [(0, 4)], torch.float32)
+    room = 100 * layout.row_bytes + 5
+    with pytest.raises(OutOfMemory, match=r"context of 101 tokens\. About 100 tokens would fit"):
+        StageArena(layout, 101, "cpu", free=lambda device: room)
+    assert StageArena(layout, 100, "cpu", free=lambda device: room).nbytes == 100 * layout.row_bytes
+
+
+def test_an_allocator_that_fails_is_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    [layout] = build_layout(tiny_config(), [(0, 4)], torch.float32)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(OutOfMemory):
+        StageArena(layout, 10, "cpu")

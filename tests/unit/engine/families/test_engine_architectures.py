@@ -1,0 +1,120 @@
+"""What is refused, by name, from the configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+from parkd_engine import UnsupportedModel
+from parkd_engine.arenas.step_history import MIXERS
+from parkd_engine.families.architectures import TESTED_ARCHITECTURES, check_config
+from parkd_engine.families.layer_state import LATENT_FAMILIES
+from parkd_engine.families.linear_state import LINEAR_STATES
+from parkd_engine.families.multimodal import VISION_FAMILIES
+from parkd_engine.forward.dense import DENSE_FAMILIES
+from parkd_engine.forward.stages import TUPLE_LAYERS
+from parkd_engine.loading.draft_loading import HEADS
+from transformers import DeepseekV32Config, GemmaConfig, Mamba2Config, MistralConfig, Qwen4ExpTextConfig
+
+from tests.unit.engine.kit.core_models import FAMILIES, tiny_config
+from tests.unit.engine.kit.hybrid_models import hybrid_config
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_tested_architectures_pass(family: str) -> None:
+    assert check_config(tiny_config(family)) == FAMILIES[family][1].__name__
+    named = tiny_config(family, architectures=[FAMILIES[family][1].__name__])
+    assert check_config(named) == FAMILIES[family][1].__name__
+
+
+@pytest.mark.parametrize(
+    "families", [DENSE_FAMILIES, HEADS, LATENT_FAMILIES, LINEAR_STATES, MIXERS, TUPLE_LAYERS, VISION_FAMILIES]
+)
+def test_no_table_of_families_has_one_that_is_refused(families: Collection[str]) -> None:
+    assert set(families) <= set(TESTED_ARCHITECTURES.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (MistralConfig(), "mistral"),
+        (MistralConfig(architectures=["MistralForCausalLM"]), "MistralForCausalLM"),
+        (GemmaConfig(architectures=["GemmaForCausalLM"]), "GemmaForCausalLM"),
+        (tiny_config(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(config: Any, name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{name} is not supported"):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (Mamba2Config(architectures=["Mamba2ForCausalLM"]), "Mamba2ForCausalLM"),
+        (DeepseekV32Config(architectures=["DeepseekV32ForCausalLM"]), "DeepseekV32ForCausalLM"),
+    ],
+)
+def test_pure_mamba_and_latent_attention_with_an_index_are_refused(config: Any, name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{name} is not supported"):
+        check_config(config)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_values_of_another_head_size_than_keys_are_refused(family: str) -> None:
+    """The library's code of these families would read the setting past, and the rows would have the wrong shape."""
+    config = tiny_config(family)
+    config.v_head_dim = 16
+    assert check_config(config) == FAMILIES[family][1].__name__
+    config.v_head_dim = 24
+    with pytest.raises(UnsupportedModel, match=r"v_head_dim \(24\) unlike the keys' head size"):
+        check_config(config)
+
+
+def test_layer_kinds_are_refused_by_name() -> None:
+    kinds = ["full_attention", "linear_attention", "full_attention", "full_attention"]
+    config = tiny_config("qwen3")
+    config.layer_types = kinds
+    with pytest.raises(UnsupportedModel, match="linear_attention, whose state is not known"):
+        check_config(config)
+    config.layer_types = ["full_attention", "chunked_attention", "full_attention", "full_attention"]
+    with pytest.raises(UnsupportedModel, match="chunked_attention"):
+        check_config(config)
+
+
+def test_a_window_counts_only_when_it_is_used_and_needs_its_layers_named() -> None:
+    assert check_config(tiny_config("qwen2", sliding_window=128, use_sliding_window=False)) == "Qwen2ForCausalLM"
+    plain = tiny_config()
+    plain.sliding_window = 128
+    with pytest.raises(UnsupportedModel, match="sliding window of 128"):
+        check_config(plain)
+
+
+@pytest.mark.parametrize("name", ["attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size"])
+def test_settings_that_change_results_are_refused_by_name(name: str) -> None:
+    config = tiny_config()
+    setattr(config, name, 50)
+    with pytest.raises(UnsupportedModel, match=name):
+        check_config(config)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn", "longrope", "dynamic"])
+def test_positions_that_depend_on_what_else_was_read_are_refused(kind: str) -> None:
+    """The library keeps the longest length in the module that turns queries and keys, beside the state."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    config = tiny_config(rope_parameters={"rope_theta": 1e4, "rope_type": kind, "factor": 4.0, **factors})
+    each = hybrid_config("gemma3")
+    each.rope_parameters["full_attention"] = {"rope_theta": 1e4, "rope_type": kind, "factor": 4.0}
+    for settings in (config, each):
+        if kind == "dynamic":
+            with pytest.raises(UnsupportedModel, match="rope_type dynamic"):
+                check_config(settings)
+        else:
+            check_config(settings)
+
+
+def test_an_index_needs_its_settings() -> None:
+    config = Qwen4ExpTextConfig(num_hidden_layers=4)
+    with pytest.raises(UnsupportedModel, match=r"indexed_attention without the settings of their index"):
+        check_config(config)

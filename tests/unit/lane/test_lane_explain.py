@@ -1,0 +1,84 @@
+"""The memory of recent requests, and what is told of two prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from parkd.lane.explain import Explained, PromptParts, RequestMemory, diagnose
+from parkd.types import ConversationKey, Diagnosis, DiagnosisKind, PromptIdentity, SegmentSpan, TurnRequest
+
+KEY = ConversationKey("", b"f" * 16)
+
+
+def explained(request_id: str, ids: list[int], owner: str = "", tail: int = 0, **request: object) -> Explained:
+    token_ids = np.array(ids, dtype=np.int64)
+    spans = [SegmentSpan(0, len(ids) - tail, "message 1 (user)")]
+    if tail:
+        spans.append(SegmentSpan(len(ids) - tail, len(ids), "generation prompt"))
+    prompt = PromptIdentity(KEY, token_ids, token_ids.view(np.uint64), (), tuple(spans))
+    parts = PromptParts.of(TurnRequest(**request))  # type: ignore[arg-type]
+    return Explained(request_id, owner, prompt, parts, 0.0)
+
+
+def test_a_request_is_found_by_its_own_id_and_by_its_answers() -> None:
+    memory = RequestMemory()
+    memory.add(explained("req_abc", [1]))
+    memory.add(explained("mine", [1]))
+    for name in ("req_abc", "msg_abc", "resp_abc", "chatcmpl-req_abc", "cmpl-abc"):
+        assert memory.get(name, "") is not None, name
+    assert memory.get("chatcmpl-mine", "") is not None
+    assert memory.get("abcd", "") is None
+
+
+def test_nobody_finds_or_pushes_out_anothers_request_by_choosing_its_id() -> None:
+    memory = RequestMemory()
+    memory.add(explained("same", [1, 2], owner="anna"))
+    memory.add(explained("same", [3], owner="ben"))
+    mine = memory.get("same", "anna")
+    assert mine is not None
+    assert len(mine.prompt) == 2
+    assert memory.get("same", "carl") is None
+
+
+def test_count_and_bytes_are_bounded_and_the_oldest_go() -> None:
+    memory = RequestMemory(limit=3, limit_bytes=16 * 25)
+    for number in range(5):
+        memory.add(explained(f"r{number}", [1]))
+    assert [number for number in range(5) if memory.get(f"r{number}", "")] == [2, 3, 4]
+    memory.add(explained("large", [1] * 24))
+    assert memory.bytes == 16 * 25
+    assert memory.get("r3", "") is None
+    assert memory.get("r4", "") is not None
+    memory.add(explained("larger", [1] * 100))
+    assert memory.get("larger", "") is not None, "the newest stays whatever its size"
+    assert memory.get("large", "") is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "reused", "expected"),
+    [
+        ([1, 2, 3, 9, 9, 9], 5, Diagnosis(DiagnosisKind.HIT, common_tokens=3)),
+        ([1, 2, 3, 9, 9, 9], 0, Diagnosis(DiagnosisKind.UNAVAILABLE, common_tokens=3)),
+        ([1, 7, 3, 9, 9, 9], 1, Diagnosis(DiagnosisKind.CHANGED, "messages", 1, 2)),
+    ],
+)
+def test_the_generation_prompt_of_the_earlier_request_is_not_missed(
+    ids: list[int], reused: int, expected: Diagnosis
+) -> None:
+    earlier = explained("a", [1, 2, 3, 4, 4], tail=2)
+    assert diagnose(explained("b", ids), earlier, reused) == expected
+
+
+def test_the_part_that_changed_is_named() -> None:
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+    earlier = explained("a", [1, 2, 3], messages=(system, user), model="m", tools=({"name": "t"},))
+    cases = {
+        "messages": {"messages": (system, user), "model": "m", "tools": ({"name": "t"},)},
+        "system": {"messages": ({**system, "content": "x"}, user), "model": "m", "tools": ({"name": "t"},)},
+        "tools": {"messages": (system, user), "model": "m"},
+        "model": {"messages": (system, user), "model": "n", "tools": ({"name": "t"},)},
+    }
+    for part, request in cases.items():
+        assert diagnose(explained("b", [1, 9, 9], **request), earlier, 0).changed == part  # type: ignore[arg-type]
+    assert diagnose(explained("b", [1]), None, 0) == Diagnosis(DiagnosisKind.NOT_FOUND)

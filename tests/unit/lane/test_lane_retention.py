@@ -1,0 +1,109 @@
+"""Pins with a deadline, within a share of the budget: over a store that only knows names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parkd.lane.retention import Retention
+from parkd.store.records import ConversationGone
+from parkd.types import ConversationKey, PromptIdentity
+
+KEY = ConversationKey("", b"f" * 16)
+ROW_BYTES = 10
+
+
+@dataclass
+class Shelf:
+    """`{id: (hashes, position)}`"""
+
+    parked: dict[str, tuple[tuple[bytes, ...], int]] = field(default_factory=dict)
+    pins: set[str] = field(default_factory=set)
+    config: Any = field(default_factory=lambda: SimpleNamespace(budget_bytes=10_000))
+    layout: Any = field(default_factory=lambda: SimpleNamespace(row_bytes=ROW_BYTES))
+
+    def candidates(self, key_digest: bytes, hashes: tuple[bytes, ...]) -> list[Any]:
+        assert key_digest == KEY.digest
+        return [
+            (SimpleNamespace(id=name, position=position), len(set(own) & set(hashes)))
+            for name, (own, position) in self.parked.items()
+        ]
+
+    def pin(self, name: str) -> None:
+        assert name in self.parked
+        self.pins.add(name)
+
+    def unpin(self, name: str) -> None:
+        if name not in self.parked:
+            raise ConversationGone(name)
+        self.pins.discard(name)
+
+
+def prompt(*hashes: bytes) -> PromptIdentity:
+    nothing = np.zeros(0, np.int64)
+    return PromptIdentity(KEY, nothing, nothing.view(np.uint64), hashes)
+
+
+@pytest.fixture
+def kit() -> tuple[Shelf, Retention]:
+    shelf = Shelf({"a": ((b"a1", b"a2"), 100), "b": ((b"b1",), 100)})
+    return shelf, Retention(shelf)  # type: ignore[arg-type]
+
+
+def test_what_is_wished_for_is_pinned_until_its_time(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    retention.wish(prompt(b"a1"), 300, 0)
+    retention.apply(0)
+    assert shelf.pins == {"a"}
+    retention.apply(299)
+    assert shelf.pins == {"a"}
+    retention.apply(300)
+    assert shelf.pins == set()
+
+
+def test_what_is_parked_later_or_grows_is_pinned_then(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    retention.wish(prompt(b"c1"), 300, 0)
+    retention.apply(0)
+    assert shelf.pins == set()
+    shelf.parked["c"] = ((b"c1",), 256)
+    retention.apply(1)
+    assert shelf.pins == {"c"}
+    del shelf.parked["c"]
+    shelf.pins = {"grown"}  # the store pins what supersedes in its ancestor's place
+    shelf.parked["grown"] = ((b"c1", b"c2"), 300)
+    retention.apply(2)
+    assert retention.pinned == {"grown"}
+    retention.apply(301)
+    assert shelf.pins == set(), "the pin taken over ends with the wish"
+
+
+def test_a_later_turn_prolongs_and_never_shortens(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    retention.wish(prompt(b"a1"), 3600, 0)
+    retention.wish(prompt(b"a1", b"a2"), 300, 10)
+    retention.apply(1000)
+    assert shelf.pins == {"a"}
+    retention.apply(3600)
+    assert shelf.pins == set()
+
+
+def test_pins_take_half_the_budget_at_most_newest_first(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    shelf.parked = {name: ((name.encode(),), 200) for name in "abcd"}
+    for name in "abcd":
+        retention.wish(prompt(name.encode()), 300, 0)
+        retention.apply(0)
+    assert shelf.pins == {"c", "d"}
+    assert len(shelf.pins) * 200 * ROW_BYTES <= shelf.config.budget_bytes / 2
+
+
+def test_a_prompt_shorter_than_a_block_leaves_no_wish(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    retention.wish(prompt(), 300, 0)
+    retention.apply(0)
+    assert shelf.pins == set()

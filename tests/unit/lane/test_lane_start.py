@@ -1,0 +1,157 @@
+"""How a turn starts, as a pure decision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from parkd.identity.matcher import CostModel
+from parkd.lane.live_conversation import LiveConversation
+from parkd.lane.start_plan import StartPlan, decide_start, explain
+from parkd.state import StageLayout, StateLayout
+from parkd.store.records import Parked, ParkedCheckpoint
+from parkd.types import CacheOutcome, ConversationKey, ImageSpan, PromptIdentity, SegmentSpan, Units
+
+KEY = ConversationKey("", b"model")
+LAYOUT = StateLayout((StageLayout(0, 1, 64, 0, b"one"), StageLayout(1, 2, 64, 0, b"two")), "xxh3-64")
+FIXED = StateLayout((StageLayout(0, 1, 64, 4096, b"one"),), "xxh3-64")
+COST = CostModel(read_s=1e-3, bytes_per_s={CacheOutcome.RESTORED_RAM: 1e9})
+
+
+def units(*runs: tuple[int, int]) -> Units:
+    return np.concatenate([np.arange(first, stop, dtype=np.uint64) for first, stop in runs])
+
+
+def prompt(content: Units) -> PromptIdentity:
+    segments = (SegmentSpan(0, 100, "system"), SegmentSpan(100, len(content), "message 2 (user)"))
+    return PromptIdentity(KEY, content.astype(np.int64), content, (), segments)
+
+
+def parked(
+    content: Units, blocks: tuple[int, ...], checkpoints: tuple[int, ...] = (), layout: StateLayout = LAYOUT
+) -> Parked:
+    records = tuple(ParkedCheckpoint(position, position) for position in checkpoints)
+    return Parked("p", KEY.digest, content, (), blocks, records, layout.digest, 0.0, 0.0)
+
+
+def decide(
+    asked: Units,
+    live: Units | None = None,
+    candidates: tuple[Parked, ...] = (),
+    *,
+    lineage: tuple[int, ...] = (),
+    layout: StateLayout = LAYOUT,
+    cost: CostModel = COST,
+    has_spare: bool = False,
+) -> StartPlan:
+    conversation = LiveConversation()
+    if live is not None:
+        conversation = LiveConversation(KEY, live, lineage, len(lineage) * 256, "live" if has_spare else None)
+    return decide_start(
+        prompt(asked), conversation, candidates, layout=layout, live_checkpoints=(), cost=cost, has_spare=has_spare
+    )
+
+
+def test_nothing_known_reads_cold() -> None:
+    plan = decide(units((0, 500)))
+    assert (plan.option.outcome, plan.option.position, plan.parked) == (CacheOutcome.COLD, 0, None)
+    assert explain(prompt(units((0, 500))), plan, "") == ""
+
+
+def test_the_live_conversation_goes_on_without_a_copy() -> None:
+    plan = decide(units((0, 900)), units((0, 600)), (parked(units((0, 600)), (1, 2, 3)),))
+    assert (plan.option.outcome, plan.option.position, plan.keep_rows) == (CacheOutcome.LIVE, 600, 600)
+
+
+def test_a_live_conversation_is_not_cut_for_little_where_another_can_be_live_beside_it() -> None:
+    little, most = units((0, 200), (5000, 5400)), units((0, 400), (5000, 5400))
+    assert decide(little, units((0, 600)), has_spare=True).option.outcome is CacheOutcome.COLD
+    assert decide(little, units((0, 600))).option.position == 200
+    assert decide(most, units((0, 600)), has_spare=True).option.position == 400
+
+
+def test_the_prompts_last_token_always_runs() -> None:
+    assert decide(units((0, 600)), units((0, 600))).option.position == 599
+
+
+def test_a_deeper_parked_one_beats_the_live_head() -> None:
+    record = parked(units((0, 800)), (1, 2, 3, 4))
+    plan = decide(units((0, 900)), units((0, 300), (5000, 5400)), (record,), lineage=(1, 9))
+    assert (plan.option.outcome, plan.option.position) == (CacheOutcome.RESTORED_RAM, 800)
+    assert plan.keep_rows == 256  # block 1 is in the arenas already
+    assert plan.option.move_bytes == (800 - 256) * LAYOUT.row_bytes
+
+
+@pytest.mark.parametrize(("position", "kept"), [(511, 256), (512, 256), (513, 512)])
+def test_of_rows_that_are_all_live_the_last_block_is_restored_with_the_checkpoint(position: int, kept: int) -> None:
+    record = parked(units((0, 800)), (1, 2, 3, 4), checkpoints=(position,), layout=FIXED)
+    asked = units((0, position), (9000, 9100))
+    plan = decide(asked, units((0, 800)), (record,), lineage=(1, 2, 3), layout=FIXED)
+    assert (plan.option.position, plan.keep_rows) == (position, kept)
+
+
+def test_equal_units_without_common_descent_are_copied_whole() -> None:
+    record = parked(units((0, 800)), (1, 2, 3, 4))
+    plan = decide(units((0, 900)), units((0, 300), (5000, 5400)), (record,), lineage=(7, 8))
+    assert plan.keep_rows == 0
+
+
+def test_another_key_or_layout_is_never_a_start() -> None:
+    foreign = replace(parked(units((0, 800)), (1,)), layout_digest=b"other")
+    assert decide(units((0, 900)), None, (foreign,)).option.outcome is CacheOutcome.COLD
+    live = LiveConversation(ConversationKey("someone", b"model"), units((0, 800)))
+    plan = decide_start(prompt(units((0, 900))), live, (), layout=LAYOUT, live_checkpoints=(), cost=COST)
+    assert plan.option.outcome is CacheOutcome.COLD
+
+
+def test_fixed_state_resumes_at_a_checkpoint_and_says_so() -> None:
+    record = parked(units((0, 800)), (1, 2, 3, 4), checkpoints=(400, 700, 790), layout=FIXED)
+    asked = units((0, 750), (5000, 5100))
+    plan = decide(asked, None, (record,), layout=FIXED)
+    assert plan.option.position == 700
+    assert explain(prompt(asked), plan, "") == "differs from token 750 in message 2 (user)"
+
+
+def test_a_slow_tier_is_not_worth_its_copy() -> None:
+    slow = CostModel(read_s=1e-6, bytes_per_s={CacheOutcome.RESTORED_RAM: 1e3})
+    asked = units((0, 900))
+    plan = decide(asked, None, (parked(units((0, 800)), (1, 2, 3, 4)),), cost=slow)
+    assert plan.option.outcome is CacheOutcome.COLD
+    assert explain(prompt(asked), plan, "") == "reading is cheaper than restoring 800 tokens"
+
+
+def test_what_is_gone_explains_before_what_differs() -> None:
+    asked = units((0, 90), (5000, 5400))
+    plan = decide(asked, units((0, 600)))
+    assert explain(prompt(asked), plan, "") == "differs from token 90 in system"
+    assert explain(prompt(asked), plan, "evicted 3 s ago") == "evicted 3 s ago"
+
+
+def test_a_prompt_that_only_goes_on_needs_no_reason() -> None:
+    asked = units((0, 900))
+    assert explain(prompt(asked), decide(asked, units((0, 600))), "") == ""
+
+
+def test_live_rows_are_cut_before_a_picture_that_sees_itself() -> None:
+    """The start of the picture, if the state is exact there; else a checkpoint before it."""
+    span = ImageSpan(600, 700, b"d" * 32, sees_itself=True)
+    asked = replace(prompt(units((0, 900))), images=(span,))
+    live = LiveConversation(KEY, asked.units[:650].copy())
+    for floor, position in ((500, 600), (620, 512)):
+        plan = decide_start(
+            asked, live, (), layout=FIXED, live_checkpoints=(256, 512, 640), cost=COST, rewind_floor=floor
+        )
+        assert plan.option.position == position
+    known = parked(asked.units[:650], (1, 2, 3))
+    plan = decide_start(asked, LiveConversation(), (known,), layout=LAYOUT, live_checkpoints=(), cost=COST)
+    assert plan.option.position == 600
+
+
+def test_what_a_prompt_leaves_is_named_only_where_both_go_on_otherwise() -> None:
+    known = units((0, 500))
+    assert decide(units((0, 600)), known).nearest is None, "it goes on from there"
+    assert decide(units((0, 400)), known).nearest is None, "it is the head of it"
+    assert decide(known, known).nearest is None
+    assert decide(units((0, 400), (9000, 9100)), known).nearest is known
