@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tier_kit import evict, parked, pump, started
-from workload import FIXED
-
 from parkd.store.disk_jobs import RemoveJob, read
+from tests.fault.tier_kit import evict, parked, pump, started
+from tests.fault.workload import FIXED
 
 
 def test_places_follow_a_conversation_to_disk_and_back() -> None:

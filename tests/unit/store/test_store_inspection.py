@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from store_kit import KEY, CopyEngine, make_layout, make_store, make_units
+
+from tests.unit.store.store_kit import KEY, CopyEngine, make_layout, make_store, make_units
 
 BLOCK_BYTES = 4 * (256 + 128)
 FIXED = make_layout(fixed_bytes=(700, 1000))
