@@ -24,12 +24,12 @@ import httpx
 
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, percentile, progress
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.identity.builder import IdentityBuilder
 from parkd.proxy.config import ProxyConfig, Services
 from parkd.proxy.server import Server
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
+from tests.fakes.engine import FakeEngine
 
 TOKEN_S = 0.002
 PROMPT_CHARACTERS = 4_000

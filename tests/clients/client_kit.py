@@ -11,10 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from parkd.answers.base import OutputFormat, ReasoningMarks, ToolFormat
 from parkd.answers.structured import StructuredOutput
 from parkd.answers.thinking import ThinkingLimits
-from parkd.engine_adapter.fake import FakeEngine
-from parkd.engine_adapter.fake_text import SPECIAL_TOKENS
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.server import Server
+from tests.fakes.engine import FakeEngine
+from tests.fakes.text import SPECIAL_TOKENS
 from tests.integration.api.api_harness import running_in_thread
 
 FORMAT = OutputFormat(ToolFormat.HERMES, ReasoningMarks("<think>", "</think>"))

@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 from parkd.answers.structured import StructuredOutput
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.proxy.config import ProxyConfig
 from tests.clients.client_kit import CALL, FORMAT, byte_tokenizer
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Running, read_stream, running
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1800)]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def main() -> int:
-    from parkd.engine_adapter.fake import FakeEngine
     from parkd.proxy import server
     from parkd.store.fs import open_directory
+    from tests.fakes.engine import FakeEngine
     from tests.integration.api.disk_harness import disk_services
 
     files = open_directory(Path(sys.argv[1]))

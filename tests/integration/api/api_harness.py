@@ -17,7 +17,6 @@ import httpx
 
 from parkd.answers.base import OutputFormat
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.normalise import NormaliserConfig
 from parkd.identity.output_memory import OutputMemory
@@ -26,6 +25,7 @@ from parkd.proxy.server import Server
 from parkd.store.policy import policy_named
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
+from tests.fakes.engine import FakeEngine
 
 MIB = 1 << 20
 WAIT_DEADLINE_S = 20.0

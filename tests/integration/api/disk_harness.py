@@ -13,7 +13,6 @@ import anyio
 import httpx
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.identity.builder import IdentityBuilder
 from parkd.proxy.config import ProxyConfig, Services
 from parkd.proxy.server import Server
@@ -21,6 +20,7 @@ from parkd.store.fs import FileSystem, open_directory
 from parkd.store.opening import DiskOptions, open_tiered
 from parkd.store.records import StoreConfig
 from parkd.store.tiers import TieredStore
+from tests.fakes.engine import FakeEngine
 from tests.integration.api import api_harness
 from tests.integration.api.api_harness import MIB, Running, until
 

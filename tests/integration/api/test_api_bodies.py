@@ -9,12 +9,12 @@ import anyio
 import orjson
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.errors import QueueFull
 from parkd.identity import lengths
 from parkd.proxy import requests
 from parkd.proxy.bodies import LARGE_BODY_BYTES, BodyRoom, MemoryReturn
 from parkd.proxy.config import ProxyConfig
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Gate, Running, body_of, running, until
 
 pytestmark = pytest.mark.anyio

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.proxy.config import ProxyConfig
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Running, body_of, running, running_in_thread
 
 pytestmark = pytest.mark.anyio

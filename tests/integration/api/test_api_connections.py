@@ -11,9 +11,9 @@ import httpx
 import pytest
 from anyio.abc import SocketStream
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.proxy import connections, server
 from parkd.proxy.config import ProxyConfig
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Gate, Running, body_of, running
 
 pytestmark = pytest.mark.anyio

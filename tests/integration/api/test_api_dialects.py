@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import running
 
 pytestmark = pytest.mark.anyio

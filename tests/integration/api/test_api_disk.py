@@ -10,12 +10,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
-from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
 from parkd.errors import ConfigError
 from parkd.state import Grain
 from parkd.store.fs import open_directory
 from parkd.store.unlinked_fs import UnlinkedFs
+from tests.fakes.engine import FakeEngine
+from tests.fakes.opaque import FakeOpaqueEngine
 from tests.integration.api import disk_harness
 from tests.integration.api.api_harness import MIB, Gate, until
 from tests.integration.api.disk_harness import running_on, written

@@ -5,9 +5,9 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.proxy.config import ProxyConfig
 from parkd.types import NamedKey
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Gate, Running, running
 
 pytestmark = pytest.mark.anyio

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.identity.normalise import NormaliserConfig, RewriteRule
 from parkd.proxy.config import ProxyConfig
 from parkd.types import NamedKey
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import MIB, Running, running
 
 pytestmark = pytest.mark.anyio

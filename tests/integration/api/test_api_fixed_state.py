@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.engine_adapter.fake import FakeEngine
-from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
-from parkd.engine_adapter.fake_text import FakeTemplate
 from parkd.lane.checkpoints import CHECKPOINT_STEP_TOKENS, checkpoints_to_take
 from parkd.types import ConversationKey, PromptIdentity
+from tests.fakes.engine import FakeEngine
+from tests.fakes.opaque import FakeOpaqueEngine
+from tests.fakes.text import FakeTemplate
 from tests.integration.api.api_harness import Gate, Messages, Running, body_of, running, until
 from tests.integration.api.test_api_switching import never_parked, opening, rows_left_by, turn_after
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.lane.groups import GROUPS_LIMIT, MEMBERS_LIMIT, Groups
 from parkd.proxy.config import ProxyConfig
 from parkd.store.store import ConversationStore
 from parkd.types import NamedKey, TurnRequest
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import MIB, Running, body_of, running
 
 pytestmark = pytest.mark.anyio

@@ -16,10 +16,10 @@ from parkd_engine.families.vision_presets import VISION_PRESETS
 from PIL import Image
 
 from parkd.engine_adapter.base import ImageFacts
-from parkd.engine_adapter.fake import FakeEngine
-from parkd.engine_adapter.fake_images import FakeImages
 from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
 from parkd.identity import images as identity_images
+from tests.fakes.engine import FakeEngine
+from tests.fakes.images import FakeImages
 from tests.integration.api.api_harness import Running, body_of, running
 from tests.integration.api.disk_harness import running_on
 

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 import anyio
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.errors import EngineFailure, EngineLost
 from parkd.lane import events
 from parkd.proxy.config import ProxyConfig
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Gate, Messages, Running, body_of, fail_at, read_stream, running, until
 
 pytestmark = pytest.mark.anyio

@@ -13,11 +13,11 @@ from typing import Any
 import anyio
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.proxy import app
 from parkd.proxy.config import ProxyConfig
 from parkd.state import Checksums, Transfer
 from parkd.store.records import StoreStats
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Gate, running, until
 
 pytestmark = pytest.mark.anyio

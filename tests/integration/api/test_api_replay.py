@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parkd.answers.base import OutputFormat, ReasoningMarks, ToolFormat
-from parkd.engine_adapter.fake import FakeEngine
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import running
 
 pytestmark = pytest.mark.anyio

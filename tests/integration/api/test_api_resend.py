@@ -6,9 +6,9 @@ import anyio
 import httpx
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.proxy.config import ProxyConfig
 from parkd.types import NamedKey
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Gate, Messages, Running, body_of, read_stream, running, until
 
 pytestmark = pytest.mark.anyio

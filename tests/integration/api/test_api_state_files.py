@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
 from parkd.errors import EngineFailure
 from parkd.store.fs import open_directory
+from tests.fakes.opaque import FakeOpaqueEngine
 from tests.integration.api.api_harness import until
 from tests.integration.api.disk_harness import running_on, written
 from tests.integration.api.test_api_switching import never_parked, opening, rows_left_by, turn_after

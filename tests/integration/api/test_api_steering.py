@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from parkd import cli
 from parkd.config import load
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
 from parkd.types import SamplingParams
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Messages, Running, running
 
 pytestmark = pytest.mark.anyio

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.engine_adapter.fake import FakeEngine
-from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
 from parkd.errors import EngineFailure, LogitsNotFinite, RestoreFailed
 from parkd.proxy.config import ProxyConfig
 from parkd.state import Transfer
 from parkd.types import SamplingParams, TurnRequest
+from tests.fakes.engine import FakeEngine
+from tests.fakes.opaque import FakeOpaqueEngine
 from tests.integration.api.api_harness import MIB, Messages, Running, body_of, fail_at, running
 
 pytestmark = pytest.mark.anyio

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
-from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
 from parkd.state import Transfer
 from parkd.store.records import Parked
 from parkd.types import TurnRequest
+from tests.fakes.engine import FakeEngine
+from tests.fakes.opaque import FakeOpaqueEngine
 from tests.integration.api.api_harness import Messages, running
 from tests.integration.api.test_api_switching import never_parked, opening, resumable, turn_after
 

@@ -8,8 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.proxy.config import ProxyConfig
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Gate, running
 
 pytestmark = pytest.mark.anyio

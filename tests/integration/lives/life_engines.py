@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from parkd.engine_adapter.fake import FakeEngine
-from parkd.engine_adapter.fake_opaque import FakeOpaqueEngine
-from parkd.engine_adapter.fake_rows import chain_of, row_words
 from parkd.state import Bytes, Checksums, Transfer
 from parkd.types import SamplingParams, Units
+from tests.fakes.engine import FakeEngine
+from tests.fakes.opaque import FakeOpaqueEngine
+from tests.fakes.rows import chain_of, row_words
 from tests.integration.api.api_harness import Messages
 
 VECTORS = {"calm": 0.0, "terse": 0.0}

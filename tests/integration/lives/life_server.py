@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import numpy as np
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.errors import EngineLost, RestoreFailed
 from parkd.lane import checkpoints
 from parkd.store.records import Parked
 from parkd.types import ConversationKey
+from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import MIB, Running, body_of, running
 from tests.integration.api.disk_harness import running_on, written
 from tests.integration.lives.life_engines import KINDS, VECTORS, Reference

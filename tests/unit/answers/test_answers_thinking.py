@@ -14,8 +14,6 @@ from parkd.answers.parser import make_parser
 from parkd.answers.structured import StructuredOutput
 from parkd.answers.thinking import EFFORT_BUDGETS, ThinkingLimits, budget_of
 from parkd.answers.transcript import Transcript
-from parkd.engine_adapter.fake import FakeEngine
-from parkd.engine_adapter.fake_text import END_TOKEN_ID, SPECIAL_TOKENS
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory
 from parkd.lane.answer import AnswerLoop
@@ -24,6 +22,8 @@ from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
 from parkd.types import FinishReason, ReasoningDelta, ReasoningParams, TextDelta, TurnRequest
 from tests.clients.client_kit import byte_tokenizer
+from tests.fakes.engine import FakeEngine
+from tests.fakes.text import END_TOKEN_ID, SPECIAL_TOKENS
 
 THINK = ReasoningMarks("<think>", "</think>")
 OUTPUT = OutputFormat(reasoning=THINK)

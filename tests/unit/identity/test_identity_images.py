@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.fake_images import IMAGE_TOKEN, FakeImages
-from parkd.engine_adapter.fake_text import END_TOKEN_ID, FIRST_SPECIAL_ID, SPECIAL_TOKENS, FakeTemplate, FakeTokenizer
 from parkd.errors import InvalidRequest
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.images import take_out
@@ -18,6 +16,8 @@ from parkd.identity.matcher import divergence_of, outside_images, resumable_posi
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.identity.units import IMAGE_BIT, image_units
 from parkd.types import ImageData, ImageSpan, TurnRequest
+from tests.fakes.images import IMAGE_TOKEN, FakeImages
+from tests.fakes.text import END_TOKEN_ID, FIRST_SPECIAL_ID, SPECIAL_TOKENS, FakeTemplate, FakeTokenizer
 
 TOKENIZER = FakeTokenizer((*SPECIAL_TOKENS, IMAGE_TOKEN))
 IMAGE_ID = FIRST_SPECIAL_ID + len(SPECIAL_TOKENS)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.fake_text import FakeTemplate, FakeTokenizer
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, RememberedAnswer, Said, json_key
 from parkd.types import PromptIdentity, TurnRequest
+from tests.fakes.text import FakeTemplate, FakeTokenizer
 
 ASK = {"role": "user", "content": "Look there."}
 GENERATED = 'Sure.\n<tool_call>{"name": "look", "arguments": {"b": 1.0, "a": "é"}}</tool_call>'

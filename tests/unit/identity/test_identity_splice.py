@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from parkd.engine_adapter.fake_text import FakeTemplate, FakeTokenizer
 from parkd.identity import splice as splicing
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.types import PromptIdentity
+from tests.fakes.text import FakeTemplate, FakeTokenizer
 from tests.unit.identity.identity_fakes import WordTokenizer, make_builder, say, talk
 
 WORDS = ("one", "two", "three", "<|start|>", "<|end|>", "user", "assistant", " ", "\n", "</think>")

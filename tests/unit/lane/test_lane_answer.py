@@ -11,11 +11,11 @@ import pytest
 
 from parkd.answers.base import OutputFormat
 from parkd.answers.parser import make_parser
-from parkd.engine_adapter.fake import FakeEngine
-from parkd.engine_adapter.fake_text import END_TOKEN_ID
 from parkd.errors import EngineFailure
 from parkd.lane.answer import Answer, AnswerLoop, visible_ids
 from parkd.types import ConversationKey, FinishReason, PromptIdentity, TextDelta, TurnRequest
+from tests.fakes.engine import FakeEngine
+from tests.fakes.text import END_TOKEN_ID
 
 
 class Scripted(FakeEngine):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.errors import EngineFailure
 from parkd.identity.chain import prefix_hashes
 from parkd.identity.matcher import StartOption
@@ -25,6 +24,7 @@ from parkd.state import Checksums, Transfer
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import CacheOutcome, ConversationKey, PromptIdentity
+from tests.fakes.engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
 NEVER = threading.Event()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.errors import RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.lane import prompt_tail
@@ -24,6 +23,7 @@ from parkd.state import Transfer
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import ConversationKey, PromptIdentity, TokenIds
+from tests.fakes.engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
 NEVER = threading.Event()

@@ -19,12 +19,12 @@ import httpx
 import orjson
 import respx
 
-from parkd.engine_adapter.fake_text import END_TOKEN_ID, FIRST_SPECIAL_ID, FakeTemplate, FakeTokenizer
 from parkd.engine_adapter.llama_server import client
 from parkd.engine_adapter.llama_server.client import Deadlines
 from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
 from parkd.engine_adapter.llama_server.start import LlamaServerConfig
 from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect
+from tests.fakes.text import END_TOKEN_ID, FIRST_SPECIAL_ID, FakeTemplate, FakeTokenizer
 
 URL = "http://upstream.test:8181"
 RECORDED = Path(__file__).with_name("recorded.json")

@@ -13,11 +13,11 @@ import pytest
 from starlette.applications import Starlette
 
 from parkd.answers.structured import StructuredOutput
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.identity.builder import IdentityBuilder
 from parkd.proxy.app import create_app
 from parkd.proxy.config import ProxyConfig, Services
 from parkd.proxy.server import CutRequests, serve
+from tests.fakes.engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
 

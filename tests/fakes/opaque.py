@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from parkd.engine_adapter.fake import FakeEngine
 from parkd.engine_adapter.whole_sums import compare_sums, sums_of
 from parkd.errors import EngineFailure, RestoreFailed
 from parkd.state import Bytes, Checksums, Grain, RowRun, StageLayout, StateLayout, StateSizes, Transfer
+from tests.fakes.engine import FakeEngine
 
 Words = npt.NDArray[np.uint64]
 FILE_SLACK_BYTES = 4096

@@ -12,7 +12,7 @@ from parkd.engine_adapter.base import ImageFacts, ImageTokens
 from parkd.errors import InvalidRequest
 from parkd.types import ImageSpan, TokenIds
 
-IMAGE_TOKEN = "<|image|>"  # noqa: S105
+IMAGE_TOKEN = "<|image|>"
 
 
 class FakeImages:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parkd.engine_adapter.base import TextPiece
-from parkd.engine_adapter.fake_images import shown
 from parkd.engine_adapter.held_text import HeldText
 from parkd.errors import InvalidRequest
+from tests.fakes.images import shown
 
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
 FIRST_SPECIAL_ID = 256
@@ -54,7 +54,7 @@ class FakeTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
-        kwargs: Mapping[str, Any],  # noqa: ARG002 - the Protocol's
+        kwargs: Mapping[str, Any],
         *,
         add_generation_prompt: bool = True,
     ) -> str:

@@ -1,6 +1,6 @@
 """A deterministic engine with known state, for tests that are not about a model.
 
-Row t of every stage is a function of all tokens up to t (`fake_rows.py`), and each next token is a function of all rows
+Row t of every stage is a function of all tokens up to t (`rows.py`), and each next token is a function of all rows
 of all stages. So state that is wrong anywhere gives wrong text.
 """
 
@@ -13,10 +13,14 @@ from hashlib import blake2b
 import numpy as np
 
 from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, ImageReader
-from parkd.engine_adapter.fake_fixed import FakeFixedState
-from parkd.engine_adapter.fake_images import IMAGE_TOKEN, FakeImages, whole_end, with_images
-from parkd.engine_adapter.fake_rows import FakeRows, chain_of, mix, row_words
-from parkd.engine_adapter.fake_text import (
+from parkd.engine_adapter.kept_states import chunk_end
+from parkd.errors import InvalidRequest, RestoreFailed
+from parkd.state import Checksums, StateLayout, Transfer
+from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
+from tests.fakes.fixed import FakeFixedState
+from tests.fakes.images import IMAGE_TOKEN, FakeImages, whole_end, with_images
+from tests.fakes.rows import FakeRows, chain_of, mix, row_words
+from tests.fakes.text import (
     END_TOKEN_ID,
     FIRST_SPECIAL_ID,
     SPECIAL_TOKENS,
@@ -24,10 +28,6 @@ from parkd.engine_adapter.fake_text import (
     FakeTextStream,
     FakeTokenizer,
 )
-from parkd.engine_adapter.kept_states import chunk_end
-from parkd.errors import InvalidRequest, RestoreFailed
-from parkd.state import Checksums, StateLayout, Transfer
-from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
 
 Hook = Callable[[str, int], None]
 Script = Callable[[str], str | None]
