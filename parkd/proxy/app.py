@@ -1,250 +1,31 @@
-"""The HTTP application: its routes, and the lifetime of the lane and the other parts.
-
-A request's life: 1. access and size are checked; 2. its dialect parses the body; 3. a worker thread renders,
-tokenises and hashes it; 4. a prompt that cannot fit the context is refused; 5. the turn waits for the lane; 6. the lane
-runs the turn; 7. its events are streamed to the client; 8. after the reply, new state is parked.
-"""
+"""The HTTP application: the routes over one `Proxy`."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
 
-import anyio
-import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from parkd.errors import Cancelled, ContextOverflow, EngineLost
-from parkd.lane.cost import CostMeter
-from parkd.lane.disk_worker import DiskWorker
-from parkd.lane.engine_thread import EngineThread
-from parkd.lane.explain import Explained, PromptParts, RequestMemory
-from parkd.lane.lane import Lane
-from parkd.lane.late_copies import outlive_copies
-from parkd.lane.metrics import Metrics
-from parkd.lane.parking import LiveState
-from parkd.lane.resend import Resends
-from parkd.lane.turn import Turn
-from parkd.lane.turn_log import TurnLog
-from parkd.lane.turn_runner import TurnRunner
-from parkd.proxy.access import authenticate, narrowed
-from parkd.proxy.bodies import BodyRoom, Charge, MemoryReturn
 from parkd.proxy.config import Services
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
-from parkd.proxy.dialects.base import Dialect, ResponseMeta
+from parkd.proxy.dialects.base import Dialect
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
 from parkd.proxy.endpoints import Endpoints
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
-from parkd.proxy.prompts import Prompts
-from parkd.proxy.requests import id_headers, parse_object, read_body
-from parkd.proxy.sse import STREAM_HEADERS, TurnResponse
-from parkd.store.tiers import TieredStore
-from parkd.types import ToolChoice
-
-log = logging.getLogger(__name__)
+from parkd.proxy.proxy import Proxy
+from parkd.proxy.requests import id_headers
 
 FINGERPRINT_CHARACTERS = 12
 """Characters of the model's fingerprint in `system_fingerprint`."""
-FLUSH_DEADLINE_S = 10.0
-"""Longest wait for pending writes to disk when the server stops."""
-MARK_DEADLINE_S = 1.0
-"""Longest wait, after the flush, for writing when conversations were last used."""
-CUT_WAIT_S = 5.0
-"""Longest wait for a stopped turn to reach its next chunk or token."""
-
-
-class Proxy:
-    """Owns everything that lives as long as the app. `create_app` stores it as `app.state.parkd`."""
-
-    def __init__(self, services: Services) -> None:
-        config, store = services.config, services.store
-        self.services = services
-        self.config = config
-        self.created_s = int(services.wall())
-        self.lost: EngineLost | None = None
-        self.on_lost: Callable[[], None] = lambda: None
-        """Called once if the engine is lost: the process must end with an error."""
-        self.thread = EngineThread()
-        costs = CostMeter()
-        self.metrics = Metrics(waiting=lambda: self.lane.waiting, store_stats=store.stats if store else None)
-        self.disk: DiskWorker | None = None
-        if isinstance(store, TieredStore) and services.files is not None:
-            self.disk = DiskWorker(store, services.files, costs, services.monotonic)
-            self.metrics.watch("parkd_disk", store.disk_stats)
-        self.live = LiveState(services.engine, self.thread, store, self.metrics, costs, services.monotonic, self.disk)
-        self.log = TurnLog(self.metrics, services.trace)
-        self.runner = TurnRunner(
-            self.live,
-            store,
-            self.metrics,
-            costs,
-            services.output,
-            max_output_tokens=config.max_output_tokens,
-            monotonic=services.monotonic,
-            disk=self.disk,
-            remember=services.remember,
-            log=self.log,
-        )
-        self.lane: Lane[Turn] = Lane(
-            self.runner.run, max_queue=config.max_queue, monotonic=services.monotonic, on_queued=self._queued
-        )
-        self.requests = RequestMemory()
-        self.resends = Resends(self.lane, config.resend_grace_s, self._give_up)
-        self.prompts = Prompts(services)
-        self.bodies = BodyRoom(config.bodies_limit_bytes, self.lane.retry_after_s, self._large_body_gone)
-        self._memory_return = MemoryReturn(services.return_memory)
-        self._tasks: anyio.abc.TaskGroup | None = None
-
-    @asynccontextmanager
-    async def life(self, _app: Starlette) -> AsyncIterator[None]:
-        self.thread.start()
-        try:
-            async with anyio.create_task_group() as tasks:
-                self._tasks = tasks
-                self.resends.serve_in(tasks)
-                tasks.start_soon(self._serve_lane)
-                await self._prepare()
-                if self.disk is not None:
-                    tasks.start_soon(self.disk.serve)
-                yield
-                await self._drain()
-                await self.live.settle()
-                if self.disk is not None:
-                    await self.disk.flush(FLUSH_DEADLINE_S)
-                    with anyio.move_on_after(MARK_DEADLINE_S):
-                        await self.disk.mark(stops=True)
-                tasks.cancel_scope.cancel()
-        finally:
-            self._tasks = None
-            self.resends.serve_in(None)
-            if self.disk is not None:
-                self.disk.stop()
-            if not self.thread.stop(CUT_WAIT_S):
-                log.warning("the engine is still busy; the process ends without waiting for it")
-            outlive_copies(self.services.store)
-
-    def _queued(self, turn: Turn) -> None:
-        """Called when a turn has to wait. Until it runs, keeps the state that it will start from, and reads that state
-        from disk."""
-        if self.services.store is not None:
-            turn.release_awaited = self.services.store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
-        if self.disk is not None and self._tasks is not None:
-            self._tasks.start_soon(self.runner.prefetch, turn, partial(self.lane.is_waiting, turn))
-
-    def _give_up(self, turn: Turn) -> None:
-        """Ends a turn whose client did not come back."""
-        turn.release_body()
-        if self.lane.leave(turn):
-            self.log.record(turn, Cancelled("The client left while it waited."))
-
-    def _large_body_gone(self) -> None:
-        if self._tasks is not None:
-            self._memory_return.ask(self._tasks)
-
-    def begin_shutdown(self) -> None:
-        """Called on the event loop when the server is to stop. No further turn starts; the running turn may end within
-        the deadline."""
-        if self._tasks is not None and not self.lane.closed:
-            self._tasks.start_soon(self._drain)
-
-    async def turn_response(self, request: Request, dialect: Dialect, request_id: str) -> ASGIApp:
-        """Does everything before the queue: checks access, reads and parses the body, builds the prompt. Raises
-        ParkdError, which the caller answers in the dialect's format."""
-        services, config = self.services, self.services.config
-        arrived_s = services.monotonic()
-        caller = authenticate(request.headers, config.api_keys, config.named_keys)
-        if not len(self.resends):  # a repeated request may take over a turn, which needs no place in the queue
-            self.lane.check_room()
-        with self.bodies.charge() as charge:
-            body = await self.body_of(request, charge)
-            parsed = dialect.parse(body, request.headers)
-            turn_request = dataclasses.replace(parsed, namespace=narrowed(caller.namespace, parsed.cache.salt))
-            model, created_s = turn_request.model or self.model_id, int(services.wall())
-            turn = self.resends.take(turn_request, caller.owner)
-            meta = ResponseMeta(turn.request_id if turn is not None else request_id, model, created_s)
-            encoder = dialect.encoder(turn_request, body, meta)
-            if turn is None:
-                try:
-                    prompt, mask = await self.prompts.build(turn_request)
-                    self.prompts.check_fits(len(prompt), turn_request)
-                except ContextOverflow as overflow:
-                    if turn_request.stream and overflow.code in dialect.streamed_errors:
-                        headers = STREAM_HEADERS | id_headers(request_id)
-                        return StreamingResponse(encoder.failure(overflow), headers=headers)
-                    raise
-                turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)
-                self._remember(turn, caller.owner)
-                turn.release_body = charge.keep()
-        return TurnResponse(turn, self.lane, self.log, self.resends, dialect, encoder, config, services.monotonic)
-
-    def _remember(self, turn: Turn, owner: str) -> None:
-        """Remembers the turn for `/parkd/explain` and for comparison with later requests."""
-        cache = turn.request.cache
-        parts = PromptParts.of(turn.request) if cache.wants_diagnosis else None
-        if cache.compare_to is not None:
-            turn.earlier = self.requests.get(cache.compare_to, owner)
-        # The entry outlives the turn, so it contains neither image files nor a proof, which refers to the messages.
-        images = tuple(dataclasses.replace(image, data=b"") for image in turn.prompt.images)
-        prompt = dataclasses.replace(turn.prompt, images=images, proof=None)
-        turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
-        self.requests.add(turn.explained)
-
-    async def body_of(self, request: Request, charge: Charge) -> Mapping[str, Any]:
-        """The request's body as a JSON object. Raises ParkdError if it cannot be read."""
-        config = self.config
-        return await parse_object(await read_body(request, config.body_limit_bytes, config.body_silence_s, charge))
-
-    async def count_tokens(self, request: Request, dialect: AnthropicMessages) -> int:
-        """The number of tokens of the prompt that this body would give. Raises ParkdError."""
-        config = self.services.config
-        caller = authenticate(request.headers, config.api_keys, config.named_keys)
-        with self.bodies.charge() as charge:
-            body = await self.body_of(request, charge)
-            parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
-            counted = dataclasses.replace(parsed, response_schema=None, tool_choice=ToolChoice())
-            prompt, _ = await self.prompts.build(counted)
-            if prompt.proof is not None:
-                await anyio.to_thread.run_sync(prompt.proof, limiter=self.prompts.limiter)
-        return len(prompt)
-
-    @property
-    def model_id(self) -> str:
-        return self.services.config.alias or self.services.engine.info.model_name
-
-    async def _prepare(self) -> None:
-        """Runs `services.prepare` before any request is answered, since it holds the interpreter lock and would delay
-        streams."""
-        try:
-            if self.services.prepare is not None:
-                await anyio.to_thread.run_sync(self.services.prepare)
-        except Exception:
-            log.exception("preparing structured output failed; the first request that needs it tries again")
-
-    async def _serve_lane(self) -> None:
-        try:
-            await self.lane.serve()
-        except EngineLost as lost:
-            log.critical("the engine is lost: %s", lost.message, exc_info=lost)
-            self.lost = lost
-            self.on_lost()
-
-    async def _drain(self) -> None:
-        if not await self.lane.drain(self.services.config.shutdown_deadline_s):
-            with anyio.move_on_after(CUT_WAIT_S):
-                await self.lane.idle()
 
 
 def default_dialects(services: Services) -> Mapping[str, Dialect]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio.to_thread
 from starlette.requests import Request
@@ -21,11 +21,9 @@ from parkd.proxy.access import Caller, authenticate
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.guard import Handler
+from parkd.proxy.proxy import Proxy
 from parkd.proxy.requests import id_headers
 from parkd.types import ConversationKey
-
-if TYPE_CHECKING:
-    from parkd.proxy.app import Proxy
 
 APIS = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/messages", "/v1/models")
 """Paths shown at `/`."""

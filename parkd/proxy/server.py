@@ -18,9 +18,10 @@ from typing import cast
 import uvicorn
 from starlette.applications import Starlette
 
-from parkd.proxy.app import CUT_WAIT_S, Proxy, create_app
+from parkd.proxy.app import create_app
 from parkd.proxy.config import Services
 from parkd.proxy.connections import Connection, Lobby
+from parkd.proxy.proxy import CUT_WAIT_S, Proxy
 
 log = logging.getLogger(__name__)
 

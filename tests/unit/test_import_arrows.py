@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,47 @@ def test_every_arrow_points_the_right_way() -> None:
             modules += 1
     assert modules > 10, "the sources were not found"
     assert wrong == []
+
+
+def circle_in(imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, the first also at the end; empty if there is none."""
+    modules = {
+        module: {found for name in names if (found := _module_named(name, imports)) not in (None, module)}
+        for module, names in imports.items()
+    }
+    try:
+        TopologicalSorter(modules).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
+
+
+def _module_named(name: str, modules: Mapping[str, set[str]]) -> str | None:
+    """The module that an import names, itself or one of its names."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def test_no_modules_of_parkd_import_each_other_in_a_circle() -> None:
+    imports = {
+        module_of(path, ROOT): imports_of(
+            path.read_text(), module_of(path, ROOT), is_package=path.name == "__init__.py"
+        )
+        for path in sorted((ROOT / "parkd").rglob("*.py"))
+    }
+    assert len(imports) > 10, "the sources were not found"
+    assert circle_in(imports) == []
+
+
+def test_a_circle_is_seen_also_if_it_is_only_for_types() -> None:
+    late = "if TYPE_CHECKING:\n    from parkd.proxy.app import Proxy"
+    imports = {
+        "parkd.proxy.app": imports_of("from parkd.proxy.endpoints import Endpoints", "parkd.proxy.app"),
+        "parkd.proxy.endpoints": imports_of(late, "parkd.proxy.endpoints"),
+    }
+    assert set(circle_in(imports)) == set(imports)
 
 
 @pytest.mark.parametrize(
