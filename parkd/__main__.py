@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
+from parkd.cli import entry
 
-from parkd.cli import main
-
-sys.exit(main())
+entry()

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from parkd.cli import arguments
 from parkd.cli.compose import compose, open_files, store_config_of
@@ -32,6 +35,7 @@ from parkd.cli.planning import plan, sizes_of
 from parkd.config import Config, load
 from parkd.config.keys import read_key_file
 from parkd.config.rewrite_rules import read_rules
+from parkd.config.spinning import bound_spinning
 from parkd.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
@@ -44,6 +48,35 @@ __all__ = ["MemoryShare", "find_model", "load_engine", "main"]
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 """Ctrl-C before the server runs, as shells report it. Once it runs, Ctrl-C is an orderly stop."""
+
+
+def entry() -> NoReturn:
+    """The process: runs `main` and ends with its exit code.
+
+    A thread that is still inside a library (the engine's last chunk, a copy that never returns) does not survive the
+    interpreter's own shutdown: it would be unwound through native frames, which aborts the process. By then everything
+    is written and closed, so the process ends without it.
+    """
+    signal.signal(signal.SIGTERM, _terminate)  # until the server runs, which has a handler of its own
+    try:
+        code = main()
+    except _Terminated:
+        code = 0  # stopped as asked
+    if threading.active_count() > 1:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a pipe whose reader has gone, a closed stream
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+class _Terminated(BaseException):
+    """SIGTERM before the server runs."""
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise _Terminated
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -86,6 +119,7 @@ def serve(config: Config) -> int:
     named_keys = () if key_file is None else read_key_file(key_file)
     rules_file = config.server.rewrite_rules_file
     rules = () if rules_file is None else read_rules(rules_file)
+    bound_spinning()
     model, is_demo = ("", False) if config.model.upstream is not None else find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound:
         from parkd.answers.base import ToolFormat

@@ -78,10 +78,6 @@ class MemoryShare:
 def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[str, str]:
     """Which engine runs the model, and why. Raises ConfigError for flags that do not fit together."""
     if config.upstream is not None:
-        if config.llama.given:
-            raise ConfigError(
-                f"--{config.llama.given[0]} is for llama.cpp in process: give it to the llama-server instead"
-            )
         return "llama-server", "--upstream names one"
     has_library = importlib.util.find_spec(LLAMA_PACKAGE) is not None
     is_gguf = model.lower().endswith(".gguf")
@@ -151,7 +147,7 @@ def load_llama_cpp(
         split_mode=llama.split_mode,
         tensor_split=llama.tensor_split,
         main_gpu=llama.main_gpu,
-        threads=llama.threads,
+        threads=asked.threads,
         cache_type_k=cache_type_name(llama.cache_type_k),
         cache_type_v=cache_type_name(llama.cache_type_v),
         flash_attn=llama.flash_attn,
@@ -199,6 +195,8 @@ def load_engine(
 
     from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
 
+    if config.model.threads is not None:
+        torch.set_num_threads(config.model.threads)
     library_logging.disable_progress_bar()
     shorten_library_notes()
     devices = config.model.devices or ("cuda:0" if torch.cuda.is_available() else "cpu",)

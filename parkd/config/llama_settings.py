@@ -14,7 +14,7 @@ from typing import Any
 ENGINES = ("auto", "torch", "llama.cpp", "llama-server")
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "int8", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """llama-server's names, and `int8`, the torch engine's name for q8_0."""
-FLAGS = ("gpu-layers", "split-mode", "tensor-split", "main-gpu", "threads", "flash-attn", "lora", "lora-scaled")
+FLAGS = ("gpu-layers", "split-mode", "tensor-split", "main-gpu", "flash-attn", "lora", "lora-scaled")
 """Settings that only this engine has."""
 
 
@@ -32,7 +32,6 @@ class LlamaSettings:
     split_mode: str = "layer"
     tensor_split: tuple[float, ...] = ()
     main_gpu: int = 0
-    threads: int | None = None
     flash_attn: str = "auto"
     loras: tuple[LoraAdapter, ...] = ()
     cache_type_k: str | None = None
@@ -87,7 +86,6 @@ def llama_settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Ll
         split_mode=values["split-mode"],
         tensor_split=values["tensor-split"],
         main_gpu=values["main-gpu"],
-        threads=values["threads"],
         flash_attn=values["flash-attn"],
         loras=(*values["lora"], *values["lora-scaled"]),
         cache_type_k=values["cache-type-k"],

@@ -119,6 +119,12 @@ def _check_upstream(values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"--engine llama-server needs --{name}: the address of the server, and its slot directory"
             )
+    for setting in SETTINGS:
+        of_the_model = setting.group in ("model", "llama.cpp") and setting.name not in ("engine", "alias")
+        if of_the_model and values[setting.name] != setting.default:
+            raise ConfigError(
+                f"--{setting.name} is for a model that parkd loads itself: give it to the llama-server instead"
+            )
     if not values["conversation-cache-disk-mib"] and values["conversation-cache-mib"] != 0:
         raise ConfigError(
             "--engine llama-server parks in files: --conversation-cache-disk-mib must limit their size (or "
@@ -176,6 +182,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             control_vectors=control_vectors(values),
             steered_layers=values["control-vector-layer-range"],
             upstream=_upstream(values),
+            threads=values["threads"],
             engine=values["engine"],
             llama=llama,
         ),

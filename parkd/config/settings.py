@@ -83,6 +83,15 @@ SETTINGS: tuple[Setting, ...] = (
         short=("-b",),
     ),
     Setting(
+        "threads",
+        "model",
+        "N",
+        parsers.count(1, 1024),
+        None,
+        "threads that compute on CPUs (as many as there are cores)",
+        short=("-t",),
+    ),
+    Setting(
         "ctx-checkpoints",
         "model",
         "N",
@@ -138,9 +147,6 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "main-gpu", "llama.cpp", "N", parsers.count(0), 0, "the card for --split-mode none or row (0)", short=("-mg",)
-    ),
-    Setting(
-        "threads", "llama.cpp", "N", parsers.count(1), None, "CPU threads (as many as there are cores)", short=("-t",)
     ),
     Setting("flash-attn", "llama.cpp", "HOW", flash_attn, "auto", "on, off or auto (auto)", short=("-fa",)),
     Setting("lora", "llama.cpp", "FILE", loras, (), "adapter, at scale 1; may be repeated", True),

@@ -49,6 +49,8 @@ class ModelConfig:
     """First and last layer that control vectors may steer; None: all but the first."""
     upstream: UpstreamConfig | None = None
     """If set, this llama-server serves the model, and nothing is loaded here."""
+    threads: int | None = None
+    """Threads that compute on CPUs; None: the library's own choice."""
     engine: str = "auto"
     llama: LlamaSettings = field(default_factory=LlamaSettings)
 

@@ -44,7 +44,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
         ({}, GGUF, True, True, "torch", "the demo shows stages"),
         ({}, GGUF, True, False, "torch", f"llama.cpp is not installed: {LLAMA_HINT}"),
         ({"gpu-layers": "3"}, GGUF, True, True, "llama.cpp", "--gpu-layers is its flag"),
-        ({"threads": "2"}, GGUF, False, True, "llama.cpp", "--threads is its flag"),
+        ({"main-gpu": "1"}, GGUF, False, True, "llama.cpp", "--main-gpu is its flag"),
+        ({"threads": "2"}, HUB, False, True, "torch", "the model is not a GGUF file"),
         ({"engine": "torch"}, GGUF, False, True, "torch", "--engine names it"),
         ({"engine": "llama.cpp"}, GGUF, True, True, "llama.cpp", "--engine names it"),
         ({"upstream": "http://127.0.0.1:1"}, "", False, True, "llama-server", "--upstream names one"),
@@ -80,15 +81,14 @@ def with_slots(flags: dict[str, str], folder: Path) -> dict[str, str]:
         ({"engine": "llama.cpp"}, GGUF, False, "pip install llama-cpp-python"),
         ({"engine": "llama.cpp", "devices": "cpu,cpu"}, GGUF, True, "--tensor-split"),
         (
-            {"threads": "2"},
+            {"main-gpu": "1"},
             HUB,
             True,
-            "--threads is for llama.cpp, and this runs on torch, since the model is not a GGUF",
+            "--main-gpu is for llama.cpp, and this runs on torch, since the model is not a GGUF",
         ),
-        ({"threads": "2"}, GGUF, False, "since llama.cpp is not installed"),
-        ({"threads": "2", "devices": "cpu"}, GGUF, True, "since --devices names its stages"),
+        ({"main-gpu": "1"}, GGUF, False, "since llama.cpp is not installed"),
+        ({"main-gpu": "1", "devices": "cpu"}, GGUF, True, "since --devices names its stages"),
         ({"engine": "torch", "gpu-layers": "3"}, GGUF, True, "since --engine names it"),
-        ({"upstream": "http://127.0.0.1:1", "threads": "2"}, "", True, "give it to the llama-server"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_with_the_reason(
@@ -109,6 +109,18 @@ def test_flags_that_do_not_go_together_are_refused_with_the_reason(
 )
 def test_flags_of_a_llama_server_are_refused_without_one(flags: dict[str, str], hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
+        load(flags, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("threads", "2"), ("gpu-layers", "9"), ("model", "owner/name"), ("ctx-size", "4096"), ("kv-cache-dtype", "int8")],
+)
+def test_flags_of_a_model_are_refused_beside_a_llama_server_that_has_loaded_it(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    flags = with_slots({"upstream": "http://127.0.0.1:1", name: text}, tmp_path)
+    with pytest.raises(ConfigError, match=f"--{name} is for a model .* give it to the llama-server"):
         load(flags, {})
 
 

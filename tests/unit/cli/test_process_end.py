@@ -1,0 +1,66 @@
+"""How the process ends: by signals while it starts, and with a thread that is still inside a library."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+BUSY = """
+import ctypes, sys, threading
+from parkd import cli
+
+def serve(config):
+    # Native code that holds no lock and does not come back: what a chunk of a large model looks like.
+    nap = ctypes.CDLL(None).sleep
+    threading.Thread(target=lambda: nap(60), name="parkd-engine", daemon=True).start()
+    threading.Thread(target=lambda: nap(60), name="a copy").start()
+    print("served", end="")
+    return 0
+
+cli.serve = serve
+sys.argv = ["parkd"]
+cli.entry()
+"""
+
+
+def test_a_thread_inside_a_library_does_not_hold_the_end() -> None:
+    """Found by use 17: the second Ctrl-C ended in an abort."""
+    ended = subprocess.run([sys.executable, "-c", BUSY], cwd=ROOT, capture_output=True, text=True, timeout=45)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "served", "")
+
+
+STARTING = """
+import sys, time
+from parkd import cli
+
+def serve(config):
+    print("loading", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        print("closed", flush=True)
+
+cli.serve = serve
+sys.argv = ["parkd"]
+cli.entry()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_while_the_model_is_loaded_ends_in_order(number: int, code: int) -> None:
+    """Found by use 17: SIGTERM while starting ended the process without closing anything."""
+    words = [sys.executable, "-c", STARTING]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        time.sleep(0.1)
+        process.send_signal(number)
+        assert process.stdout.read() == "closed\n"
+        assert process.wait(30) == code
