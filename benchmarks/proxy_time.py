@@ -29,6 +29,7 @@ from benchmarks import texts
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progress
 from benchmarks.servers import demo_model
 from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.engine_adapter.torch_engine.words import TranslatedTemplate
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.matcher import CostModel
 from parkd.identity.output_memory import OutputMemory, Said
@@ -135,7 +136,7 @@ def measure(
 ) -> tuple[int, dict[str, dict[str, list[float]]], dict[str, list[int]]]:
     memory: dict[str, list[int]] = {"memo": [], "answers": []}
     measured: dict[str, dict[str, list[float]]] = {way: {part: [] for part in PARTS} for way in WAYS}
-    template = ChatTemplate(tokenizer, None)
+    template = TranslatedTemplate(ChatTemplate(tokenizer, None))
     messages = conversation(4000, tokens)
     first = body_of(messages)
     answer = texts.document(4001, ANSWER_CHARACTERS)

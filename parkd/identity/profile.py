@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from parkd.engine_adapter.base import ChatTemplate, proven
+from parkd.engine_adapter.base import ChatTemplate
 
 _SYSTEM, _SYSTEM_2, _USER, _USER_2, _ANSWER, _RESULT = (
     "Qsysmark",
@@ -108,8 +108,8 @@ class _Probe:
     ) -> str | None:
         """The rendered text; None if the template refuses."""
         try:
-            text = self._template.render(messages, _TOOLS if tools else (), {}, add_generation_prompt=generation)
-            return proven(text)
+            rendered = self._template.render(messages, _TOOLS if tools else (), {}, add_generation_prompt=generation)
+            return rendered.proven()
         except Exception:  # a template may raise anything; a refusal is a result here
             return None
 

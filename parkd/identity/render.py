@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parkd.engine_adapter.base import ChatTemplate, UnprovenText
+from parkd.engine_adapter.base import ChatTemplate, Rendered
 from parkd.errors import InvalidRequest, ParkdError
 from parkd.identity.canonical import CanonicalMessage, canonical_content, canonical_messages, canonical_tools
 from parkd.identity.normalise import Normaliser
@@ -46,11 +46,12 @@ class Renderer:
         tools = canonical_tools(request.tools)
         if request.continues and len(messages) > 1:
             beginning = canonical_content(messages[-1].get("content"))
-            turns, text = self._turns(messages[:-1], dropped, tools, request.template_kwargs)
-            if beginning and isinstance(beginning, str) and not text.rstrip().endswith(THOUGHT_STARTS):
-                return _rendered(turns, text, beginning, tools, rewrites)
-        turns, text = self._turns(messages, dropped, tools, request.template_kwargs)
-        return _rendered(turns, text, "", tools, rewrites)
+            turns, rendered = self._turns(messages[:-1], dropped, tools, request.template_kwargs)
+            if beginning and isinstance(beginning, str) and not rendered.text.rstrip().endswith(THOUGHT_STARTS):
+                text = rendered.text + beginning
+                return RenderedPrompt(text, tuple(turns), bool(tools), rewrites, rendered.proof)
+        turns, rendered = self._turns(messages, dropped, tools, request.template_kwargs)
+        return RenderedPrompt(rendered.text, tuple(turns), bool(tools), rewrites, rendered.proof)
 
     def _turns(
         self,
@@ -58,7 +59,7 @@ class Renderer:
         first_origin: int,
         tools: Sequence[Mapping[str, Any]],
         kwargs: Mapping[str, Any],
-    ) -> tuple[Sequence[CanonicalMessage], str]:
+    ) -> tuple[Sequence[CanonicalMessage], Rendered]:
         """The messages in the form that the template takes, and what it writes for them."""
         turns = canonical_messages(messages, self.profile, first_origin=first_origin)
         try:
@@ -74,7 +75,7 @@ class Renderer:
 
     def _text(
         self, turns: Sequence[CanonicalMessage], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
-    ) -> str:
+    ) -> Rendered:
         try:
             return self._template.render([turn.message for turn in turns], tools, kwargs)
         except ParkdError:
@@ -84,15 +85,3 @@ class Renderer:
                 f"The model's chat template cannot take these messages ({error}). Check roles, content and tool calls.",
                 param="messages",
             ) from error
-
-
-def _rendered(
-    turns: Sequence[CanonicalMessage],
-    text: str,
-    beginning: str,
-    tools: Sequence[Mapping[str, Any]],
-    rewrites: tuple[Rewrite, ...],
-) -> RenderedPrompt:
-    """`beginning` is what the client wrote of the answer."""
-    proof = text.proof if isinstance(text, UnprovenText) else None
-    return RenderedPrompt(str(text) + beginning, tuple(turns), bool(tools), rewrites, proof)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parkd.engine_adapter.base import TextPiece
+from parkd.engine_adapter.base import Rendered, TextPiece
 from parkd.engine_adapter.held_text import HeldText
 from parkd.errors import InvalidRequest
 from tests.fakes.images import shown
@@ -57,7 +57,7 @@ class FakeTemplate:
         kwargs: Mapping[str, Any],
         *,
         add_generation_prompt: bool = True,
-    ) -> str:
+    ) -> Rendered:
         start, end = SPECIAL_TOKENS
         parts = [f"{start}tools\n{json.dumps(list(tools), sort_keys=True)}{end}\n"] if tools else []
         for message in messages:
@@ -67,7 +67,7 @@ class FakeTemplate:
             calls = message.get("tool_calls")
             text = f"{shown(message.get('content') or '')}{json.dumps(calls, sort_keys=True) if calls else ''}"
             parts.append(f"{start}{role}\n{text}{end}\n")
-        return "".join(parts) + (f"{start}assistant\n" if add_generation_prompt else "")
+        return Rendered("".join(parts) + (f"{start}assistant\n" if add_generation_prompt else ""))
 
 
 class FakeTextStream:

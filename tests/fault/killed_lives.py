@@ -190,7 +190,7 @@ def alone(way: str, folder: Path, model: Path) -> Iterator[Said]:
         with llama_cpp_kit.loaded("tiny", folder) as engine:
 
             def of_engine(messages: Messages) -> str:
-                ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {})), dtype=np.int64)
+                ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
                 engine.reset()
                 engine.extend(ids[:-1], cancel=threading.Event())
                 said: list[int] = []

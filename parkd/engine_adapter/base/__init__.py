@@ -31,12 +31,11 @@ from parkd.engine_adapter.base.text import (
     ImageFacts,
     ImageReader,
     ImageTokens,
+    Rendered,
     ResponseReader,
     TextPiece,
     TextStream,
     Tokenizer,
-    UnprovenText,
-    proven,
 )
 
 __all__ = [
@@ -54,12 +53,11 @@ __all__ = [
     "OverlappingEngine",
     "ReadingRestoreEngine",
     "RemoteEngine",
+    "Rendered",
     "ResponseReader",
     "RowEngine",
     "TextPiece",
     "TextStream",
     "Tokenizer",
-    "UnprovenText",
     "WholeState",
-    "proven",
 ]

@@ -23,22 +23,20 @@ class Tokenizer(Protocol):
         """Text of the ids, including special tokens. For reports, not for answers."""
 
 
-class UnprovenText(str):
-    """A rendered prompt that is not confirmed yet. Work with it may begin, but nothing of an answer may be sent."""
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What a chat template writes."""
 
-    proof: Proof
+    text: str
+    proof: Proof | None = None
+    """Confirms the text. Until then work with it may begin, but nothing of an answer may be sent; None: there is
+    nothing to confirm."""
 
-    def __new__(cls, text: str, proof: Proof) -> UnprovenText:
-        made = super().__new__(cls, text)
-        made.proof = proof
-        return made
-
-
-def proven(text: str) -> str:
-    """The text, once it is confirmed. Raises the error if it is not."""
-    if isinstance(text, UnprovenText):
-        text.proof()
-    return str(text)
+    def proven(self) -> str:
+        """The text, once it is confirmed. Raises the error if it is not."""
+        if self.proof is not None:
+            self.proof()
+        return self.text
 
 
 class ChatTemplate(Protocol):
@@ -51,9 +49,8 @@ class ChatTemplate(Protocol):
         kwargs: Mapping[str, Any],
         *,
         add_generation_prompt: bool = True,
-    ) -> str:
-        """The prompt text, possibly an `UnprovenText`. Raises InvalidRequest with the template's message if the
-        template refuses the messages."""
+    ) -> Rendered:
+        """Raises InvalidRequest with the template's message if the template refuses the messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from parkd.engine_adapter.base import UnprovenText
+from parkd.engine_adapter.base import Rendered
 from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
 from parkd.errors import InvalidRequest, UpstreamFailed
 
@@ -56,8 +56,8 @@ class UpstreamTemplate:
         kwargs: Mapping[str, Any],
         *,
         add_generation_prompt: bool = True,
-    ) -> str:
-        """The prompt text; an `UnprovenText` if only this process has rendered it. Raises InvalidRequest,
+    ) -> Rendered:
+        """The prompt text, with a proof if only this process has rendered it. Raises InvalidRequest,
         UpstreamFailed."""
         body: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         if tools:
@@ -66,16 +66,16 @@ class UpstreamTemplate:
             body["chat_template_kwargs"] = dict(kwargs)
         here = self._here
         if here is None:
-            return self._asked(body)
+            return Rendered(self._asked(body))
         kind = kind_of(body)
         trusted = self._trusted.get(kind)
         text = None if trusted is False else self._opened(here.render(body))
         if trusted and text is not None:
-            return UnprovenText(text, partial(self._prove, body, text))
+            return Rendered(text, partial(self._prove, body, text))
         asked = self._asked(body)
         if trusted is None and len(self._trusted) < MOST_KINDS:
             self._trusted[kind] = text == asked
-        return asked
+        return Rendered(asked)
 
     def _asked(self, body: Mapping[str, Any]) -> str:
         try:

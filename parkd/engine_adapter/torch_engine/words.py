@@ -21,7 +21,7 @@ from parkd_engine.vision.images import ImageProcessor
 from parkd_engine.words.chat import ChatTemplate as EngineTemplate
 from parkd_engine.words.text import Piece, TextAssembler
 
-from parkd.engine_adapter.base import ImageFacts, ImageTokens, TextPiece
+from parkd.engine_adapter.base import ImageFacts, ImageTokens, Rendered, TextPiece
 from parkd.errors import EngineFailure, EngineLost, InvalidRequest, LogitsNotFinite
 from parkd.state import Checksums
 
@@ -52,9 +52,9 @@ class TranslatedTemplate:
         kwargs: Mapping[str, Any],
         *,
         add_generation_prompt: bool = True,
-    ) -> str:
+    ) -> Rendered:
         try:
-            return self._template.render(messages, tools, kwargs, add_generation_prompt=add_generation_prompt)
+            return Rendered(self._template.render(messages, tools, kwargs, add_generation_prompt=add_generation_prompt))
         except TemplateRefused as error:
             raise InvalidRequest(str(error), param="messages") from error
 

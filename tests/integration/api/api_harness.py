@@ -127,7 +127,7 @@ class Running:
 
     def prompt_tokens(self, messages: Messages) -> list[int]:
         """Ids of the prompt, by the engine's own template and tokenizer: independent of parkd's identity."""
-        return self.engine.tokenizer.encode(self.engine.template.render(messages, (), {}))
+        return self.engine.tokenizer.encode(self.engine.template.render(messages, (), {}).text)
 
     async def settled(self) -> None:
         """Returns when nothing runs or waits, so that what is parked behind a reply is in."""

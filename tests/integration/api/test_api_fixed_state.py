@@ -6,7 +6,7 @@ import anyio
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.engine_adapter.base import BLOCK_TOKENS, Rendered
 from parkd.lane.checkpoints import CHECKPOINT_STEP_TOKENS, checkpoints_to_take
 from parkd.types import ConversationKey, PromptIdentity
 from tests.fakes.engine import FakeEngine
@@ -112,8 +112,8 @@ class EmptyThought(FakeTemplate):
     TAIL = "<think>\n\n</think>\n\n"
 
     def render(self, messages, tools, kwargs, *, add_generation_prompt=True):  # type: ignore[no-untyped-def]
-        text = super().render(messages, tools, kwargs, add_generation_prompt=add_generation_prompt)
-        return text + self.TAIL if add_generation_prompt else text
+        rendered = super().render(messages, tools, kwargs, add_generation_prompt=add_generation_prompt)
+        return Rendered(rendered.text + self.TAIL) if add_generation_prompt else rendered
 
 
 async def test_a_generation_prompt_that_vanishes_costs_itself_alone() -> None:

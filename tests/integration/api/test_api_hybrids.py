@@ -35,7 +35,7 @@ def tiny(folder: Path, family: str, **layout: Any) -> TorchEngine:
 def read_cold(engine: TorchEngine, messages: Messages) -> str:
     """The answer of an engine that never read anything else, in float32: greedy tokens do not depend on chunks."""
     engine.reset()
-    ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {})), dtype=np.int64)
+    ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
     engine.extend(ids[:-1], cancel=threading.Event())
     tokens: list[int] = []
     for step in engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids):
@@ -65,7 +65,7 @@ async def test_a_b_a(family: str, tmp_path: Path) -> None:
         assert second.reused >= prompt - 1
         edited = [*a2[:-1], {"role": "user", "content": "And before that?"}]
         third = await server.chat(edited)
-        kept = len(engine.tokenizer.encode(engine.template.render(a2[:-1], (), {}, add_generation_prompt=False)))
+        kept = len(engine.tokenizer.encode(engine.template.render(a2[:-1], (), {}, add_generation_prompt=False).text))
         # Rows, and a window not yet left, are cut inside the message; other state at the message's start.
         assert third.cache == "live"
         assert third.reused > kept if family in REWINDS else third.reused == kept

@@ -189,7 +189,7 @@ async def test_dialects_share_one_path(family: str, tmp_path: Path) -> None:
         assert reader is not None
         image = {"type": "image"}
         shown = [{"type": "text", "text": "See "}, image, image, {"type": "text", "text": LONG}]
-        text = engine.template.render([{"role": "user", "content": shown}], (), {})
+        text = engine.template.render([{"role": "user", "content": shown}], (), {}).text
         text = text.replace(reader.tokens.placeholder, reader.tokens.wrapped)
         pictures = sum(reader.facts(picture(seed)).tokens - 1 for seed in (1, 2))
         assert longer == len(engine.tokenizer.encode(text)) + pictures

@@ -30,7 +30,7 @@ def never_left(engine: TorchEngine, turns: list[Messages]) -> list[str]:
     engine.reset()
     known = np.zeros(0, dtype=np.int64)
     for messages in turns:
-        ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {})), dtype=np.int64)
+        ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
         shared = min(len(known), len(ids) - 1)
         different = np.flatnonzero(known[:shared] != ids[:shared])
         engine.truncate(int(different[0]) if len(different) else shared)

@@ -54,7 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
 def never_parked(engine: Any, scales: Any, messages: Messages, count: int) -> str:
     """The answer of an engine that knew nothing before, under the same setting."""
     engine.reset()
-    ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {})), dtype=np.int64)
+    ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
     engine.steer(scales)
     engine.extend(ids[:-1], cancel=threading.Event())
     tokens: list[int] = []

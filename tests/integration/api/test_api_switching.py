@@ -41,7 +41,7 @@ def turn_after(messages: Messages, answer: str, question: str) -> Messages:
 def never_parked(messages: Messages, *, stages: int = 2, max_tokens: int = 8) -> str:
     """What the model says when it reads the whole prompt at once: no server, no store, another chunking."""
     engine = FakeEngine(stages=stages, batch_tokens=384)
-    ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {})), dtype=np.int64)
+    ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
     engine.extend(ids[:-1], cancel=threading.Event())
     steps = engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids)
     answer: list[int] = []

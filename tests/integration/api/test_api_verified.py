@@ -48,7 +48,7 @@ async def test_a_store_that_finds_another_conversation_is_not_believed(
 async def test_bytes_of_another_conversation_are_caught_and_the_turn_reads_cold(kind: type[FakeEngine]) -> None:
     def holding(messages: Messages) -> FakeEngine:
         engine = kind(stages=2)
-        ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {})), dtype=np.int64)
+        ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
         engine.extend(ids, cancel=threading.Event())
         return engine
 

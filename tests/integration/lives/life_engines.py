@@ -106,7 +106,7 @@ class Reference:
     ) -> str:
         """What the model says to a prompt that it has never seen."""
         engine = self.engine
-        ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {})), dtype=np.int64)
+        ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
         self.read(ids[:-1], steering)
         stream, text, told = engine.text_stream((stop,) if stop else ()), "", 0
         for token in _tokens(engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids)):

@@ -72,7 +72,7 @@ class Talks:
     # -- places --
 
     def tokens(self, messages: Messages, *, asks: bool = True) -> int:
-        text = self.engine.template.render(messages, (), {}, add_generation_prompt=asks)
+        text = self.engine.template.render(messages, (), {}, add_generation_prompt=asks).text
         return len(self.engine.tokenizer.encode(text))
 
     def aimed(self, messages: Messages) -> Messages:

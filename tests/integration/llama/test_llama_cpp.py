@@ -130,7 +130,7 @@ def resumable(server: Running, prompt, before, first, *, is_live: bool) -> int:
         return shared(server.prompt_tokens(prompt), server.prompt_tokens(before))
     if "<|im_start|>" not in engine.tokenizer.special_tokens:
         return left_by(server, first, 6)
-    head = engine.template.render(prompt[:-1], (), {}, add_generation_prompt=False)
+    head = engine.template.render(prompt[:-1], (), {}, add_generation_prompt=False).text
     return len(engine.tokenizer.encode(head))
 
 

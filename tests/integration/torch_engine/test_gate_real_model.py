@@ -73,7 +73,7 @@ class Uninterrupted:
     def turn(self, messages: Messages) -> tuple[int, list[torch.Tensor], list[int]]:
         """The position it resumed at (the oracle), the logits it decoded from and the greedy tokens."""
         session = self.engine._session
-        ids = self.engine.tokenizer.encode(self.engine.template.render(messages, (), {}))
+        ids = self.engine.tokenizer.encode(self.engine.template.render(messages, (), {}).text)
         common = 0
         while common < min(len(self.known), len(ids) - 1) and self.known[common] == ids[common]:
             common += 1
@@ -118,7 +118,7 @@ async def test_a_b_a_on_a_real_split_is_the_run_that_was_never_interrupted(
     recorder = LogitsRecorder(served, monkeypatch)
     alone = Uninterrupted(twin)
     _, first_logits, _ = alone.turn(A1)
-    a1_tokens = len(twin.tokenizer.encode(twin.template.render(A1, (), {})))
+    a1_tokens = len(twin.tokenizer.encode(twin.template.render(A1, (), {}).text))
     assert a1_tokens > BLOCK_TOKENS
     async with running(served, budget_bytes=256 * MIB) as server:
         first = await ask(server, A1)

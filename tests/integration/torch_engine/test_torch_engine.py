@@ -94,7 +94,7 @@ def test_greedy_answers_are_those_of_the_library(
     # From here on the converted folder must do.
     monkeypatch.setattr(gguf_convert, "convert", lambda *_: pytest.fail("converted again"))
     engine = TorchEngine.load(config)
-    ids = ids_of(engine, engine.template.render(MESSAGES, [], {}))
+    ids = ids_of(engine, engine.template.render(MESSAGES, [], {}).text)
     tokens = answer(engine, ids, 24)
     (folder,) = (path for path in (cache / "models").iterdir() if path.is_dir())
     library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -14,6 +14,7 @@ from parkd.answers.parser import make_parser
 from parkd.answers.structured import StructuredOutput
 from parkd.answers.thinking import EFFORT_BUDGETS, ThinkingLimits, budget_of
 from parkd.answers.transcript import Transcript
+from parkd.engine_adapter.base import Rendered
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory
 from parkd.lane.answer import AnswerLoop
@@ -168,14 +169,14 @@ def test_every_dialects_words_for_it(dialect: Any, body: dict[str, Any], expecte
 class ThinkingTemplate:
     """Shows all thinking, as templates of models do that keep it."""
 
-    def render(self, messages: Any, tools: Any, kwargs: Any, *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Any, tools: Any, kwargs: Any, *, add_generation_prompt: bool = True) -> Rendered:
         start, end = SPECIAL_TOKENS
         turns = []
         for message in messages:
             thought = message.get("reasoning_content")
             head = f"<think>\n{thought}\n</think>\n\n" if thought else ""
             turns.append(f"{start}{message['role']}\n{head}{message['content']}{end}\n")
-        return "".join(turns) + (f"{start}assistant\n" if add_generation_prompt else "")
+        return Rendered("".join(turns) + (f"{start}assistant\n" if add_generation_prompt else ""))
 
 
 def test_a_cut_thought_that_comes_back_is_the_very_tokens_it_was() -> None:

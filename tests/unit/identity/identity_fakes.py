@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import settings
 
+from parkd.engine_adapter.base import Rendered
 from parkd.errors import InvalidRequest
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory
@@ -66,7 +67,7 @@ class ChatMl:
         kwargs: Mapping[str, Any],
         *,
         add_generation_prompt: bool = True,
-    ) -> str:
+    ) -> Rendered:
         self.seen.append(messages)
         refusal = self._refuse(messages)
         if refusal is not None:
@@ -85,7 +86,7 @@ class ChatMl:
             text += "<|end|>\n"
         if add_generation_prompt:
             text += "<|start|>assistant\n" + ("<|start|>think\n" if kwargs.get("think") else "")
-        return text
+        return Rendered(text)
 
 
 def say(role: str, content: Any, **more: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from parkd.engine_adapter.base import Rendered
 from parkd.errors import InvalidRequest
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.cuts import cut_pieces, cuttable_tokens, token_pattern
@@ -54,7 +55,7 @@ class RealTemplate:
         kwargs: Mapping[str, Any],
         *,
         add_generation_prompt: bool = True,
-    ) -> str:
+    ) -> Rendered:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -68,7 +69,7 @@ class RealTemplate:
             )
         except Exception as error:
             raise InvalidRequest(str(error)) from error
-        return str(rendered[0])
+        return Rendered(str(rendered[0]))
 
 
 def _load(family: str) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from parkd.engine_adapter.base import Rendered
 from parkd.errors import InvalidRequest
 from parkd.identity.canonical import canonical_arguments, canonical_content, canonical_messages, canonical_tools
 from parkd.identity.normalise import Normaliser, NormaliserConfig
@@ -94,7 +95,7 @@ def test_where_the_template_refuses_system_inside_it_is_a_user_turn() -> None:
 
 def test_a_template_that_hoists_system_messages_gets_them_as_user_turns() -> None:
     class Hoisting(ChatMl):
-        def render(self, messages: Sequence[Mapping[str, Any]], *rest: Any, **more: Any) -> str:
+        def render(self, messages: Sequence[Mapping[str, Any]], *rest: Any, **more: Any) -> Rendered:
             ordered = sorted(messages, key=lambda message: message["role"] != "system")
             return super().render(ordered, *rest, **more)
 
@@ -149,7 +150,7 @@ def test_the_form_of_calls_is_the_one_the_template_takes() -> None:
     """One that adds argument text to a string, and that shows calls only where content is None."""
 
     class Texts(ChatMl):
-        def render(self, messages: Sequence[Mapping[str, Any]], *rest: Any, **more: Any) -> str:
+        def render(self, messages: Sequence[Mapping[str, Any]], *rest: Any, **more: Any) -> Rendered:
             shown = []
             for message in messages:
                 calls = message.get("tool_calls", ()) if message["content"] is None else ()
@@ -211,9 +212,10 @@ def test_a_message_to_continue_is_left_open(content: Any) -> None:
 
 def test_a_message_is_not_continued_inside_thinking_nor_without_a_turn_before_it() -> None:
     class Thinking(ChatMl):
-        def render(self, *args: Any, **more: Any) -> str:
-            text = super().render(*args, **more)
-            return f"{text}<think>\n" if text.endswith("<|start|>assistant\n") else text
+        def render(self, *args: Any, **more: Any) -> Rendered:
+            rendered = super().render(*args, **more)
+            opens = rendered.text.endswith("<|start|>assistant\n")
+            return Rendered(f"{rendered.text}<think>\n") if opens else rendered
 
     ask, begun = say("user", "q"), say("assistant", "It is")
     for template, turns in ((Thinking(), [ask, begun]), (ChatMl(), [begun]), (ChatMl(), [ask, say("assistant", "")])):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from parkd.engine_adapter.base import Rendered
 from parkd.identity import splice as splicing
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
@@ -118,13 +119,13 @@ def test_an_answer_learnt_since_is_found() -> None:
 class CallsEndOtherwise(FakeTemplate):
     """Only turns that call end in the model's end token, as in templates with several marks for the end of a turn."""
 
-    def render(self, messages: Any, tools: Any, kwargs: Any, *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Any, tools: Any, kwargs: Any, *, add_generation_prompt: bool = True) -> Rendered:
         ends = ["<|im_end|>" if message.get("tool_calls") else "." for message in messages]
         turns = [
             f"<|im_start|>{message['role']}\n{message['content']}{end}\n"
             for message, end in zip(messages, ends, strict=True)
         ]
-        return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+        return Rendered("".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else ""))
 
 
 @pytest.mark.parametrize("question", ["And why?", "<|im_start|>"])

@@ -10,7 +10,6 @@ import httpx
 import orjson
 import pytest
 
-from parkd.engine_adapter.base import UnprovenText, proven
 from parkd.engine_adapter.llama_server.client import UpstreamClient
 from parkd.engine_adapter.llama_server.template import MOST_KINDS, HereTemplate, UpstreamTemplate, kind_of
 from parkd.errors import InvalidRequest, UpstreamDown, UpstreamFailed
@@ -47,13 +46,11 @@ def user(text: str) -> list[dict[str, Any]]:
 
 def test_a_kind_that_was_compared_is_rendered_here_and_proved(server: FakeLlama, template: UpstreamTemplate) -> None:
     first = template.render(user("one"), (), {})
-    assert not isinstance(first, UnprovenText)
+    assert first.proof is None
     second = template.render(user("two"), (), {})
-    assert isinstance(second, UnprovenText)
+    assert second.proof is not None
     assert server.calls.count("/apply-template") == 1, "the server is asked once the prompt is on its way"
-    text = proven(second)
-    assert text == second == first.replace("one", "two")
-    assert type(text) is str
+    assert second.proven() == second.text == first.text.replace("one", "two")
     assert server.calls.count("/apply-template") == 2
 
 
@@ -62,11 +59,11 @@ def test_an_unequal_answer_to_a_trusted_kind_is_an_error_and_ends_the_trust(
 ) -> None:
     template.render(user("one"), (), {})
     server.answers["/apply-template"] = lambda _: ok({"prompt": "something else"})
-    text = template.render(user("two"), (), {})
+    rendered = template.render(user("two"), (), {})
     with pytest.raises(UpstreamFailed, match="Send the request again"):
-        proven(text)
+        rendered.proven()
     again = template.render(user("two"), (), {})
-    assert (again, type(again)) == ("something else", str)
+    assert (again.text, again.proof) == ("something else", None)
 
 
 def test_a_kind_that_differs_at_first_is_left_to_the_server_and_others_are_not(
@@ -74,20 +71,20 @@ def test_a_kind_that_differs_at_first_is_left_to_the_server_and_others_are_not(
 ) -> None:
     template.render(user("one"), (), {})
     for _ in range(3):  # this template knows no tools
-        text = template.render(user("two"), (TOOL,), {})
-        assert not isinstance(text, UnprovenText)
-        assert '"name": "f"' in text
-    assert isinstance(template.render(user("three"), (), {}), UnprovenText)
+        rendered = template.render(user("two"), (TOOL,), {})
+        assert rendered.proof is None
+        assert '"name": "f"' in rendered.text
+    assert template.render(user("three"), (), {}).proof is not None
     assert server.calls.count("/apply-template") >= 4
 
 
 def test_what_the_server_refuses_is_refused_whoever_rendered(server: FakeLlama, template: UpstreamTemplate) -> None:
     template.render(user("one"), (), {})
     server.answers["/apply-template"] = lambda _: refusal(500, "no such thing", "server_error")
-    text = template.render(user("two"), (), {})
-    assert isinstance(text, UnprovenText)
+    rendered = template.render(user("two"), (), {})
+    assert rendered.proof is not None
     with pytest.raises(InvalidRequest, match="no such thing"):
-        proven(text)
+        rendered.proven()
     with pytest.raises(InvalidRequest, match="no such thing"):
         template.render(user("two"), (), {})
 
@@ -100,25 +97,25 @@ def test_a_server_that_goes_away_is_told_and_costs_no_trust(server: FakeLlama, t
 
     server.answers["/apply-template"] = down
     with pytest.raises(UpstreamDown):
-        proven(template.render(user("two"), (), {}))
+        template.render(user("two"), (), {}).proven()
     server.answers.clear()
-    text = template.render(user("two"), (), {})
-    assert isinstance(text, UnprovenText)
-    proven(text)
+    rendered = template.render(user("two"), (), {})
+    assert rendered.proof is not None
+    rendered.proven()
 
 
 def test_the_first_text_stands_in_front_of_both(server: FakeLlama) -> None:
     template = UpstreamTemplate(UpstreamClient(URL), "<s>", HereTemplate.of(PLAIN, {}))
     first, second = (template.render(user(text), (), {}) for text in ("one", "two"))
-    assert first.startswith("<s><|im_start|>user")
-    assert proven(second) == first.replace("one", "two")
+    assert first.text.startswith("<s><|im_start|>user")
+    assert second.proven() == first.text.replace("one", "two")
 
 
 def test_kinds_are_bounded(template: UpstreamTemplate) -> None:
     for number in range(MOST_KINDS):
         template.render(user("one"), (), {"number": number})
     for _ in range(2):
-        assert not isinstance(template.render(user("one"), (), {"number": -1}), UnprovenText)
+        assert template.render(user("one"), (), {"number": -1}).proof is None
 
 
 @pytest.mark.parametrize(

@@ -187,12 +187,12 @@ class FakeLlama:
 
     def _template(self, body: dict[str, Any]) -> httpx.Response:
         try:
-            text = FakeTemplate().render(
+            rendered = FakeTemplate().render(
                 body["messages"], body.get("tools", ()), {}, add_generation_prompt=body["add_generation_prompt"]
             )
         except Exception as error:
             return refusal(500, str(error), "server_error")
-        return ok({"prompt": text})
+        return ok({"prompt": rendered.text})
 
     def _tokens(self, body: dict[str, Any]) -> list[int]:
         if body.get("parse_special"):
