@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parkd.identity.profile import SystemInside, TemplateProfile
+from parkd.identity.surrogates import mended
 from parkd.types import Message
 
 PART_SEPARATOR = "\n"
@@ -68,7 +69,7 @@ def canonical_arguments(arguments: Any, *, as_text: bool) -> Any:
     value = arguments
     if isinstance(arguments, str):
         try:
-            value = json.loads(arguments) if arguments.strip() else {}
+            value = json.loads(mended(arguments)) if arguments.strip() else {}
         except ValueError:
             return arguments
         if not isinstance(value, dict):

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from parkd.identity.surrogates import mended
 from parkd.types import HASH_BYTES, PromptIdentity
 
 ANSWERS_A_PREFIX = 4
@@ -64,8 +65,8 @@ class RememberedAnswer:
 
 def json_key(value: Any) -> str:
     """A text that is the same for equal JSON values, whatever their spacing and key order. `1.0` is `1`, as for most
-    clients."""
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
+    clients, and a surrogate without a partner is U+FFFD, as in what clients send."""
+    return mended(json.dumps(_plain(value), sort_keys=True, separators=(",", ":")))
 
 
 class OutputMemory:

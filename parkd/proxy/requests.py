@@ -13,6 +13,7 @@ import orjson
 from starlette.requests import Request
 
 from parkd.errors import BodyStalled, BodyTooLarge, InvalidRequest
+from parkd.identity.surrogates import mended_bytes
 from parkd.proxy.bodies import LARGE_BODY_BYTES, Charge
 
 MOST_VALUES = 2 * 1024 * 1024
@@ -91,11 +92,20 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}") from None
+        document = _parsed_mended(body, error)
     if not isinstance(document, dict):
         raise InvalidRequest("The body must be a JSON object.")
     check_depth(document)
     return document
+
+
+def _parsed_mended(body: bytes, error: orjson.JSONDecodeError) -> Any:
+    """The document, if all that orjson refuses in it are surrogates without a partner, which become U+FFFD. Raises
+    InvalidRequest otherwise."""
+    try:
+        return orjson.loads(mended_bytes(body))
+    except ValueError:
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from None
 
 
 def check_depth(document: Mapping[str, Any]) -> None:

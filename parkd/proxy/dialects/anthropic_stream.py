@@ -7,13 +7,13 @@ One block is open at a time: thinking, text, or one tool call.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from parkd.errors import ParkdError
+from parkd.identity.surrogates import mended
 from parkd.proxy.dialects.anthropic_errors import error_document
 from parkd.proxy.dialects.base import ResponseMeta
 from parkd.proxy.dialects.frames import json_frame
@@ -195,15 +195,11 @@ def diagnostics(report: CacheReport) -> dict[str, Any]:
 def _arguments(text: str) -> Any:
     """A call's arguments as a value that can be serialised; empty if the call broke off.
 
-    orjson is stricter than JSON: it refuses an unpaired surrogate, which a model may write as an escape.
+    A surrogate without a partner, which a model may write as an escape, is U+FFFD.
     """
     try:
-        return orjson.loads(text or "{}")
+        return orjson.loads(mended(text) or "{}")
     except orjson.JSONDecodeError:
-        pass
-    try:
-        return orjson.loads(json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8", "replace"))
-    except ValueError:
         return {}
 
 

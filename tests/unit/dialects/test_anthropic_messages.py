@@ -122,7 +122,7 @@ def test_the_document_is_what_the_stream_adds_up_to() -> None:
 @pytest.mark.parametrize(
     ("written", "value"),
     [
-        ('{"a": "\\ud800x"}', {"a": "?x"}),
+        ('{"a": "\\ud800x"}', {"a": "\ufffdx"}),
         ('{"a": 123456789012345678901234567890}', {"a": 123456789012345678901234567890.0}),
         ('{"a": 1e999}', {}),
         ('{"a": ', {}),
