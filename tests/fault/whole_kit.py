@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer
-from parkd.store.records import Capture, CaptureRequest, Parked, Refused
+from parkd.store.records import Capture, CaptureRequest, Lease, Parked, Refused
 from parkd.store.store import ConversationStore
 from tests.fault.fault_fs import FaultFs
 from tests.unit.store.store_kit import KEY, CopyEngine, make_hashes
@@ -98,6 +98,33 @@ class WholeEngine(CopyEngine):
                 part.buffer[:] = self.fixed[part.position][0]
         parts = [xxh3(part.buffer) for part in stage.fixed]
         return Checksums(_column([xxh3(whole)] * len(stage.rows)), _column(parts), file_bytes)
+
+    def restore(self, lease: Lease) -> None:
+        """Sets the whole state, as it was parked, and cuts it at the lease's end."""
+        [stage] = lease.transfer.stages
+        [run] = stage.rows
+        state = self._read(run.file.path.name, run.file.bytes) if run.file is not None else run.buffer
+        assert lease.transfer.checksums is not None
+        assert xxh3(state) == int(lease.transfer.checksums[0, 0]), "other bytes than the checksum's"
+        self.arenas[0][: lease.stop] = state.reshape(-1, ROW_BYTES)[: lease.stop]
+        self.fixed = {}
+        for part, expected in zip(stage.fixed, lease.transfer.fixed_checksums, strict=True):
+            assert part.position == lease.stop
+            assert xxh3(part.buffer) == int(expected[0]), "other bytes than the checksum's"
+            self.fixed[lease.stop] = [part.buffer.copy() if part.buffer.nbytes else self._at_the_end()]
+        self.units = lease.parked.units[: lease.stop].copy()
+        self.lineage, self.covered = lease.lineage, lease.stop
+
+    def _at_the_end(self) -> np.ndarray:
+        """The fixed state that is part of a whole state, as the engine gives it on its own."""
+        return self.rng.integers(0, 256, FIXED_BYTES, dtype=np.uint8)
+
+    def _read(self, name: str, size: int) -> np.ndarray:
+        state = np.zeros(size, dtype=np.uint8)
+        file = self.fs.open(name)
+        file.read(0, [state])
+        file.close()
+        return state
 
     def _write(self, name: str, whole: np.ndarray) -> None:
         try:

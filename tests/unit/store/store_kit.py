@@ -251,14 +251,21 @@ def assert_contiguous(runs, transfer: Transfer) -> None:
     assert at == transfer.stop
 
 
-def leased_rows(store: ConversationStore, parked: Parked, stop: int | None = None) -> list[np.ndarray]:
-    """The rows `[0, stop)` a stage, as a lease gives them."""
-    stop = parked.position if stop is None else stop
-    with store.lease(parked.id, stop) as lease:
-        return [
+def leased_state(
+    store: ConversationStore, conversation_id: str, stop: int
+) -> tuple[list[np.ndarray], tuple[np.ndarray, ...]]:
+    """The rows `[0, stop)` and the fixed state at `stop` of each stage, as a lease gives them."""
+    with store.lease(conversation_id, stop) as lease:
+        rows = [
             np.concatenate([run.buffer for run in part.rows]).reshape(-1, stage.row_bytes)[:stop].copy()
             for part, stage in zip(lease.transfer.stages, store.layout.stages, strict=True)
         ]
+        return rows, tuple(fixed.buffer.copy() for part in lease.transfer.stages for fixed in part.fixed)
+
+
+def leased_rows(store: ConversationStore, parked: Parked, stop: int | None = None) -> list[np.ndarray]:
+    """The rows `[0, stop)` a stage, as a lease gives them."""
+    return leased_state(store, parked.id, parked.position if stop is None else stop)[0]
 
 
 def assert_same_rows(left, right) -> None:

@@ -1,208 +1,371 @@
-"""Random histories of the store against a dictionary of what was put in."""
+"""Random histories of the store against the tests' own record of what was put in, and of what descends from what.
+
+The store decides what it keeps and how much of a conversation fits. Everything else is expected: which blocks a capture
+shares, which checkpoints it copies, inherits and gives up, what it supersedes, who owns each block, and every byte.
+"""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from parkd.store.records import Refused
+from parkd.state import Grain
+from parkd.store.budget import BLOCK_BYTES, CONVERSATION_BYTES, HASH_BYTES, UNIT_BYTES
+from parkd.store.records import Capture, Lease, Refused
+from tests.fault.fault_fs import FaultFs
+from tests.fault.whole_kit import FIXED_BYTES, WholeEngine, whole_layout
+from tests.unit.store.lineage_model import Expected, Known, LineageModel, Piece, superseded
 from tests.unit.store.store_kit import (
+    KEY,
     CopyEngine,
     Hooks,
-    assert_counts,
     assert_same_rows,
-    assert_within_budget,
-    leased_rows,
+    leased_state,
     make_hashes,
     make_layout,
     make_store,
     make_units,
 )
 
-BUDGET_BYTES = 150_000
+BLOCK_TOKENS = 4
 SLOTS = 5
+CHECKPOINT_LIMIT = 4
+"""Few, so that old ones must be given up."""
 TREE = make_units(1, 64)
 """Prompts branch off this one, so that prefixes are shared."""
+
+
+@dataclass
+class Waiting:
+    """A queued prompt, and the conversation that it would start from; None: there was none, or it was dropped."""
+
+    release: Callable[[], None]
+    source: str | None
+
+
+@dataclass
+class Open:
+    """A capture that was copied and is not committed yet."""
+
+    capture: Capture
+    sums: object
+    expected: Expected
 
 
 class StoreMachine(RuleBasedStateMachine):
     """A rewindable model: any token is a resumable position."""
 
-    fixed_bytes = (0, 0)
+    layout = make_layout()
+    budget_bytes = 150_000
+    longest = 400
     has_hooks = False
 
     @initialize()
     def start(self):
-        self.layout = make_layout(fixed_bytes=self.fixed_bytes)
-        self.store = make_store(BUDGET_BYTES, self.layout, slots=SLOTS, slab_hooks=Hooks() if self.has_hooks else None)
-        self.engine = CopyEngine(self.layout, context_tokens=512)
-        self.model: dict[str, tuple[np.ndarray, list[np.ndarray], dict[int, list[np.ndarray]]]] = {}
-        self.open = []
-        self.leases = []
-        self.pinned: set[str] = set()
+        hooks = Hooks() if self.has_hooks else None
+        self.store = make_store(
+            self.budget_bytes, self.layout, slots=SLOTS, slab_hooks=hooks, checkpoint_limit=CHECKPOINT_LIMIT
+        )
+        self.engine = self.make_engine()
+        self.model = LineageModel(self.layout, BLOCK_TOKENS, CHECKPOINT_LIMIT)
+        self.known: dict[str, Known] = {}
+        """Every conversation that was ever parked."""
+        self.present: list[str] = []
+        """Those that must be there, in the order in which they were parked."""
+        self.open: list[Open] = []
+        self.leases: list[tuple[str, Lease]] = []
+        self.waiting: list[Waiting] = []
         self.branches = 100
+
+    def make_engine(self) -> CopyEngine:
+        return CopyEngine(self.layout, context_tokens=512)
 
     # What is live
 
     @rule(shared=st.integers(0, 64), more=st.integers(1, 60))
     def read_cold(self, shared, more):
-        self.branches += 1
+        shared, more = min(shared, self.longest // 2), min(more, self.longest // 2)
+        self.model.read_cold()
         self.engine.read(TREE[:shared], checkpoint=shared > 0)
-        self.engine.extend(make_units(self.branches, more), checkpoint=True)
+        self.engine.extend(self.more(more), checkpoint=True)
 
-    @rule(more=st.integers(1, 40))
-    def extend(self, more):
-        if self.engine.position < 400:
-            self.branches += 1
-            self.engine.extend(make_units(self.branches, more), checkpoint=True)
+    @rule(more=st.integers(1, 40), holds=st.booleans())
+    def extend(self, more, holds):
+        if self.engine.position < self.longest:
+            self.model.extended(self.engine.position)
+            self.engine.extend(self.more(min(more, self.longest // 4)), checkpoint=holds)
+
+    @precondition(lambda self: self.engine.position > 1)
+    @rule(data=st.data())
+    def rewind(self, data):
+        places = [place for place in self.engine.fixed if place < self.engine.position]
+        if self.layout.fixed_bytes and not places:
+            return
+        stops = st.sampled_from(places) if self.layout.fixed_bytes else st.integers(1, self.engine.position - 1)
+        position = data.draw(stops)
+        self.model.cut(position)
+        self.engine.truncate(position)
 
     @rule(data=st.data())
     def restore(self, data):
-        parked = self.pick(data)
-        if parked is None:
+        chosen = self.pick(data)
+        if chosen is None:
             return
-        stop = self.pick_stop(data, parked)
-        with self.store.lease(parked.id, stop) as lease:
+        known, stop = self.known[chosen], self.pick_stop(data, chosen)
+        with self.store.lease(chosen, stop) as lease:
             self.engine.restore(lease)
-        units, rows, fixed = self.model[parked.id]
-        assert np.array_equal(self.engine.units, units[:stop])
-        assert_same_rows(self.engine.rows(), [stage[:stop] for stage in rows])
-        if fixed:
-            assert_same_rows(self.engine.fixed[stop], fixed[stop])
+        self.model.restored(known, stop)
+        assert np.array_equal(self.engine.units, known.units[:stop])
+        assert_same_rows(self.engine.rows(), [stage[:stop] for stage in known.rows])
+        if self.layout.fixed_bytes and known.checkpoints[stop].parts:
+            assert_same_rows(self.engine.fixed[stop], known.checkpoints[stop].parts)
 
     # Captures
 
     @precondition(lambda self: self.engine.position > 0)
-    @rule(outcome=st.sampled_from(["commit", "commit", "abort", "leave"]))
+    @rule(outcome=st.sampled_from(["commit", "commit", "commit", "abort", "leave"]))
     def park(self, outcome):
-        before = {parked.id for parked, _ in self.visible()}
+        stored, kin = self.stored(), [self.known[i] for i in self.present]
         capture = self.store.begin_capture(self.engine.request())
+        there = self.store.inspect().conversations
         if isinstance(capture, Refused):
-            assert {parked.id for parked, _ in self.visible()} == before
+            assert set(there) == set(self.present), "nothing is evicted for what is refused"
             return
-        sums = self.engine.capture(capture.transfer)
-        flight = self.store._captures[capture.serial]
-        # Checkpoints of before a restore are not live any more: the ones that the store adds came from the model.
-        fixed = self.inherited(flight.checkpoints)
-        content = self.engine.units[: capture.position].copy(), self.engine.rows(capture.position), fixed
+        gone = [i for i in self.present if i not in there]
+        assert not {*gone} & {i for i, _ in self.leases}, "what is leased was evicted"
+        assert not {*gone} & {each.source for each in self.waiting}, "what a queued prompt starts from was evicted"
+        assert not any(self.known[i].is_pinned for i in gone), "what is pinned was evicted"
+        self.present = [i for i in self.present if i in there]
+        expected = self.model.expected(self.engine, capture.position, stored, kin)
+        self.check_begun(capture, expected)
+        opened = Open(capture, self.engine.capture(capture.transfer), expected)
         if outcome == "commit":
-            self.commit(capture, sums, content)
-            self.engine.lineage = self.store.get(capture_id(self.model)).blocks
+            self.commit(opened)
+            self.engine.lineage = self.store.get(self.present[-1]).blocks
+            if isinstance(self.engine, WholeEngine):
+                self.engine.covered = self.engine.position
+            self.model.captured(expected.known)
         elif outcome == "abort":
             self.store.abort(capture)
         else:
-            self.open.append((capture, sums, content))
+            self.open.append(opened)
+
+    def check_begun(self, capture, expected):
+        """What is reserved, shared and copied."""
+        tokens, known = self.engine.position, expected.known
+        assert 0 < capture.position <= tokens
+        assert capture.transfer.start == expected.start
+        for stage in capture.transfer.stages:
+            assert tuple(part.position for part in stage.fixed) == expected.copied
+        if self.layout.fixed_bytes:
+            assert list(known.checkpoints)[-1:] == [capture.position], "it ends where it can be resumed"
+        [flight] = [each for each in self.store.inspect().captures if each.serial == capture.serial]
+        assert (flight.position, flight.source) == (capture.position, None)
+        self.model.name(known, flight.blocks)
+        assert [checkpoint.position for checkpoint in flight.checkpoints] == list(known.checkpoints)
+        for checkpoint in flight.checkpoints:
+            state = known.checkpoints[checkpoint.position]
+            assert state.checkpoint in (None, checkpoint.id), "another checkpoint than the one that it inherits"
+            assert (state.checkpoint is None) == (checkpoint.position in expected.copied)
+            state.checkpoint = checkpoint.id
 
     @precondition(lambda self: self.open)
     @rule(index=st.integers(0, 9), commits=st.booleans())
     def finish(self, index, commits):
-        capture, sums, content = self.open.pop(index % len(self.open))
+        opened = self.open.pop(index % len(self.open))
         if commits:
-            self.commit(capture, sums, content)
+            self.commit(opened)
         else:
-            self.store.abort(capture)
+            self.store.abort(opened.capture)
 
-    def commit(self, capture, sums, content):
-        parked = self.store.commit(capture, sums)
-        self.model[parked.id] = content
-        self.pinned = {i for i in self.pinned if self.store.get(i) is not None}
-        if self.store._shelf.entries[parked.id].is_pinned:
-            self.pinned.add(parked.id)
+    def commit(self, opened):
+        known = opened.expected.known
+        gone = superseded(opened.expected, [self.known[i] for i in self.present])
+        parked = self.store.commit(opened.capture, opened.sums)
+        assert parked.id not in self.known, "an id is never used again"
+        assert (parked.key_digest, parked.layout_digest) == (KEY, self.layout.digest)
+        known.is_pinned = any(each.is_pinned for each in gone)
+        for each in self.waiting:
+            if each.source in self.present and self.known[each.source] in gone:
+                each.source = parked.id
+        self.present = [i for i in self.present if self.known[i] not in gone]
+        self.known[parked.id] = known
+        self.present.append(parked.id)
 
     # The rest
 
     @rule(data=st.data())
     def hold(self, data):
-        parked = self.pick(data)
-        if parked is not None and len(self.leases) < 3:
-            stop = self.pick_stop(data, parked)
-            self.leases.append((parked.id, self.store.lease(parked.id, stop)))
+        chosen = self.pick(data)
+        if chosen is not None and len(self.leases) < 3:
+            self.leases.append((chosen, self.store.lease(chosen, self.pick_stop(data, chosen))))
 
     @precondition(lambda self: self.leases)
     @rule(index=st.integers(0, 9))
     def let_go(self, index):
         self.leases.pop(index % len(self.leases))[1].release()
 
+    @precondition(lambda self: len(self.waiting) < 2)
+    @rule(shared=st.integers(0, 64))
+    def expect(self, shared):
+        """A prompt is queued."""
+        release = self.store.expect(KEY, make_hashes(TREE[:shared], BLOCK_TOKENS))
+        common = {i: self.common_blocks(self.known[i], TREE[:shared]) for i in self.present}
+        best = max(common.values(), default=0)
+        latest = [i for i in self.present if common[i] == best]
+        self.waiting.append(Waiting(release, latest[-1] if best else None))
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=st.integers(0, 9))
+    def start_queued(self, index):
+        self.waiting.pop(index % len(self.waiting)).release()
+
     @rule(data=st.data(), action=st.sampled_from(["drop", "touch", "pin", "unpin"]))
     def manage(self, data, action):
-        parked = self.pick(data)
-        if parked is None or (action == "pin" and len(self.pinned) > 1):
+        chosen = self.pick(data)
+        pinned = [i for i in self.present if self.known[i].is_pinned]
+        if chosen is None or (action == "pin" and len(pinned) > 1):
             return
         if action == "drop":
-            assert self.store.drop(parked.id, "test")
-            self.pinned.discard(parked.id)
+            assert self.store.drop(chosen, "test")
+            assert not self.store.drop(chosen, "test")
+            self.present.remove(chosen)
+            for each in self.waiting:
+                each.source = None if each.source == chosen else each.source
         else:
-            getattr(self.store, action)(parked.id)
-            {"pin": self.pinned.add, "unpin": self.pinned.discard, "touch": lambda _: None}[action](parked.id)
+            getattr(self.store, action)(chosen)
+            self.known[chosen].is_pinned = {"pin": True, "unpin": False}.get(action, self.known[chosen].is_pinned)
 
     # What must hold
 
     @invariant()
-    def holds(self):
-        assert_within_budget(self.store)
-        assert_counts(self.store)
-        assert all(self.store.get(conversation_id) is not None for conversation_id in self.pinned)
-        for parked, _ in self.visible():
-            units, _, fixed = self.model[parked.id]
-            assert np.array_equal(parked.units, units)
-            places = [checkpoint.position for checkpoint in parked.checkpoints]
-            assert places == sorted(fixed)
-            assert sum(block is not None for block in map(self.store._shelf.blocks.get, parked.blocks)) == -(
-                -parked.position // 4
-            )
-        for conversation_id, lease in self.leases:
+    def conversations_are_what_was_put_in(self):
+        seen = self.store.inspect()
+        assert set(seen.conversations) == set(self.present)
+        leases = Counter(i for i, _ in self.leases)
+        awaited = Counter(each.source for each in self.waiting)
+        for name, conversation in seen.conversations.items():
+            known = self.known[name]
+            assert np.array_equal(conversation.units, known.units)
+            assert conversation.blocks == tuple(piece.block for piece in known.pieces)
+            checkpoints = [(each.position, each.id) for each in conversation.checkpoints]
+            assert checkpoints == [(place, state.checkpoint) for place, state in known.checkpoints.items()]
+            assert (conversation.is_pinned, conversation.is_in_ram) == (known.is_pinned, True)
+            assert (conversation.leases, conversation.awaited) == (leases[name], awaited[name])
+        assert sorted(each.id for each in seen.fading) == sorted({i for i in leases if i not in self.present})
+
+    @invariant()
+    def every_byte_is_owned_and_charged(self):
+        seen, stats = self.store.inspect(), self.store.stats()
+        fading = {i for i, _ in self.leases if i not in self.present}
+        holders = [self.known[i] for i in (*self.present, *fading)] + [each.expected.known for each in self.open]
+        blocks = Counter(piece.block for known in holders for piece in known.pieces)
+        checkpoints = Counter(state.checkpoint for known in holders for state in known.checkpoints.values())
+        assert {i: block.owners for i, block in seen.blocks.items()} == blocks
+        assert {i: checkpoint.owners for i, checkpoint in seen.checkpoints.items()} == checkpoints
+        assert len({block.slot for block in seen.blocks.values()}) == len(blocks), "two blocks have one place"
+        copying = {p.block for each in self.open for p in each.expected.known.pieces} - self.stored_blocks()
+        assert {i for i, block in seen.blocks.items() if not block.is_sealed} == copying
+        charged, held = seen.ram.charged_bytes, seen.ram.held_bytes
+        for kind in ("slabs", "segments", "checkpoints", "idle"):
+            assert charged[kind] == held[kind], kind
+        assert charged["checkpoints"] == sum(each.ram_bytes for each in seen.checkpoints.values())
+        if self.layout.is_opaque:
+            sizes = {p.block: p.rows * self.layout.row_bytes for known in holders for p in known.pieces}
+            assert charged["segments"] == sum(-(-size // 4096) * 4096 for size in sizes.values())
+        else:
+            stage_bytes = [-(-stage.fixed_bytes // 64) * 64 for stage in self.layout.stages]
+            assert charged["checkpoints"] == len(checkpoints) * -(-sum(stage_bytes) // 4096) * 4096
+            assert seen.ram.used_slots == len(blocks)
+        described = [CONVERSATION_BYTES + k.position * UNIT_BYTES + k.position // 4 * HASH_BYTES for k in holders]
+        assert charged["metadata"] == sum(described) + len(blocks) * BLOCK_BYTES
+        assert stats.bytes_in_use <= stats.bytes_allocated == sum(charged.values()) <= self.budget_bytes
+        assert (stats.conversations, stats.captures_in_flight) == (len(self.present), len(self.open))
+        assert (stats.blocks, stats.shared_blocks) == (len(blocks), sum(owners > 1 for owners in blocks.values()))
+        assert stats.pinned == sum(self.known[i].is_pinned for i in self.present)
+        assert stats.leased == len({i for i, _ in self.leases})
+        assert len(self.present) <= SLOTS
+
+    @invariant()
+    def a_look_up_finds_all_of_the_key(self):
+        prompt = self.engine.units
+        found = self.store.candidates(KEY, make_hashes(prompt, BLOCK_TOKENS))
+        assert {parked.id: shared for parked, shared in found} == {
+            i: self.common_blocks(self.known[i], prompt) for i in self.present
+        }
+        assert [shared for _, shared in found] == sorted((shared for _, shared in found), reverse=True)
+
+    @invariant()
+    def leased_bytes_stay(self):
+        for name, lease in self.leases:
+            known = self.known[name]
             for stage, part in enumerate(lease.transfer.stages):
                 for run in part.rows:
-                    stop = min(run.stop, lease.stop)
-                    expected = self.model[conversation_id][1][stage][run.start : stop].reshape(-1)
+                    expected = known.rows[stage][run.start : min(run.stop, lease.stop)].reshape(-1)
                     assert np.array_equal(run.buffer[: expected.size], expected)
                 for fixed in part.fixed:
-                    assert np.array_equal(fixed.buffer, self.model[conversation_id][2][lease.stop][stage])
+                    if known.checkpoints[lease.stop].parts:
+                        assert np.array_equal(fixed.buffer, known.checkpoints[lease.stop].parts[stage])
 
     def teardown(self):
         if not hasattr(self, "store"):
             return
-        for parked, _ in self.visible():
-            rows = self.model[parked.id][1]
-            stop = parked.checkpoints[-1].position if parked.checkpoints else parked.position
-            assert_same_rows(leased_rows(self.store, parked, stop), [stage[:stop] for stage in rows])
-        for capture, _, _ in self.open:
-            self.store.abort(capture)
+        for name in self.present:
+            known = self.known[name]
+            for stop in known.checkpoints if self.layout.fixed_bytes else (known.position, (known.position + 1) // 2):
+                rows, fixed = leased_state(self.store, name, stop)
+                assert_same_rows(rows, [stage[:stop] for stage in known.rows])
+                if self.layout.fixed_bytes and known.checkpoints[stop].parts:
+                    assert_same_rows(fixed, known.checkpoints[stop].parts)
+        for each in self.open:
+            self.store.abort(each.capture)
         for _, lease in self.leases:
             lease.release()
         self.store.close()
         assert self.store.stats().bytes_allocated == 0
         assert self.store.stats().blocks == 0
 
-    def visible(self):
-        return [(entry.parked, None) for entry in self.store._shelf.entries.values()]
+    def stored(self) -> set[Piece]:
+        """The pieces that are in memory and complete."""
+        holders = [self.known[i] for i in {*self.present, *(i for i, _ in self.leases)}]
+        complete = {piece for known in holders for piece in known.pieces}
+        return complete | {
+            piece for each in self.open for piece in each.expected.known.pieces if piece in each.expected.shared
+        }
 
-    def pick(self, data):
-        ids = sorted(parked.id for parked, _ in self.visible())
-        return self.store.get(data.draw(st.sampled_from(ids))) if ids else None
+    def stored_blocks(self) -> set[int]:
+        return {piece.block for piece in self.stored()}
 
-    def pick_stop(self, data, parked):
+    def common_blocks(self, known: Known, prompt: np.ndarray) -> int:
+        """Full blocks of equal tokens at the beginning of both."""
+        most = min(known.position, len(prompt))
+        differs = np.flatnonzero(known.units[:most] != prompt[:most])
+        return int(differs[0] if len(differs) else most) // BLOCK_TOKENS
+
+    def pick(self, data) -> str | None:
+        return data.draw(st.sampled_from(sorted(self.present))) if self.present else None
+
+    def pick_stop(self, data, chosen) -> int:
+        known = self.known[chosen]
         if self.layout.fixed_bytes:
-            return data.draw(st.sampled_from([checkpoint.position for checkpoint in parked.checkpoints]))
-        return data.draw(st.integers(1, parked.position))
+            return data.draw(st.sampled_from(sorted(known.checkpoints)))
+        return data.draw(st.integers(1, known.position))
 
-    def inherited(self, checkpoints):
-        """The fixed state at each, from the live engine or from the conversation that had that checkpoint first."""
-        parts = {}
-        for checkpoint in checkpoints:
-            memory = self.store._shelf.checkpoints.parts(checkpoint.id, writeable=False)
-            parts[checkpoint.position] = [part.buffer.copy() for part in memory]
-            if checkpoint.position in self.engine.fixed:
-                assert_same_rows(parts[checkpoint.position], self.engine.fixed[checkpoint.position])
-        return parts
+    def more(self, count) -> np.ndarray:
+        self.branches += 1
+        return make_units(self.branches, count)
 
 
 class CheckpointMachine(StoreMachine):
     """A model with fixed state: only checkpoints are resumable positions."""
 
-    fixed_bytes = (700, 1000)
+    layout = make_layout(fixed_bytes=(700, 1000))
 
 
 class LockedMachine(CheckpointMachine):
@@ -211,8 +374,21 @@ class LockedMachine(CheckpointMachine):
     has_hooks = True
 
 
-def capture_id(model):
-    return next(reversed(model))
+class WholeMachine(StoreMachine):
+    """An engine whose state the store can't cut."""
+
+    layout = whole_layout(Grain.OPAQUE)
+    budget_bytes = 700_000
+    longest = 80
+
+    def make_engine(self) -> CopyEngine:
+        return WholeEngine(self.layout, BLOCK_TOKENS, 1, FaultFs())
+
+
+class WholeCheckpointMachine(WholeMachine):
+    """The same with states at positions, each with bytes of its own."""
+
+    layout = whole_layout(Grain.OPAQUE, FIXED_BYTES)
 
 
 def test_candidates_of_the_tree_agree_with_a_scan():
@@ -242,3 +418,7 @@ TestCheckpoints = CheckpointMachine.TestCase
 TestCheckpoints.settings = limits
 TestLocked = LockedMachine.TestCase
 TestLocked.settings = limits
+TestWhole = WholeMachine.TestCase
+TestWhole.settings = limits
+TestWholeWithCheckpoints = WholeCheckpointMachine.TestCase
+TestWholeWithCheckpoints.settings = limits
