@@ -1,7 +1,7 @@
 """Surrogates without a partner in JSON, which are no characters and have no UTF-8.
 
-JavaScript cuts strings between the two halves of a character, and models write half an escape. JSON may contain both, and
-a client that has such a text in its history cannot repair it. So each becomes U+FFFD, the replacement character.
+JavaScript cuts strings between the two halves of a character, and models write half an escape. JSON may contain both,
+and a client that has such a text in its history cannot repair it. So each becomes U+FFFD, the replacement character.
 """
 
 from __future__ import annotations
