@@ -31,16 +31,15 @@ from benchmarks.servers import demo_model
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.torch_engine.words import TranslatedTemplate
 from parkd.identity.builder import IdentityBuilder
-from parkd.identity.matcher import CostModel
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.start_plan import decide_start
 from parkd.proxy.dialects.openai_chat import OpenAIChat
-from parkd.state import StageLayout, StateLayout
+from parkd.state import Costs, StageLayout, StateLayout
 from parkd.store.index import PrefixIndex
 from parkd.store.records import Parked
 from parkd.store.store import CANDIDATE_LIMIT
-from parkd.types import CacheOutcome, PromptIdentity
+from parkd.types import PromptIdentity
 
 SIZES = {"30k": 30_000, "86k": 86_000}
 CHARACTERS_A_TOKEN = 3.92
@@ -58,7 +57,7 @@ END_TEXT = "<|im_end|>"
 PARTS = ("parse", "render", "tokenise", "hash", "match")
 WAYS = ("cold", "next turn", "again")
 LAYOUT = StateLayout(tuple(StageLayout(15 * i, 15 * i + 15, 23_040, 0, bytes(16)) for i in range(2)), "xxh3-64")
-COST = CostModel(read_s=0.004, bytes_per_s={CacheOutcome.RESTORED_RAM: 5e9})
+COST = Costs(read_s=0.004, bytes_per_s=5e9)
 FINGERPRINT = bytes(16)
 
 

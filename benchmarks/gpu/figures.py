@@ -80,8 +80,8 @@ def capture_request(lane: GpuLane) -> CaptureRequest:
         prefix_hashes=prompt.prefix_hashes,
         lineage=(),
         layout_digest=lane.engine.info.layout.digest,
-        checkpoints=(live.position,) if lane.engine.info.layout.fixed_bytes else (),
-        rewindable=lane.engine.info.layout.fixed_bytes == 0,
+        checkpoints=(live.position,) if lane.engine.info.layout.resume.needs_checkpoints else (),
+        rewindable=not lane.engine.info.layout.resume.needs_checkpoints,
     )
 
 

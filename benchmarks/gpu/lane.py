@@ -88,7 +88,7 @@ class GpuLane:
             layout=self.engine.info.layout,
             live_checkpoints=self.live.checkpoints,
             rewind_floor=self.live.rewind_floor,
-            cost=dataclasses.replace(self.costs.model, read_s=1.0),  # reading costs so much that any state is reused
+            cost=dataclasses.replace(self.costs.measured, read_s=1.0),  # reading costs so much that any state is reused
         )
         try:
             await self.live.begin(plan, prompt.key, PromptTail(prompt, plan.common, None))

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from parkd.state import chunk_end
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
 from parkd_engine.arenas.fixed_state import FixedState
@@ -221,8 +222,7 @@ class Session:
         running = ChunksUnderWay(self.stages)
         while self._position < end and not (cancel is not None and cancel.is_set()):
             start = self._position
-            edge = (start // self.batch_tokens + 1) * self.batch_tokens
-            stop = min(end, edge, next((place for place in stops if place > start), end))
+            stop = chunk_end(start, end, self.batch_tokens, stops)
             if reading is not None:
                 stop = reading.stop_for(start, stop)
             chunk, offset = self._images.chunk(reading, start, stop)

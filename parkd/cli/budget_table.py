@@ -109,7 +109,7 @@ def lines(name: str, sizes: Sizes, context_tokens: int, min_free_bytes: int) -> 
 
 
 def _refusals(sizes: Sizes, context_tokens: int, longest: int, min_free_bytes: int) -> list[str]:
-    fixed = sizes.layout.fixed_bytes > 0
+    fixed = sizes.layout.resume.needs_checkpoints
     shown = []
     if longest == 0:
         need = -(-sizes.need_bytes(1) // MIB)

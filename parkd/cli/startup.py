@@ -11,7 +11,7 @@ from typing import TextIO
 from parkd.config import MIB
 from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
 from parkd.errors import ParkdError
-from parkd.state import Grain
+from parkd.state import Grain, Resume
 from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
 from parkd.store.disk_records import DiskStats
 from parkd.store.slabs import SlabGeometry
@@ -104,7 +104,8 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, war
     ]
     fixed = f", {info.layout.fixed_bytes:,} bytes fixed" if info.layout.fixed_bytes else ""
     if info.layout.grain is Grain.FILE:
-        stages, fixed = ["of the server's own"], ", resumed at its end only" if info.layout.fixed_bytes else ""
+        stages = ["of the server's own"]
+        fixed = ", resumed at its end only" if info.layout.resume is Resume.AT_END else ""
     lines = [
         f"model     {info.model_name} ({info.architecture}), weights {info.weights_bytes // MIB:,} MiB",
         f"stages    {' | '.join(stages)}",

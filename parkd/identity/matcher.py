@@ -7,17 +7,17 @@ parked   |======== common ========|........
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from parkd.engine_adapter.base import Tokenizer
 from parkd.identity.units import IMAGE_BIT, common_prefix
+from parkd.state import Costs, last_exact
 from parkd.types import CacheOutcome, Divergence, ImageSpan, PromptIdentity, Units
 
 __all__ = [
-    "CostModel",
     "Start",
     "StartOption",
     "choose_start",
@@ -40,43 +40,15 @@ def outside_images(position: int, images: Sequence[ImageSpan]) -> int:
 
 
 def resumable_position(
-    common: int, prompt_len: int, rewindable: bool, checkpoints: Sequence[int], images: Sequence[ImageSpan] = ()
+    common: int, prompt_len: int, floor: int | None, checkpoints: Sequence[int], images: Sequence[ImageSpan] = ()
 ) -> int:
     """The last position at which there is exact state from which a prompt of `prompt_len` tokens can continue.
 
-    At most `common`, and at most `prompt_len - 1`, since the last token always runs for its logits. A rewindable state
-    can be cut anywhere; other state resumes at one of `checkpoints` (in any order), or at 0. Nothing resumes inside an
-    image that sees itself.
+    At most `common`, and at most `prompt_len - 1`, since the last token always runs for its logits. The state can be
+    cut anywhere from `floor` on (None: nowhere); else it resumes at one of `checkpoints` (in any order), or at 0.
+    Nothing resumes inside an image that sees itself.
     """
-    limit = outside_images(max(0, min(common, prompt_len - 1)), images)
-    if rewindable:
-        return limit
-    return max((position for position in checkpoints if position <= limit), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Seconds, as measured on this machine. Reading token number t costs `read_s + t * read_growth_s`."""
-
-    read_s: float
-    """Seconds to read one token at the start of a conversation."""
-    read_growth_s: float = 0.0
-    """Additional seconds per token for each token before it, since attention grows with depth."""
-    bytes_per_s: Mapping[CacheOutcome, float] = field(default_factory=dict)
-    """Bandwidth of a restore from each tier. Nothing can be restored from a tier that is missing; `LIVE` moves
-    nothing."""
-
-    def reading_s(self, start: int, stop: int) -> float:
-        """Seconds to read the tokens `[start, stop)`."""
-        count = max(0, stop - start)
-        return count * self.read_s + self.read_growth_s * count * (start + stop - 1) / 2
-
-    def moving_s(self, outcome: CacheOutcome, size_bytes: int) -> float:
-        """Seconds to move `size_bytes` from a tier; infinite if its bandwidth is not known."""
-        if size_bytes == 0:
-            return 0.0
-        bandwidth = self.bytes_per_s.get(outcome, 0.0)
-        return size_bytes / bandwidth if bandwidth > 0 else float("inf")
+    return last_exact(outside_images(max(0, min(common, prompt_len - 1)), images), checkpoints, floor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +78,7 @@ def cold_start(prompt_tokens: int) -> StartOption:
     return StartOption(CacheOutcome.COLD, 0, prompt_tokens)
 
 
-def choose_start(options: Sequence[StartOption], cost: CostModel) -> Start:
+def choose_start(options: Sequence[StartOption], cost: Costs) -> Start:
     """The cheapest option; of equally cheap ones, the one that moves least, then the one that reuses most, then the
     first.
 
@@ -118,7 +90,7 @@ def choose_start(options: Sequence[StartOption], cost: CostModel) -> Start:
         Start(
             option,
             cost.reading_s(option.position, option.prompt_tokens)
-            + cost.moving_s(option.outcome, option.move_bytes)
+            + cost.moving_s(option.move_bytes, from_disk=option.outcome is CacheOutcome.RESTORED_DISK)
             + option.extra_s,
         )
         for option in options

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from parkd.identity.matcher import CostModel
-from parkd.store.policy import Costs
+from parkd.state import Costs
 from parkd.types import CacheOutcome
 
-FIRST_READ_S = 1e-3
-"""Seconds to read a token, until there is a measurement. High, so that the first decisions prefer to restore."""
-FIRST_BYTES_PER_S = {CacheOutcome.RESTORED_RAM: 8e9, CacheOutcome.RESTORED_DISK: 1e9}
 MIN_READ_TOKENS = 512
 MIN_MOVED_BYTES = 8 * 1024 * 1024
 """Smaller samples would measure overhead, not speed."""
@@ -24,18 +20,16 @@ class CostMeter:
     makes deep tokens cost more."""
 
     def __init__(self) -> None:
-        self._means = (0.0, FIRST_READ_S, 0.0, 0.0)
+        first = Costs()
+        self._means = (0.0, first.read_s, 0.0, 0.0)
         """Means of depth, seconds per token, depth squared, and depth times seconds."""
-        self._bytes_per_s = dict(FIRST_BYTES_PER_S)
+        self._bytes_per_s = {
+            CacheOutcome.RESTORED_RAM: first.bytes_per_s,
+            CacheOutcome.RESTORED_DISK: first.disk_bytes_per_s,
+        }
 
     @property
-    def model(self) -> CostModel:
-        read_s, growth_s = self._line()
-        return CostModel(read_s=read_s, read_growth_s=growth_s, bytes_per_s=dict(self._bytes_per_s))
-
-    @property
-    def for_store(self) -> Costs:
-        """The same costs, as the store's eviction policy takes them."""
+    def measured(self) -> Costs:
         read_s, growth_s = self._line()
         speeds = self._bytes_per_s
         return Costs(read_s, growth_s, speeds[CacheOutcome.RESTORED_RAM], speeds[CacheOutcome.RESTORED_DISK])

@@ -90,7 +90,7 @@ class LiveEngine:
 
     async def checkpoint(self) -> None:
         """Takes a checkpoint at the engine's position, if the model has fixed state."""
-        if self.engine.info.layout.fixed_bytes and self.conversation.position not in self.checkpoints:
+        if self.engine.info.layout.resume.needs_checkpoints and self.conversation.position not in self.checkpoints:
             await self._call_and_refresh(self.engine.checkpoint)
 
     async def _reconcile(self, position: int) -> None:

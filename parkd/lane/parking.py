@@ -21,7 +21,7 @@ from parkd.lane.live_engine import LiveEngine
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail, read_while_restoring
 from parkd.lane.start_plan import StartPlan
-from parkd.state import Checksums, Grain, StateSizes
+from parkd.state import Checksums, Resume, StateSizes
 from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
 from parkd.store.store import ConversationStore
 from parkd.types import CacheOutcome, CacheReport, ConversationKey, PromptIdentity, SamplingParams, TokenMask
@@ -170,7 +170,7 @@ class LiveState(LiveEngine):
                 lineage=live.lineage,
                 layout_digest=self.engine.info.layout.digest,
                 checkpoints=checkpoints,
-                rewindable=self.engine.info.layout.fixed_bytes == 0,
+                rewindable=not self.engine.info.layout.resume.needs_checkpoints,
                 namespace=live.key.namespace,
                 sizes=sizes,
                 covered=live.covered,
@@ -205,10 +205,10 @@ class LiveState(LiveEngine):
         places = tuple(place for place in self.checkpoints if place <= position)
         if not isinstance(self.engine, WholeState):
             return places, None
-        is_file = self.engine.info.layout.grain is Grain.FILE  # a file contains no checkpoint but its end
-        inner = () if is_file else tuple(place for place in places if place < position)
+        resume = self.engine.info.layout.resume
+        inner = tuple(place for place in places if place < position) if resume is Resume.AT_CHECKPOINTS else ()
         sizes = await self.call(self.engine.state_sizes, inner)
-        if self.engine.info.layout.fixed_bytes == 0:
+        if not resume.needs_checkpoints:
             return (), sizes
         return (*inner, position), StateSizes(sizes.whole, (*sizes.checkpoints, 0))
 

@@ -12,17 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.matcher import (
-    CostModel,
     StartOption,
     choose_start,
     cold_start,
     common_prefix,
     image_at,
-    outside_images,
     resumable_position,
 )
 from parkd.lane.live_conversation import LiveConversation
-from parkd.state import StateLayout
+from parkd.state import Costs, StateLayout
 from parkd.store.records import Parked, Tier
 from parkd.types import CacheOutcome, PromptIdentity, Units
 
@@ -67,7 +65,7 @@ def decide_start(
     *,
     layout: StateLayout,
     live_checkpoints: Sequence[int],
-    cost: CostModel,
+    cost: Costs,
     rewind_floor: int | None = None,
     has_spare: bool = False,
 ) -> StartPlan:
@@ -77,16 +75,15 @@ def decide_start(
     0 without fixed state, and the live position with it. `has_spare`: the engine can keep several conversations live.
     Then a live conversation that is parked is not cut to less than half, since returning to it would need a restore.
     """
-    rewindable = layout.fixed_bytes == 0
     length = len(prompt)
     plans = [StartPlan(cold_start(length), 0, None)]
     deepest_common, deepest_known, deepest_position = 0, 0, 0
     nearest: Units | None = None
     if live.key == prompt.key:
         common = common_prefix(live.units, prompt.units)
-        floor = rewind_floor if rewind_floor is not None else 0 if rewindable else live.position
-        is_free = outside_images(min(common, length - 1), prompt.images) >= floor
-        position = resumable_position(common, length, is_free, live_checkpoints, prompt.images)
+        floor = rewind_floor if rewind_floor is not None else layout.resume.floor
+        floor = live.position if floor is None else floor
+        position = resumable_position(common, length, floor, live_checkpoints, prompt.images)
         is_worth_more = has_spare and live.parked_id is not None and live.position - position > position
         if position > 0 and not is_worth_more:
             plans.append(StartPlan(StartOption(CacheOutcome.LIVE, position, length), position, None))
@@ -97,7 +94,7 @@ def decide_start(
             continue
         common = common_prefix(parked.units, prompt.units)
         checkpoints = [checkpoint.position for checkpoint in parked.checkpoints]
-        position = resumable_position(common, length, rewindable, checkpoints, prompt.images)
+        position = resumable_position(common, length, layout.resume.floor, checkpoints, prompt.images)
         if common > deepest_common:
             deepest_common, deepest_known, nearest = common, len(parked.units), parked.units
         deepest_position = max(deepest_position, position)

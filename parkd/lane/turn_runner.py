@@ -264,7 +264,7 @@ class TurnRunner:
         try:
             await self._live.check()
             if self._store is not None:
-                self._store.measured(self._costs.for_store)
+                self._store.measured(self._costs.measured)
             if turn.request.cache.mode is CacheMode.USE:
                 if self._groups is not None and turn.request.cache.group is not None:
                     self._groups.used(turn.request.cache.group, turn.prompt)

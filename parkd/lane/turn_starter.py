@@ -87,7 +87,7 @@ class TurnStarter:
             layout=self._live.engine.info.layout,
             live_checkpoints=self._live.checkpoints,
             rewind_floor=self._live.rewind_floor,
-            cost=self._costs.model,
+            cost=self._costs.measured,
             has_spare=self._live.engine.info.live_conversations > 1,
         )
         beyond = hashes[plan.common // BLOCK_TOKENS :]

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parkd.replay.trace import TraceHeader, TurnRecord
-from parkd.store.policy import Costs
+from parkd.state import Costs
 
 STEPS = 400
 PATIENCE = 15

@@ -15,7 +15,8 @@ from parkd.replay.driver import replay
 from parkd.replay.generators import GENERATORS, generate
 from parkd.replay.result import ReplayConfig, ReplayResult
 from parkd.replay.trace import Trace, TraceError, TraceHeader, read_trace, write_trace
-from parkd.store.policy import POLICIES, Costs, policy_named
+from parkd.state import Costs
+from parkd.store.policy import POLICIES, policy_named
 
 MIB = 1 << 20
 GENERATE = "generate:"

@@ -17,7 +17,7 @@ import numpy as np
 
 from parkd.replay.result import ReplayConfig, ReplayResult
 from parkd.replay.trace import TraceHeader, TurnRecord
-from parkd.state import Checksums, StageLayout, StateLayout
+from parkd.state import Checksums, StageLayout, StateLayout, last_exact
 from parkd.store.disk import DiskTier
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskConfig
@@ -148,7 +148,7 @@ class Replayer:
         best: dict[bool, _Start] = {}
         # Deepest first. Without fixed state, no later one has more; with it, a later one may have a better checkpoint.
         # A start in memory may be cheaper even if more is on disk.
-        simple = not self._layout.fixed_bytes and self._tiers is None
+        simple = not self._layout.resume.needs_checkpoints and self._tiers is None
         for parked, shared in self.store.candidates(key, prompt, 1 if simple else CANDIDATE_LIMIT):
             places = tuple(checkpoint.position for checkpoint in parked.checkpoints)
             position = self._resumable(shared, turn.prompt_tokens, places)
@@ -159,20 +159,17 @@ class Replayer:
             # As on a server, the last block is restored in any case.
             keep = _shared(self._live.lineage, parked.blocks[: (position - 1) // self._size]) * self._size
             moved = (position - keep) * self._layout.row_bytes + self._layout.fixed_bytes
-            cost_s = self._costs.reading_s(position, turn.prompt_tokens) + moved / self._costs.bytes_per_s
+            cost_s = self._costs.reading_s(position, turn.prompt_tokens) + self._costs.moving_s(moved, from_disk=False)
             if is_on_disk:
                 whole = position * self._layout.row_bytes + self._layout.fixed_bytes * len(places)
-                cost_s += whole / self._costs.disk_bytes_per_s
+                cost_s += self._costs.moving_s(whole, from_disk=True)
             if known is None or cost_s < known.cost_s:
                 best[is_on_disk] = _Start(position, cost_s, parked, keep)
         return list(best.values())
 
     def _resumable(self, shared: int, prompt_tokens: int, checkpoints: tuple[int, ...]) -> int:
         """The tokens that can be reused: never the last one of a prompt, which always runs."""
-        limit = min(shared * self._size, prompt_tokens - 1)
-        if not self._layout.fixed_bytes:
-            return limit
-        return max((place for place in checkpoints if place <= limit), default=0)
+        return last_exact(min(shared * self._size, prompt_tokens - 1), checkpoints, self._layout.resume.floor)
 
     def _park(self, turn: TurnRecord, key: bytes, lineage: tuple[BlockId, ...], position: int) -> None:
         chain, size = turn.chain, self._size
@@ -180,7 +177,7 @@ class Replayer:
         self._live = live
         if not chain:
             return
-        if self._layout.fixed_bytes:
+        if self._layout.resume.needs_checkpoints:
             ends = {turn.prompt_tokens // size * size, len(chain) * size}
             live.checkpoints = tuple(sorted(end for end in ends if position <= end <= len(chain) * size and end))
         request = CaptureRequest(
@@ -190,7 +187,7 @@ class Replayer:
             lineage,
             self._layout.digest,
             live.checkpoints,
-            rewindable=not self._layout.fixed_bytes,
+            rewindable=not self._layout.resume.needs_checkpoints,
         )
         capture = self.store.begin_capture(request)
         if isinstance(capture, Refused):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from parkd.store.policy import Costs, Policy
+from parkd.state import Costs
+from parkd.store.policy import Policy
 
 DEFAULT_COSTS = Costs(read_s=3.8e-4, read_growth_s=1e-8, bytes_per_s=8e9)
 """20 s for 36k tokens and 70 s for 86k, as observed on two mid-range cards."""

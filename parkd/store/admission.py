@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from parkd.state import StateSizes
+from parkd.state import Costs, StateSizes
 from parkd.store.blocks import Owner
 from parkd.store.budget import Need, Room, mib
 from parkd.store.eviction import Queue
 from parkd.store.history import History
 from parkd.store.planning import CapturePlan, OpaquePlan, block_identity, bounded
-from parkd.store.policy import Costs, Evictable, Policy, longest_position
+from parkd.store.policy import Evictable, Policy, longest_position
 from parkd.store.records import BlockId, CaptureRequest, ParkedCheckpoint, RefusalReason, Refused, StoreConfig
 from parkd.store.shelf import Entry, Shelf, superseded
 

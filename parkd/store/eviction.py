@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
+from parkd.state import Costs
 from parkd.store.blocks import Owner
-from parkd.store.policy import Costs, Policy, Rank, rank
+from parkd.store.policy import Policy, Rank, rank
 from parkd.store.shelf import Entry, Rating, Shelf
 
 

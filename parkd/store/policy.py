@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from parkd.state import Costs
 from parkd.store.history import History
 from parkd.store.records import ConversationId
 
@@ -36,29 +37,12 @@ class Evictable(NamedTuple):
     is_on_disk: bool = False
     """Whether all of it is also on disk, so that its eviction costs at most a promotion."""
 
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Seconds as measured on this machine. Reading token number t costs `read_s + t * read_growth_s`."""
-
-    read_s: float = 1e-3
-    read_growth_s: float = 0.0
-    bytes_per_s: float = 8e9
-    """Bandwidth of a restore."""
-    disk_bytes_per_s: float = 1e9
-    """Bandwidth of a promotion, which comes before the restore."""
-
-    def reading_s(self, start: int, stop: int) -> float:
-        """Seconds to read the tokens `[start, stop)`."""
-        count = stop - start
-        return count * (self.read_s + self.read_growth_s * (start + stop - 1) / 2)
-
-    def saved_s(self, candidate: Evictable) -> float:
+    def saved_s(self, costs: Costs) -> float:
         """Seconds a return would save by finding in memory what only this conversation holds; never negative."""
-        start = candidate.position - candidate.freed_tokens
-        saved_s = self.reading_s(start, candidate.position) - candidate.freed_bytes / self.bytes_per_s
-        if candidate.is_on_disk:
-            saved_s = min(saved_s, candidate.freed_bytes / self.disk_bytes_per_s)
+        start = self.position - self.freed_tokens
+        saved_s = costs.reading_s(start, self.position) - self.freed_bytes / costs.bytes_per_s
+        if self.is_on_disk:
+            saved_s = min(saved_s, self.freed_bytes / costs.disk_bytes_per_s)
         return max(0.0, saved_s)
 
 
@@ -111,7 +95,7 @@ class GdsfPolicy:
 
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:  # noqa: ARG002
         uses = candidate.history.turns + candidate.history.forks
-        return candidate.floor + uses * costs.saved_s(candidate) * (1 << 20) / max(1, candidate.freed_bytes)
+        return candidate.floor + uses * candidate.saved_s(costs) * (1 << 20) / max(1, candidate.freed_bytes)
 
     def steady_s(self, history: History, idle_s: float) -> float:  # noqa: ARG002
         return math.inf
@@ -142,7 +126,7 @@ class ValuePolicy:
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:
         return (
             self.return_probability(candidate.history, now_s - candidate.last_used_s)
-            * costs.saved_s(candidate)
+            * candidate.saved_s(costs)
             / (max(1, candidate.freed_bytes) * self.wait_s(candidate.history, now_s - candidate.last_used_s))
         )
 

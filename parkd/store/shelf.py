@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parkd.state import StateLayout
+from parkd.state import Costs, StateLayout
 from parkd.store.blocks import BlockPool, Owner
 from parkd.store.budget import Budget, Kind, Need, Room, conversation_metadata_bytes
 from parkd.store.checkpoints import CheckpointPool
 from parkd.store.history import Ghosts, History
 from parkd.store.index import PrefixIndex
-from parkd.store.policy import Costs, Evictable, Policy, Rank, rank
+from parkd.store.policy import Evictable, Policy, Rank, rank
 from parkd.store.records import ConversationGone, ConversationId, Parked, StoreConfig
 from parkd.store.segments import SegmentPool
 from parkd.store.slabs import SlabGeometry, SlabHooks, SlabPool

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from parkd.state import Checksums, StateLayout
+from parkd.state import Checksums, Costs, StateLayout
 from parkd.store.admission import Admission, Decision, Replaced, replaced
 from parkd.store.blocks import Owner
 from parkd.store.budget import mib
@@ -26,7 +26,7 @@ from parkd.store.gone import GoneMemory
 from parkd.store.history import History
 from parkd.store.inspection import Inspection, inspect_ram
 from parkd.store.planning import CapturePlan, check_request
-from parkd.store.policy import Costs, LruPolicy, Policy
+from parkd.store.policy import LruPolicy, Policy
 from parkd.store.records import (
     BlockId,
     Capture,

@@ -13,9 +13,8 @@ from hashlib import blake2b
 import numpy as np
 
 from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, ImageReader
-from parkd.engine_adapter.kept_states import chunk_end
 from parkd.errors import InvalidRequest, RestoreFailed
-from parkd.state import Checksums, StateLayout, Transfer
+from parkd.state import Checksums, StateLayout, Transfer, chunk_end
 from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
 from tests.fakes.fixed import FakeFixedState
 from tests.fakes.images import IMAGE_TOKEN, FakeImages, whole_end, with_images

@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from parkd.engine_adapter.kept_states import KeptStates
-from parkd.state import StageTransfer
+from parkd.state import KeptStates, StageTransfer
 
 Words = npt.NDArray[np.uint64]
 
@@ -30,7 +29,7 @@ class FakeFixedState:
 
     def keep(self, position: int) -> None:
         if self.exists:
-            self._kept.keep(position, lambda: [words.copy() for words in self.live])
+            self._kept.keep(position, lambda _: [words.copy() for words in self.live])
 
     def held(self, position: int) -> list[Words]:
         """The copy of that position. Raises KeyError."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from parkd.state import Costs
 from parkd.store.disk_jobs import MarkJob, mark
-from parkd.store.policy import Costs, GdsfPolicy, ValuePolicy
+from parkd.store.policy import GdsfPolicy, ValuePolicy
 from parkd.store.records import ConversationGone, Parked, Refused, Tier
 from tests.fault.tier_kit import away, evict, parked, promote, pump, rows_of, started
 from tests.unit.store.store_kit import (

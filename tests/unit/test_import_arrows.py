@@ -28,9 +28,9 @@ class Rule:
 
 
 RULES = (
-    Rule("parkd_engine", ("parkd_engine",), HTTP),
+    Rule("parkd_engine", ("parkd_engine", "parkd.state", "parkd.errors"), HTTP),
     Rule("parkd.types", ("parkd.types",), COMPUTE + HTTP),
-    Rule("parkd.state", ("parkd.state", "parkd.types.identity"), COMPUTE + HTTP),
+    Rule("parkd.state", ("parkd.state",), COMPUTE + HTTP),
     Rule("parkd.errors", (), COMPUTE + HTTP),
     Rule("parkd.config", ("parkd.config", "parkd.identity.normalise", *SHARED), COMPUTE + HTTP),
     Rule("parkd.identity", ("parkd.identity", "parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
@@ -173,12 +173,12 @@ def test_a_circle_is_seen_also_if_it_is_only_for_types() -> None:
         ("parkd.identity.chain", "from starlette.requests import Request"),
         ("parkd.lane.turn_runner", "from parkd_engine.session import Session"),
         ("parkd.lane.turn_runner", "from parkd.engine_adapter.torch_engine.engine import TorchEngine"),
-        ("parkd.lane.turn_runner", "from parkd.engine_adapter import kept_states"),
+        ("parkd.lane.turn_runner", "from parkd.engine_adapter import held_text"),
         ("parkd.lane.turn_runner", "from tests.fakes.engine import FakeEngine"),
         ("parkd.cli.model", "from tests.fakes.engine import FakeEngine"),
         ("parkd_engine.session", "import tests.fakes"),
-        ("parkd.engine_adapter.kept_states", "import parkd_engine"),
-        ("parkd.engine_adapter.kept_states", "import httpx"),
+        ("parkd.engine_adapter.held_text", "import parkd_engine"),
+        ("parkd.engine_adapter.held_text", "import httpx"),
         ("parkd.engine_adapter.llama_server.client", "import torch"),
         ("parkd.demo.command", "from parkd_engine.config import EngineConfig"),
         ("parkd.types", "from parkd.errors import ParkdError"),

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
+from parkd.state import KeptStates
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
 from parkd_engine.errors import StageFailed
@@ -27,7 +28,7 @@ Copies = list[torch.Tensor]
 
 
 class FixedState:
-    """Keeps at most `limit` checkpoints. Evicts the least recently used, but never the earliest while others exist."""
+    """Keeps at most `limit` checkpoints, by the rule of `KeptStates`."""
 
     def __init__(
         self,
@@ -40,9 +41,7 @@ class FixedState:
         self._is_read = is_read
         self._arenas = tuple(arenas)
         self._caches = tuple(caches)
-        self._limit = limit
-        self._kept: dict[int, Copies] = {}
-        """By position, least recently used first."""
+        self._kept: KeptStates[Copies] = KeptStates(limit)
         self.exists = any(arena.layout.fixed_bytes for arena in arenas)
         self.is_exact_once = any(cache.has_linear_state for cache in caches)
         """Whether the state is exact at one position only, so that a failed forward pass loses it."""
@@ -50,7 +49,7 @@ class FixedState:
     @property
     def positions(self) -> tuple[int, ...]:
         """The positions of the checkpoints, ascending."""
-        return tuple(sorted(self._kept))
+        return self._kept.positions
 
     def floor(self, position: int) -> int:
         """The lowest position from which the state is exact, without a checkpoint, up to `position`, where the timeline
@@ -80,27 +79,25 @@ class FixedState:
         waiting. `is_packed` says that the arenas' own tensors are up to date."""
         if not self.exists:
             return
-        if position in self._kept:
-            self._kept[position] = self._kept.pop(position)
-            return
-        memory = self._kept.pop(self._oldest()) if len(self._kept) >= self._limit else None
-        if self._is_read():
-            memory = None  # The capture frees it once it is done.
-        live = [arena.fixed for arena in self._arenas] if is_packed else self.live(position)
-        try:
-            copies = [torch.empty_like(fixed) for fixed in live] if memory is None else memory
-        except torch.OutOfMemoryError:
-            log.info("no memory for a checkpoint at %d: prompts that go on from there will read more", position)
-            return
-        for copy, fixed in zip(copies, live, strict=True):
-            copy.copy_(fixed)
-        self._kept[position] = copies
+
+        def copied(memory: Copies | None) -> Copies | None:
+            if self._is_read():
+                memory = None  # The capture frees it once it is done.
+            live = [arena.fixed for arena in self._arenas] if is_packed else self.live(position)
+            try:
+                copies = [torch.empty_like(fixed) for fixed in live] if memory is None else memory
+            except torch.OutOfMemoryError:
+                log.info("no memory for a checkpoint at %d: prompts that go on from there will read more", position)
+                return None
+            for copy, fixed in zip(copies, live, strict=True):
+                copy.copy_(fixed)
+            return copies
+
+        self._kept.keep(position, copied)
 
     def go_back(self, position: int) -> None:
         """Restores the checkpoint at `position` and drops those beyond it. Raises KeyError if there is none."""
-        copies = self._kept.pop(position)
-        self._kept[position] = copies
-        for arena, copy in zip(self._arenas, copies, strict=True):
+        for arena, copy in zip(self._arenas, self._kept.use(position), strict=True):
             arena.fixed.copy_(copy)
         self.unpack(position)
         self.forget_beyond(position)
@@ -136,23 +133,15 @@ class FixedState:
         for cache in self._caches:
             if position < at and not cache.history.is_empty:
                 cache.history.go_back(position)
-        self._forget_checkpoints(position)
+        self._kept.forget_beyond(position)
 
     def forget_beyond(self, position: int) -> None:
         """Drops checkpoints beyond `position` and the history of the last step: their rows and the live state are about
         to be overwritten."""
         for cache in self._caches:
             cache.history.forget()
-        self._forget_checkpoints(position)
-
-    def _forget_checkpoints(self, position: int) -> None:
-        for place in [place for place in self._kept if place > position]:
-            del self._kept[place]
+        self._kept.forget_beyond(position)
 
     def last_before(self, position: int) -> int:
         """The position of the last checkpoint at or before `position`; 0 if there is none."""
-        return max((place for place in self._kept if place <= position), default=0)
-
-    def _oldest(self) -> int:
-        root = min(self._kept)
-        return next((place for place in self._kept if place != root), root)
+        return self._kept.last(position)

@@ -19,7 +19,6 @@ from parkd_engine.words.steering import SteeringBank, load_vectors
 from parkd_engine.words.text import TextAssembler
 
 from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, ImageReader, Tokenizer
-from parkd.engine_adapter.kept_states import chunk_end
 from parkd.engine_adapter.llama_cpp.config import LlamaCppConfig
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL, WHOLE
@@ -29,7 +28,7 @@ from parkd.engine_adapter.llama_cpp.timeline import Timeline
 from parkd.engine_adapter.torch_engine.words import TextStream
 from parkd.engine_adapter.whole_sums import compare_sums, sums_of
 from parkd.errors import EngineFailure, InvalidRequest, LogitsNotFinite, ModelError, RestoreFailed
-from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer
+from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer, chunk_end
 from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
 
 CHECKSUM = "xxh3-64"

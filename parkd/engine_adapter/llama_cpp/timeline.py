@@ -14,12 +14,11 @@ from contextlib import suppress
 import numpy as np
 
 from parkd.engine_adapter.base import Cancel
-from parkd.engine_adapter.kept_states import KeptStates
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL
 from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
 from parkd.errors import EngineFailure, RestoreFailed
-from parkd.state import Bytes
+from parkd.state import Bytes, KeptStates
 from parkd.types import TokenIds
 
 _NOWHERE = -1
@@ -59,7 +58,7 @@ class Timeline:
         """Also arranges sliding windows as a restore would, so that going on gives the same bits either way. Raises
         EngineFailure."""
         if self.limit:
-            self._kept.keep(self.position, self._arranged if self.window else self._partial)
+            self._kept.keep(self.position, lambda _: self._arranged() if self.window else self._partial())
         elif self.window and self.position:
             self._arranged()
 

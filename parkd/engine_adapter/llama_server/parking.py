@@ -9,7 +9,7 @@ from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
 from parkd.engine_adapter.llama_server.start import Upstream
 from parkd.engine_adapter.llama_server.states import SlotFiles
 from parkd.errors import EngineFailure, RestoreFailed
-from parkd.state import Checksums, StateSizes, Transfer
+from parkd.state import Checksums, Resume, StateSizes, Transfer
 
 NO_BYTES_SUM = xxhash.xxh3_64_intdigest(b"")
 SIZE_SPARE_BYTES = 64 * 1024
@@ -40,7 +40,7 @@ class SlotParking:
         assert run.file is not None
         if slot.position != transfer.stop:
             raise EngineFailure("The llama-server lost the live conversation.")
-        whole = self._layout.fixed_bytes != 0
+        whole = self._layout.resume is Resume.AT_END
         checksum, size = self._files.save(slot, run.file.path, run.file.bytes, whole=whole)
         self._note_saved(slot, checksum)
         fixed = [[NO_BYTES_SUM]] * len(stage.fixed)

@@ -138,7 +138,7 @@ def test_nothing_goes_on_from_inside_a_picture_that_sees_itself() -> None:
     whole, causal = (ImageSpan(10, 20, b"d", sees_itself=sees) for sees in (True, False))
     assert [outside_images(place, [whole]) for place in (9, 10, 11, 19, 20, 21)] == [9, 10, 10, 10, 20, 21]
     assert outside_images(15, [causal]) == 15
-    assert resumable_position(15, 100, True, (), [whole]) == 10
-    assert resumable_position(100, 16, True, (), [whole]) == 10
-    assert resumable_position(15, 100, False, (4, 10, 12), [whole]) == 10
-    assert resumable_position(15, 100, True, (), [causal]) == 15
+    assert resumable_position(15, 100, 0, (), [whole]) == 10
+    assert resumable_position(100, 16, 0, (), [whole]) == 10
+    assert resumable_position(15, 100, None, (4, 10, 12), [whole]) == 10
+    assert resumable_position(15, 100, 0, (), [causal]) == 15

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from parkd.identity.chain import prefix_hashes
 from parkd.identity.matcher import (
-    CostModel,
     StartOption,
     choose_start,
     cold_start,
@@ -19,6 +18,7 @@ from parkd.identity.matcher import (
     resumable_position,
 )
 from parkd.identity.units import units_of
+from parkd.state import Costs
 from parkd.types import CacheOutcome, ConversationKey, ImageSpan, PromptIdentity
 from tests.unit.identity.identity_fakes import SEEDED, ChatMl, WordTokenizer, make_builder, say, talk
 
@@ -42,7 +42,7 @@ def test_resumable_position_is_the_oracles(
     common: int, prompt_len: int, rewindable: bool, checkpoints: list[int]
 ) -> None:
     expected = _oracle(common, prompt_len, rewindable, checkpoints)
-    assert resumable_position(common, prompt_len, rewindable, checkpoints) == expected
+    assert resumable_position(common, prompt_len, 0 if rewindable else None, checkpoints) == expected
 
 
 def test_two_prompts_that_share_193_of_241_tokens_switch_with_one_token_to_read() -> None:
@@ -51,18 +51,18 @@ def test_two_prompts_that_share_193_of_241_tokens_switch_with_one_token_to_read(
     b = a.copy()
     b[193:] += np.uint64(1000)
     assert common_prefix(a, b) == 193
-    assert resumable_position(common_prefix(a, b), 241, True, ()) == 193
-    assert resumable_position(common_prefix(a, a), 241, True, ()) == 240
+    assert resumable_position(common_prefix(a, b), 241, 0, ()) == 193
+    assert resumable_position(common_prefix(a, a), 241, 0, ()) == 240
 
 
 @pytest.mark.parametrize("length", [2, 5, 255, 256, 257, 2047])
 def test_a_short_prompt_is_reused_up_to_its_exact_length(length: int) -> None:
     """Report 18: no least length; and with fixed state the checkpoint at n - 1 is what counts."""
     units = np.arange(length, dtype=np.uint64)
-    assert resumable_position(common_prefix(units, units), length, True, ()) == length - 1
-    assert resumable_position(common_prefix(units, units), length, False, (length - 1, length)) == length - 1
+    assert resumable_position(common_prefix(units, units), length, 0, ()) == length - 1
+    assert resumable_position(common_prefix(units, units), length, None, (length - 1, length)) == length - 1
     grown = np.arange(length + 10, dtype=np.uint64)
-    assert resumable_position(common_prefix(units, grown), length + 10, True, ()) == length
+    assert resumable_position(common_prefix(units, grown), length + 10, 0, ()) == length
 
 
 def test_units_that_differ_under_equal_hashes_are_never_a_match() -> None:
@@ -78,26 +78,21 @@ def test_units_that_differ_under_equal_hashes_are_never_a_match() -> None:
 
 
 def test_the_cheapest_start_wins() -> None:
-    cost = CostModel(read_s=0.001, bytes_per_s={RAM: 1e9, DISK: 1e8})
+    cost = Costs(read_s=0.001, bytes_per_s=1e9, disk_bytes_per_s=1e8)
     live = StartOption(LIVE, 200, 1000)
     ram = StartOption(RAM, 900, 1000, move_bytes=100_000_000)
     disk = StartOption(DISK, 990, 1000, move_bytes=100_000_000)
     start = choose_start([cold_start(1000), live, ram, disk], cost)
     assert start.option is ram
     assert start.cost_s == pytest.approx(0.1 + 0.1)
-    slow = CostModel(read_s=0.001, bytes_per_s={RAM: 1e6, DISK: 1e6})
+    slow = Costs(read_s=0.001, bytes_per_s=1e6, disk_bytes_per_s=1e6)
     assert choose_start([cold_start(1000), live, ram, disk], slow).option is live
     costly = StartOption(LIVE, 200, 1000, extra_s=5.0)
     assert choose_start([cold_start(1000), costly], slow).option.outcome is COLD
 
 
-def test_a_tier_of_unknown_speed_is_never_moved_from() -> None:
-    disk = StartOption(DISK, 990, 1000, move_bytes=1)
-    assert choose_start([disk, cold_start(1000)], CostModel(read_s=1.0)).option.outcome is COLD
-
-
 def test_of_equal_costs_the_one_that_moves_least_wins_then_the_deepest() -> None:
-    free = CostModel(read_s=0.0, bytes_per_s={RAM: float("inf")})
+    free = Costs(read_s=0.0, bytes_per_s=float("inf"))
     moved, shallow, deep = StartOption(RAM, 9, 10, 5), StartOption(LIVE, 3, 10), StartOption(LIVE, 7, 10)
     assert choose_start([moved, shallow, deep], free).option is deep
     with pytest.raises(ValueError, match="no option"):
@@ -107,7 +102,7 @@ def test_of_equal_costs_the_one_that_moves_least_wins_then_the_deepest() -> None
 @SEEDED
 @given(st.integers(0, 50), st.integers(0, 50))
 def test_reading_costs_grow_with_depth_as_a_sum_over_tokens(start: int, stop: int) -> None:
-    cost = CostModel(read_s=2.0, read_growth_s=0.5)
+    cost = Costs(read_s=2.0, read_growth_s=0.5)
     assert cost.reading_s(start, stop) == pytest.approx(sum(2.0 + 0.5 * token for token in range(start, stop)))
 
 

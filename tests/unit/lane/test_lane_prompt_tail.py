@@ -70,7 +70,7 @@ class Lane:
 
     def plan(self, prompt: PromptIdentity) -> StartPlan:
         parked = [entry for entry, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
-        layout, cost = self.engine.info.layout, CostMeter().model
+        layout, cost = self.engine.info.layout, CostMeter().measured
         return decide_start(prompt, self.live.conversation, parked, layout=layout, live_checkpoints=(), cost=cost)
 
 

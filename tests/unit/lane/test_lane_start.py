@@ -7,17 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parkd.identity.matcher import CostModel
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.start_plan import StartPlan, decide_start, explain
-from parkd.state import StageLayout, StateLayout
+from parkd.state import Costs, StageLayout, StateLayout
 from parkd.store.records import Parked, ParkedCheckpoint
 from parkd.types import CacheOutcome, ConversationKey, ImageSpan, PromptIdentity, SegmentSpan, Units
 
 KEY = ConversationKey("", b"model")
 LAYOUT = StateLayout((StageLayout(0, 1, 64, 0, b"one"), StageLayout(1, 2, 64, 0, b"two")), "xxh3-64")
 FIXED = StateLayout((StageLayout(0, 1, 64, 4096, b"one"),), "xxh3-64")
-COST = CostModel(read_s=1e-3, bytes_per_s={CacheOutcome.RESTORED_RAM: 1e9})
+COST = Costs(read_s=1e-3, bytes_per_s=1e9)
 
 
 def units(*runs: tuple[int, int]) -> Units:
@@ -43,7 +42,7 @@ def decide(
     *,
     lineage: tuple[int, ...] = (),
     layout: StateLayout = LAYOUT,
-    cost: CostModel = COST,
+    cost: Costs = COST,
     has_spare: bool = False,
 ) -> StartPlan:
     conversation = LiveConversation()
@@ -115,7 +114,7 @@ def test_fixed_state_resumes_at_a_checkpoint_and_says_so() -> None:
 
 
 def test_a_slow_tier_is_not_worth_its_copy() -> None:
-    slow = CostModel(read_s=1e-6, bytes_per_s={CacheOutcome.RESTORED_RAM: 1e3})
+    slow = Costs(read_s=1e-6, bytes_per_s=1e3)
     asked = units((0, 900))
     plan = decide(asked, None, (parked(units((0, 800)), (1, 2, 3, 4)),), cost=slow)
     assert plan.option.outcome is CacheOutcome.COLD

@@ -25,7 +25,8 @@ from parkd.replay.trace import (
     turn_line,
     write_trace,
 )
-from parkd.store.policy import POLICIES, Costs, LruPolicy, ValuePolicy
+from parkd.state import Costs
+from parkd.store.policy import POLICIES, LruPolicy, ValuePolicy
 
 SMALL = {
     "parent-worker": "rounds=3&workers=2&parent_tokens=3000&worker_tokens=1500&shared=1000",

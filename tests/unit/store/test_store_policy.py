@@ -8,17 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parkd.state import Costs
 from parkd.store.history import FIRST_GAP_S, GHOST_LIMIT, Ghosts, History
-from parkd.store.policy import (
-    POLICIES,
-    Costs,
-    Evictable,
-    GdsfPolicy,
-    LruPolicy,
-    ValuePolicy,
-    policy_named,
-    rank,
-)
+from parkd.store.policy import POLICIES, Evictable, GdsfPolicy, LruPolicy, ValuePolicy, policy_named, rank
 from parkd.store.records import Parked, RefusalReason, Refused
 from tests.unit.store.store_kit import CopyEngine, assert_counts, make_layout, make_store, make_units
 
@@ -85,18 +77,18 @@ def test_value_evicts_the_agent_whose_turn_is_furthest_off():
 
 def test_value_counts_only_the_tail_that_no_one_else_holds_and_the_restore():
     deep_tail, shallow = evictable(position=80_000, tokens=1000), evictable(position=1000, tokens=1000)
-    assert COSTS.saved_s(deep_tail) > COSTS.saved_s(shallow)
+    assert deep_tail.saved_s(COSTS) > shallow.saved_s(COSTS)
     assert COSTS.reading_s(0, 1000) == pytest.approx(1000 * 1e-3 + 1e-7 * 999 * 1000 / 2)
     slow = Costs(read_s=1e-6, bytes_per_s=1e3)
-    assert slow.saved_s(shallow) == 0.0  # report 54: reading is cheaper than restoring, so it is worth nothing
+    assert shallow.saved_s(slow) == 0.0  # report 54: reading is cheaper than restoring, so it is worth nothing
 
 
 def test_what_lies_on_disk_goes_before_what_would_be_read_again():
     on_disk = evictable("on disk", position=50_000)._replace(is_on_disk=True)
     costs = Costs(read_s=1e-3, bytes_per_s=1e9, disk_bytes_per_s=5e6)
-    assert costs.saved_s(on_disk) == pytest.approx(1000 * 1000 / 5e6)  # the promotion, not the reading
+    assert on_disk.saved_s(costs) == pytest.approx(1000 * 1000 / 5e6)  # the promotion, not the reading
     slow = Costs(read_s=1e-3, bytes_per_s=1e9, disk_bytes_per_s=1e3)
-    assert slow.saved_s(on_disk) == slow.saved_s(on_disk._replace(is_on_disk=False))  # it would be read again instead
+    assert on_disk.saved_s(slow) == on_disk._replace(is_on_disk=False).saved_s(slow)  # it would be read again instead
     for policy in (ValuePolicy(), GdsfPolicy()):
         kept, gone = on_disk._replace(id="kept", is_on_disk=False), on_disk
         assert policy.score(gone, costs, 100.0) < policy.score(kept, costs, 100.0)

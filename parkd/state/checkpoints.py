@@ -1,5 +1,5 @@
 """An engine's checkpoints (copies of its fixed state at earlier positions), and where chunks end so that they can be
-taken.
+taken: one rule for every engine.
 
 |---- root ----|---- dropped first ----|--------|---- used last ----| position
 """
@@ -37,15 +37,23 @@ class KeptStates(Generic[S]):
         self._states[position] = state = self._states.pop(position)
         return state
 
-    def keep(self, position: int, copy: Callable[[], S]) -> None:
-        """Calls `copy` for the state at `position`, if there is none yet. Does nothing at 0, or if the limit is 0."""
+    def keep(self, position: int, copy: Callable[[S | None], S | None]) -> None:
+        """Calls `copy` for the state at `position`, if there is none yet. Does nothing at 0, or if the limit is 0.
+
+        `copy` is given the state that had to make room, whose memory it may use again, or None. It may return None if
+        there is no memory: then nothing is kept.
+        """
         if not self._limit or position == 0:
             return
         if position not in self._states:
-            while len(self._states) >= self._limit:
+            dropped = None
+            if len(self._states) >= self._limit:
                 root = min(self._states)
-                del self._states[next((place for place in self._states if place != root), root)]
-            self._states[position] = copy()
+                dropped = self._states.pop(next((place for place in self._states if place != root), root))
+            state = copy(dropped)
+            if state is None:
+                return
+            self._states[position] = state
         self.use(position)
 
     def last(self, position: int) -> int:
