@@ -34,6 +34,10 @@ def budget_of(reasoning: ReasoningParams, *, template_knows_effort: bool) -> int
     return EFFORT_BUDGETS.get(reasoning.effort)
 
 
+CHARACTER_BYTES = 4
+"""The longest character in UTF-8. A thought that never completes one is not waited for any longer."""
+
+
 class ThinkingLimits:
     """Makes the masks that enforce thinking budgets for one model. Thread-safe."""
 
@@ -64,7 +68,8 @@ class ThinkingLimits:
 
 
 class ThinkingBudget:
-    """A `TokenMask` for one answer: allows what `inner` allows, until the budget of thinking is used up."""
+    """A `TokenMask` for one answer: allows what `inner` allows, until the budget of thinking is used up. The end of
+    thinking is forced as soon as the last character is whole and `inner` allows it, which may be a few tokens later."""
 
     def __init__(
         self,
@@ -87,26 +92,39 @@ class ThinkingBudget:
         self._force_if_due()
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        if self._forced:
+        allowed = self._all if self._inner is None else self._inner.allowed()
+        if self._forced and allowed[self._forced[0]]:
             only = np.zeros(self._vocab_size, dtype=np.bool_)
             only[self._forced[0]] = True
             return only
-        return self._all if self._inner is None else self._inner.allowed()
+        return allowed
 
     def accept(self, token_id: int) -> None:
         if self._inner is not None:
             self._inner.accept(token_id)
-        if self._forced:
+        if self._splitter is None:
+            return
+        was_thinking = self._splitter.thinking
+        begun = bool(self._splitter.push(self._stream.push([token_id]).text).body)
+        self._left -= was_thinking
+        closed = False
+        if self._forced and self._forced[0] == token_id:
             self._forced.popleft()
-        elif self._splitter is not None:
-            was_thinking = self._splitter.thinking
-            begun = bool(self._splitter.push(self._stream.push([token_id]).text).body)
-            self._left -= was_thinking
-            if begun or (was_thinking and not self._splitter.thinking):
-                self._splitter = None
+            closed = not self._forced
+        else:
+            self._forced.clear()
+        if closed or begun or (was_thinking and not self._splitter.thinking):
+            self._splitter = None
+            self._forced.clear()
+        elif not self._forced:
             self._force_if_due()
 
     def _force_if_due(self) -> None:
-        if self._splitter is not None and self._splitter.thinking and self._left <= 0:
+        """Begins to force the end of thinking, unless a character is incomplete: neither a grammar nor a client's
+        decoder takes another token in its place."""
+        if self._splitter is None or not self._splitter.thinking or self._left > 0:
+            return
+        if self._left > -CHARACTER_BYTES and self._stream.mid_character:
+            return
+        if self._inner is None or self._inner.allowed()[self._close_ids[0]]:
             self._forced.extend(self._close_ids)
-            self._splitter = None

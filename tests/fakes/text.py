@@ -77,6 +77,10 @@ class FakeTextStream:
         self._held = HeldText(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    @property
+    def mid_character(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         data = b"".join(
             bytes([i]) if i < FIRST_SPECIAL_ID else SPECIAL_TOKENS[i - FIRST_SPECIAL_ID].encode() for i in token_ids

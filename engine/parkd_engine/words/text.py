@@ -108,6 +108,11 @@ class TextAssembler:
         self._withheld = ""
         self._stopped = False
 
+    @property
+    def mid_character(self) -> bool:
+        """Whether the tokens so far end inside a character, whose first bytes are held back."""
+        return bool(self._decoder.getstate()[0])
+
     def push(self, token_ids: Sequence[int]) -> Piece:
         data = b"".join([self._token_bytes[int(token)] for token in token_ids])
         return self._show(self._decoder.decode(data))

@@ -99,6 +99,10 @@ class TextStream(Protocol):
     """Turns ids into text, piece by piece. Holds back incomplete characters, and text that may be the beginning of a
     stop string."""
 
+    @property
+    def mid_character(self) -> bool:
+        """Whether the tokens so far end inside a character, whose beginning is held back."""
+
     def push(self, token_ids: Sequence[int]) -> TextPiece: ...
 
     def flush(self) -> TextPiece:

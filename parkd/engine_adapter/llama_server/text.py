@@ -55,6 +55,11 @@ class UpstreamText:
         self._held = HeldText(stop)
         self._take = take
 
+    @property
+    def mid_character(self) -> bool:
+        """Never: the server sends whole characters."""
+        return False
+
     def push(self, token_ids: Sequence[int]) -> TextPiece:  # noqa: ARG002 - the Protocol's
         return self._held.release(self._take(), final=False)
 

@@ -82,6 +82,10 @@ class TextStream:
     def __init__(self, assembler: TextAssembler) -> None:
         self._assembler = assembler
 
+    @property
+    def mid_character(self) -> bool:
+        return self._assembler.mid_character
+
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         return _piece(self._assembler.push(token_ids))
 

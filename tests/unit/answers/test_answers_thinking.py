@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.answers.base import OutputEvent, OutputFormat, ReasoningMarks
+from parkd.answers.base import OutputEvent, OutputFormat, ReasoningMarks, ToolFormat
 from parkd.answers.parser import make_parser
 from parkd.answers.structured import StructuredOutput
 from parkd.answers.thinking import EFFORT_BUDGETS, ThinkingLimits, budget_of
@@ -21,13 +21,21 @@ from parkd.lane.answer import AnswerLoop
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
-from parkd.types import FinishReason, ReasoningDelta, ReasoningParams, TextDelta, TurnRequest
+from parkd.types import (
+    FinishReason,
+    ReasoningDelta,
+    ReasoningParams,
+    TextDelta,
+    ToolChoice,
+    ToolChoiceMode,
+    TurnRequest,
+)
 from tests.clients.client_kit import byte_tokenizer
 from tests.fakes.engine import FakeEngine
 from tests.fakes.text import END_TOKEN_ID, SPECIAL_TOKENS
 
 THINK = ReasoningMarks("<think>", "</think>")
-OUTPUT = OutputFormat(reasoning=THINK)
+OUTPUT = OutputFormat(ToolFormat.HERMES, THINK)
 LONG = "<think>\n" + "abcdefghij" * 5 + "\n</think>\n\nThe answer."
 CLOSE = "\n</think>"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -107,6 +115,41 @@ def test_a_budget_and_a_schema_hold_together() -> None:
     thought, text, _ = answered(asked(12, response_schema=schema), "<think>\n" + "abcdefghij" * 9, schema=True)
     assert thought == "abcdefghija"
     assert json.loads(text) == {"a": "x"}
+
+
+WIDE = "媽🤗é" * 6
+"""Characters of three, four and two bytes; each byte is a token of the fake engine."""
+CALL_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+DUE: dict[str, dict[str, Any]] = {
+    "text": {},
+    "schema": {"response_schema": {"const": "x"}},
+    "call": {"tools": [CALL_TOOL], "tool_choice": ToolChoice(ToolChoiceMode.REQUIRED)},
+}
+
+
+@pytest.mark.parametrize("budget", range(1, 26))
+@pytest.mark.parametrize("due", DUE)
+def test_a_budget_that_ends_inside_a_character_waits_until_it_is_whole(budget: int, due: str) -> None:
+    thought, text, loop = answered(asked(budget, **DUE[due]), "<think>" + WIDE, schema=due != "text", limit=None)
+    whole = next(count for count in range(len(WIDE)) if len(WIDE[:count].encode()) >= budget)
+    assert thought == WIDE[:whole]
+    behind = bytes(loop.answer.token_ids[:-1]).decode().partition("</think>")[2]
+    if due == "schema":
+        assert json.loads(text) == "x"
+    if due == "call":
+        assert behind.startswith('<tool_call>\n{"name": "look", "arguments": {')
+    assert loop.answer.reason is (FinishReason.TOOL_CALLS if due == "call" else FinishReason.STOP)
+
+
+def test_a_character_that_never_ends_is_not_waited_for() -> None:
+    engine = FakeEngine()
+    mask = limits(engine).over(asked(3), "<think>\n", None)
+    assert mask is not None
+    longest = "🤗".encode()
+    for _ in range(3 + len(longest)):  # its first byte, again and again
+        assert mask.allowed().all()
+        mask.accept(longest[0])
+    assert mask.allowed().nonzero()[0].tolist() == [ord("\n")]
 
 
 @pytest.mark.parametrize("effort", [*EFFORT_BUDGETS, "high", "xhigh", "max", None])
