@@ -105,7 +105,7 @@ class ThinkingBudget:
         if self._splitter is None:
             return
         was_thinking = self._splitter.thinking
-        begun = bool(self._splitter.push(self._stream.push([token_id]).text).body)
+        begun = bool(self._splitter.push(self._stream.push([token_id])).body)
         self._left -= was_thinking
         closed = False
         if self._forced and self._forced[0] == token_id:

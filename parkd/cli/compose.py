@@ -222,7 +222,5 @@ def mask_builder(engine: AnyEngine, output: OutputFormat) -> tuple[BuildMask, Ca
 
         return build, None
     structured = StructuredOutput(engine.tokenizer_json(), info.vocab_size, info.end_token_ids)
-    limits = ThinkingLimits(
-        marks, engine.template_source, info.vocab_size, engine.tokenizer.encode, lambda: engine.text_stream(())
-    )
+    limits = ThinkingLimits(marks, engine.template_source, info.vocab_size, engine.tokenizer.encode, engine.text_stream)
     return lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail)), structured.prepare

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from parkd.answers.base import Parser
-from parkd.engine_adapter.base import Cancel, DraftingEngine, Engine, TextPiece
+from parkd.answers.stops import StopStrings
+from parkd.engine_adapter.base import Cancel, DraftingEngine, Engine
 from parkd.types import DraftCounts, Event, FinishReason, PromptIdentity, TokenMask, TurnRequest
 
 Emit = Callable[[Event], None]
@@ -47,25 +48,33 @@ class AnswerLoop:
     mask: TokenMask | None = None
     answer: Answer = field(default_factory=Answer)
 
+    def __post_init__(self) -> None:
+        self._stops = StopStrings(self.request.stop)
+
     def run(self) -> None:
-        """Ends at an end token, a stop string, the limit, the context's end, or when `cancel` is set.
+        """Ends at an end token, a stop string in the answer's text, the limit, the context's end, or when `cancel` is
+        set.
 
         Raises EngineFailure; `answer` then holds what was generated.
         """
         answer = self.answer
-        last = self._steps()
+        self._take(self._steps())
         if answer.reason is FinishReason.CANCELLED:
             return
-        if last.stop_string is not None:
-            answer.reason, answer.stop_string = FinishReason.STOP, last.stop_string
-        self._emit_all(self.parser.push(last.text))
-        rest, answer.reason = self.parser.finish(answer.reason)
-        self._emit_all(rest)
+        if self._stops.met is not None:
+            _, answer.reason = self.parser.finish(FinishReason.STOP)
+        else:
+            rest, answer.reason = self.parser.finish(answer.reason)
+            self._emit_all(self._stops.over(rest))
+            self._emit_all(self._stops.flush())
+            if self._stops.met is not None and answer.reason is FinishReason.LENGTH:
+                answer.reason = FinishReason.STOP
+        answer.stop_string = self._stops.met
 
-    def _steps(self) -> TextPiece:
+    def _steps(self) -> str:
         """Runs steps until the answer ends. Returns the last piece of text, which is not parsed yet."""
         answer, engine = self.answer, self.engine
-        stream = engine.text_stream(self.request.stop)
+        stream = engine.text_stream()
         steps = engine.generate(
             int(self.prompt.token_ids[-1]), self.request.sampling, history=self.prompt.token_ids, mask=self.mask
         )
@@ -78,11 +87,8 @@ class AnswerLoop:
                 visible, ended = visible_ids(step, engine.info.end_token_ids, left)
                 answer.output_tokens += len(visible) + (ended is FinishReason.STOP)
                 answer.reasoning_tokens += len(visible) if self.parser.in_reasoning else 0
-                piece = stream.push(visible)
-                if piece.stop_string is not None:
-                    return piece
-                self._emit_all(self.parser.push(piece.text))
-                if ended is not None or self.parser.satisfied:
+                self._take(stream.push(visible))
+                if ended is not None or self.parser.satisfied or self._stops.met is not None:
                     answer.reason = ended or FinishReason.STOP
                     break
                 if self.cancel.is_set():
@@ -95,6 +101,11 @@ class AnswerLoop:
             if isinstance(engine, DraftingEngine):
                 answer.drafts = engine.drafts
         return stream.flush()
+
+    def _take(self, text: str) -> None:
+        """Parses a piece of text and emits what can be sent of it, unless a stop string came before."""
+        if self._stops.met is None:
+            self._emit_all(self._stops.over(self.parser.push(text)))
 
     def _emit_all(self, events: Iterable[Event]) -> None:
         for event in events:

@@ -45,9 +45,7 @@ def serving(
     answer = (lambda _prompt: script) if isinstance(script, str) else script
     engine = FakeEngine(script=answer, context_tokens=context_tokens, hook=hook)
     structured = StructuredOutput(byte_tokenizer().to_str(), engine.info.vocab_size, engine.info.end_token_ids)
-    limits = ThinkingLimits(
-        FORMAT.reasoning, None, engine.info.vocab_size, engine.tokenizer.encode, lambda: engine.text_stream(())
-    )
+    limits = ThinkingLimits(FORMAT.reasoning, None, engine.info.vocab_size, engine.tokenizer.encode, engine.text_stream)
     with running_in_thread(
         engine,
         config,

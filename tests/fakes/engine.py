@@ -185,8 +185,8 @@ class FakeEngine:
         self._steering = self.steering_digest(scales)
         return self._steering
 
-    def text_stream(self, stop: Sequence[str]) -> FakeTextStream:
-        return FakeTextStream(stop)
+    def text_stream(self) -> FakeTextStream:
+        return FakeTextStream()
 
     def capture(self, transfer: Transfer) -> Checksums:
         assert transfer.layout_digest == self.info.layout.digest

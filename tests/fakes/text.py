@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parkd.engine_adapter.base import Rendered, TextPiece
-from parkd.engine_adapter.held_text import HeldText
+from parkd.engine_adapter.base import Rendered
 from parkd.errors import InvalidRequest
 from tests.fakes.images import shown
 
@@ -71,21 +70,20 @@ class FakeTemplate:
 
 
 class FakeTextStream:
-    """Holds back half characters and possible heads of a stop string."""
+    """Holds back half characters."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._held = HeldText(stop)
+    def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     @property
     def mid_character(self) -> bool:
         return bool(self._decoder.getstate()[0])
 
-    def push(self, token_ids: Sequence[int]) -> TextPiece:
+    def push(self, token_ids: Sequence[int]) -> str:
         data = b"".join(
             bytes([i]) if i < FIRST_SPECIAL_ID else SPECIAL_TOKENS[i - FIRST_SPECIAL_ID].encode() for i in token_ids
         )
-        return self._held.release(self._decoder.decode(data), final=False)
+        return self._decoder.decode(data)
 
-    def flush(self) -> TextPiece:
-        return self._held.release(self._decoder.decode(b"", final=True), final=True)
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)

@@ -62,9 +62,9 @@ class ChatTokenizer:
         content: str = self._backend.to_str()
         return content
 
-    def text(self, stop: Sequence[str]) -> TextAssembler:
+    def text(self) -> TextAssembler:
         """An assembler for the text of one answer."""
-        return TextAssembler(self._token_bytes, stop)
+        return TextAssembler(self._token_bytes)
 
 
 class ChatTemplate:

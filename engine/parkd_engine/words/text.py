@@ -10,7 +10,6 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from parkd_engine.errors import ModelLoadError
@@ -86,96 +85,25 @@ class TokenBytes:
         return known
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Text that can be shown. `stop_string` is set if one was found: `text` then ends before it and is the last."""
-
-    text: str
-    stop_string: str | None = None
-
-
 class TextAssembler:
-    """Assembles the text of one answer. Withholds text that could be the beginning of a stop string until the
-    following characters decide.
+    """Assembles the text of one answer. The text continues the prompt, so a leading space of the first token is
+    kept."""
 
-    The text continues the prompt, so a leading space of the first token is kept.
-    """
-
-    def __init__(self, token_bytes: BytesOfTokens, stop: Sequence[str]) -> None:
+    def __init__(self, token_bytes: BytesOfTokens) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._stops = [_StopMatcher(text) for text in stop if text]
-        self._withheld = ""
-        self._stopped = False
 
     @property
     def mid_character(self) -> bool:
         """Whether the tokens so far end inside a character, whose first bytes are held back."""
         return bool(self._decoder.getstate()[0])
 
-    def push(self, token_ids: Sequence[int]) -> Piece:
-        data = b"".join([self._token_bytes[int(token)] for token in token_ids])
-        return self._show(self._decoder.decode(data))
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join([self._token_bytes[int(token)] for token in token_ids]))
 
-    def flush(self) -> Piece:
+    def flush(self) -> str:
         """The remaining text, after the last token. An incomplete character becomes U+FFFD."""
-        piece = self._show(self._decoder.decode(b"", final=True))
-        if self._stopped:
-            return piece
-        rest, self._withheld = self._withheld, ""
-        return Piece(piece.text + rest)
-
-    def _show(self, text: str) -> Piece:
-        if self._stopped:
-            return Piece("")
-        pending = self._withheld + text
-        if not self._stops:
-            return Piece(pending)
-        seen = len(self._withheld)
-        for place, character in enumerate(text, seen + 1):
-            # The stop string that ends first wins, however the text is split into tokens. Of two that end together, the
-            # longer wins.
-            met = [stop.text for stop in self._stops if stop.feed(character)]
-            if met:
-                longest = max(met, key=len)
-                self._stopped = True
-                self._withheld = ""
-                return Piece(pending[: place - len(longest)], longest)
-        keep = max(stop.matched for stop in self._stops)
-        self._withheld = pending[len(pending) - keep :]
-        return Piece(pending[: len(pending) - keep])
-
-
-class _StopMatcher:
-    """Finds one string in a stream of characters (Knuth, Morris and Pratt 1977)."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0
-        """Length of the longest prefix of the string with which the stream ends."""
-        self._borders = _borders(text)
-
-    def feed(self, character: str) -> bool:
-        """Processes one character. Returns True if the string is complete; the matcher must not be used afterwards."""
-        while self.matched and self.text[self.matched] != character:
-            self.matched = self._borders[self.matched - 1]
-        if self.text[self.matched] == character:
-            self.matched += 1
-        return self.matched == len(self.text)
-
-
-def _borders(text: str) -> list[int]:
-    """The KMP failure function: for each prefix of the text, the length of its longest proper prefix that is also its
-    suffix."""
-    borders = [0] * len(text)
-    length = 0
-    for place in range(1, len(text)):
-        while length and text[place] != text[length]:
-            length = borders[length - 1]
-        if text[place] == text[length]:
-            length += 1
-        borders[place] = length
-    return borders
+        return self._decoder.decode(b"", final=True)
 
 
 def _bytes_rule(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:

@@ -33,7 +33,6 @@ from parkd.engine_adapter.base.text import (
     ImageTokens,
     Rendered,
     ResponseReader,
-    TextPiece,
     TextStream,
     Tokenizer,
 )
@@ -56,7 +55,6 @@ __all__ = [
     "Rendered",
     "ResponseReader",
     "RowEngine",
-    "TextPiece",
     "TextStream",
     "Tokenizer",
     "WholeState",

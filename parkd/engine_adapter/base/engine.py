@@ -135,7 +135,7 @@ class Engine(Protocol):
         Call it before a turn reads. Raises InvalidRequest as `steering_digest` does, and EngineFailure.
         """
 
-    def text_stream(self, stop: Sequence[str]) -> TextStream:
+    def text_stream(self) -> TextStream:
         """Thread-safe."""
 
     def capture(self, transfer: Transfer) -> Checksums:

@@ -86,26 +86,16 @@ class ImageReader(Protocol):
         """The facts of an image file. Raises InvalidRequest if it cannot be read or is too large."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """The text that became visible when tokens were pushed."""
-
-    text: str
-    stop_string: str | None = None
-    """Set when a stop string was met: `text` ends before it and nothing comes after."""
-
-
 class TextStream(Protocol):
-    """Turns ids into text, piece by piece. Holds back incomplete characters, and text that may be the beginning of a
-    stop string."""
+    """Turns ids into text, piece by piece. Holds back incomplete characters."""
 
     @property
     def mid_character(self) -> bool:
         """Whether the tokens so far end inside a character, whose beginning is held back."""
 
-    def push(self, token_ids: Sequence[int]) -> TextPiece: ...
+    def push(self, token_ids: Sequence[int]) -> str: ...
 
-    def flush(self) -> TextPiece:
+    def flush(self) -> str:
         """The rest, after the last token."""
 
 

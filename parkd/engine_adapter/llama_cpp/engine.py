@@ -18,14 +18,13 @@ from parkd_engine.words.sampling import Sampler
 from parkd_engine.words.steering import SteeringBank, load_vectors
 from parkd_engine.words.text import TextAssembler
 
-from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, ImageReader, Tokenizer
+from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, ImageReader, TextStream, Tokenizer
 from parkd.engine_adapter.llama_cpp.config import LlamaCppConfig
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL, WHOLE
 from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
 from parkd.engine_adapter.llama_cpp.text import AnswerBytes, LlamaTokenizer, model_template
 from parkd.engine_adapter.llama_cpp.timeline import Timeline
-from parkd.engine_adapter.torch_engine.words import TextStream
 from parkd.engine_adapter.whole_sums import compare_sums, sums_of
 from parkd.errors import EngineFailure, InvalidRequest, LogitsNotFinite, ModelError, RestoreFailed
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer, chunk_end
@@ -165,8 +164,8 @@ class LlamaCppEngine:
             self._steered = self._steer_by(scales)
         return self._steered
 
-    def text_stream(self, stop: Sequence[str]) -> TextStream:
-        return TextStream(TextAssembler(self._answer_bytes, stop))
+    def text_stream(self) -> TextStream:
+        return TextAssembler(self._answer_bytes)
 
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
         partial = tuple(self._timeline.held(place).nbytes for place in checkpoints)

@@ -222,8 +222,8 @@ class LlamaServerEngine:
     def steer(self, scales: Mapping[str, float] | None) -> bytes:
         return self.steering_digest(scales)
 
-    def text_stream(self, stop: Sequence[str]) -> UpstreamText:
-        return UpstreamText(stop, self._taken_text)
+    def text_stream(self) -> UpstreamText:
+        return UpstreamText(self._taken_text)
 
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
         assert not checkpoints

@@ -7,8 +7,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from parkd.engine_adapter.base import TextPiece
-from parkd.engine_adapter.held_text import HeldText
 from parkd.engine_adapter.llama_server.client import UpstreamClient
 
 MOST_SPECIAL_TOKENS = 64
@@ -48,11 +46,10 @@ class UpstreamTokenizer:
 
 
 class UpstreamText:
-    """The text of one answer, as the server decodes it. Holds back text that may begin a stop string."""
+    """The text of one answer, as the server decodes it."""
 
-    def __init__(self, stop: Sequence[str], take: Callable[[], str]) -> None:
+    def __init__(self, take: Callable[[], str]) -> None:
         """`take` returns the text that arrived since its last call."""
-        self._held = HeldText(stop)
         self._take = take
 
     @property
@@ -60,11 +57,11 @@ class UpstreamText:
         """Never: the server sends whole characters."""
         return False
 
-    def push(self, token_ids: Sequence[int]) -> TextPiece:  # noqa: ARG002 - the Protocol's
-        return self._held.release(self._take(), final=False)
+    def push(self, token_ids: Sequence[int]) -> str:  # noqa: ARG002 - the Protocol's
+        return self._take()
 
-    def flush(self) -> TextPiece:
-        return self._held.release(self._take(), final=True)
+    def flush(self) -> str:
+        return self._take()
 
 
 def first_tokens(client: UpstreamClient) -> list[int]:

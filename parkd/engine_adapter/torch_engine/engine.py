@@ -20,10 +20,17 @@ from parkd_engine.vision.tower import PromptImage
 from parkd_engine.words.sampling import Sampler
 from parkd_engine.words.steering import SteeringBank
 
-from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, ImageReader, ResponseReader, Tokenizer
+from parkd.engine_adapter.base import (
+    Cancel,
+    ChatTemplate,
+    EngineInfo,
+    ImageReader,
+    ResponseReader,
+    TextStream,
+    Tokenizer,
+)
 from parkd.engine_adapter.torch_engine.loading import Progress, TorchEngineConfig, load_parts
 from parkd.engine_adapter.torch_engine.words import (
-    TextStream,
     TranslatedCapture,
     TranslatedImages,
     TranslatedTemplate,
@@ -179,8 +186,8 @@ class TorchEngine:
                 self._session.steer(self._vectors.select(scales))
         return self._session.steering_digest
 
-    def text_stream(self, stop: Sequence[str]) -> TextStream:
-        return TextStream(self._chat.text(stop))
+    def text_stream(self) -> TextStream:
+        return self._chat.text()
 
     def capture(self, transfer: Transfer) -> Checksums:
         with translated():

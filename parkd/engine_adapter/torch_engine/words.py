@@ -19,9 +19,8 @@ from parkd_engine.errors import BadLogits, EngineError, TemplateRefused, Unknown
 from parkd_engine.moves.capture_in_flight import CaptureInFlight
 from parkd_engine.vision.images import ImageProcessor
 from parkd_engine.words.chat import ChatTemplate as EngineTemplate
-from parkd_engine.words.text import Piece, TextAssembler
 
-from parkd.engine_adapter.base import ImageFacts, ImageTokens, Rendered, TextPiece
+from parkd.engine_adapter.base import ImageFacts, ImageTokens, Rendered
 from parkd.errors import EngineFailure, EngineLost, InvalidRequest, LogitsNotFinite
 from parkd.state import Checksums
 
@@ -74,27 +73,6 @@ class TranslatedImages:
         except UnreadableImage as error:
             raise InvalidRequest(f"The image cannot be read: {error}.") from error
         return ImageFacts(facts.digest, facts.tokens)
-
-
-class TextStream:
-    """Assembles the text of one answer."""
-
-    def __init__(self, assembler: TextAssembler) -> None:
-        self._assembler = assembler
-
-    @property
-    def mid_character(self) -> bool:
-        return self._assembler.mid_character
-
-    def push(self, token_ids: Sequence[int]) -> TextPiece:
-        return _piece(self._assembler.push(token_ids))
-
-    def flush(self) -> TextPiece:
-        return _piece(self._assembler.flush())
-
-
-def _piece(piece: Piece) -> TextPiece:
-    return TextPiece(piece.text, piece.stop_string)
 
 
 @contextmanager

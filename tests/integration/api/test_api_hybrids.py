@@ -44,8 +44,8 @@ def read_cold(engine: TorchEngine, messages: Messages) -> str:
         tokens += step
         if len(tokens) == 8:
             break
-    stream = engine.text_stream(())
-    return stream.push(tokens).text + stream.flush().text
+    stream = engine.text_stream()
+    return stream.push(tokens) + stream.flush()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

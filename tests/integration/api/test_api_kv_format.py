@@ -43,8 +43,8 @@ def never_left(engine: TorchEngine, turns: list[Messages]) -> list[str]:
             if len(tokens) == 8:
                 break
         known = np.concatenate([ids, tokens])[: engine.position]
-        stream = engine.text_stream(())
-        answers.append(stream.push(tokens).text + stream.flush().text)
+        stream = engine.text_stream()
+        answers.append(stream.push(tokens) + stream.flush())
     return answers
 
 

@@ -64,8 +64,8 @@ def never_parked(engine: Any, scales: Any, messages: Messages, count: int) -> st
         tokens += step
         if len(tokens) == count:
             break
-    stream = engine.text_stream(())
-    return str(stream.push(tokens).text + stream.flush().text)
+    stream = engine.text_stream()
+    return str(stream.push(tokens) + stream.flush())
 
 
 def test_flags_reach_the_engine(tmp_path: Path) -> None:

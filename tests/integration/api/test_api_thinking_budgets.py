@@ -111,7 +111,7 @@ def test_every_budget_ends_the_thinking_of_random_weights(random_model: TorchEng
     engine, output, tail = random_model, OutputFormat(ToolFormat.HERMES, THINK), "<think>\n"
     info = engine.info
     structured = StructuredOutput(engine.tokenizer_json(), info.vocab_size, info.end_token_ids)
-    limits = ThinkingLimits(THINK, None, info.vocab_size, engine.tokenizer.encode, lambda: engine.text_stream(()))
+    limits = ThinkingLimits(THINK, None, info.vocab_size, engine.tokenizer.encode, engine.text_stream)
     identity = IdentityBuilder(engine.tokenizer, engine.template, info.fingerprint, 256, 1 << 16)
     for budget in BUDGETS[::3]:
         request = TurnRequest(

@@ -108,17 +108,16 @@ class Reference:
         engine = self.engine
         ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
         self.read(ids[:-1], steering)
-        stream, text, told = engine.text_stream((stop,) if stop else ()), "", 0
+        stream, text, told = engine.text_stream(), "", 0
         for token in _tokens(engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids)):
             if token in engine.info.end_token_ids:
                 break
-            piece = stream.push([token])
-            text, told = text + piece.text, told + 1
-            if piece.stop_string is not None:
-                return text
+            text, told = text + stream.push([token]), told + 1
+            if stop is not None and stop in text:
+                return text[: text.index(stop)]
             if told == max_tokens:
                 break
-        return text + str(stream.flush().text)
+        return text + str(stream.flush())
 
     def read(self, ids: Sequence[int], steering: Mapping[str, float] | None, places: Sequence[int] = ()) -> None:
         self.engine.reset()

@@ -100,8 +100,8 @@ def test_greedy_answers_are_those_of_the_library(
     library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = library.generate(torch.from_numpy(ids)[None], max_new_tokens=24, do_sample=False)
     assert tokens == expected[0, len(ids) :].tolist()
-    stream = engine.text_stream(())
-    text = "".join(stream.push([token]).text for token in tokens) + stream.flush().text
+    stream = engine.text_stream()
+    text = "".join(stream.push([token]) for token in tokens) + stream.flush()
     assert "cat" in text.lower()
     engine.close()
 
@@ -115,8 +115,8 @@ def test_text_of_the_demo_tokenizer_comes_back_whole(demo_model: Path, cache: Pa
         points = rng.integers(1, 0xD800, 20).tolist() + rng.integers(0x1F300, 0x1F700, 3).tolist()
         text = "".join(map(chr, points))
         ids = engine.tokenizer.encode(text)
-        stream = engine.text_stream(("\x00",))
-        pieces = [stream.push([token]).text for token in ids] + [stream.flush().text]
+        stream = engine.text_stream()
+        pieces = [stream.push([token]) for token in ids] + [stream.flush()]
         assert "".join(pieces) == engine.tokenizer.decode(ids)
     info = engine.info
     assert (info.architecture, info.end_token_ids, info.vocab_size) == ("LlamaForCausalLM", {0, 2}, 49152)

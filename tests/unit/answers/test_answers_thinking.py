@@ -42,9 +42,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def limits(engine: FakeEngine, template: str | None = None) -> ThinkingLimits:
-    return ThinkingLimits(
-        THINK, template, engine.info.vocab_size, engine.tokenizer.encode, lambda: engine.text_stream(())
-    )
+    return ThinkingLimits(THINK, template, engine.info.vocab_size, engine.tokenizer.encode, engine.text_stream)
 
 
 def answered(
@@ -115,6 +113,12 @@ def test_a_budget_and_a_schema_hold_together() -> None:
     thought, text, _ = answered(asked(12, response_schema=schema), "<think>\n" + "abcdefghij" * 9, schema=True)
     assert thought == "abcdefghija"
     assert json.loads(text) == {"a": "x"}
+
+
+def test_a_stop_string_in_the_thinking_ends_nothing() -> None:
+    thought, text, loop = answered(asked(stop=(" it",)), "<think>\nis it so\n</think>\nYes, so it is.")
+    assert (thought, text) == ("is it so", "Yes, so")
+    assert (loop.answer.reason, loop.answer.stop_string) == (FinishReason.STOP, " it")
 
 
 WIDE = "媽🤗é" * 6

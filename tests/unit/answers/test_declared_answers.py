@@ -180,7 +180,7 @@ def test_marks_that_a_vocabulary_calls_special_are_in_an_answers_text(spec: dict
     """Else no call of such a model would ever be seen. Ends of turns and the like stay silent."""
     tokenizer = ChatTokenizer(library_tokenizer(spec))
     ids = tokenizer.encode("<|im_start|>[TOOL_CALLS]a[CALL]<|end|>")
-    assert tokenizer.text(()).push(ids).text == shown
+    assert tokenizer.text().push(ids) == shown
 
 
 def test_a_template_the_library_cannot_read_is_done_without(caplog: pytest.LogCaptureFixture) -> None:

@@ -285,5 +285,5 @@ def test_a_sentencepiece_vocabulary_of_a_gguf_file_is_read(prefix: bool, tmp_pat
     tokenizer = load(tmp_path / "m.gguf", cache).tokenizer
     ids = tokenizer.encode("ab ab\u00e9")
     assert ids == [263 if prefix else 262, 263, 3 + 0xC3, 3 + 0xA9]
-    stream = tokenizer.text(())
-    assert "".join([stream.push([token]).text for token in ids] + [stream.flush().text]).lstrip() == "ab ab\u00e9"
+    stream = tokenizer.text()
+    assert "".join([stream.push([token]) for token in ids] + [stream.flush()]).lstrip() == "ab ab\u00e9"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parkd_engine.errors import ModelLoadError
 from parkd_engine.families.presets import tiny_tokenizer
-from parkd_engine.words.text import Piece, TextAssembler, TokenBytes
+from parkd_engine.words.text import TextAssembler, TokenBytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SEED = 5
@@ -32,20 +31,10 @@ BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel"}
 LETTERS = Table({number: chr(number) for number in range(ord("a"), ord("z") + 1)})
 
 
-def letters(stop: tuple[str, ...]) -> TextAssembler:
-    return TextAssembler(TokenBytes(LETTERS, BYTE_LEVEL, ()), stop)
-
-
-def push_all(assembler: TextAssembler, ids: list[int], step: int = 1) -> tuple[str, str | None]:
-    """The concatenated pieces and the stop string, fed `step` ids at a time."""
-    text = ""
-    for start in range(0, len(ids), step):
-        piece = assembler.push(ids[start : start + step])
-        text += piece.text
-        if piece.stop_string is not None:
-            return text, piece.stop_string
-    piece = assembler.flush()
-    return text + piece.text, piece.stop_string
+def push_all(assembler: TextAssembler, ids: list[int], step: int = 1) -> str:
+    """The concatenated pieces, fed `step` ids at a time."""
+    pieces = [assembler.push(ids[start : start + step]) for start in range(0, len(ids), step)]
+    return "".join(pieces) + assembler.flush()
 
 
 @pytest.fixture(scope="module")
@@ -75,38 +64,38 @@ def fallback() -> Tokenizer:
 def test_pieces_join_to_the_decoded_text(tiny: Tokenizer, fallback: Tokenizer, text: str, step: int) -> None:
     for backend in (tiny, fallback):
         ids = backend.encode(text, add_special_tokens=False).ids
-        assert push_all(TextAssembler(TokenBytes.of(backend), ()), ids, step)[0] == backend.decode(ids)
+        assert push_all(TextAssembler(TokenBytes.of(backend)), ids, step) == backend.decode(ids)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(ids=st.lists(st.integers(0, 511), max_size=30))
 def test_any_ids_join_to_what_the_library_makes_of_them(tiny: Tokenizer, ids: list[int]) -> None:
     """Broken UTF-8 included: a model may say anything."""
-    assert push_all(TextAssembler(TokenBytes.of(tiny), ()), ids)[0] == tiny.decode(ids, skip_special_tokens=True)
+    assert push_all(TextAssembler(TokenBytes.of(tiny)), ids) == tiny.decode(ids, skip_special_tokens=True)
 
 
 def test_half_a_character_waits_for_the_other_half(tiny: Tokenizer) -> None:
-    assembler = TextAssembler(TokenBytes.of(tiny), ())
+    assembler = TextAssembler(TokenBytes.of(tiny))
     ids = tiny.encode("é🙂").ids
-    assert [assembler.push([token]).text for token in ids] == ["", "é", "", "", "", "🙂"]
-    assert assembler.flush() == Piece("")
+    assert [assembler.push([token]) for token in ids] == ["", "é", "", "", "", "🙂"]
+    assert assembler.flush() == ""
 
 
 def test_a_character_that_never_ends_is_replaced(tiny: Tokenizer) -> None:
-    assembler = TextAssembler(TokenBytes.of(tiny), ())
-    assert assembler.push(tiny.encode("🙂").ids[:-1]) == Piece("")
-    assert assembler.flush() == Piece("\ufffd")
+    assembler = TextAssembler(TokenBytes.of(tiny))
+    assert assembler.push(tiny.encode("🙂").ids[:-1]) == ""
+    assert assembler.flush() == "\ufffd"
 
 
 def test_special_and_unknown_tokens_say_nothing(tiny: Tokenizer) -> None:
     ids = [*tiny.encode("a<|im_end|>b").ids, 10**6]
-    assert push_all(TextAssembler(TokenBytes.of(tiny), ()), ids) == ("ab", None)
+    assert push_all(TextAssembler(TokenBytes.of(tiny)), ids) == "ab"
 
 
 def test_a_leading_space_stays(fallback: Tokenizer, tiny: Tokenizer) -> None:
     for backend in (fallback, tiny):
         ids = backend.encode(" a").ids
-        assert push_all(TextAssembler(TokenBytes.of(backend), ()), ids)[0] == " a"
+        assert push_all(TextAssembler(TokenBytes.of(backend)), ids) == " a"
 
 
 def test_an_unknown_decoder_is_refused() -> None:
@@ -114,55 +103,9 @@ def test_an_unknown_decoder_is_refused() -> None:
         TokenBytes(LETTERS, {"type": "WordPiece"}, ())
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 7])
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
-    [
-        ("abcdef", ("cd",), ("ab", "cd")),
-        ("aabaabaac", ("aabaac",), ("aab", "aabaac")),
-        ("abcabd", ("abd",), ("abc", "abd")),
-        ("abcdef", ("bcde", "cd"), ("ab", "cd")),  # The one that ends first counts...
-        ("xabc", ("abc", "bc"), ("x", "abc")),  # ...and of two that end together the longer.
-        ("abcab", ("abd",), ("abcab", None)),  # A head at the very end is given out.
-        ("abc", ("", "c"), ("ab", "c")),
-        ("abc", ("z",), ("abc", None)),
-    ],
-)
-def test_stop_strings_do_not_depend_on_the_cut(
-    text: str, stop: tuple[str, ...], expected: tuple[str, str | None], step: int
-) -> None:
-    assert push_all(letters(stop), [ord(letter) for letter in text], step) == expected
-
-
-def test_only_a_possible_head_is_withheld() -> None:
-    assembler = letters(("abd",))
-    assert [assembler.push([ord(letter)]).text for letter in "xabcab"] == ["x", "", "", "abc", "", ""]
-    assert assembler.flush() == Piece("ab")
-
-
-def test_nothing_comes_after_a_stop() -> None:
-    assembler = letters(("b",))
-    assert assembler.push([ord("a"), ord("b"), ord("c")]) == Piece("a", "b")
-    assert assembler.push([ord("d")]) == Piece("")
-    assert assembler.flush() == Piece("")
-
-
-def test_random_texts_stop_where_a_plain_search_says() -> None:
-    rng = random.Random(SEED)
-    for _ in range(300):
-        text = "".join(rng.choice("ab") for _ in range(20))
-        stop = tuple("".join(rng.choice("ab") for _ in range(rng.randint(2, 5))) for _ in range(2))
-        ends = [(text.find(s) + len(s), -len(s), s) for s in stop if s in text]
-        expected: tuple[str, str | None] = (text, None)
-        if ends:
-            end, length, found = min(ends)
-            expected = (text[: end + length], found)
-        assert push_all(letters(stop), [ord(letter) for letter in text], rng.randint(1, 4)) == expected
-
-
 def test_each_token_is_looked_up_once() -> None:
     """An answer's cost is linear: nothing already said is decoded again."""
     table = Table({97: "a"})
-    assembler = TextAssembler(TokenBytes(table, BYTE_LEVEL, ()), ("ab",))
-    assert push_all(assembler, [97] * 5000)[0] == "a" * 5000
+    assembler = TextAssembler(TokenBytes(table, BYTE_LEVEL, ()))
+    assert push_all(assembler, [97] * 5000) == "a" * 5000
     assert table.asked == 1
