@@ -133,11 +133,11 @@ def serve(config: Config) -> int:
         store_config = store_config_of(config, memory)
         services = compose(config, engine, store_config, named_keys, files, rules, background=background)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
-        url, needs_key = listener.url_of(bound), bool(config.server.api_keys or named_keys)
+        url, keys = listener.url_of(bound), (*config.server.api_keys, *config.server.operator_keys, *named_keys)
         tools = services.output.tools is not ToolFormat.NONE or services.output.reader is not None
         assert services.render is not None
         warning = startup.template_warning(services.render, calls_tools=tools)
-        lines = startup.describe(engine.info, budget, url, needs_key=needs_key, warning=warning)
+        lines = startup.describe(engine.info, budget, url, needs_key=bool(keys), warning=warning)
         if isinstance(services.store, TieredStore):
             directory = config.cache.disk.directory
             free_bytes = None if directory is None else shutil.disk_usage(directory).free

@@ -182,6 +182,7 @@ def compose(
             bodies_limit_bytes=server.max_queue_bytes,
             max_output_tokens=server.max_output_tokens,
             api_keys=server.api_keys,
+            operator_keys=server.operator_keys,
             named_keys=named_keys,
             alias=config.model.alias,
             resend_grace_s=RESEND_GRACE_S,

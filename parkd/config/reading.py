@@ -39,7 +39,7 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> C
         try:
             values[name] = by_name[name].parse(text)
         except ValueError as error:
-            shown = "" if name == "api-key" else f" {text!r}"
+            shown = "" if name in ("api-key", "operator-key") else f" {text!r}"
             raise ConfigError(f"{where}{shown}: {error}") from None
     _check_together(values)
     return _assemble(values, environ, _unknown_variables(environ))
@@ -85,7 +85,8 @@ def _check_together(values: Mapping[str, Any]) -> None:
             f"--layer-split names the first layer of {len(split)} later stage(s), so --devices must name "
             f"{len(split) + 1} devices; it names {len(devices) or 'none'}"
         )
-    if not (_is_loopback(values["host"]) or values["api-key"] or values["api-key-file"] or values["insecure"]):
+    has_keys = any(values[name] for name in ("api-key", "operator-key", "api-key-file"))
+    if not (_is_loopback(values["host"]) or has_keys or values["insecure"]):
         raise ConfigError(
             f"--host {values['host']} can be reached from other machines and no key is set: set PARKD_API_KEY, "
             "or give --insecure if everyone who can reach it may use it"
@@ -200,6 +201,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             host=values["host"],
             port=values["port"],
             api_keys=values["api-key"],
+            operator_keys=values["operator-key"],
             api_key_file=values["api-key-file"],
             max_queue=values["max-queue"],
             max_queue_bytes=values["max-queue-mib"] * MIB,

@@ -290,6 +290,15 @@ SETTINGS: tuple[Setting, ...] = (
         None,
         "lines name:key:namespace; a namespace shares parked conversations",
     ),
+    Setting(
+        "operator-key",
+        "server",
+        "KEY",
+        parsers.keys,
+        (),
+        "a key that may also see what all keys do, as /metrics tells; may be repeated",
+        True,
+    ),
     Setting("insecure", "server", "", parsers.switch, False, "allow an address others can reach without an API key"),
     Setting(
         "cors-origin",

@@ -98,6 +98,8 @@ class ServerConfig:
     """0: any free port."""
     api_keys: tuple[str, ...]
     """Keys without names. Each has its own conversations."""
+    operator_keys: tuple[str, ...]
+    """Keys that may also see what all keys do together."""
     api_key_file: Path | None
     """File of named keys and their namespaces. If there are no keys at all, clients need none."""
     max_queue: int

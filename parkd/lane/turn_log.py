@@ -46,7 +46,6 @@ class TurnLog:
             turn.explained.timings = turn.timings
             turn.explained.state = "done" if error is None else "failed"
             turn.explained.end = turn.explained.end if error is None else error.code
-        in_lane_s = turn.timings.first_token_s - ((turn.began_s or turn.arrived_s) - turn.arrived_s)
         requests_log.info(
             "key=%s prompt=%d reused=%d cache=%s wait=%.1fs ttft=%.1fs out=%d why=%s%s",
             turn.caller,
@@ -54,7 +53,7 @@ class TurnLog:
             turn.report.reused_tokens if turn.report else 0,
             turn.report.outcome.value if turn.report else "-",
             turn.timings.wait_s,
-            max(0.0, in_lane_s),  # without the wait, which is shown separately
+            turn.timings.first_token_s,
             turn.timings.output_tokens,
             (turn.report.why if turn.report else "") or "-",
             f" end={error.code}" if error is not None else "",

@@ -27,6 +27,8 @@ class Caller:
     owner: str = ""
     """Derived from the key, and different even for keys that share a namespace. Decides who may see a request's
     report."""
+    is_operator: bool = False
+    """May see what all keys do together, such as `/metrics`."""
 
     @property
     def shown(self) -> str:
@@ -34,24 +36,39 @@ class Caller:
         return self.name or self.namespace[:SHOWN_CHARACTERS] or "-"
 
 
-def authenticate(headers: Mapping[str, str], api_keys: Sequence[str], named_keys: Sequence[NamedKey] = ()) -> Caller:
-    """The caller by its key. Without configured keys everyone is the same caller, whatever key they send. Raises
-    Unauthorized."""
-    if not api_keys and not named_keys:
-        return Caller("")
+def authenticate(
+    headers: Mapping[str, str],
+    api_keys: Sequence[str],
+    named_keys: Sequence[NamedKey] = (),
+    operator_keys: Sequence[str] = (),
+) -> Caller:
+    """The caller by its key. Without configured keys everyone is the same caller, whatever key they send, and the
+    operator. Raises Unauthorized."""
+    if not api_keys and not named_keys and not operator_keys:
+        return Caller("", is_operator=True)
     sent = _sent_key(headers)
     if not sent:
         raise Unauthorized(
             "This server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
         )
     # All keys are compared, so that timing reveals neither which key matched nor how much of it.
-    known = [*named_keys, *(NamedKey("", key) for key in api_keys)]
+    known = [*named_keys, *(NamedKey("", key) for key in (*api_keys, *operator_keys))]
     matches = [hmac.compare_digest(sent.encode(), key.key.encode()) for key in known]
     if not any(matches):
         raise Unauthorized("The API key is not one of this server's. Check the key that your client sends.")
     key = known[matches.index(True)]
     own = namespace_of(sent)
-    return Caller(own if key.namespace is None else f"={key.namespace}", key.name, own)
+    is_operator = sum(hmac.compare_digest(sent.encode(), key.encode()) for key in operator_keys) > 0
+    return Caller(own if key.namespace is None else f"={key.namespace}", key.name, own, is_operator)
+
+
+def check_operator(caller: Caller) -> None:
+    """Raises Forbidden for a caller that may see only what its own key does."""
+    if not caller.is_operator:
+        raise Forbidden(
+            "This page tells what all keys do, so it asks for an operator's key: send the one that parkd was started "
+            "with (--operator-key), or start it with one."
+        )
 
 
 def narrowed(namespace: str, salt: str | None) -> str:

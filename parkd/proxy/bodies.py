@@ -11,6 +11,7 @@ they are freed. So shortly after a large body, the allocator is asked to return 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 
@@ -33,33 +34,54 @@ class BodyRoom:
     """Counts the bytes of all bodies that are held now. Lives on the event loop."""
 
     def __init__(
-        self, limit_bytes: int, retry_after_s: Callable[[], int], on_large_gone: Callable[[], None] = lambda: None
+        self,
+        limit_bytes: int,
+        retry_after_s: Callable[[], int],
+        on_large_gone: Callable[[], None] = lambda: None,
+        *,
+        owners: int = 1,
     ) -> None:
         """`retry_after_s` estimates when there will be room again. `on_large_gone` is called when a large body is
-        released."""
+        released. If there are several `owners`, one of them holds at most half of the limit."""
         self._limit_bytes = limit_bytes
+        self._share_bytes = limit_bytes if owners <= 1 else limit_bytes // 2
+        self._held_by: Counter[str] = Counter()
         self._retry_after_s = retry_after_s
         self._on_large_gone = on_large_gone
         self.held_bytes = 0
 
-    def charge(self) -> Charge:
-        """A charge for a new body, of which nothing has been read yet."""
-        return Charge(self)
+    def charge(self, owner: str = "") -> Charge:
+        """A charge for a new body of this owner, of which nothing has been read yet."""
+        return Charge(self, owner)
 
-    def take(self, count: int, own_bytes: int) -> None:
-        """Charges `count` more bytes to a body that already holds `own_bytes`. Raises QueueFull if that exceeds the
-        limit, but never for the only body: each body has its own limit."""
-        others_bytes = self.held_bytes - own_bytes
-        if others_bytes and self.held_bytes + count > self._limit_bytes:
-            raise QueueFull(
-                f"Waiting requests hold {others_bytes / MIB:.0f} MiB, and with this one they would exceed "
-                f"--max-queue-mib ({self._limit_bytes // MIB}). Try again later, or send smaller images.",
-                retry_after_s=self._retry_after_s(),
-            )
+    def check(self, count: int, own_bytes: int, owner: str) -> None:
+        """Raises QueueFull if `count` more bytes of a body that already holds `own_bytes` would exceed the limit or the
+        owner's share; but never for the only body, of all or of the owner: each body has its own limit."""
+        others_bytes, owners_bytes = self.held_bytes - own_bytes, self._held_by[owner] - own_bytes
+        if owners_bytes and owners_bytes + own_bytes + count > self._share_bytes:
+            raise self._full(f"Waiting requests of this key hold {owners_bytes / MIB:.0f} MiB", self._share_bytes)
+        if others_bytes and others_bytes + own_bytes + count > self._limit_bytes:
+            raise self._full(f"Waiting requests hold {others_bytes / MIB:.0f} MiB", self._limit_bytes)
+
+    def take(self, count: int, own_bytes: int, owner: str) -> None:
+        """Charges `count` more bytes to a body. Raises QueueFull as `check` does."""
+        self.check(count, own_bytes, owner)
         self.held_bytes += count
+        self._held_by[owner] += count
 
-    def give(self, count: int) -> None:
+    def _full(self, what: str, limit_bytes: int) -> QueueFull:
+        of = "" if limit_bytes == self._limit_bytes else " for one key"
+        return QueueFull(
+            f"{what}, and with this one they would exceed --max-queue-mib ({limit_bytes // MIB}{of}). Try again later, "
+            "or send smaller images.",
+            retry_after_s=self._retry_after_s(),
+        )
+
+    def give(self, count: int, owner: str) -> None:
         self.held_bytes -= count
+        self._held_by[owner] -= count
+        if not self._held_by[owner]:
+            del self._held_by[owner]
         if count >= LARGE_BODY_BYTES:
             self._on_large_gone()
 
@@ -67,15 +89,22 @@ class BodyRoom:
 class Charge:
     """The bytes charged to one body. As a context manager, releases them at the end unless `keep` was called."""
 
-    def __init__(self, room: BodyRoom) -> None:
+    def __init__(self, room: BodyRoom, owner: str) -> None:
         self._room = room
+        self._owner = owner
         self._bytes = 0
         self._is_kept = False
 
-    def reach(self, total: int) -> None:
-        """Charges for a body of at least `total` bytes. Raises QueueFull."""
+    def check(self, total: int) -> None:
+        """Raises QueueFull if there is no room now for a body of `total` bytes. Charges nothing: what a client declares
+        keeps nobody out before it has arrived."""
         if total > self._bytes:
-            self._room.take(total - self._bytes, self._bytes)
+            self._room.check(total - self._bytes, self._bytes, self._owner)
+
+    def reach(self, total: int) -> None:
+        """Charges for a body of which at least `total` bytes have arrived. Raises QueueFull."""
+        if total > self._bytes:
+            self._room.take(total - self._bytes, self._bytes, self._owner)
             self._bytes = total
 
     def keep(self) -> Callable[[], None]:
@@ -85,7 +114,7 @@ class Charge:
 
     def release(self) -> None:
         """May be called again."""
-        self._room.give(self._bytes)
+        self._room.give(self._bytes, self._owner)
         self._bytes = 0
 
     def __enter__(self) -> Charge:

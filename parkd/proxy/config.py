@@ -35,6 +35,8 @@ class ProxyConfig:
     api_keys: tuple[str, ...] = ()
     """Keys that each have their own namespace. If there are neither these nor named keys, clients need none."""
     named_keys: tuple[NamedKey, ...] = ()
+    operator_keys: tuple[str, ...] = ()
+    """Keys that may also see what all keys do together. If there are any keys at all, only these may."""
     body_limit_bytes: int = DEFAULT_BODY_LIMIT_BYTES
     bodies_limit_bytes: int = 256 * 1024 * 1024
     """Limit for all bodies together that are being read, wait or run. Each body also has its own limit."""

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from parkd.errors import InvalidRequest, NotFound
 from parkd.lane import explain, metrics
 from parkd.proxy import admin
-from parkd.proxy.access import Caller, authenticate
+from parkd.proxy.access import Caller, check_operator
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.guard import Handler
@@ -85,7 +85,7 @@ class Endpoints:
         return JSONResponse(body, status_code=status)
 
     async def metrics_page(self, request: Request, _request_id: str) -> ASGIApp:
-        self._caller(request)
+        check_operator(self._caller(request))
         return Response(self._proxy.metrics.page(), headers={"content-type": metrics.CONTENT_TYPE})
 
     async def root(self, _request: Request, _request_id: str) -> ASGIApp:
@@ -170,11 +170,11 @@ class Endpoints:
         return _json({"prompt": text}, request_id)
 
     async def _body(self, request: Request) -> Mapping[str, Any]:
-        with self._proxy.bodies.charge() as charge:
+        with self._proxy.bodies.charge(self._caller(request).owner) as charge:
             return await self._proxy.body_of(request, charge)
 
     def _caller(self, request: Request) -> Caller:
-        return authenticate(request.headers, self._config.api_keys, self._config.named_keys)
+        return self._proxy.caller_of(request)
 
 
 def _json(document: object, request_id: str) -> JSONResponse:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from parkd.errors import InvalidRequest, NotFound, ParkdError, UpgradeRefused
 from parkd.lane.metrics import Metrics
+from parkd.lane.turn_log import requests_log
 from parkd.proxy.access import check_origin
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
@@ -45,9 +46,22 @@ def guarded(
             return Response(status_code=499)
         except ParkdError as error:
             metrics.requests.labels(error.code).inc()
+            note_refused(request, error)
             return _error_response(dialect or spoken_by(request), error, request_id)
 
     return endpoint
+
+
+def note_refused(request: Request, error: ParkdError) -> None:
+    """The log line of a request that never became a turn: who sent it, and why it was refused; no text of it."""
+    requests_log.info(
+        "key=%s refused=%s status=%d %s %r",
+        getattr(request.state, "caller", "-"),
+        error.code,
+        error.status,
+        request.method,
+        request.url.path[:PATH_SHOWN],
+    )
 
 
 def spoken_by(request: Request) -> Dialect:
@@ -79,6 +93,7 @@ def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Res
         else:
             refused = InvalidRequest(f"{request.method} is not allowed at {request.url.path}.")
         metrics.requests.labels(refused.code).inc()
+        note_refused(request, refused)
         response = _error_response(spoken_by(request), refused, request_id_of(request.headers))
         response.status_code = error.status_code
         response.headers.update(error.headers or {})

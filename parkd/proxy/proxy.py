@@ -34,11 +34,12 @@ from parkd.lane.resend import Resends
 from parkd.lane.turn import Turn
 from parkd.lane.turn_log import TurnLog
 from parkd.lane.turn_runner import TurnRunner
-from parkd.proxy.access import authenticate, narrowed
+from parkd.proxy.access import Caller, authenticate, narrowed
 from parkd.proxy.bodies import BodyRoom, Charge, MemoryReturn
 from parkd.proxy.config import Services
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect, ResponseMeta
+from parkd.proxy.guard import note_refused
 from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
 from parkd.proxy.sse import STREAM_HEADERS, TurnResponse
@@ -93,7 +94,12 @@ class Proxy:
         self.requests = RequestMemory()
         self.resends = Resends(self.lane, config.resend_grace_s, self._give_up)
         self.prompts = Prompts(services)
-        self.bodies = BodyRoom(config.bodies_limit_bytes, self.lane.retry_after_s, self._large_body_gone)
+        self.bodies = BodyRoom(
+            config.bodies_limit_bytes,
+            self.lane.retry_after_s,
+            self._large_body_gone,
+            owners=len(config.api_keys) + len(config.named_keys) + len(config.operator_keys),
+        )
         self._memory_return = MemoryReturn(services.return_memory)
         self._tasks: anyio.abc.TaskGroup | None = None
 
@@ -154,10 +160,10 @@ class Proxy:
         ParkdError, which the caller answers in the dialect's format."""
         services, config = self.services, self.services.config
         arrived_s = services.monotonic()
-        caller = authenticate(request.headers, config.api_keys, config.named_keys)
+        caller = self.caller_of(request)
         if not len(self.resends):  # a repeated request may take over a turn, which needs no place in the queue
             self.lane.check_room()
-        with self.bodies.charge() as charge:
+        with self.bodies.charge(caller.owner) as charge:
             body = await self.body_of(request, charge)
             parsed = dialect.parse(body, request.headers)
             turn_request = dataclasses.replace(parsed, namespace=narrowed(caller.namespace, parsed.cache.salt))
@@ -171,6 +177,7 @@ class Proxy:
                     self.prompts.check_fits(len(prompt), turn_request)
                 except ContextOverflow as overflow:
                     if turn_request.stream and overflow.code in dialect.streamed_errors:
+                        note_refused(request, overflow)
                         headers = STREAM_HEADERS | id_headers(request_id)
                         return StreamingResponse(encoder.failure(overflow), headers=headers)
                     raise
@@ -191,6 +198,13 @@ class Proxy:
         turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
         self.requests.add(turn.explained)
 
+    def caller_of(self, request: Request) -> Caller:
+        """Who sends the request; from now on its log line names the caller. Raises Unauthorized."""
+        config = self.config
+        caller = authenticate(request.headers, config.api_keys, config.named_keys, config.operator_keys)
+        request.state.caller = caller.shown
+        return caller
+
     async def body_of(self, request: Request, charge: Charge) -> Mapping[str, Any]:
         """The request's body as a JSON object. Raises ParkdError if it cannot be read."""
         config = self.config
@@ -198,9 +212,8 @@ class Proxy:
 
     async def count_tokens(self, request: Request, dialect: AnthropicMessages) -> int:
         """The number of tokens of the prompt that this body would give. Raises ParkdError."""
-        config = self.services.config
-        caller = authenticate(request.headers, config.api_keys, config.named_keys)
-        with self.bodies.charge() as charge:
+        caller = self.caller_of(request)
+        with self.bodies.charge(caller.owner) as charge:
             body = await self.body_of(request, charge)
             parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
             counted = dataclasses.replace(parsed, response_schema=None, tool_choice=ToolChoice())

@@ -39,7 +39,7 @@ def id_headers(request_id: str) -> dict[str, str]:
 
 
 async def read_body(request: Request, limit_bytes: int, silence_s: float, charge: Charge) -> bytes:
-    """Reads the body, and charges its bytes to `charge`.
+    """Reads the body, and charges its bytes to `charge` as they arrive.
 
     Raises InvalidRequest if it is compressed; BodyTooLarge as soon as that is known, at the latest after `limit_bytes`;
     QueueFull if all bodies together are too large; ClientDisconnect; and BodyStalled if nothing arrives for `silence_s`
@@ -51,7 +51,7 @@ async def read_body(request: Request, limit_bytes: int, silence_s: float, charge
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
-    charge.reach(int(declared) if declared.isdecimal() else 0)
+    charge.check(int(declared) if declared.isdecimal() else 0)
     body, pieces = bytearray(), aiter(request.stream())
     began_s = anyio.current_time()
     while True:

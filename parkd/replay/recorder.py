@@ -43,7 +43,8 @@ class Recorder:
     def __init__(self, path: Path, header: TraceHeader, began_s: float, *, secret: bytes | None = None) -> None:
         """`began_s` is time 0 of the trace. Raises ConfigError if the file exists or cannot be created."""
         try:
-            self._file = path.open("x", encoding="utf-8")
+            path.touch(mode=0o600, exist_ok=False)  # no text, but who asked what when is its owner's business
+            self._file = path.open("w", encoding="utf-8")
         except FileExistsError:
             raise ConfigError(f"--record {path}: the file exists already; name another one") from None
         except OSError as error:

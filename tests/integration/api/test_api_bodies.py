@@ -45,6 +45,23 @@ def test_what_was_taken_is_given_back_once() -> None:
         assert room.held_bytes == 1000
 
 
+def test_one_key_leaves_room_for_the_others() -> None:
+    """Found by use 3: what one key sends, however much, refuses no other key's request."""
+    room = BodyRoom(100, lambda: 7, owners=2)
+    with room.charge("one") as first, room.charge("one") as second, room.charge("two") as other:
+        first.reach(40)
+        with pytest.raises(QueueFull, match="of this key hold"):
+            second.check(11)
+        with pytest.raises(QueueFull, match="of this key hold"):
+            second.reach(11)
+        second.reach(10)
+        other.reach(50)
+        assert room.held_bytes == 100
+        with pytest.raises(QueueFull, match="Waiting requests hold"):
+            other.reach(51)
+    assert room.held_bytes == 0
+
+
 @pytest.fixture
 async def held() -> AsyncIterator[tuple[Running, Gate]]:
     """A server that reads a large body's prompt and does not go on."""
@@ -112,14 +129,15 @@ async def test_whatever_the_answer_nothing_is_held_behind_it(path: str, body: di
 
 @pytest.mark.parametrize(("path", "kind"), [(CHAT, b"invalid_request_error"), ("/v1/messages", b"timeout_error")])
 async def test_a_body_that_stops_coming_gives_its_room_back(path: str, kind: bytes) -> None:
-    """What it declared is charged from its first byte on, so that a few such would keep all others out."""
+    """Only what has arrived is charged (found by use 3: four bodies that declared 64 MiB kept all others out)."""
     config = ProxyConfig(bodies_limit_bytes=LIMIT_BYTES, body_silence_s=0.3)
     async with running(FakeEngine(), config=config) as server:
         url, bodies = server.client.base_url, server.server.proxy.bodies
         head = f"POST {path} HTTP/1.1\r\nhost: {url.host}\r\ncontent-length: 19000\r\n\r\n{{"
         async with await anyio.connect_tcp(url.host, url.port or 80) as stalled:
             await stalled.send(head.encode())
-            await until(lambda: bodies.held_bytes == 19_000)
+            await until(lambda: bodies.held_bytes == 1)
+            assert (await server.client.post(CHAT, json=body_of(LARGE))).status_code == 200
             with anyio.fail_after(10):
                 refused = await stalled.receive()
         assert refused.startswith(b"HTTP/1.1 408 ")

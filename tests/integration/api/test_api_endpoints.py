@@ -43,6 +43,22 @@ async def test_what_tells_of_the_server_asks_for_a_key(path: str) -> None:
         assert (await server.client.get(path)).status_code == 401
 
 
+async def test_what_all_keys_do_together_is_shown_to_an_operator_only() -> None:
+    """Found by use 5: with any key one could read from `/metrics` what the others do."""
+    config = ProxyConfig(named_keys=(NamedKey("anna", "k1"),), api_keys=("k2",), operator_keys=("op",))
+    async with running(FakeEngine(), config=config) as server:
+
+        async def seen_by(key: str) -> int:
+            return (await server.client.get("/metrics", headers={"authorization": f"Bearer {key}"})).status_code
+
+        assert [await seen_by(key) for key in ("k1", "k2", "op", "none")] == [403, 403, 200, 401]
+        refused = await server.client.get("/metrics", headers={"x-api-key": "k1"})
+        assert "--operator-key" in refused.json()["error"]["message"]
+        assert (await server.client.get("/v1/models", headers={"x-api-key": "op"})).status_code == 200
+    async with running(FakeEngine()) as server:
+        assert (await server.client.get("/metrics")).status_code == 200, "without keys there is one user"
+
+
 async def test_props_and_tokens_are_the_engines() -> None:
     async with running(FakeEngine(context_tokens=512)) as server:
         props = (await server.client.get("/props")).json()

@@ -16,6 +16,7 @@ import pytest
 from parkd.errors import EngineFailure, EngineLost
 from parkd.lane import events
 from parkd.proxy.config import ProxyConfig
+from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Gate, Messages, Running, body_of, fail_at, read_stream, running, until
 
@@ -286,6 +287,46 @@ async def test_each_request_is_one_line_in_the_log_without_its_text(caplog: pyte
     [line] = [record.getMessage() for record in caplog.records if record.name == "parkd.requests"]
     assert re.fullmatch(r"key=- prompt=\d+ reused=0 cache=cold wait=\d+\.\ds ttft=\d+\.\ds out=\d+ why=-", line)
     assert "secret" not in caplog.text
+
+
+async def test_each_refused_request_is_one_line_in_the_log_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Found by use 20."""
+    caplog.set_level(logging.INFO, logger="parkd.requests")
+    chat, long = "/v1/chat/completions", [{"role": "user", "content": "secret " * 9000}]
+    config = ProxyConfig(named_keys=(NamedKey("anna", "k1"),))
+    async with running(FakeEngine(), config=config) as server:
+        key = {"authorization": "Bearer k1"}
+        await server.client.post(chat, json={"messages": long})
+        await server.client.post(chat, json={"messages": "secret"}, headers=key)
+        await server.client.post(chat, json={"messages": long}, headers=key)
+        await server.client.post("/v1/responses", json={"input": "secret " * 9000, "stream": True}, headers=key)
+        await server.client.get("/v1/nothing")
+        await server.client.get("/metrics", headers=key)
+    assert [record.getMessage() for record in caplog.records if record.name == "parkd.requests"] == [
+        "key=- refused=invalid_api_key status=401 POST '/v1/chat/completions'",
+        "key=anna refused=invalid_request status=400 POST '/v1/chat/completions'",
+        "key=anna refused=context_length_exceeded status=400 POST '/v1/chat/completions'",
+        "key=anna refused=context_length_exceeded status=400 POST '/v1/responses'",
+        "key=- refused=not_found status=404 GET '/v1/nothing'",
+        "key=anna refused=forbidden status=403 GET '/metrics'",
+    ]
+    assert "secret" not in caplog.text
+
+
+async def test_the_time_to_the_first_token_counts_from_the_arrival(caplog: pytest.LogCaptureFixture) -> None:
+    """Found by use 34: a client counts the wait in the queue too."""
+    caplog.set_level(logging.INFO, logger="parkd.requests")
+    gate = Gate("chunk")
+    async with running(FakeEngine(hook=gate)) as server, anyio.create_task_group() as tasks:
+        tasks.start_soon(server.chat, [{"role": "user", "content": "First."}])
+        await gate.wait_reached()
+        tasks.start_soon(server.chat, [{"role": "user", "content": "Second."}])
+        await until(lambda: server.server.proxy.lane.waiting == 1)
+        await anyio.sleep(0.3)
+        gate.opened.set()
+    lines = [record.getMessage() for record in caplog.records if record.name == "parkd.requests"]
+    wait_s, ttft_s = (float(part.partition("=")[2].rstrip("s")) for part in lines[1].split()[4:6])
+    assert ttft_s >= wait_s >= 0.3
 
 
 async def _first(lines: AsyncIterator[str], number: int) -> AsyncIterator[str]:

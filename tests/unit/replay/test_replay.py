@@ -219,6 +219,7 @@ def test_workers_over_one_prefix_hold_it_once():
 def test_a_recording_holds_hashes_and_sizes_and_replays(tmp_path):
     path = tmp_path / "t.jsonl"
     recorder = Recorder(path, HEADER, 100.0)
+    assert path.stat().st_mode & 0o777 == 0o600, "found by use 5: others could read it"
     units = np.arange(1000, dtype=np.uint64)
     for at_s, count in ((100.5, 600), (102.0, 1000)):
         recorder.note(
