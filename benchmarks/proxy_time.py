@@ -32,8 +32,8 @@ from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.torch_engine.words import TranslatedTemplate
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
-from parkd.lane.live_conversation import LiveConversation
-from parkd.lane.start_plan import decide_start
+from parkd.lane.live_rows import LiveRows
+from parkd.lane.start import decide_start
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.state import Costs, StageLayout, StateLayout
 from parkd.store.index import PrefixIndex
@@ -121,12 +121,12 @@ def match_ms(prompt: PromptIdentity, known: PromptIdentity, live: PromptIdentity
     index = PrefixIndex()
     for parked in candidates:
         index.add(parked.id, parked.key_digest, parked.prefix_hashes)
-    elsewhere = LiveConversation(live.key, live.units)
+    elsewhere = LiveRows(live.key, live.units)
     started = time.perf_counter()
     found = [by_id[name] for name, _ in index.find(prompt.key.digest, prompt.prefix_hashes, CANDIDATE_LIMIT)]
-    plan = decide_start(prompt, elsewhere, found, layout=LAYOUT, live_checkpoints=(), cost=COST)
+    start = decide_start(prompt, elsewhere, found, layout=LAYOUT, live_checkpoints=(), cost=COST)
     elapsed_ms = (time.perf_counter() - started) * 1000
-    assert plan.option.position >= outcome_min, "the parked conversation was not found"
+    assert start.position >= outcome_min, "the parked conversation was not found"
     return elapsed_ms
 
 

@@ -24,7 +24,7 @@ from parkd.lane.engine_thread import EngineThread
 from parkd.lane.metrics import Metrics
 from parkd.lane.parking import LiveState
 from parkd.lane.prompt_tail import PromptTail
-from parkd.lane.start_plan import decide_start, plan_cold
+from parkd.lane.start import cold_start, decide_start
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import ConversationKey, ImageSpan, PromptIdentity, SamplingParams
@@ -81,7 +81,7 @@ class GpuLane:
         """Reads `prompt`, decodes `count` tokens greedily, and parks behind the reply."""
         began_s = time.perf_counter()
         parked = [entry for entry, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
-        plan = decide_start(
+        start = decide_start(
             prompt,
             self.live.conversation,
             parked,
@@ -91,14 +91,14 @@ class GpuLane:
             cost=dataclasses.replace(self.costs.measured, read_s=1.0),  # reading costs so much that any state is reused
         )
         try:
-            await self.live.begin(plan, prompt.key, PromptTail(prompt, plan.common, None))
+            await self.live.begin(start, prompt.key, PromptTail(prompt, start.common, None))
         except RestoreFailed:
-            plan = plan_cold(prompt)
-            await self.live.begin(plan, prompt.key)
-        reused, start = plan.option.position, self.live.conversation.position
-        places = checkpoints_to_take(prompt, start, plan.common, self.engine.info.ctx_checkpoints)
+            start = cold_start()
+            await self.live.begin(start, prompt.key)
+        reused, position = start.position, self.live.conversation.position
+        places = checkpoints_to_take(prompt, position, start.common, self.engine.info.ctx_checkpoints)
         await self.live.call(  # Nothing to read if the end was read during the restore.
-            self.engine.extend, prompt.token_ids[start:-1], cancel=NEVER, checkpoint_at=places, images=prompt.images
+            self.engine.extend, prompt.token_ids[position:-1], cancel=NEVER, checkpoint_at=places, images=prompt.images
         )
         await self.live.advance(prompt.key, prompt.units)
         tokens, times = await self.live.call(self._decode, prompt.token_ids, count)
@@ -107,7 +107,7 @@ class GpuLane:
         await self.live.check()
         figures = TurnFigures(
             tokens,
-            plan.option.outcome.value,
+            start.source.value,
             reused,
             times[0] - began_s,
             (times[-1] - times[0]) / max(1, count - 1),

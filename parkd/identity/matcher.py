@@ -1,4 +1,4 @@
-"""What can be reused, and what is cheapest: pure decisions over plain values.
+"""What can be reused, and where prompts differ: pure decisions over plain values.
 
 prompt   |======== common ========|-------- new --------|
 parked   |======== common ========|........
@@ -8,20 +8,15 @@ parked   |======== common ========|........
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from parkd.engine_adapter.base import Tokenizer
 from parkd.identity.units import IMAGE_BIT, common_prefix
-from parkd.state import Costs, last_exact
-from parkd.types import CacheOutcome, Divergence, ImageSpan, PromptIdentity, Units
+from parkd.state import last_exact
+from parkd.types import Divergence, ImageSpan, PromptIdentity, Units
 
 __all__ = [
-    "Start",
-    "StartOption",
-    "choose_start",
-    "cold_start",
     "common_prefix",
     "divergence_of",
     "image_at",
@@ -49,53 +44,6 @@ def resumable_position(
     Nothing resumes inside an image that sees itself.
     """
     return last_exact(outside_images(max(0, min(common, prompt_len - 1)), images), checkpoints, floor)
-
-
-@dataclass(frozen=True, slots=True)
-class StartOption:
-    """One way to begin a turn: reuse state up to `position`, and read the rest of the prompt."""
-
-    outcome: CacheOutcome
-    position: int
-    prompt_tokens: int
-    move_bytes: int = 0
-    """Bytes a restore copies."""
-    extra_s: float = 0.0
-    """Additional seconds of this option."""
-    conversation: str | None = None
-    """The id of the parked conversation, for the caller."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """An option and its expected cost."""
-
-    option: StartOption
-    cost_s: float
-
-
-def cold_start(prompt_tokens: int) -> StartOption:
-    return StartOption(CacheOutcome.COLD, 0, prompt_tokens)
-
-
-def choose_start(options: Sequence[StartOption], cost: Costs) -> Start:
-    """The cheapest option; of equally cheap ones, the one that moves least, then the one that reuses most, then the
-    first.
-
-    Raises ValueError if there is none; a caller always has `cold_start`.
-    """
-    if not options:
-        raise ValueError("no option to start from")
-    starts = [
-        Start(
-            option,
-            cost.reading_s(option.position, option.prompt_tokens)
-            + cost.moving_s(option.move_bytes, from_disk=option.outcome is CacheOutcome.RESTORED_DISK)
-            + option.extra_s,
-        )
-        for option in options
-    ]
-    return min(starts, key=lambda start: (start.cost_s, start.option.move_bytes, -start.option.position))
 
 
 def divergence_of(identity: PromptIdentity, other_units: Units, tokenizer: Tokenizer) -> Divergence | None:

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 from parkd.engine_adapter.base import Engine, RemoteEngine
 from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
 from parkd.lane.engine_thread import EngineThread
-from parkd.lane.live_conversation import LiveConversation
+from parkd.lane.live_rows import LiveRows
 from parkd.types import ConversationKey, Units
 
 log = logging.getLogger(__name__)
@@ -27,18 +27,18 @@ class LiveEngine:
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
         self.engine = engine
         self.thread = thread
-        self._conversation = LiveConversation()
+        self._conversation = LiveRows()
         self.checkpoints: tuple[int, ...] = ()
         """Positions below `rewind_floor` that the live state can be cut to, as of the last engine call. From
         `rewind_floor` on, it can be cut anywhere."""
         self.rewind_floor = 0
 
     @property
-    def conversation(self) -> LiveConversation:
+    def conversation(self) -> LiveRows:
         return self._conversation
 
     @conversation.setter
-    def conversation(self, conversation: LiveConversation) -> None:
+    def conversation(self, conversation: LiveRows) -> None:
         self._conversation = conversation
         if conversation.position == 0:
             self.checkpoints, self.rewind_floor = (), 0
@@ -84,7 +84,7 @@ class LiveEngine:
         try:
             await self._call_and_refresh(self.engine.truncate, position)
         except RestoreFailed:  # it is empty now
-            self.conversation = LiveConversation()
+            self.conversation = LiveRows()
             raise
         self.conversation = self.conversation.truncate(position)
 
@@ -121,7 +121,7 @@ class LiveEngine:
 
     async def reset(self) -> None:
         """Empties the engine. Raises EngineLost if that fails."""
-        self.conversation = LiveConversation()
+        self.conversation = LiveRows()
         try:
             await self.thread.run(self.engine.reset)
         except Exception as error:

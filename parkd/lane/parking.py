@@ -16,11 +16,11 @@ from parkd.identity.chain import prefix_hashes
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.engine_thread import EngineThread
-from parkd.lane.live_conversation import LiveConversation, restored
 from parkd.lane.live_engine import LiveEngine
+from parkd.lane.live_rows import LiveRows, restored
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail, read_while_restoring
-from parkd.lane.start_plan import StartPlan
+from parkd.lane.start import Start
 from parkd.state import Checksums, Resume, StateSizes
 from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
 from parkd.store.store import ConversationStore
@@ -39,7 +39,7 @@ class BackgroundPark:
 
     capture: Capture
     in_flight: CaptureInFlight
-    live: LiveConversation
+    live: LiveRows
     """The live conversation when the capture began."""
     began_s: float
     intact: int
@@ -73,43 +73,43 @@ class LiveState(LiveEngine):
         if self._background is not None:
             self._background.intact = min(self._background.intact, kept)
 
-    async def begin(self, plan: StartPlan, key: ConversationKey, tail: PromptTail | None = None) -> float:
-        """Carries out `plan`: parks what would be lost, then restores, truncates or resets.
+    async def begin(self, start: Start, key: ConversationKey, tail: PromptTail | None = None) -> float:
+        """Carries out `start`: parks what would be lost, then restores, truncates or resets.
 
         During a restore, the engine may also read `tail` if that saves time; the position is then at its end. Returns
         the seconds of the restore. Raises RestoreFailed, after which the parked conversation is dropped and the engine
         is empty, and EngineFailure.
         """
-        if plan.parked is None:
-            await self._park_before_loss(plan.keep_rows)
-            self._check_kept(plan.keep_rows)
-            if plan.option.position == 0:
+        if start.parked is None:
+            await self._park_before_loss(start.keep_rows)
+            self._check_kept(start.keep_rows)
+            if start.position == 0:
                 await self.reset()
-            elif plan.keep_rows < self.conversation.position:
-                await self.truncate(plan.keep_rows)
+            elif start.keep_rows < self.conversation.position:
+                await self.truncate(start.keep_rows)
             return 0.0
         assert self._store is not None
         # Leased first, because parking the live conversation could otherwise evict the one to be restored.
         try:
-            held = self._store.lease(plan.parked.id, plan.option.position, plan.keep_rows)
+            held = self._store.lease(start.parked.id, start.position, start.keep_rows)
         except ConversationGone as gone:
             raise RestoreFailed("The parked conversation was removed a moment ago.") from gone
         with held as lease:
-            await self._park_before_loss(plan.keep_rows)
-            self._check_kept(plan.keep_rows)
+            await self._park_before_loss(start.keep_rows)
+            self._check_kept(start.keep_rows)
             try:
-                return await self._restore(lease, plan.parked, plan.option.outcome, key, tail)
+                return await self._restore(lease, start.parked, start.source, key, tail)
             except RestoreFailed as error:
                 failed = error
         log.warning("a restore failed, so the turn reads its prompt cold: %s", failed.message)
         self._metrics.restore_failures.inc()
-        self.conversation = LiveConversation()
-        self._store.drop(plan.parked.id, failed.message)
+        self.conversation = LiveRows()
+        self._store.drop(start.parked.id, failed.message)
         raise failed
 
     async def begin_prompt(
         self,
-        plan: StartPlan,
+        start: Start,
         report: CacheReport,
         prompt: PromptIdentity,
         sampling: SamplingParams,
@@ -132,9 +132,9 @@ class LiveState(LiveEngine):
         if position >= promised:
             return report
         why = f"the engine still held {position} of the {promised} tokens that were expected"
-        if plan.parked is not None and self._store is not None:
+        if start.parked is not None and self._store is not None:
             self._metrics.restore_failures.inc()
-            self._store.drop(plan.parked.id, why)
+            self._store.drop(start.parked.id, why)
         outcome = report.outcome if position else CacheOutcome.COLD
         return replace(report, outcome=outcome, reused_tokens=position, why="; ".join(filter(None, (report.why, why))))
 
@@ -271,7 +271,7 @@ class LiveState(LiveEngine):
             await self.park()
 
     def _check_kept(self, keep_rows: int) -> None:
-        """Raises RestoreFailed if a failure while parking lost live rows that the plan keeps."""
+        """Raises RestoreFailed if a failure while parking lost live rows that the start keeps."""
         if self.conversation.position < keep_rows:
             raise RestoreFailed("The live state was lost while it was parked.")
 

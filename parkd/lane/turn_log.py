@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from parkd.errors import ParkdError
-from parkd.lane.live_conversation import LiveConversation
+from parkd.lane.live_rows import LiveRows
 from parkd.lane.metrics import Metrics
 from parkd.lane.turn import Turn
 from parkd.types import CacheMode, Units
@@ -59,7 +59,7 @@ class TurnLog:
             f" end={error.code}" if error is not None else "",
         )
 
-    def note(self, turn: Turn, live: LiveConversation, error: ParkdError | None) -> None:
+    def note(self, turn: Turn, live: LiveRows, error: ParkdError | None) -> None:
         """Adds the turn to the recorded trace, unless it asked not to be kept."""
         report, timings = turn.report, turn.timings
         if self._trace is None or report is None or live.key != turn.prompt.key:

@@ -33,7 +33,7 @@ from parkd.lane.groups import Groups
 from parkd.lane.metrics import Metrics
 from parkd.lane.parking import LiveState
 from parkd.lane.retention import Retention
-from parkd.lane.start_plan import StartPlan
+from parkd.lane.start import Start
 from parkd.lane.turn import Turn, output_limit, prompt_tail
 from parkd.lane.turn_log import TurnLog
 from parkd.lane.turn_starter import TurnStarter
@@ -117,19 +117,19 @@ class TurnRunner:
 
     async def _answer(self, turn: Turn) -> None:
         await self._live.wake()
-        plan, why, from_disk_s = await self._starter.find_start(turn)
-        report, restore_s = await self._starter.start(turn, plan, why)
+        start, why, from_disk_s = await self._starter.find_start(turn)
+        report, restore_s = await self._starter.start(turn, start, why)
         turn.release_awaited()
         await self._steer(turn)
         report = await self._live.begin_prompt(
-            plan, report, turn.prompt, turn.request.sampling, turn.mask, self._limit(turn)
+            start, report, turn.prompt, turn.request.sampling, turn.mask, self._limit(turn)
         )
-        report = turn.report = await self._complete_report(turn, plan, report)
+        report = turn.report = await self._complete_report(turn, start, report)
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
         self._metrics.started(report)
         turn.channel.push(Started(report))
-        read_s = await self._read(turn, plan.common)
-        with self._starter.trusting(plan):
+        read_s = await self._read(turn, start.common)
+        with self._starter.trusting(start):
             answer = await self._generate(turn, read_s)
         if answer.reason is FinishReason.CANCELLED:
             raise Cancelled("The client left; its answer was stopped.")
@@ -140,16 +140,16 @@ class TurnRunner:
     def _limit(self, turn: Turn) -> int | None:
         return output_limit(turn.request.max_output_tokens, self._max_output_tokens)
 
-    async def _complete_report(self, turn: Turn, plan: StartPlan, report: CacheReport) -> CacheReport:
+    async def _complete_report(self, turn: Turn, start: Start, report: CacheReport) -> CacheReport:
         """Adds what is written, the divergence and the diagnosis to the report, also for `/parkd/explain`."""
         explained = turn.explained
         if turn.request.cache.mode is CacheMode.USE:
             lasting = min(lasting_tokens(turn.prompt), len(turn.prompt) - 1)
             report = dataclasses.replace(report, written_tokens=max(0, lasting - report.reused_tokens))
-        if plan.nearest is not None:
+        if start.nearest is not None:
             tokenizer = self._live.engine.tokenizer
             # In a thread: the tokenizer may be in another process.
-            divergence = await asyncio.to_thread(divergence_of, turn.prompt, plan.nearest, tokenizer)
+            divergence = await asyncio.to_thread(divergence_of, turn.prompt, start.nearest, tokenizer)
             report = dataclasses.replace(report, divergence=divergence)
         if explained is not None:
             if turn.request.cache.compare_to is not None:

@@ -12,7 +12,7 @@ from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.parking import LiveState
 from parkd.lane.prompt_tail import PromptTail
-from parkd.lane.start_plan import StartPlan, decide_start, explain, plan_cold
+from parkd.lane.start import Start, cold_start, decide_start, explain
 from parkd.lane.turn import Turn
 from parkd.store.records import Tier
 from parkd.store.store import ConversationStore
@@ -38,49 +38,49 @@ class TurnStarter:
         self._costs = costs
         self._monotonic = monotonic
 
-    async def find_start(self, turn: Turn) -> tuple[StartPlan, str, float]:
+    async def find_start(self, turn: Turn) -> tuple[Start, str, float]:
         """Decides how to start, and promotes what is needed from disk to RAM; goes without it if that fails.
 
-        Returns the plan, why the rest of the prompt is read, and the seconds that the disk took.
+        Returns the start, why the rest of the prompt is read, and the seconds that the disk took.
         """
-        plan, why = self._decide(turn)
-        if not plan.is_on_disk:
-            return plan, why, 0.0
+        start, why = self._decide(turn)
+        if not start.is_on_disk:
+            return start, why, 0.0
         began_s = self._monotonic()
-        await self._promote(plan)
-        plan, why = self._decide(turn)
-        if plan.is_on_disk:
-            plan, why = self._decide(turn, on_disk=False)
+        await self._promote(start)
+        start, why = self._decide(turn)
+        if start.is_on_disk:
+            start, why = self._decide(turn, on_disk=False)
             why = why or "what is on disk could not be read"
-        return plan, why, self._monotonic() - began_s
+        return start, why, self._monotonic() - began_s
 
     async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
         """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
         if not is_waiting():
             return
         try:
-            plan, _ = self._decide(turn)
-            if plan.is_on_disk:
-                await self._promote(plan)
+            start, _ = self._decide(turn)
+            if start.is_on_disk:
+                await self._promote(start)
                 if is_waiting() and self._store is not None:
                     turn.release_awaited()
                     turn.release_awaited = self._store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         except Exception:
             log.exception("reading ahead from disk for request %s failed unexpectedly", turn.request_id)
 
-    async def _promote(self, plan: StartPlan) -> None:
+    async def _promote(self, start: Start) -> None:
         assert self._disk is not None
-        assert plan.parked is not None
-        await self._disk.promote(plan.parked.id, plan.option.position)
+        assert start.parked is not None
+        await self._disk.promote(start.parked.id, start.position)
 
-    def _decide(self, turn: Turn, *, on_disk: bool = True) -> tuple[StartPlan, str]:
-        """The plan, and why the rest of the prompt is read. `on_disk`: also consider what is only on disk."""
+    def _decide(self, turn: Turn, *, on_disk: bool = True) -> tuple[Start, str]:
+        """The start, and why the rest of the prompt is read. `on_disk`: also consider what is only on disk."""
         prompt, store = turn.prompt, self._store
         if turn.request.cache.mode is CacheMode.OFF:
-            return plan_cold(prompt), "the request asked for no cache"
+            return cold_start(), "the request asked for no cache"
         key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
         candidates = [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else []
-        plan = decide_start(
+        start = decide_start(
             prompt,
             self._live.conversation,
             [parked for parked in candidates if on_disk or parked.tier is not Tier.DISK],
@@ -90,38 +90,37 @@ class TurnStarter:
             cost=self._costs.measured,
             has_spare=self._live.engine.info.live_conversations > 1,
         )
-        beyond = hashes[plan.common // BLOCK_TOKENS :]
+        beyond = hashes[start.common // BLOCK_TOKENS :]
         gone = store.why_gone(key_digest, beyond) if store is not None else ""
-        why, lacking = explain(prompt, plan, gone), self._live.engine.info.parked_state_lacks
-        if lacking and why and plan.option.position < plan.common:
+        why, lacking = explain(prompt, start, gone), self._live.engine.info.parked_state_lacks
+        if lacking and why and start.position < start.common:
             why = f"{why}; {lacking}"
-        return plan, why
+        return start, why
 
-    async def start(self, turn: Turn, plan: StartPlan, why: str) -> tuple[CacheReport, float]:
-        """Brings the engine to the plan's position, or to the prompt's end if the engine could read it meanwhile.
+    async def start(self, turn: Turn, start: Start, why: str) -> tuple[CacheReport, float]:
+        """Brings the engine to the start's position, or to the prompt's end if the engine could read it meanwhile.
         Starts cold if a restore fails.
 
         Returns the report and the seconds of the restore. Raises EngineFailure.
         """
         began_s = self._monotonic()
-        tail = PromptTail(turn.prompt, plan.common, turn.request.steering)
+        tail = PromptTail(turn.prompt, start.common, turn.request.steering)
         try:
-            restore_s = await self._live.begin(plan, turn.prompt.key, tail)
+            restore_s = await self._live.begin(start, turn.prompt.key, tail)
         except RestoreFailed as failed:
-            plan, why = plan_cold(turn.prompt), f"restore failed: {failed.message}"
-            await self._live.begin(plan, turn.prompt.key)
+            start, why = cold_start(), f"restore failed: {failed.message}"
+            await self._live.begin(start, turn.prompt.key)
             restore_s = self._monotonic() - began_s
-        option = plan.option
-        assert self._live.conversation.position in (option.position, tail.stop)
-        return CacheReport(plan.outcome, len(turn.prompt), option.position, why), restore_s
+        assert self._live.conversation.position in (start.position, tail.stop)
+        return CacheReport(start.outcome, len(turn.prompt), start.position, why), restore_s
 
     @contextmanager
-    def trusting(self, plan: StartPlan) -> Iterator[None]:
-        """A context in which tokens are generated from the state of `plan`. If that state gives no finite logits, the
+    def trusting(self, start: Start) -> Iterator[None]:
+        """A context in which tokens are generated from the state of `start`. If that state gives no finite logits, the
         parked conversation it was restored from is dropped: every repetition would fail in the same way."""
         try:
             yield
         except LogitsNotFinite:
-            if plan.parked is not None and self._store is not None and self._live.conversation.position == 0:
-                self._store.drop(plan.parked.id, "its state gave no finite logits")
+            if start.parked is not None and self._store is not None and self._live.conversation.position == 0:
+                self._store.drop(start.parked.id, "its state gave no finite logits")
             raise

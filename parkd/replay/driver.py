@@ -2,7 +2,8 @@
 
 Slabs are reserved as on a server but never written, so a replay takes address space and no memory. Differences from a
 server: turns are cut to full blocks, time is the trace's, and reading and copying take the time given by `Costs`. With
-a disk budget, the store is the one for RAM and disk; its file operations complete at once and touch no file.
+a disk budget, the store is the one for RAM and disk; its file operations complete at once and touch no file. How a turn
+starts is decided by the lane's own function.
 """
 
 from __future__ import annotations
@@ -10,23 +11,24 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
+from parkd.lane.live_rows import LiveRows
+from parkd.lane.start import Start, decide_start
 from parkd.replay.result import ReplayConfig, ReplayResult
 from parkd.replay.trace import TraceHeader, TurnRecord
-from parkd.state import Checksums, StageLayout, StateLayout, last_exact
+from parkd.state import Checksums, StageLayout, StateLayout
 from parkd.store.disk import DiskTier
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.disk_records import DiskConfig
 from parkd.store.opening import index_bytes_for
 from parkd.store.records import BlockId, CaptureRequest, Parked, Refused, StoreConfig, Tier
-from parkd.store.store import CANDIDATE_LIMIT, ConversationStore
+from parkd.store.store import ConversationStore
 from parkd.store.tiers import TieredStore
 from parkd.store.write_queue import DiskSources
-from parkd.types import Units
+from parkd.types import CacheOutcome, ConversationKey, PromptIdentity, Units
 
 
 def layout_of(header: TraceHeader) -> StateLayout:
@@ -37,22 +39,8 @@ def layout_of(header: TraceHeader) -> StateLayout:
     return StateLayout(stages, "none")
 
 
-@dataclass
-class _Live:
-    """The conversation that the arenas would hold."""
-
-    key: str = ""
-    chain: tuple[bytes, ...] = ()
-    lineage: tuple[BlockId, ...] = ()
-    checkpoints: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    position: int
-    cost_s: float
-    parked: Parked | None = None
-    keep_rows: int = 0
+NO_BLOCK = np.uint64(2**64 - 1)
+"""The unit of tokens behind a prompt's last full block, which no trace has anything of."""
 
 
 class Replayer:
@@ -72,48 +60,80 @@ class Replayer:
             self.store = ConversationStore(store_config, self._layout, lambda: self._now_s, policy=config.policy)
         self.store.measured(config.costs)
         self.result = ReplayResult(config.policy.name, config.budget_bytes, config.disk_bytes)
-        self._live = _Live()
-        self._keys: dict[str, bytes] = {}
+        self._live = LiveRows()
+        self._live_checkpoints: tuple[int, ...] = ()
 
     def turn(self, turn: TurnRecord) -> None:
         self._now_s = max(self._now_s, turn.at_s)
-        key = self._keys.setdefault(turn.key, len(self._keys).to_bytes(16, "big"))
-        prompt = turn.chain[: turn.prompt_tokens // self._size]
+        prompt = self._prompt(turn)
         cold_s = self._costs.reading_s(0, turn.prompt_tokens)
-        live = self._live_start(turn, prompt)
-        starts = [live, *self._parked_starts(turn, key, prompt), _Start(0, cold_s)]
+        live_s = self._costs.reading_s(self._decide(prompt, ()).position, turn.prompt_tokens)
+        start, promotion_s = self._find_start(prompt)
+        moving_s = self._costs.moving_s(start.move_bytes, from_disk=False) + promotion_s
         result = self.result
         result.requests += 1
         result.prompt_tokens += turn.prompt_tokens
         result.cold_s += cold_s
-        result.live_saved_s += max(0.0, cold_s - live.cost_s)
-        for start in sorted(starts, key=lambda option: option.cost_s):
-            lineage = self._begun(start)
-            if lineage is not None:
-                result.saved_s += cold_s - start.cost_s
-                self._park(turn, key, lineage, start.position)
-                break
+        result.live_saved_s += cold_s - live_s
+        result.saved_s += cold_s - self._costs.reading_s(start.position, turn.prompt_tokens) - moving_s
+        self._park(turn, prompt.key, self._begun(start), start.position)
         self._work()
 
-    def _begun(self, start: _Start) -> tuple[BlockId, ...] | None:
-        """The lineage of a turn with this start; None if memory has no room for state that must come from disk."""
+    def _prompt(self, turn: TurnRecord) -> PromptIdentity:
+        chain = turn.chain[: turn.prompt_tokens // self._size]
+        units = np.full(turn.prompt_tokens, NO_BLOCK)
+        units[: len(chain) * self._size] = _units(chain, self._size)
+        return PromptIdentity(ConversationKey(turn.key, b""), units.view(np.int64), units, chain)
+
+    def _decide(self, prompt: PromptIdentity, candidates: Iterable[Parked]) -> Start:
+        return decide_start(
+            prompt,
+            self._live,
+            list(candidates),
+            layout=self._layout,
+            live_checkpoints=self._live_checkpoints,
+            cost=self._costs,
+            block_tokens=self._size,
+        )
+
+    def _find_start(self, prompt: PromptIdentity) -> tuple[Start, float]:
+        """The start, and the seconds to read it from disk. As on a server, what is on disk is left out if memory has no
+        room for it."""
+        start = self._decide(prompt, self._candidates(prompt))
+        if not start.is_on_disk:
+            return start, 0.0
+        promotion_s = self._promote(start)
+        candidates = self._candidates(prompt)
+        start = self._decide(prompt, candidates)
+        if start.is_on_disk:
+            start = self._decide(prompt, [parked for parked in candidates if parked.tier is not Tier.DISK])
+        return start, promotion_s
+
+    def _candidates(self, prompt: PromptIdentity) -> list[Parked]:
+        return [parked for parked, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
+
+    def _promote(self, start: Start) -> float:
+        """Reads what the start needs from disk. Returns the seconds; 0 if memory has no room for it."""
+        assert self._tiers is not None
+        assert start.parked is not None
+        promotion = self._tiers.promote(start.parked.id, start.position)
+        if isinstance(promotion, Refused):
+            return 0.0
+        self._tiers.promoted(promotion, None)
+        rows_bytes = start.position * self._layout.row_bytes
+        fixed_bytes = self._layout.fixed_bytes * len(start.parked.checkpoints)
+        return self._costs.moving_s(rows_bytes + fixed_bytes, from_disk=True)
+
+    def _begun(self, start: Start) -> tuple[BlockId, ...]:
+        """The lineage of a turn with this start."""
         blocks = start.position // self._size
         if start.parked is None:
             self.result.live_hit_tokens += start.position
             return self._live.lineage[:blocks]
-        parked = start.parked
-        if parked.tier is Tier.DISK:
-            assert self._tiers is not None
-            promotion = self._tiers.promote(parked.id, start.position)
-            if isinstance(promotion, Refused):
-                return None
-            read = self._tiers.promoted(promotion, None)
-            if read is None or read.position < start.position:
-                return None
+        if start.outcome is CacheOutcome.RESTORED_DISK:
             self.result.disk_hit_tokens += start.position
-            parked = read
         self.result.parked_hit_tokens += start.position
-        with self.store.lease(parked.id, start.position, start.keep_rows) as lease:
+        with self.store.lease(start.parked.id, start.position, start.keep_rows) as lease:
             return lease.lineage[:blocks]
 
     def _work(self) -> None:
@@ -136,57 +156,22 @@ class Replayer:
         self.store.close()
         return self.result
 
-    def _live_start(self, turn: TurnRecord, prompt: tuple[bytes, ...]) -> _Start:
-        live = self._live
-        if live.key != turn.key or not live.chain:
-            return _Start(0, float("inf"))
-        position = self._resumable(_shared(live.chain, prompt), turn.prompt_tokens, live.checkpoints)
-        return _Start(position, self._costs.reading_s(position, turn.prompt_tokens))
-
-    def _parked_starts(self, turn: TurnRecord, key: bytes, prompt: tuple[bytes, ...]) -> list[_Start]:
-        """The cheapest of the deepest starts, for each tier."""
-        best: dict[bool, _Start] = {}
-        # Deepest first. Without fixed state, no later one has more; with it, a later one may have a better checkpoint.
-        # A start in memory may be cheaper even if more is on disk.
-        simple = not self._layout.resume.needs_checkpoints and self._tiers is None
-        for parked, shared in self.store.candidates(key, prompt, 1 if simple else CANDIDATE_LIMIT):
-            places = tuple(checkpoint.position for checkpoint in parked.checkpoints)
-            position = self._resumable(shared, turn.prompt_tokens, places)
-            is_on_disk = parked.tier is Tier.DISK
-            known = best.get(is_on_disk)
-            if position == 0 or (known is not None and position <= known.position):
-                continue
-            # As on a server, the last block is restored in any case.
-            keep = _shared(self._live.lineage, parked.blocks[: (position - 1) // self._size]) * self._size
-            moved = (position - keep) * self._layout.row_bytes + self._layout.fixed_bytes
-            cost_s = self._costs.reading_s(position, turn.prompt_tokens) + self._costs.moving_s(moved, from_disk=False)
-            if is_on_disk:
-                whole = position * self._layout.row_bytes + self._layout.fixed_bytes * len(places)
-                cost_s += self._costs.moving_s(whole, from_disk=True)
-            if known is None or cost_s < known.cost_s:
-                best[is_on_disk] = _Start(position, cost_s, parked, keep)
-        return list(best.values())
-
-    def _resumable(self, shared: int, prompt_tokens: int, checkpoints: tuple[int, ...]) -> int:
-        """The tokens that can be reused: never the last one of a prompt, which always runs."""
-        return last_exact(min(shared * self._size, prompt_tokens - 1), checkpoints, self._layout.resume.floor)
-
-    def _park(self, turn: TurnRecord, key: bytes, lineage: tuple[BlockId, ...], position: int) -> None:
+    def _park(self, turn: TurnRecord, key: ConversationKey, lineage: tuple[BlockId, ...], position: int) -> None:
         chain, size = turn.chain, self._size
-        live = _Live(turn.key, chain, lineage)
-        self._live = live
+        units = _units(chain, size)
+        self._live, self._live_checkpoints = LiveRows(key, units, lineage, len(lineage) * size), ()
         if not chain:
             return
         if self._layout.resume.needs_checkpoints:
             ends = {turn.prompt_tokens // size * size, len(chain) * size}
-            live.checkpoints = tuple(sorted(end for end in ends if position <= end <= len(chain) * size and end))
+            self._live_checkpoints = tuple(sorted(end for end in ends if position <= end <= len(chain) * size and end))
         request = CaptureRequest(
-            key,
-            _units(chain, size),
+            key.digest,
+            units,
             chain,
             lineage,
             self._layout.digest,
-            live.checkpoints,
+            self._live_checkpoints,
             rewindable=not self._layout.resume.needs_checkpoints,
         )
         capture = self.store.begin_capture(request)
@@ -197,7 +182,8 @@ class Replayer:
         fixed = len(capture.transfer.stages[0].fixed)
         stages = len(self._layout.stages)
         sums = Checksums(np.zeros((blocks, stages), np.uint64), np.zeros((fixed, stages), np.uint64))
-        live.lineage = self.store.commit(capture, sums).blocks[: capture.position // size]
+        lineage = self.store.commit(capture, sums).blocks[: capture.position // size]
+        self._live = LiveRows(key, units, lineage, len(lineage) * size)
 
 
 def _tiered(
@@ -232,14 +218,6 @@ def replay(
     result = replayer.finish()
     result.wall_s = clock() - began_s
     return result
-
-
-def _shared(left: tuple[bytes, ...] | tuple[int, ...], right: tuple[bytes, ...] | tuple[int, ...]) -> int:
-    """The number of leading elements in common."""
-    limit = min(len(left), len(right))
-    if left[:limit] == right[:limit]:
-        return limit
-    return next(index for index, (mine, theirs) in enumerate(zip(left, right, strict=False)) if mine != theirs)
 
 
 def _units(chain: tuple[bytes, ...], block_tokens: int) -> Units:

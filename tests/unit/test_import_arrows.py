@@ -35,7 +35,19 @@ RULES = (
     Rule("parkd.config", ("parkd.config", "parkd.identity.normalise", *SHARED), COMPUTE + HTTP),
     Rule("parkd.identity", ("parkd.identity", "parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
     Rule("parkd.store", ("parkd.store", *SHARED), COMPUTE + HTTP),
-    Rule("parkd.replay", ("parkd.replay", "parkd.store", "parkd.identity.chain", *SHARED), COMPUTE + HTTP),
+    Rule(
+        "parkd.replay",
+        (
+            "parkd.replay",
+            "parkd.store",
+            "parkd.identity.chain",
+            "parkd.identity.matcher",
+            "parkd.lane.live_rows",
+            "parkd.lane.start",
+            *SHARED,
+        ),
+        COMPUTE + HTTP,
+    ),
     Rule(
         "parkd.answers",
         ("parkd.answers", "parkd.identity.output_memory", "parkd.engine_adapter.base", *SHARED),
@@ -171,6 +183,7 @@ def test_a_circle_is_seen_also_if_it_is_only_for_types() -> None:
         ("parkd.store.store", "from ..identity import matcher"),
         ("parkd.identity.chain", "from parkd.store.records import BlockId"),
         ("parkd.identity.chain", "from starlette.requests import Request"),
+        ("parkd.replay.driver", "from parkd.lane.turn_runner import TurnRunner"),
         ("parkd.lane.turn_runner", "from parkd_engine.session import Session"),
         ("parkd.lane.turn_runner", "from parkd.engine_adapter.torch_engine.engine import TorchEngine"),
         ("parkd.lane.turn_runner", "from parkd.engine_adapter import held_text"),

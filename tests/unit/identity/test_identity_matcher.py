@@ -10,19 +10,14 @@ from hypothesis import strategies as st
 
 from parkd.identity.chain import prefix_hashes
 from parkd.identity.matcher import (
-    StartOption,
-    choose_start,
-    cold_start,
     common_prefix,
     divergence_of,
     resumable_position,
 )
 from parkd.identity.units import units_of
 from parkd.state import Costs
-from parkd.types import CacheOutcome, ConversationKey, ImageSpan, PromptIdentity
+from parkd.types import ConversationKey, ImageSpan, PromptIdentity
 from tests.unit.identity.identity_fakes import SEEDED, ChatMl, WordTokenizer, make_builder, say, talk
-
-LIVE, RAM, DISK, COLD = CacheOutcome.LIVE, CacheOutcome.RESTORED_RAM, CacheOutcome.RESTORED_DISK, CacheOutcome.COLD
 
 
 def _oracle(common: int, prompt_len: int, rewindable: bool, checkpoints: Sequence[int]) -> int:
@@ -75,28 +70,6 @@ def test_units_that_differ_under_equal_hashes_are_never_a_match() -> None:
     colliding = PromptIdentity(key, theirs.astype(np.int64), theirs, claimed)
     assert identity.prefix_hashes == colliding.prefix_hashes
     assert common_prefix(identity.units, colliding.units) == 20
-
-
-def test_the_cheapest_start_wins() -> None:
-    cost = Costs(read_s=0.001, bytes_per_s=1e9, disk_bytes_per_s=1e8)
-    live = StartOption(LIVE, 200, 1000)
-    ram = StartOption(RAM, 900, 1000, move_bytes=100_000_000)
-    disk = StartOption(DISK, 990, 1000, move_bytes=100_000_000)
-    start = choose_start([cold_start(1000), live, ram, disk], cost)
-    assert start.option is ram
-    assert start.cost_s == pytest.approx(0.1 + 0.1)
-    slow = Costs(read_s=0.001, bytes_per_s=1e6, disk_bytes_per_s=1e6)
-    assert choose_start([cold_start(1000), live, ram, disk], slow).option is live
-    costly = StartOption(LIVE, 200, 1000, extra_s=5.0)
-    assert choose_start([cold_start(1000), costly], slow).option.outcome is COLD
-
-
-def test_of_equal_costs_the_one_that_moves_least_wins_then_the_deepest() -> None:
-    free = Costs(read_s=0.0, bytes_per_s=float("inf"))
-    moved, shallow, deep = StartOption(RAM, 9, 10, 5), StartOption(LIVE, 3, 10), StartOption(LIVE, 7, 10)
-    assert choose_start([moved, shallow, deep], free).option is deep
-    with pytest.raises(ValueError, match="no option"):
-        choose_start([], free)
 
 
 @SEEDED

@@ -14,12 +14,11 @@ import pytest
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import EngineFailure
 from parkd.identity.chain import prefix_hashes
-from parkd.identity.matcher import StartOption
 from parkd.lane.cost import CostMeter
 from parkd.lane.engine_thread import EngineThread
 from parkd.lane.metrics import Metrics
 from parkd.lane.parking import LiveState
-from parkd.lane.start_plan import StartPlan, plan_cold
+from parkd.lane.start import Start, cold_start
 from parkd.state import Checksums, Transfer
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
@@ -72,7 +71,7 @@ class Lane:
 
     async def read(self, prompt: PromptIdentity) -> None:
         """Cold, as a turn would."""
-        await self.live.begin(plan_cold(prompt), prompt.key)
+        await self.live.begin(cold_start(), prompt.key)
         await self.live.call(self.engine.extend, prompt.token_ids, cancel=NEVER)
         await self.live.advance(prompt.key, prompt.units)
 
@@ -175,8 +174,8 @@ async def test_a_conversation_restored_meanwhile_still_descends_from_its_own_blo
         await it.go_on(both[1])
         await it.live.park()
         parked = it.store.get(staying.parked_id)
-        option = StartOption(CacheOutcome.RESTORED_RAM, staying.position, staying.position + 1)
-        await it.live.begin(StartPlan(option, len(head), parked), head.key)
+        start = Start(CacheOutcome.RESTORED_RAM, staying.position, len(head), parked)
+        await it.live.begin(start, head.key)
         it.engine.captures[-1].gate.set()
         await it.live.settle()
         live = it.live.conversation

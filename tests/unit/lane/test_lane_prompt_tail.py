@@ -18,7 +18,7 @@ from parkd.lane.engine_thread import EngineThread
 from parkd.lane.metrics import Metrics
 from parkd.lane.parking import LiveState
 from parkd.lane.prompt_tail import PromptTail
-from parkd.lane.start_plan import StartPlan, decide_start, plan_cold
+from parkd.lane.start import Start, cold_start, decide_start
 from parkd.state import Transfer
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
@@ -62,13 +62,13 @@ class Lane:
     async def park(self, ids: TokenIds) -> None:
         """Reads it cold, parks it, and reads another."""
         prompt = self.prompt(ids)
-        await self.live.begin(plan_cold(prompt), prompt.key)
+        await self.live.begin(cold_start(), prompt.key)
         await self.live.call(self.engine.extend, ids, cancel=NEVER)
         await self.live.advance(prompt.key, prompt.units)
         await self.live.park()
         await self.live.reset()
 
-    def plan(self, prompt: PromptIdentity) -> StartPlan:
+    def start(self, prompt: PromptIdentity) -> Start:
         parked = [entry for entry, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
         layout, cost = self.engine.info.layout, CostMeter().measured
         return decide_start(prompt, self.live.conversation, parked, layout=layout, live_checkpoints=(), cost=cost)
@@ -84,9 +84,9 @@ async def begin(lane: Lane, more: int, steering: None = None) -> PromptIdentity:
     """A prompt that goes on from what is parked by `more` tokens and the one that the answer begins with."""
     await lane.park(IDS[:600])
     prompt = lane.prompt(np.concatenate([IDS[:600], IDS[700 : 701 + more]]))
-    plan = lane.plan(prompt)
-    assert plan.option.position == 600
-    await lane.live.begin(plan, prompt.key, PromptTail(prompt, 600, steering))
+    start = lane.start(prompt)
+    assert start.position == 600
+    await lane.live.begin(start, prompt.key, PromptTail(prompt, 600, steering))
     return prompt
 
 

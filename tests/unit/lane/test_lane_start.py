@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parkd.lane.live_conversation import LiveConversation
-from parkd.lane.start_plan import StartPlan, decide_start, explain
+from parkd.lane.live_rows import LiveRows
+from parkd.lane.start import Start, cheapest, cold_start, decide_start, explain
 from parkd.state import Costs, StageLayout, StateLayout
 from parkd.store.records import Parked, ParkedCheckpoint
 from parkd.types import CacheOutcome, ConversationKey, ImageSpan, PromptIdentity, SegmentSpan, Units
 
+LIVE, RAM, DISK, COLD = CacheOutcome.LIVE, CacheOutcome.RESTORED_RAM, CacheOutcome.RESTORED_DISK, CacheOutcome.COLD
 KEY = ConversationKey("", b"model")
 LAYOUT = StateLayout((StageLayout(0, 1, 64, 0, b"one"), StageLayout(1, 2, 64, 0, b"two")), "xxh3-64")
 FIXED = StateLayout((StageLayout(0, 1, 64, 4096, b"one"),), "xxh3-64")
@@ -44,88 +45,109 @@ def decide(
     layout: StateLayout = LAYOUT,
     cost: Costs = COST,
     has_spare: bool = False,
-) -> StartPlan:
-    conversation = LiveConversation()
+) -> Start:
+    conversation = LiveRows()
     if live is not None:
-        conversation = LiveConversation(KEY, live, lineage, len(lineage) * 256, "live" if has_spare else None)
+        conversation = LiveRows(KEY, live, lineage, len(lineage) * 256, "live" if has_spare else None)
     return decide_start(
         prompt(asked), conversation, candidates, layout=layout, live_checkpoints=(), cost=cost, has_spare=has_spare
     )
 
 
+def test_the_cheapest_start_wins() -> None:
+    cost = Costs(read_s=0.001, bytes_per_s=1e9, disk_bytes_per_s=1e8)
+    live = Start(LIVE, 200)
+    ram = Start(RAM, 900, move_bytes=100_000_000)
+    disk = Start(DISK, 990, move_bytes=100_000_000)
+    assert cheapest([cold_start(), live, ram, disk], 1000, cost) is ram
+    assert ram.cost_s(1000, cost) == pytest.approx(0.1 + 0.1)
+    slow = Costs(read_s=0.001, bytes_per_s=1e6, disk_bytes_per_s=1e6)
+    assert cheapest([cold_start(), live, ram, disk], 1000, slow) is live
+    costly = Start(LIVE, 200, extra_s=5.0)
+    assert cheapest([cold_start(), costly], 1000, slow).source is COLD
+
+
+def test_of_equal_costs_the_one_that_moves_least_wins_then_the_deepest() -> None:
+    free = Costs(read_s=0.0, bytes_per_s=float("inf"))
+    moved, shallow, deep = Start(RAM, 9, move_bytes=5), Start(LIVE, 3), Start(LIVE, 7)
+    assert cheapest([moved, shallow, deep], 10, free) is deep
+    with pytest.raises(ValueError, match="empty"):
+        cheapest([], 10, free)
+
+
 def test_nothing_known_reads_cold() -> None:
-    plan = decide(units((0, 500)))
-    assert (plan.option.outcome, plan.option.position, plan.parked) == (CacheOutcome.COLD, 0, None)
-    assert explain(prompt(units((0, 500))), plan, "") == ""
+    start = decide(units((0, 500)))
+    assert (start.source, start.position, start.parked) == (CacheOutcome.COLD, 0, None)
+    assert explain(prompt(units((0, 500))), start, "") == ""
 
 
 def test_the_live_conversation_goes_on_without_a_copy() -> None:
-    plan = decide(units((0, 900)), units((0, 600)), (parked(units((0, 600)), (1, 2, 3)),))
-    assert (plan.option.outcome, plan.option.position, plan.keep_rows) == (CacheOutcome.LIVE, 600, 600)
+    start = decide(units((0, 900)), units((0, 600)), (parked(units((0, 600)), (1, 2, 3)),))
+    assert (start.source, start.position, start.keep_rows) == (CacheOutcome.LIVE, 600, 600)
 
 
 def test_a_live_conversation_is_not_cut_for_little_where_another_can_be_live_beside_it() -> None:
     little, most = units((0, 200), (5000, 5400)), units((0, 400), (5000, 5400))
-    assert decide(little, units((0, 600)), has_spare=True).option.outcome is CacheOutcome.COLD
-    assert decide(little, units((0, 600))).option.position == 200
-    assert decide(most, units((0, 600)), has_spare=True).option.position == 400
+    assert decide(little, units((0, 600)), has_spare=True).source is CacheOutcome.COLD
+    assert decide(little, units((0, 600))).position == 200
+    assert decide(most, units((0, 600)), has_spare=True).position == 400
 
 
 def test_the_prompts_last_token_always_runs() -> None:
-    assert decide(units((0, 600)), units((0, 600))).option.position == 599
+    assert decide(units((0, 600)), units((0, 600))).position == 599
 
 
 def test_a_deeper_parked_one_beats_the_live_head() -> None:
     record = parked(units((0, 800)), (1, 2, 3, 4))
-    plan = decide(units((0, 900)), units((0, 300), (5000, 5400)), (record,), lineage=(1, 9))
-    assert (plan.option.outcome, plan.option.position) == (CacheOutcome.RESTORED_RAM, 800)
-    assert plan.keep_rows == 256  # block 1 is in the arenas already
-    assert plan.option.move_bytes == (800 - 256) * LAYOUT.row_bytes
+    start = decide(units((0, 900)), units((0, 300), (5000, 5400)), (record,), lineage=(1, 9))
+    assert (start.source, start.position) == (CacheOutcome.RESTORED_RAM, 800)
+    assert start.keep_rows == 256  # block 1 is in the arenas already
+    assert start.move_bytes == (800 - 256) * LAYOUT.row_bytes
 
 
 @pytest.mark.parametrize(("position", "kept"), [(511, 256), (512, 256), (513, 512)])
 def test_of_rows_that_are_all_live_the_last_block_is_restored_with_the_checkpoint(position: int, kept: int) -> None:
     record = parked(units((0, 800)), (1, 2, 3, 4), checkpoints=(position,), layout=FIXED)
     asked = units((0, position), (9000, 9100))
-    plan = decide(asked, units((0, 800)), (record,), lineage=(1, 2, 3), layout=FIXED)
-    assert (plan.option.position, plan.keep_rows) == (position, kept)
+    start = decide(asked, units((0, 800)), (record,), lineage=(1, 2, 3), layout=FIXED)
+    assert (start.position, start.keep_rows) == (position, kept)
 
 
 def test_equal_units_without_common_descent_are_copied_whole() -> None:
     record = parked(units((0, 800)), (1, 2, 3, 4))
-    plan = decide(units((0, 900)), units((0, 300), (5000, 5400)), (record,), lineage=(7, 8))
-    assert plan.keep_rows == 0
+    start = decide(units((0, 900)), units((0, 300), (5000, 5400)), (record,), lineage=(7, 8))
+    assert start.keep_rows == 0
 
 
 def test_another_key_or_layout_is_never_a_start() -> None:
     foreign = replace(parked(units((0, 800)), (1,)), layout_digest=b"other")
-    assert decide(units((0, 900)), None, (foreign,)).option.outcome is CacheOutcome.COLD
-    live = LiveConversation(ConversationKey("someone", b"model"), units((0, 800)))
-    plan = decide_start(prompt(units((0, 900))), live, (), layout=LAYOUT, live_checkpoints=(), cost=COST)
-    assert plan.option.outcome is CacheOutcome.COLD
+    assert decide(units((0, 900)), None, (foreign,)).source is CacheOutcome.COLD
+    live = LiveRows(ConversationKey("someone", b"model"), units((0, 800)))
+    start = decide_start(prompt(units((0, 900))), live, (), layout=LAYOUT, live_checkpoints=(), cost=COST)
+    assert start.source is CacheOutcome.COLD
 
 
 def test_fixed_state_resumes_at_a_checkpoint_and_says_so() -> None:
     record = parked(units((0, 800)), (1, 2, 3, 4), checkpoints=(400, 700, 790), layout=FIXED)
     asked = units((0, 750), (5000, 5100))
-    plan = decide(asked, None, (record,), layout=FIXED)
-    assert plan.option.position == 700
-    assert explain(prompt(asked), plan, "") == "differs from token 750 in message 2 (user)"
+    start = decide(asked, None, (record,), layout=FIXED)
+    assert start.position == 700
+    assert explain(prompt(asked), start, "") == "differs from token 750 in message 2 (user)"
 
 
 def test_a_slow_tier_is_not_worth_its_copy() -> None:
     slow = Costs(read_s=1e-6, bytes_per_s=1e3)
     asked = units((0, 900))
-    plan = decide(asked, None, (parked(units((0, 800)), (1, 2, 3, 4)),), cost=slow)
-    assert plan.option.outcome is CacheOutcome.COLD
-    assert explain(prompt(asked), plan, "") == "reading is cheaper than restoring 800 tokens"
+    start = decide(asked, None, (parked(units((0, 800)), (1, 2, 3, 4)),), cost=slow)
+    assert start.source is CacheOutcome.COLD
+    assert explain(prompt(asked), start, "") == "reading is cheaper than restoring 800 tokens"
 
 
 def test_what_is_gone_explains_before_what_differs() -> None:
     asked = units((0, 90), (5000, 5400))
-    plan = decide(asked, units((0, 600)))
-    assert explain(prompt(asked), plan, "") == "differs from token 90 in system"
-    assert explain(prompt(asked), plan, "evicted 3 s ago") == "evicted 3 s ago"
+    start = decide(asked, units((0, 600)))
+    assert explain(prompt(asked), start, "") == "differs from token 90 in system"
+    assert explain(prompt(asked), start, "evicted 3 s ago") == "evicted 3 s ago"
 
 
 def test_a_prompt_that_only_goes_on_needs_no_reason() -> None:
@@ -137,15 +159,15 @@ def test_live_rows_are_cut_before_a_picture_that_sees_itself() -> None:
     """The start of the picture, if the state is exact there; else a checkpoint before it."""
     span = ImageSpan(600, 700, b"d" * 32, sees_itself=True)
     asked = replace(prompt(units((0, 900))), images=(span,))
-    live = LiveConversation(KEY, asked.units[:650].copy())
+    live = LiveRows(KEY, asked.units[:650].copy())
     for floor, position in ((500, 600), (620, 512)):
-        plan = decide_start(
+        start = decide_start(
             asked, live, (), layout=FIXED, live_checkpoints=(256, 512, 640), cost=COST, rewind_floor=floor
         )
-        assert plan.option.position == position
+        assert start.position == position
     known = parked(asked.units[:650], (1, 2, 3))
-    plan = decide_start(asked, LiveConversation(), (known,), layout=LAYOUT, live_checkpoints=(), cost=COST)
-    assert plan.option.position == 600
+    start = decide_start(asked, LiveRows(), (known,), layout=LAYOUT, live_checkpoints=(), cost=COST)
+    assert start.position == 600
 
 
 def test_what_a_prompt_leaves_is_named_only_where_both_go_on_otherwise() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from parkd.errors import ConfigError
+from parkd.lane import start
 from parkd.replay import command
 from parkd.replay.bound import clairvoyant_bound_s
 from parkd.replay.driver import Replayer, replay
@@ -142,6 +143,25 @@ def test_a_fork_at_a_parked_checkpoint_is_taken_where_its_rows_are_live():
     turns = [turn(0, range(6)), turn(10, range(10)), turn(20, [*range(6), 70, 71])]
     result = replay(header, turns, ReplayConfig(1 << 26, LruPolicy()))
     assert (result.live_hit_tokens, result.parked_hit_tokens) == (1536, 1536)
+
+
+def test_of_rows_that_are_all_live_a_replay_restores_the_last_block_with_the_checkpoint():
+    """As a server does: the lane's own decision says so."""
+    header = TraceHeader(256, (1024,), (4096,))
+    turns = [turn(0, range(6)), turn(10, range(10)), turn(20, [*range(6), 70, 71])]
+    result = replay(header, turns, ReplayConfig(1 << 26, LruPolicy()))
+    read_s = DEFAULT_COSTS.reading_s(0, 1536)
+    moved_bytes = 256 * 1024 + 4096
+    assert result.live_saved_s == pytest.approx(read_s)
+    assert result.parked_saved_s == pytest.approx(read_s - moved_bytes / DEFAULT_COSTS.bytes_per_s, rel=1e-9)
+
+
+def test_a_replayed_turn_starts_by_the_lanes_own_decision(monkeypatch):
+    """What the lane would not start from, a replay does not either."""
+    turns = [turn(0, range(10)), turn(10, range(100, 110)), turn(20, range(11)), turn(30, range(12))]
+    monkeypatch.setattr(start, "cheapest", lambda starts, *_: min(starts, key=lambda each: each.position))
+    result = replay(HEADER, turns, ReplayConfig(1 << 26, LruPolicy()))
+    assert (result.hit_tokens, result.saved_s, result.live_saved_s) == (0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)

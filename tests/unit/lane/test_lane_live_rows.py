@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parkd.lane.live_conversation import LiveConversation, restored
+from parkd.lane.live_rows import LiveRows, restored
 from parkd.types import ConversationKey, Units
 
 KEY = ConversationKey("", b"model")
@@ -15,8 +15,8 @@ def units(count: int, first: int = 0) -> Units:
     return np.arange(first, first + count, dtype=np.uint64)
 
 
-def parked(rows: int, blocks: tuple[int, ...]) -> LiveConversation:
-    return LiveConversation(KEY, units(rows)).captured(blocks, rows, "p")
+def parked(rows: int, blocks: tuple[int, ...]) -> LiveRows:
+    return LiveRows(KEY, units(rows)).captured(blocks, rows, "p")
 
 
 def test_reading_on_keeps_full_blocks_and_drops_the_partial_tail() -> None:
@@ -48,7 +48,7 @@ def test_rewritten_rows_do_not_descend_from_what_was_there() -> None:
 
 
 def test_a_partial_capture_covers_whole_blocks_only() -> None:
-    live = LiveConversation(KEY, units(1000)).captured((1, 2, 3), 600, "p")
+    live = LiveRows(KEY, units(1000)).captured((1, 2, 3), 600, "p")
     assert (live.lineage, live.covered, live.parked_id) == ((1, 2), 512, None)
 
 
@@ -66,4 +66,4 @@ def test_only_the_very_same_blocks_may_stay_in_place() -> None:
 
 def test_units_shorter_than_the_position_are_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError):
-        LiveConversation().advance(KEY, units(10), 11)
+        LiveRows().advance(KEY, units(10), 11)

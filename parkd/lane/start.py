@@ -1,4 +1,4 @@
-"""How a turn starts: the pure decision over what is live, what is parked and what things cost.
+"""How a turn starts: the pure decision over what is live, what is parked and what things cost. A replay calls it too.
 
 live     truncate to the common prefix and read on
 parked   restore rows [keep_rows, position) and read on; rows [0, keep_rows) are in the arenas already
@@ -11,15 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.identity.matcher import (
-    StartOption,
-    choose_start,
-    cold_start,
-    common_prefix,
-    image_at,
-    resumable_position,
-)
-from parkd.lane.live_conversation import LiveConversation
+from parkd.identity.matcher import common_prefix, image_at, resumable_position
+from parkd.lane.live_rows import LiveRows
 from parkd.state import Costs, StateLayout
 from parkd.store.records import Parked, Tier
 from parkd.types import CacheOutcome, PromptIdentity, Units
@@ -29,19 +22,27 @@ DISK_READ_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class StartPlan:
-    option: StartOption
-    keep_rows: int
+class Start:
+    """One way to begin a turn: reuse state up to `position`, and read the rest of the prompt."""
+
+    source: CacheOutcome
+    """Where the state is now, which decides what moving it costs."""
+    position: int = 0
+    keep_rows: int = 0
     """Live rows `[0, keep_rows)` stay in the arenas; the others are overwritten."""
-    parked: Parked | None
+    parked: Parked | None = None
     """The conversation to restore; None: none."""
+    move_bytes: int = 0
+    """Bytes that a restore copies."""
+    extra_s: float = 0.0
+    """Additional seconds of this start."""
+
     common: int = 0
     """Tokens of the longest prefix that the prompt shares with anything live or parked."""
     known: int = 0
     """Tokens of the conversation that shares it."""
     resumable: int = 0
     """The last position that the turn could start from, whatever it costs."""
-
     nearest: Units | None = field(default=None, compare=False, repr=False)
     """The units that share `common` with the prompt, if both continue differently after it."""
 
@@ -55,12 +56,30 @@ class StartPlan:
         """For reports: state that was promoted for this start counts as restored from disk."""
         if self.parked is not None and self.parked.tier is not Tier.RAM:
             return CacheOutcome.RESTORED_DISK
-        return self.option.outcome
+        return self.source
+
+    def cost_s(self, prompt_tokens: int, cost: Costs) -> float:
+        """Expected seconds until the whole prompt is read."""
+        moving_s = cost.moving_s(self.move_bytes, from_disk=self.source is CacheOutcome.RESTORED_DISK)
+        return cost.reading_s(self.position, prompt_tokens) + moving_s + self.extra_s
+
+
+def cold_start() -> Start:
+    return Start(CacheOutcome.COLD)
+
+
+def cheapest(starts: Sequence[Start], prompt_tokens: int, cost: Costs) -> Start:
+    """The cheapest start; of equally cheap ones, the one that moves least, then the one that reuses most, then the
+    first.
+
+    Raises ValueError if there is none; a caller always has `cold_start`.
+    """
+    return min(starts, key=lambda start: (start.cost_s(prompt_tokens, cost), start.move_bytes, -start.position))
 
 
 def decide_start(
     prompt: PromptIdentity,
-    live: LiveConversation,
+    live: LiveRows,
     candidates: Sequence[Parked],
     *,
     layout: StateLayout,
@@ -68,7 +87,8 @@ def decide_start(
     cost: Costs,
     rewind_floor: int | None = None,
     has_spare: bool = False,
-) -> StartPlan:
+    block_tokens: int = BLOCK_TOKENS,
+) -> Start:
     """The cheapest exact start.
 
     The live state can be cut to `live_checkpoints` and to every position from `rewind_floor` on. A floor of None means
@@ -76,7 +96,7 @@ def decide_start(
     Then a live conversation that is parked is not cut to less than half, since returning to it would need a restore.
     """
     length = len(prompt)
-    plans = [StartPlan(cold_start(length), 0, None)]
+    starts = [cold_start()]
     deepest_common, deepest_known, deepest_position = 0, 0, 0
     nearest: Units | None = None
     if live.key == prompt.key:
@@ -86,7 +106,7 @@ def decide_start(
         position = resumable_position(common, length, floor, live_checkpoints, prompt.images)
         is_worth_more = has_spare and live.parked_id is not None and live.position - position > position
         if position > 0 and not is_worth_more:
-            plans.append(StartPlan(StartOption(CacheOutcome.LIVE, position, length), position, None))
+            starts.append(Start(CacheOutcome.LIVE, position, keep_rows=position))
         deepest_common, deepest_known, deepest_position = common, live.position, position
         nearest = live.units
     for parked in candidates:
@@ -99,47 +119,41 @@ def decide_start(
             deepest_common, deepest_known, nearest = common, len(parked.units), parked.units
         deepest_position = max(deepest_position, position)
         if position > 0:
-            plans.append(_restore_plan(parked, position, length, live, layout))
-    best = choose_start([plan.option for plan in plans], cost).option
-    plan = next(plan for plan in plans if plan.option is best)
+            starts.append(_restore(parked, position, live, layout, block_tokens))
     if deepest_common == min(deepest_known, length):
         nearest = None
-    return replace(plan, common=deepest_common, known=deepest_known, resumable=deepest_position, nearest=nearest)
+    best = cheapest(starts, length, cost)
+    return replace(best, common=deepest_common, known=deepest_known, resumable=deepest_position, nearest=nearest)
 
 
-def plan_cold(prompt: PromptIdentity) -> StartPlan:
-    return StartPlan(cold_start(len(prompt)), 0, None)
-
-
-def _restore_plan(parked: Parked, position: int, length: int, live: LiveConversation, layout: StateLayout) -> StartPlan:
+def _restore(parked: Parked, position: int, live: LiveRows, layout: StateLayout, block_tokens: int) -> Start:
     # The last block is restored even if it is live: there is always a row to copy, beside a checkpoint at its end.
-    keep = min(live.shared_rows(parked.blocks), (position - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+    keep = min(live.shared_rows(parked.blocks, block_tokens), (position - 1) // block_tokens * block_tokens)
     moved = (position - keep) * layout.row_bytes + layout.fixed_bytes
     if layout.is_opaque:  # restored whole, then cut
         keep, moved = 0, parked.position * layout.row_bytes + layout.fixed_bytes
-    tier = CacheOutcome.RESTORED_DISK if parked.tier is Tier.DISK else CacheOutcome.RESTORED_RAM
-    extra_s = DISK_READ_S if parked.tier is Tier.DISK else 0.0
-    option = StartOption(tier, position, length, move_bytes=moved, extra_s=extra_s, conversation=parked.id)
-    return StartPlan(option, keep, parked)
+    if parked.tier is Tier.DISK:
+        return Start(CacheOutcome.RESTORED_DISK, position, keep, parked, moved, DISK_READ_S)
+    return Start(CacheOutcome.RESTORED_RAM, position, keep, parked, moved)
 
 
-def explain(prompt: PromptIdentity, plan: StartPlan, gone: str) -> str:
+def explain(prompt: PromptIdentity, start: Start, gone: str) -> str:
     """Why tokens are read although part of this prompt was known; empty if there is nothing to explain.
 
     For the header and the log, so it contains no text of the prompt. `gone` is the store's explanation of what it no
     longer holds beyond the common prefix.
     """
-    position, length = plan.option.position, len(prompt)
+    position, length = start.position, len(prompt)
     if position >= length - 1:
         return ""
     if gone:
         return gone
-    if position < plan.resumable:
-        return f"reading is cheaper than restoring {plan.resumable} tokens"
-    if 0 < plan.common < min(plan.known, length):
-        label = next((span.label for span in prompt.segments if span.start <= plan.common < span.stop), "the prompt")
-        image = image_at(prompt, plan.common)
-        return f"differs from token {plan.common} in {f'{image} of ' if image else ''}{label}"
-    if position < plan.common:
-        return f"no exact state between tokens {position} and {plan.common}"
+    if position < start.resumable:
+        return f"reading is cheaper than restoring {start.resumable} tokens"
+    if 0 < start.common < min(start.known, length):
+        label = next((span.label for span in prompt.segments if span.start <= start.common < span.stop), "the prompt")
+        image = image_at(prompt, start.common)
+        return f"differs from token {start.common} in {f'{image} of ' if image else ''}{label}"
+    if position < start.common:
+        return f"no exact state between tokens {position} and {start.common}"
     return ""

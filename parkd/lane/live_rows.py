@@ -1,4 +1,4 @@
-"""The conversation in the arenas: what the engine's rows mean.
+"""What the rows in the arenas mean: whose they are, and which stored blocks they descend from.
 
     units     [0 .................................. position)
     lineage   [block][block][block][tail]            stored blocks that the rows descend from
@@ -24,7 +24,7 @@ def no_units() -> Units:
 
 
 @dataclass(frozen=True, eq=False)
-class LiveConversation:
+class LiveRows:
     """Immutable: each change is a new value."""
 
     key: ConversationKey | None = None
@@ -41,39 +41,39 @@ class LiveConversation:
     def position(self) -> int:
         return len(self.units)
 
-    def advance(self, key: ConversationKey, units: Units, position: int) -> LiveConversation:
-        """The conversation after the engine moved to `position`, whose rows are those of `units[:position]`.
+    def advance(self, key: ConversationKey, units: Units, position: int) -> LiveRows:
+        """The rows after the engine moved to `position`, which are those of `units[:position]`.
 
         `units` may be longer than `position`, never shorter. Rows that both positions have are unchanged: the caller
         calls `truncate` before it reads anything else.
         """
         assert position <= len(units)
         if position == 0:
-            return LiveConversation()
+            return LiveRows()
         if position == self.position and key == self.key:
             return self
         kept = _covered_after(self.covered, min(position, self.position), position)
-        return LiveConversation(key, units[:position].copy(), self.lineage[: _blocks(kept)], kept, None)
+        return LiveRows(key, units[:position].copy(), self.lineage[: _blocks(kept)], kept, None)
 
-    def truncate(self, position: int) -> LiveConversation:
-        """The conversation cut to `[0, position)`."""
+    def truncate(self, position: int) -> LiveRows:
+        """The rows cut to `[0, position)`."""
         assert position <= self.position
         return self if self.key is None else self.advance(self.key, self.units, position)
 
-    def captured(self, blocks: tuple[int, ...], covered: int, parked_id: str) -> LiveConversation:
-        """The conversation after its rows `[0, covered)` were captured into `blocks`."""
+    def captured(self, blocks: tuple[int, ...], covered: int, parked_id: str) -> LiveRows:
+        """The same rows after `[0, covered)` were captured into `blocks`."""
         whole = covered == self.position
         kept = covered if whole else covered // BLOCK_TOKENS * BLOCK_TOKENS
-        return LiveConversation(self.key, self.units, blocks[: _blocks(kept)], kept, parked_id if whole else None)
+        return LiveRows(self.key, self.units, blocks[: _blocks(kept)], kept, parked_id if whole else None)
 
-    def shared_rows(self, blocks: tuple[int, ...]) -> int:
+    def shared_rows(self, blocks: tuple[int, ...], block_tokens: int = BLOCK_TOKENS) -> int:
         """How many rows from the start descend from the same `blocks`. A restore can leave these in the arenas."""
         shared = 0
-        for mine, theirs in zip(self.lineage[: self.covered // BLOCK_TOKENS], blocks, strict=False):
+        for mine, theirs in zip(self.lineage[: self.covered // block_tokens], blocks, strict=False):
             if mine != theirs:
                 break
             shared += 1
-        return shared * BLOCK_TOKENS
+        return shared * block_tokens
 
 
 def restored(
@@ -84,11 +84,11 @@ def restored(
     parked_id: str | None,
     *,
     is_opaque: bool = False,
-) -> LiveConversation:
-    """The conversation after its rows `[0, position)` were restored. They descend from `lineage` as far as that
+) -> LiveRows:
+    """The rows `[0, position)` after they were restored. They descend from `lineage` as far as that
     reaches; an opaque state descends wholly from its one segment."""
     covered = position if is_opaque else min(position, len(lineage) * BLOCK_TOKENS)
-    return LiveConversation(key, units[:position].copy(), lineage, covered, parked_id)
+    return LiveRows(key, units[:position].copy(), lineage, covered, parked_id)
 
 
 def _blocks(rows: int) -> int:
