@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from parkd.store.records import Parked, Refused
 from tests.fault.fault_fs import Crashed, Fault, FaultFs
 from tests.fault.tier_kit import FINGERPRINT, Machine, run
-from tests.fault.workload import FIXED, Life, Wrong, away, check_files
-from tests.unit.store.store_kit import assert_counts, assert_within_budget, make_layout, make_units
+from tests.fault.workload import LAYOUTS, Life, Wrong, away, check_files
+from tests.unit.store.store_kit import assert_counts, assert_within_budget, make_units
 
 TREE = make_units(1, 48)
 """Prompts branch off this one, so that prefixes are shared."""
@@ -32,15 +33,15 @@ class RandomLife:
     """One machine, its processes and everything that was ever put into them."""
 
     seed: int = 0
-    has_fixed_state: bool = False
+    layout: str = "rows"
+    """One of `LAYOUTS`."""
     ram_bytes: int = 150_000
     disk_bytes: int = 400_000
     branches: int = 100
     counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        layout = FIXED if self.has_fixed_state else make_layout()
-        self.life = Life(Machine(FaultFs(self.seed), layout, self.ram_bytes, self.disk_bytes))
+        self.life = Life(Machine(FaultFs(self.seed), LAYOUTS[self.layout], self.ram_bytes, self.disk_bytes))
         self.life.start()
 
     @property
@@ -65,15 +66,16 @@ class RandomLife:
 
     def park(self) -> None:
         if self.life.engine.position:
-            parked = self.life.park()
-            self._count("parked" if parked is not None else "refused")
+            is_parked = self.guarded(lambda: self.life.park() is not None)
+            self._count("parked" if is_parked else "refused")
 
     def restore(self, choice: int, stop: int) -> None:
         """A conversation of either tier is live again, or read cold."""
         parked = self._pick(choice)
         if parked is None:
             return
-        places = [c.position for c in parked.checkpoints] if self.has_fixed_state else None
+        has_fixed_state = self.life.machine.layout.fixed_bytes > 0
+        places = [c.position for c in parked.checkpoints] if has_fixed_state else None
         stop = places[stop % len(places)] if places else stop % parked.position + 1
         if not self.guarded(lambda: self.life.read(parked, stop)):
             self._count("missed")
@@ -83,9 +85,16 @@ class RandomLife:
         for candidate in there:
             fits = candidate.position >= stop and np.array_equal(candidate.units[:stop], parked.units[:stop])
             if fits and (not places or stop in [c.position for c in candidate.checkpoints]):
-                with self.store.lease(candidate.id, stop) as lease:
-                    self.life.engine.restore(lease)
+                self.guarded(partial(self._restored, candidate, stop))
                 return
+
+    def _restored(self, parked: Parked, stop: int) -> bool:
+        try:
+            self.life.restore(parked, stop)
+        except OSError:
+            self.life.engine.truncate(0)  # the file can't be read, and the prompt would be read cold
+            return False
+        return True
 
     def work(self, jobs: int) -> None:
         """Some of the file work."""
@@ -158,6 +167,7 @@ class RandomLife:
         store = self.store
         assert_within_budget(store)
         assert_counts(store)
+        self.life.check_conversations()
         if self.fs.bytes > self.disk_bytes:
             raise Wrong(f"{self.fs.bytes} bytes on disk of {self.disk_bytes}")
         if self.fs.bytes > store.disk.bytes_in_use:

@@ -28,14 +28,21 @@ STEPS = [
 """Step, the numbers it takes, and its weight."""
 
 
-def live(seed: int, steps: int) -> Counter[str]:
+KINDS = ("fixed state", "rows", "whole", "whole with checkpoints", "file")
+"""The kind of state of a life is that of its seed."""
+WHOLE_FACTOR = 4
+"""States that are kept whole take about this many times as much."""
+
+
+def live(seed: int, steps: int, kind: str | None = None) -> Counter[str]:
     """One life. Raises what it finds."""
     from tests.fault.random_life import RandomLife
 
     rng = np.random.default_rng(seed)
-    life = RandomLife(
-        seed, bool(seed % 3 == 0), int(rng.integers(60_000, 300_000)), int(rng.integers(100_000, 1_500_000))
-    )
+    kind = kind or KINDS[seed % len(KINDS)]
+    factor = 1 if kind in ("rows", "fixed state") else WHOLE_FACTOR
+    ram, disk = int(rng.integers(60_000, 300_000)), int(rng.integers(100_000, 1_500_000))
+    life = RandomLife(seed, kind, ram * factor, disk * factor)
     weights = np.array([weight for _, _, weight in STEPS])
     for choice in rng.choice(len(STEPS), steps, p=weights / weights.sum()):
         name, takes, _ = STEPS[choice]

@@ -16,11 +16,13 @@ numbers = st.integers(0, 999)
 class TierMachine(RuleBasedStateMachine):
     """Each rule is a step of a random life; the life itself checks what it is given back."""
 
-    has_fixed_state = False
+    layout = "rows"
+    factor = 1
+    """By which memory and disk are larger."""
 
     @initialize(ram=st.integers(60_000, 300_000), disk=st.integers(100_000, 1_000_000))
     def begin(self, ram: int, disk: int) -> None:
-        self.life = RandomLife(1, self.has_fixed_state, ram, disk)
+        self.life = RandomLife(1, self.layout, ram * self.factor, disk * self.factor)
 
     @rule(shared=numbers, more=numbers)
     def read_prompt(self, shared: int, more: int) -> None:
@@ -81,7 +83,24 @@ class TierMachine(RuleBasedStateMachine):
 
 
 class FixedStateMachine(TierMachine):
-    has_fixed_state = True
+    layout = "fixed state"
+
+
+class WholeMachine(TierMachine):
+    """States that the store can't cut."""
+
+    layout = "whole"
+    factor = 4
+
+
+class WholeWithCheckpointsMachine(WholeMachine):
+    layout = "whole with checkpoints"
+
+
+class FileMachine(WholeMachine):
+    """States in files that the engine writes."""
+
+    layout = "file"
 
 
 limits = settings(
@@ -91,11 +110,28 @@ TestTiers = TierMachine.TestCase
 TestTiers.settings = limits
 TestTiersWithFixedState = FixedStateMachine.TestCase
 TestTiersWithFixedState.settings = limits
+TestTiersWithWholeStates = WholeMachine.TestCase
+TestTiersWithWholeStates.settings = limits
+TestTiersWithWholeStatesAndCheckpoints = WholeWithCheckpointsMachine.TestCase
+TestTiersWithWholeStatesAndCheckpoints.settings = limits
+TestTiersWithFiles = FileMachine.TestCase
+TestTiersWithFiles.settings = limits
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_short_soak(seed: int) -> None:
-    counts = live(seed, 150)
+@pytest.mark.parametrize(
+    ("seed", "kind"),
+    [
+        (0, "fixed state"),
+        (1, "rows"),
+        (2, "rows"),
+        (3, "fixed state"),
+        (4, "whole"),
+        (5, "whole with checkpoints"),
+        (6, "file"),
+    ],
+)
+def test_a_short_soak(seed: int, kind: str) -> None:
+    counts = live(seed, 150, kind)
     assert counts["job done"] > 5
     assert counts["parked"] > 5
 
@@ -104,4 +140,4 @@ def test_a_short_soak(seed: int) -> None:
 def test_lives_that_once_broke(seed: int) -> None:
     """516: a name whose sync had failed was taken for one that stays. 6525: checkpoints that a promoted conversation
     had inherited in memory were taken for those that it has on disk."""
-    assert live(seed, 400)["job done"] > 5
+    assert live(seed, 400, "fixed state")["job done"] > 5

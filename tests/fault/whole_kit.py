@@ -138,7 +138,16 @@ class WholeEngine(CopyEngine):
 
 
 def whole_rows(store: ConversationStore, fs: FaultFs, parked: Parked, stop: int) -> list[np.ndarray] | None:
-    """The rows `[0, stop)` as an engine would have them that sets the whole state and cuts it; None if it cannot.
+    """The rows of `whole_state`; None if it can't be read."""
+    state = whole_state(store, fs, parked, stop)
+    return None if state is None else state[0]
+
+
+def whole_state(
+    store: ConversationStore, fs: FaultFs, parked: Parked, stop: int
+) -> tuple[list[np.ndarray], tuple[np.ndarray, ...]] | None:
+    """The rows `[0, stop)` as an engine would have them that sets the whole state and cuts it, and the fixed state
+    there, which has no bytes at the end; None if it cannot.
 
     Raises AssertionError for bytes that are not those of the checksum: the store has read them, or held them."""
     with store.lease(parked.id, stop) as lease:
@@ -157,7 +166,7 @@ def whole_rows(store: ConversationStore, fs: FaultFs, parked: Parked, stop: int)
         assert xxh3(state) == int(lease.transfer.checksums[0, 0]), "other bytes than the checksum's"
         for part, expected in zip(stage.fixed, lease.transfer.fixed_checksums, strict=True):
             assert xxh3(part.buffer) == int(expected[0]), "other bytes than the checksum's"
-        return [state.reshape(-1, ROW_BYTES)[:stop].copy()]
+        return [state.reshape(-1, ROW_BYTES)[:stop].copy()], tuple(part.buffer.copy() for part in stage.fixed)
 
 
 def xxh3(data: np.ndarray) -> int:

@@ -8,13 +8,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from parkd.state import Grain, RowRun
+from parkd.store.inspection import InspectedConversation
 from parkd.store.records import Parked, Refused, Tier
 from parkd.store.shelf import Entry
 from parkd.store.tiers import TieredStore
 from tests.fault.fault_fs import Crashed, FaultFs
-from tests.fault.tier_kit import Machine, NoRoom, evict, pump, rows_of
-from tests.fault.whole_kit import FIXED_BYTES, whole_layout
-from tests.unit.store.store_kit import CopyEngine, assert_counts, assert_within_budget, make_layout, make_units
+from tests.fault.tier_kit import BLOCK_TOKENS, Machine, evict, promote, pump
+from tests.fault.whole_kit import FIXED_BYTES, whole_layout, whole_state
+from tests.unit.store.lineage_model import FixedState, Known, LineageModel
+from tests.unit.store.store_kit import (
+    CopyEngine,
+    assert_counts,
+    assert_within_budget,
+    leased_state,
+    make_layout,
+    make_units,
+)
 
 FIXED = make_layout(fixed_bytes=(700, 1000))
 LAYOUTS = {
@@ -24,7 +33,6 @@ LAYOUTS = {
     "whole with checkpoints": whole_layout(Grain.OPAQUE, FIXED_BYTES),
     "file": whole_layout(Grain.FILE),
 }
-Content = tuple[np.ndarray, list[np.ndarray]]
 
 
 class Wrong(AssertionError):
@@ -36,24 +44,31 @@ class Life:
     """A machine, the conversations that were ever parked, and those whose writing was acknowledged."""
 
     machine: Machine
-    content: dict[str, Content] = field(default_factory=dict)
+    known: dict[str, Known] = field(default_factory=dict)
+    """Everything that was ever parked, and what was read from disk under an id of its own."""
     acknowledged: set[str] = field(default_factory=set)
     no_room: int = 0
     """Reads that memory was too small for."""
     store: TieredStore | None = None
     engine: CopyEngine | None = None
 
+    def __post_init__(self) -> None:
+        self.model = LineageModel(self.machine.layout, BLOCK_TOKENS)
+
     def start(self) -> None:
         self.store = None
         self.machine.fs.peak_bytes = 0
         self.store = self.machine.start()
         self.engine = self.machine.engine(self.machine.starts)
+        self.model.live, self.model.covered = (), 0
+        self.engine.watcher = self.model
         self.note()
 
     def note(self) -> None:
         """What the disk tier says is there may be relied on from now on."""
         assert self.store is not None
-        self.acknowledged = {i for i, e in self.store.disk.entries.items() if not e.is_foreign}
+        seen = self.store.inspect().conversations.values()
+        self.acknowledged = {each.id for each in seen if each.is_on_disk and not each.is_foreign}
 
     def work(self) -> None:
         """Does the file work there is, and notes what is acknowledged step by step."""
@@ -64,33 +79,145 @@ class Life:
             self.note()
 
     def park(self) -> Parked | None:
-        assert self.store is not None
-        assert self.engine is not None
-        parked = self.engine.park(self.store)
-        if isinstance(parked, Refused):
+        """Parks what is live. Raises Wrong for anything but what the live state descends from and what is new."""
+        store, engine = self.store, self.engine
+        assert store is not None
+        assert engine is not None
+        seen, tokens = store.inspect(), engine.position
+        in_ram = {i for i, block in seen.blocks.items() if block.slot is not None and block.is_sealed}
+        stored = {piece for block, piece in self.model.names.items() if block in in_ram}
+        kin = [self.known[i] for i, each in seen.conversations.items() if each.is_in_ram]
+        capture = store.begin_capture(engine.request())
+        if isinstance(capture, Refused):
             return None
-        self.content[parked.id] = parked.units.copy(), self.engine.rows(parked.position)
+        expected = self.model.expected(engine, capture.position, stored, kin)
+        inheritable = self.model.inheritable(expected.shared, self.known.values(), tokens)
+        if capture.transfer.start != expected.start:
+            raise Wrong(f"rows are copied from {capture.transfer.start}, not from {expected.start}")
+        try:
+            parked = engine.finish(store, capture)
+        except OSError:  # an engine that cannot write its file parks nothing
+            store.abort(capture)
+            return None
+        known = expected.known
+        self._check_places(parked, known, {*inheritable, *known.checkpoints})
+        for checkpoint in parked.checkpoints:
+            if checkpoint.position not in known.checkpoints:
+                known.checkpoints[checkpoint.position] = inheritable[checkpoint.position][0]
+        self.model.name(known, parked.blocks, keeps_names=True)
+        self.model.captured(known)
+        self.known[parked.id] = known
         return parked
 
-    def read(self, parked: Parked, stop: int | None = None) -> bool:
-        """Gets rows from whichever tier has them. False for a miss; raises Wrong for other bytes than were put."""
+    def restore(self, parked: Parked, stop: int) -> None:
+        """Makes a conversation in RAM live up to `stop`. Raises OSError if its file cannot be read."""
         assert self.store is not None
+        assert self.engine is not None
+        known = self.known[parked.id]
+        with self.store.lease(parked.id, stop) as lease:
+            self.engine.restore(lease)
+        self.model.restored(known, stop)
+        if self.model.pieces_of(lease.lineage) != self.model.live:
+            raise Wrong(f"live rows of {self.model.live} are said to be of {lease.lineage}")
+
+    def read(self, parked: Parked, stop: int | None = None) -> bool:
+        """Gets the state at `stop` from whichever tier has it. False for a miss; raises Wrong for other bytes than
+        were put."""
+        store, fs = self.store, self.machine.fs
+        assert store is not None
         stop = parked.position if stop is None else stop
-        try:
-            rows = rows_of(self.store, self.machine.fs, parked, stop)
-        except NoRoom:
-            self.no_room += 1
-            return False
+        if parked.tier is Tier.DISK:
+            before = store.inspect().blocks
+            loaded = promote(store, fs, parked, stop)
+            if isinstance(loaded, Parked):
+                self._loaded(parked.id, loaded, {i for i, block in before.items() if block.slot is not None})
+            if isinstance(loaded, Refused) or (loaded is not None and loaded.position < stop):
+                self.no_room += 1
+                return False
+            if loaded is None:
+                self.note()
+                return False
+            parked = loaded
+        is_whole = store.layout.is_opaque
+        state = whole_state(store, fs, parked, stop) if is_whole else leased_state(store, parked.id, stop)
         self.note()
-        if rows is None:
+        if state is None:
             return False
-        source = self.store._sources_of.get(parked.id, parked.id)  # a head was read into RAM under an id of its own
-        units, expected = self.content[source]
-        if not np.array_equal(units[:stop], parked.units[:stop]):
+        rows, fixed = state
+        known = self.known[parked.id]
+        if not np.array_equal(known.units[:stop], parked.units[:stop]):
             raise Wrong(f"{parked.id} has other units")
-        if not all(np.array_equal(got, want[:stop]) for got, want in zip(rows, expected, strict=True)):
+        if not all(np.array_equal(got, want[:stop]) for got, want in zip(rows, known.rows, strict=True)):
             raise Wrong(f"{parked.id} has other bytes")
+        if store.layout.fixed_bytes and not any(_is_same(fixed, put) for put in self._states(known, stop)):
+            raise Wrong(f"{parked.id} has other bytes of fixed state at {stop}")
         return True
+
+    def check_conversations(self) -> None:
+        """What both tiers say that they hold is what was put in, and each block has the owners that name it."""
+        assert self.store is not None
+        seen = self.store.inspect()
+        usable = [each for each in seen.conversations.values() if not each.is_foreign]
+        for each in usable:
+            known = self.known[each.id]
+            if not np.array_equal(each.units, known.units):
+                raise Wrong(f"{each.id} has other units")
+            if self.model.pieces_of(each.blocks) != known.pieces:
+                raise Wrong(f"{each.id} has blocks {each.blocks}")
+            states = {c.position for c in each.checkpoints if self._states(known, c.position)}
+            self._check_places(each, known, states)
+        holders = Counter(block for each in (*usable, *seen.fading, *seen.captures) for block in each.blocks)
+        if {i: block.owners for i, block in seen.blocks.items()} != holders:
+            raise Wrong("blocks are owned by nobody that names them, or need owning")
+        if any(block.slot is None and block.extent is None for block in seen.blocks.values()):
+            raise Wrong("a block is owned and nowhere")
+
+    def _loaded(self, source: str, loaded: Parked, in_ram: set[int]) -> None:
+        """Notes what was read from disk: a conversation, or the beginning of one under an id of its own. `in_ram` are
+        the blocks that were in memory before."""
+        known = self.known[source]
+        pieces = known.pieces[: len(loaded.blocks)]
+        if self.model.is_opaque and in_ram & {piece.block for piece in pieces}:
+            # Its bytes were in memory for another conversation, and were read once more, into a block of their own.
+            [block] = loaded.blocks
+            if self.model.names.setdefault(block, pieces[0]) is not pieces[0]:
+                raise Wrong(f"{source} was read into the block of others")
+        elif loaded.blocks != tuple(piece.block for piece in pieces):
+            raise Wrong(f"{source} was read into blocks {loaded.blocks}")
+        if loaded.id != source:
+            checkpoints = {place: state for place, state in known.checkpoints.items() if place <= loaded.position}
+            rows = [stage[: loaded.position] for stage in known.rows]
+            self.known[loaded.id] = Known(known.units[: loaded.position], rows, pieces, checkpoints)
+        elif loaded.position != known.position:
+            raise Wrong(f"{source} was read in part, under its own id")
+
+    def _states(self, known: Known, stop: int) -> list[FixedState]:
+        """Every fixed state that was put in at `stop` for the rows that `known` has there."""
+        own = [known.checkpoints[stop]] if stop in known.checkpoints else []
+        if self.model.is_opaque:
+            alike = [each for each in self.known.values() if each.pieces == known.pieces]
+        else:
+            blocks = -(-stop // BLOCK_TOKENS)
+            alike = [each for each in self.known.values() if each.pieces[:blocks] == known.pieces[:blocks]]
+        return own + [each.checkpoints[stop] for each in alike if stop in each.checkpoints]
+
+    def _check_places(self, parked: Parked | InspectedConversation, known: Known, allowed: set[int]) -> None:
+        """It may have more than was put in: checkpoints that it inherited later, of the same rows."""
+        places = [checkpoint.position for checkpoint in parked.checkpoints]
+        if not set(places) <= allowed:
+            raise Wrong(f"{parked.id} has checkpoints at {sorted({*places} - allowed)} that its rows have not")
+        lost = set(known.checkpoints) - set(places)
+        if lost and len(places) < self.model.checkpoint_limit:
+            raise Wrong(f"{parked.id} has lost its checkpoints at {sorted(lost)}")
+        if places != sorted(places):
+            raise Wrong(f"{parked.id} has checkpoints in the order {places}")
+
+
+def _is_same(fixed: tuple[np.ndarray, ...], put: FixedState) -> bool:
+    """At the end of an opaque state nothing is put: its bytes have it."""
+    if not put.parts:
+        return not any(part.nbytes for part in fixed)
+    return all(np.array_equal(got, want) for got, want in zip(fixed, put.parts, strict=True))
 
 
 def run_one(store: TieredStore, fs: FaultFs, job: object) -> None:

@@ -90,10 +90,16 @@ class LineageModel:
     def is_opaque(self) -> bool:
         return self.layout.is_opaque
 
-    # What happens to the live state
+    @property
+    def lineage(self) -> tuple[int | None, ...]:
+        """The ids of the blocks that the live state descends from."""
+        return tuple(piece.block for piece in self.live)
 
-    def read_cold(self) -> None:
-        self.live, self.covered = (), 0
+    def pieces_of(self, blocks: Sequence[int]) -> tuple[Piece | None, ...]:
+        """The pieces by the ids of their blocks; None for an id that was never given."""
+        return tuple(map(self.names.get, blocks))
+
+    # What happens to the live state
 
     def extended(self, start: int) -> None:
         """Tokens were added behind `start`. A partial last block has other rows from now on."""
@@ -204,8 +210,8 @@ class LineageModel:
                 assert piece.block is None, f"block {block} was taken for block {piece.block}"
                 assert is_own, f"block {block} is that of other rows"
                 piece = before
-            assert piece.block in (None, block), f"block {piece.block} became {block}"
-            piece.block = block
+            assert piece.block is None or self.names.get(block) is piece, f"block {piece.block} became {block}"
+            piece.block = block if piece.block is None else piece.block
             self.names[block] = piece
             named.append(piece)
         known.pieces = tuple(named)

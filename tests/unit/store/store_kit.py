@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 
@@ -138,6 +139,14 @@ def part_sum(data: np.ndarray) -> int:
     return int.from_bytes(blake2b(data.tobytes(), digest_size=8).digest(), "little")
 
 
+class Watcher(Protocol):
+    """Told what happens to the live rows."""
+
+    def extended(self, start: int) -> None: ...
+
+    def cut(self, position: int) -> None: ...
+
+
 class CopyEngine:
     """Live rows of all stages, and the lineage that the daemon would keep for them."""
 
@@ -149,6 +158,7 @@ class CopyEngine:
         self.fixed: dict[int, list[np.ndarray]] = {}
         self.lineage: tuple[int, ...] = ()
         self.rng = np.random.default_rng(seed)
+        self.watcher: Watcher | None = None
 
     @property
     def position(self) -> int:
@@ -156,12 +166,16 @@ class CopyEngine:
 
     def truncate(self, position: int) -> None:
         if position < self.position:
+            if self.watcher is not None:
+                self.watcher.cut(position)
             self.units = self.units[:position]
             self.lineage = self.lineage[: position // self.block_tokens]
             self.fixed = {place: parts for place, parts in self.fixed.items() if place <= position}
 
     def extend(self, units: np.ndarray, *, checkpoint: bool = False) -> None:
         start, stop = self.position, self.position + len(units)
+        if self.watcher is not None:
+            self.watcher.extended(start)
         self.lineage = self.lineage[: start // self.block_tokens]
         self.units = np.concatenate([self.units, units])
         for arena in self.arenas:

@@ -73,7 +73,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.budget_bytes, self.layout, slots=SLOTS, slab_hooks=hooks, checkpoint_limit=CHECKPOINT_LIMIT
         )
         self.engine = self.make_engine()
-        self.model = LineageModel(self.layout, BLOCK_TOKENS, CHECKPOINT_LIMIT)
+        self.model = self.engine.watcher = LineageModel(self.layout, BLOCK_TOKENS, CHECKPOINT_LIMIT)
         self.known: dict[str, Known] = {}
         """Every conversation that was ever parked."""
         self.present: list[str] = []
@@ -91,14 +91,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(shared=st.integers(0, 64), more=st.integers(1, 60))
     def read_cold(self, shared, more):
         shared, more = min(shared, self.longest // 2), min(more, self.longest // 2)
-        self.model.read_cold()
         self.engine.read(TREE[:shared], checkpoint=shared > 0)
         self.engine.extend(self.more(more), checkpoint=True)
 
     @rule(more=st.integers(1, 40), holds=st.booleans())
     def extend(self, more, holds):
         if self.engine.position < self.longest:
-            self.model.extended(self.engine.position)
             self.engine.extend(self.more(min(more, self.longest // 4)), checkpoint=holds)
 
     @precondition(lambda self: self.engine.position > 1)
@@ -109,7 +107,6 @@ class StoreMachine(RuleBasedStateMachine):
             return
         stops = st.sampled_from(places) if self.layout.fixed_bytes else st.integers(1, self.engine.position - 1)
         position = data.draw(stops)
-        self.model.cut(position)
         self.engine.truncate(position)
 
     @rule(data=st.data())
@@ -121,6 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
         with self.store.lease(chosen, stop) as lease:
             self.engine.restore(lease)
         self.model.restored(known, stop)
+        assert lease.lineage == self.model.lineage
         assert np.array_equal(self.engine.units, known.units[:stop])
         assert_same_rows(self.engine.rows(), [stage[:stop] for stage in known.rows])
         if self.layout.fixed_bytes and known.checkpoints[stop].parts:
