@@ -32,6 +32,8 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 MODULES = ("parkd/store/*.py",)
 """Globs of the modules whose conditions decide what is reused, kept, restored and recovered."""
 TESTS = ("tests/unit/store", "tests/fault")
+NOT_RUN = ("tests/unit/store/test_store_metadata.py",)
+"""It measures memory, which takes seconds and notices no condition."""
 LEAST_TIMEOUT_S = 30.0
 TIMEOUT_FACTOR = 4.0
 """A mutant's tests may take this many times as long as they take without it, with the lines watched."""
@@ -92,25 +94,33 @@ def explained() -> dict[str, str]:
 class Run:
     """One call of the script."""
 
-    def __init__(self, modules: Sequence[Path], seconds: float) -> None:
+    def __init__(self, modules: Sequence[Path], tests: Sequence[str], seconds: float) -> None:
         KEPT.mkdir(parents=True, exist_ok=True)
         self.modules = modules
         self.until = time.monotonic() + seconds
         self.results = Results(KEPT / "results.jsonl")
         self.results.load()
         self.explained = explained()
-        self.tests_digest = digest(path for folder in TESTS for path in (ROOT / folder).rglob("*.py"))
+        kits = (path for folder in TESTS for path in (ROOT / folder).rglob("*.py"))
+        self.tests_digest = digest(kits) + "".join(sorted(tests) if tests != TESTS else [])
         self.counts: dict[str, Counter[str]] = {}
         self.lines: dict[str, list[list[object]]] = {}
         self.seconds: dict[str, float] = {}
 
+    def work(self, trials: children.Trials) -> None:
+        self.trials = trials
+        self.watch()
+        for path in self.modules:
+            self.module(path)
+
     def watch(self) -> None:
         """Which lines each test runs: from an earlier run if neither a test nor a module has changed since."""
         watched = sorted(ROOT.glob("parkd/store/**/*.py")) + [path for path in self.modules if path.exists()]
-        kept = KEPT / f"lines-{digest(dict.fromkeys(watched))}-{self.tests_digest}.json"
+        name = hashlib.sha256(f"{digest(dict.fromkeys(watched))} {self.tests_digest}".encode()).hexdigest()[:16]
+        kept = KEPT / f"lines-{name}.json"
         if not kept.exists():
             print("watching which test runs which line", flush=True)
-            kept.write_text(json.dumps(children.watch(TESTS, list(dict.fromkeys(watched)), WATCH_TIMEOUT_S)))
+            kept.write_text(json.dumps(self.trials.watch(list(dict.fromkeys(watched)), WATCH_TIMEOUT_S)))
         self.lines, self.seconds = json.loads(kept.read_text())
         self.runners: dict[tuple[str, int], list[str]] = {}
         for test, lines in self.lines.items():
@@ -125,7 +135,6 @@ class Run:
     def module(self, path: Path) -> None:
         source, module = path.read_text(), path.relative_to(ROOT).as_posix()
         counts = self.counts[module] = Counter()
-        name = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for number, mutant in enumerate(mutants_of(module, source)):
             full = f"{digest([path])} {number} {mutant.key}"
             record = self.results.known(full, self.tests_digest)
@@ -133,7 +142,7 @@ class Run:
                 if time.monotonic() > self.until:
                     counts["not run"] += 1
                     continue
-                result, by = self._tried(path, name, source, mutant)
+                result, by = self._tried(path, source, mutant)
                 record = self.results.add(full, result, by, self.tests_digest)
             result = record["result"]
             why = self.explained.get(mutant.key.split("::", 1)[1])
@@ -144,12 +153,12 @@ class Run:
                 print(f"{result:10} {module}:{mutant.line} {mutant.function}", flush=True)
                 print(f"           {mutant.before}\n        -> {mutant.after}   {why or record['by']}", flush=True)
 
-    def _tried(self, path: Path, name: str, source: str, mutant: Mutant) -> tuple[str, str]:
+    def _tried(self, path: Path, source: str, mutant: Mutant) -> tuple[str, str]:
         tests = self.tests_for(path, mutant)
         if not tests:
             return "survived", "no test runs this line"
         timeout_s = LEAST_TIMEOUT_S + TIMEOUT_FACTOR * sum(map(self.seconds.__getitem__, tests))
-        is_killed, by = children.outcome(name, path, mutant.tree(source), tests, timeout_s)
+        is_killed, by = self.trials.outcome(mutant, source, path, tests, timeout_s)
         return ("killed", by) if is_killed else ("survived", f"{len(tests)} tests pass")
 
     def report(self) -> int:
@@ -173,6 +182,7 @@ def _row(name: str, counts: Counter[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--module", action="append", help="a path or a glob from the root of the repository")
+    parser.add_argument("--tests", nargs="*", help="other tests than those of TESTS")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no mutant after this long")
     parser.add_argument("--list", action="store_true", help="print the mutants and end")
     given = parser.parse_args()
@@ -182,11 +192,9 @@ def main() -> int:
             for mutant in mutants_of(path.relative_to(ROOT).as_posix(), path.read_text()):
                 print(f"{mutant.module}:{mutant.line} {mutant.before} -> {mutant.after}")
         return 0
-    children.warm()
-    run = Run(modules, given.seconds)
-    run.watch()
-    for path in modules:
-        run.module(path)
+    tests = tuple(given.tests or TESTS)
+    run = Run(modules, tests, given.seconds)
+    children.with_tests([*tests, *(f"--ignore={path}" for path in NOT_RUN)], run.work)
     return run.report()
 
 

@@ -1,13 +1,14 @@
-"""Runs the tests in forked children: once to see which test runs which line, and once for each mutant.
+"""Runs tests in forked children: once to see which test runs which line, and once for each mutant.
 
-Nothing is written to the working tree. A child compiles the changed module from memory, and is killed when its time is
-up. The parent never imports the project, so that each child imports it anew, but has imported all that is slow.
+    this process    imports and collects all tests once
+        child       gives the broken function its new code, runs the tests that run its line, and ends
+
+Nothing is written to the working tree. A child is killed when its time is up.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib
+import gc
 import json
 import os
 import signal
@@ -15,58 +16,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType
 
 import pytest
 from hypothesis import Phase, settings
 
-SLOW_TO_IMPORT = (
-    "hypothesis.stateful",
-    "hypothesis.strategies",
-    "numpy",
-    "xxhash",
-)
+from tests.mutants.mutations import Mutant
+
 TIMED_OUT = -1
-OPTIONS = (
-    "-q",
-    "-x",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:xdist",
-    "--assert=plain",
-    "-m",
-    "not slow and not model and not gpu",
-)
+OPTIONS = ("-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--no-summary", "--assert=plain")
+CALLS_WATCHED = 1000
+"""Calls of a function in one test whose lines are noted: watching all of a random history would take minutes."""
+FAST = "not slow and not model and not gpu"
 
-
-def warm() -> None:
-    for name in SLOW_TO_IMPORT:
-        importlib.import_module(name)
-    sys.dont_write_bytecode = True
-    # A failure is all that is asked for: the shortest history that leads to it takes far longer to find.
-    settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
-    settings.load_profile("mutants")
-
-
-class _Changed(MetaPathFinder, Loader):
-    """Imports one module from a tree in memory."""
-
-    def __init__(self, name: str, path: Path, tree: ast.Module) -> None:
-        self._name, self._path, self._tree = name, path, tree
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        return ModuleSpec(fullname, self, origin=str(self._path))
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__file__ = str(self._path)
-        exec(compile(self._tree, str(self._path), "exec"), module.__dict__)
+Lines = dict[str, list[list[object]]]
+"""The lines that each test runs, as `[file, line]`."""
 
 
 class _Lines:
@@ -75,16 +41,17 @@ class _Lines:
     def __init__(self, watched: frozenset[str]) -> None:
         self._watched = watched
         self._met: set[tuple[str, int]] = set()
-        self._is_watched: dict[CodeType, bool] = {}
+        self._calls_left: dict[CodeType, int] = {}
         self.lines: dict[str, list[tuple[str, int]]] = {}
         self.seconds: dict[str, float] = {}
 
     def _on_call(self, frame: FrameType, event: str, arg: object) -> Callable[..., object] | None:
         code = frame.f_code
-        watched = self._is_watched.get(code)
-        if watched is None:
-            watched = self._is_watched[code] = code.co_filename in self._watched
-        return self._on_line if watched else None
+        left = self._calls_left.get(code)
+        if left is None:
+            left = CALLS_WATCHED if code.co_filename in self._watched else 0
+        self._calls_left[code] = max(0, left - 1)
+        return self._on_line if left else None
 
     def _on_line(self, frame: FrameType, event: str, arg: object) -> Callable[..., object]:
         if event == "line":
@@ -93,7 +60,7 @@ class _Lines:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: object) -> object:
-        self._met = set()
+        self._met, self._calls_left = set(), {}
         began = time.monotonic()
         sys.settrace(self._on_call)
         try:
@@ -113,41 +80,109 @@ class _FirstFailure:
         if report.failed and not self.name:
             self.name = report.nodeid
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed and not self.name:
-            self.name = f"{report.nodeid} (collection)"
 
+class Trials:
+    """The collected tests, to be run in children."""
 
-def watch(
-    tests: Sequence[str], files: Sequence[Path], timeout_s: float
-) -> tuple[dict[str, list[list[object]]], dict[str, float]]:
-    """The lines of `files` that each test runs, as `[file, line]`, and its seconds. Raises RuntimeError if a test
-    fails."""
+    def __init__(self, session: pytest.Session) -> None:
+        self._config = session.config
+        self._items = {item.nodeid: item for item in session.items}
 
-    def child() -> tuple[int, object]:
-        lines = _Lines(frozenset(map(str, files)))
-        code = int(pytest.main([*OPTIONS, *tests], plugins=[lines]))
-        return code, [lines.lines, lines.seconds]
+    def watch(self, files: Sequence[Path], timeout_s: float) -> tuple[Lines, dict[str, float]]:
+        """The lines of `files` that each test runs, and its seconds. Raises RuntimeError if a test fails."""
 
-    code, said = _forked(child, timeout_s)
-    if code != 0 or not isinstance(said, list):
-        raise RuntimeError(f"the tests do not pass as they are (exit status {code}): see to that first\n{said or ''}")
-    return said[0], said[1]
+        def child() -> tuple[int, object]:
+            lines = _Lines(frozenset(map(str, files)))
+            self._config.pluginmanager.register(lines)
+            failed = self._run(list(self._items))
+            return (1, failed) if failed else (0, [lines.lines, lines.seconds])
 
+        code, said = _forked(child, timeout_s)
+        if code != 0 or not isinstance(said, list):
+            raise RuntimeError(
+                f"the tests do not pass as they are (exit status {code}): see to that first\n{said or ''}"
+            )
+        return said[0], said[1]
 
-def outcome(name: str, path: Path, tree: ast.Module, tests: Sequence[str], timeout_s: float) -> tuple[bool, str]:
-    """Whether the tests notice the changed module, and which one did first."""
+    def outcome(
+        self, mutant: Mutant, source: str, path: Path, tests: Sequence[str], timeout_s: float
+    ) -> tuple[bool, str]:
+        """Whether the tests notice the mutant of the module `source`, and which one did first."""
 
-    def child() -> tuple[int, object]:
-        sys.meta_path.insert(0, _Changed(name, path, tree))
+        def child() -> tuple[int, object]:
+            _break(mutant, source, path)
+            failed = self._run(tests)
+            return (1, failed) if failed else (0, "")
+
+        code, said = _forked(child, timeout_s)
+        if code == TIMED_OUT:
+            return True, f"no end within {timeout_s:.0f} s"
+        if code not in (0, 1):
+            raise RuntimeError(f"{mutant.key} could not be tried:\n{said}")
+        return code == 1, str(said)
+
+    def _run(self, names: Sequence[str]) -> str:
+        """Runs tests until one fails. Returns its name; empty if none did."""
         first = _FirstFailure()
-        code = int(pytest.main([*OPTIONS, *tests], plugins=[first]))
-        return code, first.name
+        self._config.pluginmanager.register(first)
+        for name in names:
+            item = self._items[name]
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            if first.name:
+                break
+        return first.name
 
-    code, said = _forked(child, timeout_s)
-    if code == TIMED_OUT:
-        return True, f"no end within {timeout_s:.0f} s"
-    return code != 0, str(said or f"exit status {code}") if code else ""
+
+class _Loop:
+    """A plugin that gives the collected tests to `work` in the place of running them."""
+
+    def __init__(self, work: Callable[[Trials], None]) -> None:
+        self._work = work
+        self.has_run = False
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._work(Trials(session))
+        self.has_run = True
+        return True
+
+
+def with_tests(paths: Sequence[str], work: Callable[[Trials], None]) -> None:
+    """Imports and collects the fast tests of `paths`, and calls `work` with them. Raises RuntimeError if that fails."""
+    # A failure is all that is asked for: the shortest history that leads to it takes far longer to find.
+    settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
+    settings.load_profile("mutants")
+    sys.dont_write_bytecode = True
+    loop = _Loop(work)
+    code = pytest.main([*OPTIONS, "-m", FAST, *paths], plugins=[loop])
+    if not loop.has_run:
+        raise RuntimeError(
+            f"the tests could not be collected (exit status {int(code)}): run pytest on {' '.join(paths)}"
+        )
+
+
+def _break(mutant: Mutant, source: str, path: Path) -> None:
+    """Gives every function object of the mutant's function its broken code. Raises RuntimeError if there is none."""
+    code = next(
+        each for each in _codes(compile(mutant.tree(source), str(path), "exec")) if each.co_qualname == mutant.function
+    )
+    found = [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, FunctionType)
+        and each.__code__.co_qualname == mutant.function
+        and each.__code__.co_filename == str(path)
+    ]
+    if not found:
+        raise RuntimeError(f"{mutant.function} of {path} is nowhere: no test imports it")
+    for each in found:
+        each.__code__ = code
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _codes(each)
 
 
 def _forked(call: Callable[[], tuple[int, object]], timeout_s: float) -> tuple[int, object]:

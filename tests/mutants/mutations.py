@@ -42,7 +42,7 @@ class Mutant:
     module: str
     """The path of the file, from the root of the repository."""
     function: str
-    """Its qualified name; empty at the level of the module."""
+    """The qualified name of the outermost function around it."""
     line: int
     last_line: int
     before: str
@@ -71,7 +71,7 @@ class Mutant:
 
 
 def mutants_of(module: str, source: str) -> list[Mutant]:
-    """All of them, in the order of the lines."""
+    """All of them inside functions, in the order of the lines."""
     found = []
     for node, place, function in _conditions(ast.parse(source), (), ""):
         for changed in _changes(node, is_test=_is_test(place)):
@@ -81,21 +81,30 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
     return sorted(found, key=lambda mutant: mutant.line)
 
 
-def _conditions(node: ast.AST, place: Place, function: str) -> Iterator[tuple[ast.expr, Place, str]]:
-    """Every expression that is a condition or a part of one. Assertions are left out: they only say what is true."""
+def _conditions(
+    node: ast.AST, place: Place, function: str, *, is_inside: bool = False
+) -> Iterator[tuple[ast.expr, Place, str]]:
+    """Every expression in a function that is a condition or a part of one. Assertions are left out: they only say what
+    is true. `is_inside`: inside `function`, which is else the class around the node."""
     if isinstance(node, ast.Assert):
         return
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not is_inside:
         function = f"{function}.{node.name}".lstrip(".")
+        is_inside = not isinstance(node, ast.ClassDef)
     is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
-    if isinstance(node, ast.expr) and (is_not or isinstance(node, ast.Compare | ast.BoolOp) or _is_test(place)):
+    if (
+        is_inside
+        and isinstance(node, ast.expr)
+        and (is_not or isinstance(node, ast.Compare | ast.BoolOp) or _is_test(place))
+    ):
         yield node, place, function
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns"):
             continue
         for index, child in enumerate(value) if isinstance(value, list) else ((None, value),):
             if isinstance(child, ast.AST):
-                yield from _conditions(child, (*place, name) if index is None else (*place, name, index), function)
+                way = (*place, name) if index is None else (*place, name, index)
+                yield from _conditions(child, way, function, is_inside=is_inside)
 
 
 def _is_test(place: Place) -> bool:

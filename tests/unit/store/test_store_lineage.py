@@ -176,3 +176,101 @@ def test_a_block_that_is_still_being_copied_is_not_built_on():
     parked = store.commit(second, engine.capture(second.transfer))
     assert_same_rows(leased_rows(store, parked), engine.rows())
     assert_counts(store)
+
+
+def test_a_tail_that_is_still_being_copied_is_not_built_on():
+    store, engine = make_store(8 << 20), CopyEngine(ROWS)
+    engine.read(make_units(1, 3))
+    open_one = store.begin_capture(engine.request())
+    [flight] = store.inspect().captures
+    second = store.begin_capture(replace(engine.request(), lineage=flight.blocks))
+    assert (second.transfer.start, second.transfer.stop) == (0, 3)
+    store.abort(open_one)
+    assert_same_rows(leased_rows(store, store.commit(second, engine.capture(second.transfer))), engine.rows())
+
+
+def test_a_block_of_another_place_is_not_taken_although_its_hash_is_the_same():
+    """Hashes may collide. Where a block begins is compared as well: of whole blocks, and of the tail."""
+    store, engine = make_store(8 << 20), CopyEngine(ROWS)
+    tokens, name = make_units(1, 4), b"the same hash..."
+    alike = np.concatenate([tokens, tokens, tokens, tokens[:2]])
+    engine.read(alike)
+    first, second, third, tail = store.commit(
+        (capture := store.begin_capture(replace(engine.request(), prefix_hashes=(name,) * 3))),
+        engine.capture(capture.transfer),
+    ).blocks
+    for lineage, start in [
+        ((first, third, second), 4),
+        ((second, third), 0),
+        ((first, second, tail), 8),
+        ((first, second, third, tail), 14),
+    ]:
+        count = 14 if len(lineage) == 4 else 10
+        request = replace(engine.request(), units=alike[:count], prefix_hashes=(name,) * (count // 4), lineage=lineage)
+        capture = store.begin_capture(request)
+        assert capture.transfer.start == start, lineage
+        store.abort(capture)
+
+
+def test_a_block_that_was_freed_ends_the_lineage():
+    store, engine = make_store(8 << 20), CopyEngine(ROWS)
+    parent = engine.read(make_units(1, 11)).park(store)
+    store.drop(parent.id, "test")
+    engine.lineage = parent.blocks
+    capture = store.begin_capture(engine.request())
+    assert capture.transfer.start == 0
+
+
+# What live rows descend from after a restore
+
+
+@pytest.mark.parametrize(("stop", "blocks"), [(11, 3), (10, 2), (8, 2), (7, 1), (3, 0)])
+def test_live_rows_descend_from_whole_blocks_and_from_a_tail_only_at_its_end(stop, blocks):
+    store, engine = make_store(8 << 20), CopyEngine(ROWS)
+    parent = engine.read(make_units(1, 11)).park(store)
+    with store.lease(parent.id, stop) as lease:
+        assert lease.lineage == parent.blocks[:blocks]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(1, 8), (8, 4), (-4, 8), (0, 0), (0, 12), (12, 12)])
+def test_rows_that_a_conversation_cannot_serve_are_not_leased(start, stop):
+    store, engine = make_store(8 << 20), CopyEngine(ROWS)
+    parent = engine.read(make_units(1, 11)).park(store)
+    with pytest.raises(ValueError, match=r"rows \["):
+        store.lease(parent.id, stop, start)
+    assert store.stats().leased == 0
+
+
+def test_a_lease_begins_and_ends_where_it_was_asked_to():
+    store, engine = make_store(8 << 20), CopyEngine(ROWS)
+    parent = engine.read(make_units(1, 11)).park(store)
+    for start, stop, end, resume_at in [(0, 11, 11, None), (4, 8, 8, None), (4, 7, 8, 7), (8, 8, 8, None)]:
+        with store.lease(parent.id, stop, start) as lease:
+            transfer = lease.transfer
+            assert (transfer.start, transfer.stop, transfer.resume_at) == (start, end, resume_at)
+            assert transfer.position == stop
+
+
+# Which ancestors a capture replaces
+
+
+def test_an_ancestor_with_a_checkpoint_of_its_own_stays():
+    """Parked with a checkpoint at 8, which what grew from equal tokens has not."""
+    store, engine = make_store(8 << 20, FIXED), CopyEngine(FIXED)
+    engine.read(make_units(1, 8), checkpoint=True)
+    first = engine.park(store)
+    engine.read(make_units(1, 8)).extend(make_units(2, 4), checkpoint=True)
+    second = engine.park(store)
+    assert set(store.inspect().conversations) == {first.id, second.id}
+    third = grown(restored(store, engine, first), 3, 4).park(store)
+    assert set(store.inspect().conversations) == {second.id, third.id}
+
+
+def test_an_equal_conversation_is_replaced_and_a_longer_one_is_not():
+    store, engine = make_store(8 << 20), CopyEngine(ROWS)
+    long = engine.read(make_units(1, 11)).park(store)
+    engine.read(make_units(1, 11)).park(store)
+    assert store.get(long.id) is None
+    short = engine.read(make_units(1, 9)).park(store)
+    assert len(store.inspect().conversations) == 2
+    assert store.get(short.id) is not None
