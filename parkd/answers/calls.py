@@ -20,9 +20,8 @@ class CallParser:
     """Splits text from calls. `sections` maps each marker to the reader for the text after it. `bare` reads an answer
     that is a call from its first character on (Llama), which must be `{`.
 
-    With `whole_calls`, a call is emitted when it is complete, and an incomplete call is text. Otherwise its arguments
-    are emitted as they arrive; if the call then turns out to be malformed, these stay and the rest is text.
-    White space before a call belongs to the format, not to the text.
+    The arguments of a call are emitted as they arrive; if the call then turns out to be malformed, these stay and the
+    rest is text. White space before a call belongs to the format, not to the text.
     """
 
     def __init__(
@@ -31,14 +30,12 @@ class CallParser:
         call_ids: CallIds,
         *,
         bare: Section | None = None,
-        whole_calls: bool = False,
         max_calls: int | None = None,
     ) -> None:
         self._sections = dict(sections)
         self._markers = tuple(sections)
         self._call_ids = call_ids
         self._bare = bare
-        self._whole_calls = whole_calls
         self._max_calls = max_calls
         self._reader: CallReader | None = None
         self._pending = ""
@@ -47,7 +44,6 @@ class CallParser:
         """White space that is dropped if a call follows."""
         self._raw: list[str] = []
         """Text that the reader consumed but that was not emitted, since the marker or the last complete call."""
-        self._signals: list[Signal] = []
         self._open = False
         """The beginning of a call was emitted, and its end was not."""
         self._section_calls = 0
@@ -65,19 +61,19 @@ class CallParser:
             rest = self._read_call(rest, events) if self._reader is not None else self._read_text(rest, events)
         return events
 
-    def finish(self) -> list[OutputEvent]:
-        """The events held back. An unfinished call that was not emitted becomes text; no further marker is looked for
-        in it."""
+    def finish(self, *, cut: bool) -> list[OutputEvent]:
+        """The events held back. The beginning of a call of which nothing was emitted becomes text, in which no further
+        marker is looked for; but not if the answer's limit `cut` it, since it is no text then either."""
         events: list[OutputEvent] = []
         if self.satisfied:
             return events
         raw = "".join(self._raw)
         # A call whose arguments were partly emitted cannot be completed. After a complete call, only the beginning of
         # another one is shown; anything else belongs to the format.
-        litter = self._open or (self._section_calls > 0 and "{" not in raw)
+        litter = cut or self._open or (self._section_calls > 0 and "{" not in raw)
         unshown = "" if litter else raw
         self._text(unshown + self._pending, events)
-        if self._blanks and not self.calls_made:
+        if self._blanks and not self.calls_made and not (cut and raw):
             events.append(TextDelta(self._blanks))
         return events
 
@@ -142,8 +138,7 @@ class CallParser:
         """Ends a section at its first character that does not fit, which is the first of `rest`."""
         self._reader = None
         raw, self._raw = "".join(self._raw), []
-        between = self._section_calls > 0 and not self._open and not self._signals
-        self._signals = []
+        between = self._section_calls > 0 and not self._open
         self._open = False
         if between:
             # After a complete call, text that the reader consumed may be the beginning of another marker.
@@ -152,15 +147,7 @@ class CallParser:
         return rest
 
     def _signal(self, signal: Signal, events: list[OutputEvent]) -> None:
-        self._signals.append(signal)
-        if self._whole_calls and not isinstance(signal, CallClosed):
-            return
-        signals, self._signals = self._signals, []
-        for ready in signals:
-            self._show(ready, events)
         self._raw = []
-
-    def _show(self, signal: Signal, events: list[OutputEvent]) -> None:
         match signal:
             case CallOpened(name):
                 self._index += 1

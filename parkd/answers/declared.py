@@ -23,7 +23,8 @@ REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})
 
 
 class DeclaredParser:
-    """Implements `Parser` with a `ResponseReader`. From where an answer does not match its template, it is text."""
+    """Implements `Parser` with a `ResponseReader`. From where an answer does not match its template, it is text. Of a
+    call that the answer's limit cut, nothing is sent: only a whole one can be interpreted."""
 
     def __init__(self, reader: ResponseReader, request: TurnRequest, call_ids: CallIds) -> None:
         self._reader = reader
@@ -60,7 +61,8 @@ class DeclaredParser:
         return self._read(lambda: self._reader.feed(text))
 
     def finish(self, reason: FinishReason) -> tuple[list[OutputEvent], FinishReason]:
-        events = [] if self.satisfied or self._broken else self._read(self._reader.finish)
+        cut_call = reason is FinishReason.LENGTH and self._field == CALLS and self._wants_calls
+        events = [] if self.satisfied or self._broken or cut_call else self._read(self._reader.finish)
         if reason is FinishReason.STOP and self._calls_made:
             reason = FinishReason.TOOL_CALLS
         return events, reason

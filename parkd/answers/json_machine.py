@@ -57,6 +57,19 @@ class JsonMachine:
         """The number of open containers."""
         return len(self._stack)
 
+    @property
+    def open_brackets(self) -> str:
+        """The brackets of the open containers, from the outside in."""
+        return "".join(self._stack)
+
+    @property
+    def between_values(self) -> bool:
+        """Whether the text so far is an object once its open containers are closed."""
+        if self.state is JsonState.LITERAL:
+            return LITERAL.fullmatch(self._literal) is not None
+        whole = (JsonState.NEXT, JsonState.KEY_OR_END, JsonState.VALUE_OR_END, JsonState.DONE)
+        return self.state in whole
+
     def feed(self, ch: str) -> str:
         """Consumes one character and returns it as strict JSON. Raises Malformed."""
         match self.state:
@@ -135,6 +148,25 @@ class JsonMachine:
     def _pop(self) -> None:
         self._stack.pop()
         self.state = JsonState.NEXT if self._stack else JsonState.DONE
+
+
+def closed(text: str) -> str:
+    """The object that `text` begins, with what was complete when it broke off: without a half string, word or member.
+    A number at the very end counts as complete. Empty if `text` begins no object."""
+    machine, end, open_brackets = JsonMachine(), 0, ""
+    for place, ch in enumerate(text):
+        if ch == "," and machine.between_values:
+            end, open_brackets = place, machine.open_brackets
+        try:
+            machine.feed(ch)
+        except Malformed:
+            break
+        if machine.between_values and machine.state is not JsonState.LITERAL:
+            end, open_brackets = place + 1, machine.open_brackets
+    else:
+        if machine.between_values:
+            end, open_brackets = len(text), machine.open_brackets
+    return text[:end] + "".join("}" if bracket == "{" else "]" for bracket in reversed(open_brackets))
 
 
 class JsonArguments:

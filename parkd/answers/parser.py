@@ -35,7 +35,7 @@ class AnswerParser:
         return merged(self._take(self._splitter.push(text)))
 
     def finish(self, reason: FinishReason) -> tuple[list[OutputEvent], FinishReason]:
-        events = self._take(self._splitter.finish()) + self._calls.finish()
+        events = self._take(self._splitter.finish()) + self._calls.finish(cut=reason is FinishReason.LENGTH)
         if reason is FinishReason.STOP and self._calls.calls_made:
             reason = FinishReason.TOOL_CALLS
         return merged(events), reason
@@ -79,7 +79,6 @@ def make_parser(output: OutputFormat, request: TurnRequest, prompt_tail: str, ca
         sections,
         call_ids,
         bare=bare,
-        whole_calls=not request.stream,
         max_calls=None if request.parallel_tool_calls else 1,
     )
     return AnswerParser(splitter, calls)

@@ -8,10 +8,12 @@ One block is open at a time: thinking, text, or one tool call.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import orjson
 
+from parkd.answers.json_machine import closed
 from parkd.errors import ParkdError
 from parkd.identity.surrogates import mended
 from parkd.proxy.dialects.anthropic_errors import error_document
@@ -193,14 +195,16 @@ def diagnostics(report: CacheReport) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """A call's arguments as a value that can be serialised; empty if the call broke off.
+    """A call's arguments as a value that can be serialised; of a call that broke off, what was complete, as Anthropic's
+    SDK reads it from a stream.
 
     A surrogate without a partner, which a model may write as an escape, is U+FFFD.
     """
-    try:
-        return orjson.loads(mended(text) or "{}")
-    except orjson.JSONDecodeError:
-        return {}
+    document = mended(text)
+    for readable in (document, closed(document)):
+        with suppress(orjson.JSONDecodeError):
+            return orjson.loads(readable)
+    return {}  # Empty, or with a number that no double can hold.
 
 
 def _event(kind: str, **fields: Any) -> bytes:
