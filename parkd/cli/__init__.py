@@ -30,6 +30,7 @@ from parkd.cli.model import (
     load_engine,
     load_llama_cpp,
     load_upstream,
+    on_disk,
 )
 from parkd.cli.planning import plan, sizes_of
 from parkd.config import Config, load
@@ -156,6 +157,7 @@ def open_engine(
     from parkd.cli import split_memory, startup
 
     progress = startup.ProgressPrinter(sys.stderr)
+    model = on_disk(model)
     name, why = choose_engine(config.model, model, is_demo=is_demo)
     print(f"engine    {name}, since {why}", flush=True)
     engine: AnyEngine

@@ -45,10 +45,11 @@ FOREIGN_FLAGS = {
     "--n-gpu-layers": "it is --gpu-layers",
     **dict.fromkeys(("-np", "--parallel", "-cb", "--cont-batching"), _ONE_LANE),
     **dict.fromkeys(("--cache-ram", "-cram"), "memory for parked conversations is --conversation-cache-mib"),
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "a hub id goes to --model"),
     **dict.fromkeys(
         ("--jinja", "--metrics", "--slots", "--props", "--cache-prompt", "--reasoning-format"), _NOT_NEEDED
     ),
+    **dict.fromkeys(("-hff", "--hf-file"), "the quantisation is named with the model: --model owner/name:Q4_K_M"),
+    **dict.fromkeys(("-hft", "--hf-token"), "set HF_TOKEN"),
     **dict.fromkeys(("-n", "--n-predict", "--predict"), "the longest answer is --max-output-tokens"),
     **dict.fromkeys(("-ub", "--ubatch-size"), "tokens read in one chunk are --batch-size"),
     **dict.fromkeys(
@@ -142,15 +143,21 @@ def _parser() -> argparse.ArgumentParser:
         group = groups.get(setting.group)
         if group is None:
             group = groups[setting.group] = parser.add_argument_group(setting.group)
+        dest = setting.name.replace("-", "_")
         if setting.words > 1:
             names = tuple(setting.metavar.split())
             group.add_argument(
-                *setting.short, f"--{setting.name}", metavar=names, nargs=setting.words, help=setting.help
+                *setting.short, f"--{setting.name}", dest=dest, metavar=names, nargs=setting.words, help=setting.help
             )
         elif setting.metavar:
             action = "append" if setting.many else "store"
             group.add_argument(
-                *setting.short, f"--{setting.name}", metavar=setting.metavar, action=action, help=setting.help
+                *setting.short,
+                f"--{setting.name}",
+                dest=dest,
+                metavar=setting.metavar,
+                action=action,
+                help=setting.help,
             )
         else:
             group.add_argument(f"--{setting.name}", action="store_const", const="true", help=setting.help)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parkd.cli import hub
 from parkd.cli.library_notes import shorten_library_notes
 from parkd.config import Config, ModelConfig
 from parkd.errors import ConfigError
@@ -44,6 +45,12 @@ def find_model(config: ModelConfig) -> tuple[str, bool]:
         for file in sorted(Path(folder).glob("*.gguf")):
             return str(file), True
     raise ConfigError(DEMO_HINT)
+
+
+def on_disk(model: str) -> str:
+    """The GGUF file that a name on the hub means, downloaded; any other model as it is. Raises ConfigError."""
+    name = None if Path(model).exists() else hub.hub_name(model)
+    return (name and hub.fetch_gguf(name)) or model
 
 
 def _is_path(model: str) -> bool:

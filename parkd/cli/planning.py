@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parkd.cli import arguments
-from parkd.cli.model import MemoryShare, cache_type_name, choose_engine, find_model
+from parkd.cli.model import MemoryShare, cache_type_name, choose_engine, find_model, on_disk
 from parkd.config import Config, ModelConfig, load
 from parkd.errors import ConfigError, ModelError
 
@@ -31,6 +31,7 @@ def plan(config: Config) -> int:
             "--engine llama.cpp --model FILE, whose states are those of its slot files."
         )
     model, is_demo = find_model(config.model)
+    model = on_disk(model)
     engine, why = choose_engine(config.model, model, is_demo=is_demo)
     store_config = store_config_of(config, MemoryShare(config.cache.budget_bytes))
     if engine == "llama.cpp":
@@ -78,7 +79,7 @@ def sizes_of(words: Sequence[str]) -> ModelSizes:
 def _check_engine(config: ModelConfig, what: str, else_do: str) -> None:
     """Raises ConfigError unless the model would run on the torch engine, whose cost of reading is known."""
     model, is_demo = find_model(config)
-    engine, why = choose_engine(config, model, is_demo=is_demo)
+    engine, why = choose_engine(config, on_disk(model), is_demo=is_demo)
     if engine != "torch":
         raise ConfigError(
             f"{what} only knows the reading cost of the torch engine, and this would run on {engine}, since {why}. "
@@ -94,7 +95,7 @@ def weightless(config: ModelConfig) -> tuple[str, WeightlessModel]:
     from parkd_engine.errors import EngineError
     from parkd_engine.plan import plan_model
 
-    model, _ = find_model(config)
+    model = on_disk(find_model(config)[0])
     kv_dtype = None if config.kv_format is None else KV_FORMATS[config.kv_format]
     layout = EngineConfig(
         config.devices or ("cpu",), config.layer_split or None, kv_dtype=kv_dtype, draft_tokens=config.draft_tokens

@@ -45,8 +45,8 @@ SETTINGS: tuple[Setting, ...] = (
         "PATH|ID",
         parsers.some_text,
         None,
-        "Hugging Face directory, hub id or GGUF file (demo model)",
-        short=("-m",),
+        "Hugging Face directory, GGUF file, or name on the hub: owner/name[:Q4_K_M] (demo model)",
+        short=("-m", "-hf", "-hfr", "--hf-repo"),
     ),
     Setting("engine", "model", "NAME", engine_name, "auto", "torch, llama.cpp, llama-server (auto: by the model)"),
     Setting(

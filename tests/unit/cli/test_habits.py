@@ -22,6 +22,12 @@ def test_short_flags_of_llama_cpp_are_taken() -> None:
     }
 
 
+@pytest.mark.parametrize("flag", ["-hf", "-hfr", "--hf-repo"])
+def test_a_name_on_the_hub_is_taken_where_llama_server_takes_it(flag: str) -> None:
+    """Found by use 21: the hint of -hf and that of --model led in a circle."""
+    assert arguments.parse([flag, "owner/name-GGUF:Q8_0"]).flags == {"model": "owner/name-GGUF:Q8_0"}
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
@@ -30,7 +36,7 @@ def test_short_flags_of_llama_cpp_are_taken() -> None:
         (["--cache-ram", "8192"], "--conversation-cache-mib"),
         (["--jinja"], "leave it out"),
         (["-m", "x.gguf", "-n", "512"], "--max-output-tokens"),
-        (["-hf", "owner/name"], "--model"),
+        (["-m", "owner/name", "-hff", "x.gguf"], "--model owner/name:Q4_K_M"),
         (["-m", "x.gguf", "-md", "y.gguf"], "--draft-tokens"),
         (["-m", "x.gguf", "-s", "42"], "each request"),
         (["-m", "x.gguf", "-f", "y"], "unknown flag -f"),
