@@ -107,6 +107,17 @@ def test_an_inherited_checkpoint_has_the_bytes_of_the_rows_it_belongs_to():
         assert_same_rows(engine.fixed[8], state)
 
 
+def test_a_checkpoint_that_the_engine_still_holds_is_not_the_one_to_be_given_up():
+    store, engine = make_store(8 << 20, FIXED, checkpoint_limit=4), CopyEngine(FIXED)
+    engine.truncate(0)
+    grown(engine, 1, 8, 8, 8, 8).park(store)
+    engine.fixed = {16: engine.fixed[16]}
+    grown(engine, 2, 8)
+    capture = store.begin_capture(engine.request())
+    assert [part.position for part in capture.transfer.stages[0].fixed] == [40], "the one at 16 is stored already"
+    assert places(engine.finish(store, capture)) == [8, 16, 32, 40]
+
+
 # A block is reused only if it is the one that the lineage means
 
 
@@ -274,3 +285,20 @@ def test_an_equal_conversation_is_replaced_and_a_longer_one_is_not():
     short = engine.read(make_units(1, 9)).park(store)
     assert len(store.inspect().conversations) == 2
     assert store.get(short.id) is not None
+
+
+# Where blocks are
+
+
+def test_blocks_that_are_added_follow_those_before_them_in_memory():
+    """There is a hole that would fit; behind the conversation its rows stay one run, which is moved by one copy."""
+    store, engine = make_store(8 << 20), CopyEngine(ROWS)
+    hole = engine.read(make_units(1, 8)).park(store)
+    engine.read(make_units(2, 8)).park(store)
+    store.drop(hole.id, "test")
+    engine.extend(make_units(3, 8))
+    parked = engine.park(store)
+    slots = [store.inspect().blocks[block].slot for block in parked.blocks]
+    assert slots == list(range(slots[0], slots[0] + 4))
+    with store.lease(parked.id, 16) as lease:
+        assert [len(stage.rows) for stage in lease.transfer.stages] == [1, 1]

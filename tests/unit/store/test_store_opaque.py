@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -90,6 +92,16 @@ def test_it_is_parked_whole_or_not_at_all():
     assert store.stats().bytes_in_use == 0
 
 
+@pytest.mark.parametrize("fixed", [{}, {100: 300, 2000: 0}], ids=["cut anywhere", "with checkpoints"])
+def test_it_is_not_parked_in_part_although_less_would_be_charged_for_fewer_tokens(fixed):
+    layout = opaque_layout(1 if fixed else 0)
+    store = make_store(60_000, layout, block_tokens=BLOCK_TOKENS)
+    refused = store.begin_capture(request_of(make_units(1, 2000), 5_000, fixed=fixed, layout=layout))
+    assert isinstance(refused, Refused)
+    assert refused.reason is RefusalReason.BUDGET
+    assert isinstance(park(store, request_of(make_units(1, 100), 5_000, layout=layout)), Parked)
+
+
 def test_the_least_recently_used_goes_for_the_next_one():
     store = make_store(200_000, opaque_layout(), block_tokens=BLOCK_TOKENS)
     parked = [park(store, request_of(make_units(seed, 20), 50_000), seed) for seed in range(5)]
@@ -118,6 +130,35 @@ def test_the_same_tokens_once_more_are_a_state_of_their_own():
     assert (run.start, run.stop) == (0, 20)
     second = store.commit(capture, fill(capture.transfer, 2))
     assert second.blocks != first.blocks
+
+
+def test_a_state_that_nothing_was_added_to_is_parked_again_without_a_copy():
+    store = make_store(1 << 20, opaque_layout(), block_tokens=BLOCK_TOKENS)
+    units = make_units(1, 19)
+    first = park(store, request_of(units, 5_000))
+    capture = store.begin_capture(request_of(units, 5_000, lineage=first.blocks, covered=19))
+    assert (capture.transfer.start, capture.transfer.stop) == (19, 19)
+    assert capture.transfer.stages[0].rows == ()
+    second = store.commit(capture, fill(capture.transfer, 2))
+    assert second.blocks == first.blocks
+    assert store.get(first.id) is None
+
+
+def test_a_state_is_not_shared_with_one_of_other_tokens():
+    """The lineage names a state of as many tokens, but of others: a guard against a wrong lineage."""
+    store = make_store(1 << 20, opaque_layout(), block_tokens=BLOCK_TOKENS)
+    first = park(store, request_of(make_units(1, 19), 5_000))
+    capture = store.begin_capture(request_of(make_units(2, 19), 5_000, lineage=first.blocks, covered=19))
+    assert (capture.transfer.start, capture.transfer.stop) == (0, 19)
+
+
+def test_sizes_must_be_those_of_the_checkpoints():
+    layout = opaque_layout(1)
+    store = make_store(1 << 20, layout, block_tokens=BLOCK_TOKENS)
+    request = request_of(make_units(1, 20), 5_000, fixed={8: 300, 20: 0}, layout=layout)
+    with pytest.raises(ValueError, match="sizes are not those"):
+        store.begin_capture(replace(request, sizes=StateSizes(5_000, (300,))))
+    assert store.stats().bytes_in_use == 0
 
 
 def test_checkpoints_have_sizes_of_their_own_and_are_inherited_by_what_descends():
