@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from parkd.cli import arguments
 from parkd.cli.compose import compose, open_files, store_config_of
+from parkd.cli.library_notes import hide_bars_in_pipes
 from parkd.cli.model import (
     MemoryShare,
     card_notes,
@@ -31,6 +32,7 @@ from parkd.cli.model import (
     load_llama_cpp,
     load_upstream,
     on_disk,
+    unpacking_notes,
 )
 from parkd.cli.planning import plan, sizes_of
 from parkd.config import Config, load
@@ -157,6 +159,7 @@ def open_engine(
     from parkd.cli import split_memory, startup
 
     progress = startup.ProgressPrinter(sys.stderr)
+    hide_bars_in_pipes(sys.stderr)
     model = on_disk(model)
     name, why = choose_engine(config.model, model, is_demo=is_demo)
     print(f"engine    {name}, since {why}", flush=True)
@@ -169,6 +172,7 @@ def open_engine(
         engine = load_llama_cpp(config, model, progress, is_demo=is_demo)
         notes = card_notes(config.model.llama.gpu_layers, engine.build_has_cards, has_card())
     else:
+        notes = () if is_demo else unpacking_notes(model, config.home)
         load = partial(load_engine, model=model, memory=memory, progress=progress, is_demo=is_demo)
         engine = split_memory.load(config, model, files, load)
     for note in notes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from parkd import __version__
+from parkd.cli.foreign_words import FOREIGN_COMMANDS, FOREIGN_FLAGS
 from parkd.config import SETTINGS, nearest
 from parkd.errors import ConfigError
 
@@ -22,51 +23,28 @@ flags above. `parkd replay` runs a recorded trace through the store without a mo
 conversations from a park directory. They have their own flags: `parkd replay --help`, `parkd forget --help`.
 """
 
+_GROUPS_OF_A_MODEL = {"model", "llama.cpp", "parking"}
+_HELP = {
+    "serve": (
+        "parkd [serve | plan | demo] [flags], or parkd {replay | forget} --help",
+        "Serves one model to many conversations, and restores the state of each when it returns.",
+        _EPILOG,
+    ),
+    "plan": (
+        "parkd plan [flags]",
+        "Prints how much of a model's state the parking budget holds and what it would refuse, without the weights.",
+        "A server's other flags are taken too, and change nothing here.",
+    ),
+    "demo": (
+        "parkd demo [flags]",
+        "Starts a server, sends turns of conversations A, A, B, A, and prints what was reused and how long it took.",
+        "Without --model, it runs the demo model. A server's other flags are taken too and given to the server.",
+    ),
+}
+"""Usage, description and last lines of each command's help."""
+
 COMMANDS = ("serve", "demo", "plan")
 """Commands that take the settings; `forget` and `replay` have their own flags."""
-
-_NAME_THE_MODEL = "one model is served, named with --model (a hub id is downloaded): parkd --model owner/name"
-FOREIGN_COMMANDS = {
-    "run": _NAME_THE_MODEL,
-    "pull": _NAME_THE_MODEL,
-    "list": "GET /v1/models of a running server tells its model",
-    "ps": "GET /slots of a running server tells what it does",
-    "stop": "end the server with Ctrl-C or SIGTERM",
-    "show": "GET /v1/models and GET /props of a running server tell its model",
-    **dict.fromkeys(("create", "cp", "rm", "push"), "models are files that --model names; none are kept here"),
-    **dict.fromkeys(("help", "version"), "ask with --help or --version"),
-}
-"""Commands of Ollama, and what to use instead."""
-_ONE_LANE = "one conversation runs at a time, and the others are parked: see --conversation-cache-mib"
-_NOT_NEEDED = "it is always on; leave it out"
-_NOTHING = "there is no such setting; leave it out"
-_EXACT = "state is reused exactly where the prompt is equal; leave it out"
-FOREIGN_FLAGS = {
-    "--n-gpu-layers": "it is --gpu-layers",
-    **dict.fromkeys(("-np", "--parallel", "-cb", "--cont-batching"), _ONE_LANE),
-    **dict.fromkeys(("--cache-ram", "-cram"), "memory for parked conversations is --conversation-cache-mib"),
-    **dict.fromkeys(
-        ("--jinja", "--metrics", "--slots", "--props", "--cache-prompt", "--reasoning-format"), _NOT_NEEDED
-    ),
-    **dict.fromkeys(("-hff", "--hf-file"), "the quantisation is named with the model: --model owner/name:Q4_K_M"),
-    **dict.fromkeys(("-hft", "--hf-token"), "set HF_TOKEN"),
-    **dict.fromkeys(("-n", "--n-predict", "--predict"), "the longest answer is --max-output-tokens"),
-    **dict.fromkeys(("-ub", "--ubatch-size"), "tokens read in one chunk are --batch-size"),
-    **dict.fromkeys(
-        ("--temp", "--temperature", "--top-k", "--top-p", "--min-p", "-s", "--seed", "--repeat-penalty"),
-        "each request says how its answer is sampled",
-    ),
-    **dict.fromkeys(("-md", "--model-draft"), "only a model's own draft head guesses: --draft-tokens"),
-    **dict.fromkeys(("--cache-reuse", "-sps", "--slot-prompt-similarity", "--keep"), _EXACT),
-    **dict.fromkeys(("--embedding", "--embeddings", "--reranking"), "this server generates text only"),
-    **dict.fromkeys(("--ssl-key-file", "--ssl-cert-file"), "put a proxy with TLS in front"),
-    **dict.fromkeys(
-        ("--mlock", "--no-mmap", "--no-webui", "--swa-full", "-v", "--verbose", "-to", "--timeout"), _NOTHING
-    ),
-    "--chat-template": "a template is a file: --chat-template-file",
-    "--reasoning-budget": "each request limits its thinking with `thinking_budget`",
-}
-"""Flags of llama-server, and what to use instead."""
 
 _SHORT_FLAG = re.compile(r"-[A-Za-z]")
 
@@ -92,11 +70,13 @@ def parse(arguments: Sequence[str]) -> Invocation:
     command = words.pop(0) if words and not words[0].startswith("-") else "serve"
     if command in FOREIGN_COMMANDS:
         raise ConfigError(f"there is no command {command!r}: {FOREIGN_COMMANDS[command]}")
+    if command.lower().endswith(".gguf") or "/" in command:
+        raise ConfigError(f"a model is named with --model: parkd --model {command}")
     if command not in COMMANDS:
         others = [*COMMANDS, "forget", "replay"]
         raise ConfigError(f"unknown command {command!r}{nearest(command, others)} (there are {', '.join(others)})")
     _check_short(words)
-    parsed, rest = _parser().parse_known_args(words)
+    parsed, rest = _parser(command).parse_known_args(words)
     if rest:
         raise _unknown(rest[0])
     given = {
@@ -127,12 +107,16 @@ def _unknown(word: str) -> ConfigError:
     return ConfigError(f"unknown flag {word}{nearest(flag, known)}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
+    """The parser of a command. All take every setting, so that a server's flags can be planned with as they are; the
+    help shows those that the command reads."""
+    usage, description, epilog = _HELP[command]
+    shown_groups = {setting.group for setting in SETTINGS} if command == "serve" else _GROUPS_OF_A_MODEL
     parser = _Parser(
         prog="parkd",
-        usage="parkd [serve | plan | demo] [flags], or parkd {replay | forget} --help",
-        description="Serves one model to many conversations, and restores the state of each when it returns.",
-        epilog=_EPILOG,
+        usage=usage,
+        description=description,
+        epilog=epilog,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
         allow_abbrev=False,
     )
@@ -140,14 +124,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="read settings from this TOML file")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for setting in SETTINGS:
-        group = groups.get(setting.group)
-        if group is None:
-            group = groups[setting.group] = parser.add_argument_group(setting.group)
+        shown = setting.group in shown_groups
+        if shown and setting.group not in groups:
+            groups[setting.group] = parser.add_argument_group(setting.group)
+        group = groups[setting.group] if shown else parser
+        text = setting.help if shown else argparse.SUPPRESS
         dest = setting.name.replace("-", "_")
         if setting.words > 1:
             names = tuple(setting.metavar.split())
             group.add_argument(
-                *setting.short, f"--{setting.name}", dest=dest, metavar=names, nargs=setting.words, help=setting.help
+                *setting.short, f"--{setting.name}", dest=dest, metavar=names, nargs=setting.words, help=text
             )
         elif setting.metavar:
             action = "append" if setting.many else "store"
@@ -157,8 +143,8 @@ def _parser() -> argparse.ArgumentParser:
                 dest=dest,
                 metavar=setting.metavar,
                 action=action,
-                help=setting.help,
+                help=text,
             )
         else:
-            group.add_argument(f"--{setting.name}", action="store_const", const="true", help=setting.help)
+            group.add_argument(f"--{setting.name}", action="store_const", const="true", help=text)
     return parser

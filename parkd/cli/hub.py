@@ -6,11 +6,14 @@ files has one for each quantisation: one is chosen here and downloaded, with all
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parkd.errors import ConfigError
+
+log = logging.getLogger("parkd.hub")
 
 DEFAULT_QUANTISATION = "Q4_K_M"
 """What llama-server takes if none is named."""
@@ -73,6 +76,8 @@ def fetch_gguf(
             return None  # the engine says what it lacks
         there = f"it has {', '.join(known)}" if known else "it has no GGUF files"
         raise ConfigError(f"--model {name.repository}:{name.quantisation}: there is no such quantisation; {there}")
+    for file in chosen:
+        log.info("fetching %s of %s (only what was not downloaded before)", file, name.repository)
     paths = [(download or _download)(name.repository, file) for file in chosen]
     return paths[0]
 

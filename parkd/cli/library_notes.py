@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TextIO
 
 log = logging.getLogger("parkd")
 
@@ -27,6 +28,14 @@ class PlainKernels(logging.Filter):
                 "flash-linear-attention and causal-conv1d"
             )
         return False
+
+
+def hide_bars_in_pipes(output: TextIO) -> None:
+    """Without a terminal, each step of the hub library's bars would be a line of its own."""
+    if not output.isatty():
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
 
 
 def shorten_library_notes() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from parkd.cli import hub
 from parkd.cli.library_notes import shorten_library_notes
-from parkd.config import Config, ModelConfig
+from parkd.config import MIB, Config, ModelConfig
 from parkd.errors import ConfigError
 from parkd.memory import free_memory_bytes
 
@@ -130,6 +130,17 @@ def card_notes(gpu_layers: int | None, build_has_cards: bool, has_card: bool) ->
         return ()
     what = "--gpu-layers has no effect" if gpu_layers else "the cards here are not used"
     return (f"this llama-cpp-python was built for CPUs only, {what}: see docs/LLAMA_CPP.md, or use --engine torch",)
+
+
+def unpacking_notes(model: str, home: Path) -> tuple[str, ...]:
+    """A note that a GGUF file takes several times its size on the torch engine."""
+    if not model.lower().endswith(".gguf"):
+        return ()
+    size_mib = Path(model).stat().st_size // MIB
+    return (
+        f"torch unpacks the {size_mib:,} MiB of this GGUF file: 4 bytes a weight on CPUs, 2 on cards, in memory and in "
+        f"{home}; llama.cpp uses them as they are: {LLAMA_HINT}",
+    )
 
 
 def load_llama_cpp(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from parkd import cli
-from parkd.cli.model import LLAMA_HINT, LLAMA_PACKAGE, card_notes, choose_engine
+from parkd.cli.model import LLAMA_HINT, LLAMA_PACKAGE, card_notes, choose_engine, unpacking_notes
 from parkd.config import load
 from parkd.errors import ConfigError, ModelError
 
@@ -181,3 +181,13 @@ def test_a_build_for_the_processor_alone_is_told_where_cards_were_meant(
     notes = card_notes(gpu_layers, build_has_cards, has_card)
     assert len(notes) == bool(said)
     assert all(said in note and "--engine torch" in note for note in notes)
+
+
+def test_a_gguf_file_that_torch_unpacks_says_so(tmp_path: Path) -> None:
+    """Found by use 21: it took five times its size without a word."""
+    file = tmp_path / "x.GGUF"
+    file.write_bytes(bytes(3 << 20))
+    [note] = unpacking_notes(str(file), tmp_path / "home")
+    assert "3 MiB of this GGUF file" in note
+    assert LLAMA_HINT in note
+    assert unpacking_notes(str(tmp_path), tmp_path) == ()

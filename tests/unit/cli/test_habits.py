@@ -40,6 +40,18 @@ def test_a_name_on_the_hub_is_taken_where_llama_server_takes_it(flag: str) -> No
         (["-m", "x.gguf", "-md", "y.gguf"], "--draft-tokens"),
         (["-m", "x.gguf", "-s", "42"], "each request"),
         (["-m", "x.gguf", "-f", "y"], "unknown flag -f"),
+        (["--reasoning", "off"], "thinking_budget"),
+        (["--context-shift"], "--ctx-size"),
+        (["--kv-unified"], "one conversation runs at a time"),
+        (["--no-ui"], "leave it out"),
+        (["--model-url", "https://x.example/y.gguf"], "--model owner/name:Q4_K_M"),
+        (["--no-slots"], "leave it out"),
+        (["--log-file", "x.log"], "redirect"),
+        (["--max-model-len", "4096"], "--ctx-size"),
+        (["--tensor-parallel-size=2"], "--devices cuda:0,cuda:1"),
+        (["--served-model-name", "x"], "--alias"),
+        (["my.gguf"], "parkd --model my.gguf"),
+        (["owner/name"], "parkd --model owner/name"),
         (["-c4096"], "unknown flag -c4096"),
         (["help"], "--help"),
         (["run", "llama3"], "--model"),
@@ -54,6 +66,22 @@ def test_flags_and_commands_of_others_name_their_like_here(
     said = capsys.readouterr().err
     assert hint in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "hidden"), [("plan", "--ctx-size", "--port"), ("demo", "-m", "--api-key")]
+)
+def test_the_help_of_a_command_shows_what_it_reads(
+    command: str, shown: str, hidden: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found by use 24: it printed the server's flags."""
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: parkd {command} ")
+    assert shown in said
+    assert hidden not in said
+    assert arguments.parse([command, "--port", "9", "-c", "4096"]).flags == {"port": "9", "ctx-size": "4096"}
 
 
 def test_no_flag_is_both_ours_and_anothers() -> None:
