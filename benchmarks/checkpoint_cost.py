@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from parkd_engine import EngineConfig, Session, open_session
-from parkd_engine.families.hybrid_presets import HYBRID_PRESETS
-from parkd_engine.families.presets import random_model
+from parkd_engine.families.presets.shapes import PRESETS
+from parkd_engine.families.presets.weights import random_model
 from transformers import AutoConfig
 
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progress
@@ -44,12 +44,12 @@ def shape() -> Any:
     """One period of Qwen3.5-27B's layers (three linear, one full) at a quarter of its width. The work is proportional
     to the square of the width, the state to the width: relative to the work, a checkpoint is four times as large as in
     the whole model."""
-    kind, settings = HYBRID_PRESETS["qwen3.5-27b"]
+    preset = PRESETS["qwen3.5-27b"]
     parted = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     parted += ("linear_num_key_heads", "linear_num_value_heads")
-    changes = {name: settings[name] // NARROWER for name in parted}
+    changes = {name: preset.settings[name] // NARROWER for name in parted}
     small = {"num_hidden_layers": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 32_768}
-    return AutoConfig.for_model(kind, **{**settings, **changes, **small})
+    return AutoConfig.for_model(preset.model_type, **{**preset.settings, **changes, **small})
 
 
 def places_of(tokens: int, kind: str) -> tuple[int, ...]:

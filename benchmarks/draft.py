@@ -4,7 +4,7 @@
 
 No trained checkpoint with a draft head is available here, so weights are random, of Qwen3.5's kind. A random head shows
 the cost of guessing without any gain. The other pairs are constructed to agree to a chosen, reported degree: layers add
-little to their input (`families.draft_presets`), but do all of their arithmetic. Answers are greedy, and every
+little to their input (`families.presets.heads`), but do all of their arithmetic. Answers are greedy, and every
 setting's are compared with those of single steps. Only the last setting pauses while few guesses are right, as
 parkd does; the others show what such a pause saves.
 """
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from parkd_engine import EngineConfig, open_session
 from parkd_engine.decoding import Decoder
-from parkd_engine.families.draft_presets import ECHO, random_head
-from parkd_engine.families.hybrid_presets import HYBRID_PRESETS
-from parkd_engine.families.presets import random_model
+from parkd_engine.families.presets.heads import random_head
+from parkd_engine.families.presets.shapes import ECHO, PRESETS
+from parkd_engine.families.presets.weights import random_model
 from parkd_engine.loading.draft_loading import declare_head
 from parkd_engine.words.sampling import Sampler
 from transformers import AutoConfig
@@ -42,7 +42,7 @@ VOCABULARY = 8_000
 
 def shape(layers: int, hidden: int) -> Any:
     """A configuration with Qwen3.5's layers (three of four linear), narrow enough for a CPU, with a draft head."""
-    kind, settings = HYBRID_PRESETS["qwen3.5-27b"]
+    preset = PRESETS["qwen3.5-27b"]
     changes = {
         "hidden_size": hidden,
         "intermediate_size": 3 * hidden,
@@ -58,7 +58,7 @@ def shape(layers: int, hidden: int) -> Any:
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
     }
-    config = AutoConfig.for_model(kind, **{**settings, **changes})
+    config = AutoConfig.for_model(preset.model_type, **{**preset.settings, **changes})
     declare_head(config)
     return config
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from parkd_engine import EngineConfig, open_session
 from parkd_engine.arenas.indexed_layers import IndexPositions, LayerIndex
-from parkd_engine.families.presets import preset_config, random_model
+from parkd_engine.families.presets.shapes import preset_config
+from parkd_engine.families.presets.weights import random_model
 from parkd_engine.forward.indexer import BlockIndexer, CausalOrder
 from transformers import Cache, DynamicCache, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer, Qwen4ExpTextRotaryEmbedding

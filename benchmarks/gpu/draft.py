@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.draft [--gain 0.0001] [--position 4096] [--tokens 96] [--out FILE]
 
 Weights are random, and model and head are constructed to agree: the output of layers is multiplied by `gain`
-(`families.draft_presets`). What carries over to a trained head is the time of a step, and so the share of right guesses
+(`families.presets.heads`). What carries over to a trained head is the time of a step, and so the share of right guesses
 above which guessing pays. Answers are greedy. All settings use the same weights, one after the other.
 """
 
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from parkd_engine import EngineConfig, open_session
 from parkd_engine.decoding import Decoder
-from parkd_engine.families.draft_presets import ECHO, WITH_HEAD, random_head
-from parkd_engine.families.presets import preset_config, random_model
+from parkd_engine.families.presets.heads import random_head
+from parkd_engine.families.presets.shapes import ECHO, WITH_HEAD, preset_config
+from parkd_engine.families.presets.weights import random_model
 from parkd_engine.session import Session
 from parkd_engine.words.sampling import Sampler
 

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from parkd_engine.arenas.layout import build_layout
 from parkd_engine.config import EngineConfig
-from parkd_engine.families.multimodal import family_of, language_config
+from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.records import vision_of
 from parkd_engine.layer_split import least_worst, shared_layers, split_layers
 from parkd_engine.memory import usable_bytes
 from parkd_engine.opening import window_room
@@ -54,7 +55,7 @@ def model_need(config: Any, dtype: torch.dtype, layout: EngineConfig) -> ModelNe
         fixed = state.fixed_bytes * (1 + layout.ctx_checkpoints) + state.window_bytes(room.tokens)
         layers.append(LayerNeed(weight + fixed, state.row_bytes if state.row_fields else 0))
     first = model.get_input_embeddings().weight.nbytes
-    if family_of(config) is not None:
+    if vision_of(config) is not None:
         with torch.device("meta"):
             whole = AutoModelForImageTextToText.from_config(config, dtype=dtype)
         first += max(0, _nbytes(whole) - _nbytes(model))  # The vision tower.

@@ -13,9 +13,9 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Repo
 from parkd_engine.arenas.layout import StageStateLayout, build_layout
 from parkd_engine.config import EngineConfig
 from parkd_engine.errors import ModelLoadError
-from parkd_engine.families import presets
 from parkd_engine.families.architectures import architecture_of, check_config
 from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.presets.shapes import PREFIX, preset_config
 from parkd_engine.layer_split import split_layers
 from parkd_engine.loading.draft_loading import INDEX_FILE, drop_head, find_head
 from parkd_engine.loading.gguf_convert import config_of
@@ -57,8 +57,8 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
 
 
 def _settings(model: str) -> Any:
-    if model.startswith(presets.PREFIX):
-        return presets.preset_config(model)
+    if model.startswith(PREFIX):
+        return preset_config(model)
     path = Path(model).expanduser()
     if path.is_file():
         return config_of(read_metadata(path))

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from parkd_engine.families.layer_state import LATENT_FAMILIES, layer_kinds
+from parkd_engine.families.layer_state import LAYER_KINDS, layer_kinds
 from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.records import family_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,9 @@ def reading_work(config: Any) -> ReadingWork:
                 # Some architectures have one module per expert, others one tensor with an axis of experts.
                 is_routed = ".experts." in name or (parameter.ndim == 3 and parameter.shape[0] == experts)
                 met += parameter.numel() * (share if is_routed else 1.0)
-    seeing = sum(kind in ("full_attention", "hybrid") for kind in layer_kinds(text))
+    seeing = sum(LAYER_KINDS[kind].sees_all for kind in layer_kinds(text))
     heads = int(text.num_attention_heads)
-    if text.model_type in LATENT_FAMILIES:
+    if family_of(text).has_latents:
         widths = int(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
     else:
         widths = 2 * int(getattr(text, "head_dim", None) or text.hidden_size // heads)

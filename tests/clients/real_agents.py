@@ -24,7 +24,9 @@ from pathlib import Path
 
 import httpx
 import torch
-from parkd_engine.families import presets
+from parkd_engine.families.presets.shapes import preset_config
+from parkd_engine.families.presets.weights import random_model
+from parkd_engine.families.presets.words import preset_tokenizer
 from transformers import GenerationConfig
 
 from parkd.demo.server import running_server
@@ -166,12 +168,12 @@ def install(folder: Path, names: list[str]) -> Path:
 
 def terse_model(folder: Path) -> str:
     """Files of a small random model, of whose tokens every so many ends an answer."""
-    settings = presets.preset_config("random:tiny-qwen3-long")
-    model = presets.random_model(settings, torch.float32, torch.device("cpu"))
+    settings = preset_config("random:tiny-qwen3-long")
+    model = random_model(settings, torch.float32, torch.device("cpu"))
     ends = [settings.eos_token_id, *range(ONE_END_IN, settings.vocab_size, ONE_END_IN)]
     model.generation_config = GenerationConfig(eos_token_id=ends)
     model.save_pretrained(folder)
-    presets.preset_tokenizer(settings).save_pretrained(folder)
+    preset_tokenizer(settings).save_pretrained(folder)
     return str(folder)
 
 

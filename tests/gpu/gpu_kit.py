@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from parkd_engine.families import presets
-from parkd_engine.families.presets import TINY_VOCABULARY, Preset
+from parkd_engine.families.presets import shapes
+from parkd_engine.families.presets.shapes import TINY_VOCABULARY, Preset
 
 from benchmarks.gpu.lane import Ids, load, random_ids
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
@@ -81,7 +81,7 @@ SHAPES: Mapping[str, Preset] = {
 
 
 def use_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presets, "PRESETS", {**presets.PRESETS, **SHAPES})
+    monkeypatch.setattr(shapes, "PRESETS", {**shapes.PRESETS, **SHAPES})
 
 
 def opened(kind: str, devices: tuple[str, ...], cache_dir: Path, **layout: Any) -> TorchEngine:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from parkd_engine import EngineConfig, Session, open_session
-from parkd_engine.families import presets
+from parkd_engine.families.presets.shapes import preset_config
+from parkd_engine.families.presets.weights import random_model
 from PIL import Image
 
 from benchmarks.gpu.lane import GpuLane, following
@@ -122,8 +123,8 @@ async def test_a_flipped_byte_of_sparse_attention_reads_cold(
 def test_logits_are_those_of_a_cpu(kind: str, devices: tuple[str, ...]) -> None:
     """In float32, of chunks and of tokens. An index chooses by eight heads here: with few, many scores are 0,
     and among equal ones each kind of device has an order of its own."""
-    config = presets.preset_config(f"random:{kind}")
-    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    config = preset_config(f"random:{kind}")
+    model = random_model(config, torch.float32, torch.device("cpu"))
     read = []
     for names in (("cpu",), devices):
         session = open_session(model, EngineConfig(devices=names, context_tokens=1024, batch_tokens=128))

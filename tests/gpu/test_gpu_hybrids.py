@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from parkd_engine import EngineConfig, open_session
-from parkd_engine.families import presets
+from parkd_engine.families.presets.shapes import preset_config
+from parkd_engine.families.presets.weights import random_model
 from parkd_engine.forward.chunk_graphs import record_chunks
 
 from benchmarks.gpu.lane import NEVER, GpuLane, following
@@ -128,7 +129,7 @@ def test_recorded_decoding_errs_no_more_than_the_librarys(
     kind: str, kv_dtype: torch.dtype | None, devices: tuple[str, ...]
 ) -> None:
     """Both round over 300 tokens, each in the state it left itself, and are held to the same weights in float32."""
-    model = presets.random_model(presets.preset_config(f"random:{kind}"), torch.bfloat16, torch.device("cuda:0"))
+    model = random_model(preset_config(f"random:{kind}"), torch.bfloat16, torch.device("cuda:0"))
     prompt, answer = ids(3000, 1), ids(300, 2)  # Long enough that a window's buffer is full on the way.
     layout = EngineConfig(devices=devices, context_tokens=CONTEXT, batch_tokens=256)
     exact = open_session(copy.deepcopy(model).float(), layout)
@@ -153,7 +154,7 @@ def test_recorded_decoding_errs_no_more_than_the_librarys(
 def test_whole_chunks_are_read_by_graphs_in_the_same_bits(
     devices: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = presets.random_model(presets.preset_config("random:hybrid"), torch.bfloat16, torch.device("cuda:0"))
+    model = random_model(preset_config("random:hybrid"), torch.bfloat16, torch.device("cuda:0"))
     layout = EngineConfig(devices=devices, context_tokens=CONTEXT, batch_tokens=256)
     states = []
     for is_recorded in (False, True):

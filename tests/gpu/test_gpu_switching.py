@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine.families import presets
-from parkd_engine.families.presets import Preset
+from parkd_engine.families.presets import shapes
+from parkd_engine.families.presets.shapes import Preset
 
 from benchmarks.gpu.lane import NEVER, GpuLane, following
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
@@ -165,7 +165,7 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     huge = {**COMMON, "max_position_embeddings": 1 << 28}
-    monkeypatch.setattr(presets, "PRESETS", {"dense": Preset("qwen3", huge)})
+    monkeypatch.setattr(shapes, "PRESETS", {"dense": Preset("qwen3", huge)})
     with pytest.raises(ModelError, match=r"needs [\d,]+ MiB on cuda:0; \d+ tokens .* fit there"):
         opened(("cuda:0",), tmp_path, context_tokens=1 << 28)
 

@@ -37,7 +37,8 @@ from parkd_engine.families.layer_state import (
     draft_state,
     layer_kinds,
 )
-from parkd_engine.families.multimodal import family_of, language_config
+from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.records import vision_of
 
 ROW_ALIGNMENT = 16
 """Bytes. Every field of every row starts at a multiple of it, since flash kernels load 16 bytes at a time."""
@@ -120,12 +121,12 @@ def build_layout(
     whose keys and values cannot be stored in `kv_dtype`, and KeyError for a kind that is not in `LAYER_KINDS`, which
     `architectures.check_config` refuses first.
     """
-    family, config = family_of(config), language_config(config)
+    vision, config = vision_of(config), language_config(config)
     kinds = layer_kinds(config)
     types = StateTypes(kv_dtype, compute_dtype or kv_dtype)
     layouts = []
     for first, end in stage_ranges:
-        states = [(layer, LAYER_KINDS[kinds[layer]](config, layer, types)) for layer in range(first, end)]
+        states = [(layer, LAYER_KINDS[kinds[layer]].state(config, layer, types)) for layer in range(first, end)]
         for layer, state in states:
             _check_format(kinds[layer], state)
         layers = int(config.num_hidden_layers)
@@ -137,7 +138,7 @@ def build_layout(
         row_fields, row_bytes = _place([*specs, *first_of.values()])
         row_bytes = max(row_bytes, ROW_ALIGNMENT)
         fixed = [(layer, spec) for layer, state in states for spec in state.fixed]
-        if family is not None and family.by_grid and first == 0:
+        if vision is not None and vision.by_grid and first == 0:
             fixed.append((0, FieldSpec(OFFSET_FIELD, torch.int64, (1,))))
         fixed_fields, fixed_bytes = _place(fixed)
         digest = _stage_digest(first, end, row_fields, fixed_fields)

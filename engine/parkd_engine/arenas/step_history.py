@@ -10,8 +10,7 @@ draft tokens after it, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,16 +18,13 @@ import torch
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.layout import OFFSET_FIELD
 from parkd_engine.families.layer_state import WINDOW_FIELDS
+from parkd_engine.families.records import family_of
 
 if TYPE_CHECKING:
     from parkd_engine.forward.stages import Stage
 
-MIXERS: Mapping[str, str] = MappingProxyType(
-    {"qwen3_next": "linear_attn", "qwen3_5_text": "linear_attn", "qwen4_exp_text": "linear_attn"}
-)
-"""`model_type` -> the layers' attribute that holds the recurrent module; for families that come with draft heads."""
 NGRAMS = "ple"
-"""The layers' attribute for n-grams, a second module with such state. The whole layer then runs token by token."""
+"""The layers' attribute for n-grams, a second module with recurrent state. The whole layer then runs token by token."""
 GIVEN_IDS = "ple_input_ids"
 """Argument of such a layer that has one entry per token, besides the hidden states."""
 
@@ -107,9 +103,10 @@ def step_by_step(stage: Stage, history: StepHistory) -> None:
     """Makes the stage's recurrent modules read recorded steps token by token, and note the state after each token.
     Changes only this stage: its modules are its own, though others may share their weights."""
     inner: Any = stage.inner
+    recurrent = family_of(inner.config).recurrent_module
     for index in range(stage.first_layer, stage.end_layer):
         layer = inner.layers[index]
-        module = getattr(layer, MIXERS.get(inner.config.model_type, ""), None)
+        module = None if recurrent is None else getattr(layer, recurrent, None)
         if getattr(layer, NGRAMS, None) is not None:
             module = layer
         if module is not None:

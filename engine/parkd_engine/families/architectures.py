@@ -7,35 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 from parkd_engine.errors import UnsupportedModel
-from parkd_engine.families.layer_state import LATENT_FAMILIES, LAYER_KINDS, RECURRENT_KINDS, layer_kinds
-from parkd_engine.families.linear_state import LINEAR_STATES
+from parkd_engine.families.layer_state import INDEXED, LAYER_KINDS, layer_kinds
 from parkd_engine.families.multimodal import language_config
-from parkd_engine.forward.indexer import INDEXED
+from parkd_engine.families.records import ARCHITECTURES, family_of
 
 SLIDING = "sliding_attention"
-
-TESTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "LlamaForCausalLM": "llama",
-        "Qwen2ForCausalLM": "qwen2",
-        "Qwen3ForCausalLM": "qwen3",
-        "Gemma3ForCausalLM": "gemma3_text",
-        "Qwen3NextForCausalLM": "qwen3_next",
-        "Qwen3_5ForCausalLM": "qwen3_5_text",
-        "Qwen4ExpForCausalLM": "qwen4_exp_text",
-        "Lfm2ForCausalLM": "lfm2",
-        "GraniteMoeHybridForCausalLM": "granitemoehybrid",
-        "FalconH1ForCausalLM": "falcon_h1",
-        "DeepseekV2ForCausalLM": "deepseek_v2",
-        "DeepseekV3ForCausalLM": "deepseek_v3",
-        "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
-        "Qwen3_5ForConditionalGeneration": "qwen3_5",
-        "Qwen4ExpForConditionalGeneration": "qwen4_exp",
-        "Gemma3ForConditionalGeneration": "gemma3",
-    }
-)
-"""Class name, as in checkpoints -> `model_type` of its configuration. Any other architecture is refused. How each
-family is computed is defined by the tables of other modules."""
 
 UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -62,8 +38,8 @@ def check_config(config: Any) -> str:
     `config` is the transformers configuration object, as read from a checkpoint.
     """
     architecture = architecture_of(config)
-    if architecture not in TESTED_ARCHITECTURES:
-        known = ", ".join(TESTED_ARCHITECTURES)
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"the architecture {architecture} is not supported; these are: {known}")
     config = language_config(config)
     kinds = layer_kinds(config)
@@ -82,13 +58,14 @@ def check_config(config: Any) -> str:
             f"{architecture} uses a sliding window of {config.sliding_window} tokens without naming its layers, "
             f"which is not supported"
         )
-    linear = RECURRENT_KINDS & set(kinds)
-    if linear and config.model_type not in LINEAR_STATES:
+    family = family_of(config)
+    linear = {kind for kind in kinds if LAYER_KINDS[kind].is_recurrent}
+    if linear and family.linear_states is None:
         raise UnsupportedModel(
             f"{architecture} has layers of kind {', '.join(sorted(linear))}, whose state is not known"
         )
     # Latent attention caches neither keys nor values, so their sizes do not matter.
-    width = None if config.model_type in LATENT_FAMILIES else getattr(config, "v_head_dim", None)
+    width = None if family.has_latents else getattr(config, "v_head_dim", None)
     key_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width and width != key_width:
         raise UnsupportedModel(
@@ -122,7 +99,7 @@ def architecture_of(config: Any) -> str:
     names = getattr(config, "architectures", None) or []
     if names:
         return str(names[0])
-    for name, model_type in TESTED_ARCHITECTURES.items():
+    for name, model_type in ARCHITECTURES.items():
         if config.model_type == model_type:
             return name
     return str(config.model_type)

@@ -6,7 +6,7 @@
     sliding       no row fields                the last `window - 1` keys and values are fixed state
     linear        no row fields                convolution and recurrent states are fixed state
 
-Kind and family of a layer determine its fields. To support another kind, add an entry here.
+Kind and family of a layer determine its fields. To support another kind, add an entry to `LAYER_KINDS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from parkd_engine.arenas.kv_format import SCALE_DTYPE, is_quantised
-from parkd_engine.families.linear_state import linear_states
+from parkd_engine.families.records import family_of
 
 WINDOW_FIELDS = ("window_key", "window_value")
 LATENT_FIELDS = ("latent", "rotary_key")
@@ -27,10 +27,8 @@ INDEX_KEY = "index_key"
 INDEX_POSITION = "index_position"
 STREAMS = "hc_count"
 """Configuration entry: number of parallel residual streams, in families that have several."""
-RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
-"""Layers with state that is valid at one position only."""
-LATENT_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
-"""`model_type` of models with latent attention. (DeepSeek-V2, section 2.1.)"""
+INDEXED = "indexed_attention"
+"""The library's name for layers of sparse attention, which have an index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +58,18 @@ class StateTypes:
     compute: torch.dtype
 
 
-LayerKind = Callable[[Any, int, StateTypes], LayerState]
-"""(the library's configuration, layer, dtypes) -> the state of that layer."""
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What is known of a kind of layer."""
+
+    state: Callable[[Any, int, StateTypes], LayerState]
+    """(the library's configuration, layer, dtypes) -> the state of that layer."""
+    is_recurrent: bool = False
+    """Whether it has state that is valid at one position only."""
+    sees_all: bool = False
+    """Whether each token is multiplied with every earlier one."""
+    is_recorded: bool = False
+    """Whether its forward pass of one token reads nothing back from the device, so that it can be recorded."""
 
 
 def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
@@ -70,7 +78,7 @@ def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:  
     Latent attention stores, for one head shared by all, what keys and values are computed from: the latent, and the
     rotary part of the key. The two differ in size.
     """
-    if config.model_type in LATENT_FAMILIES:
+    if family_of(config).has_latents:
         names, heads, dims = LATENT_FIELDS, 1, (int(config.kv_lora_rank), int(config.qk_rope_head_dim))
     else:
         heads, dim = _kv_shape(config)
@@ -101,7 +109,9 @@ def indexed_state(config: Any, layer: int, types: StateTypes) -> LayerState:
 
 def linear_state(config: Any, layer: int, types: StateTypes) -> LayerState:
     """Convolution and recurrent states."""
-    return LayerState(fixed=tuple(FieldSpec(*state) for state in linear_states(config, layer, types.compute)))
+    states = family_of(config).linear_states
+    assert states is not None, "check_config refuses such layers of other families"
+    return LayerState(fixed=tuple(FieldSpec(*state) for state in states(config, layer, types.compute)))
 
 
 def hybrid_state(config: Any, layer: int, types: StateTypes) -> LayerState:
@@ -117,24 +127,24 @@ def draft_state(config: Any, layer: int, types: StateTypes) -> LayerState:
     If the timeline can be cut at any token, every row has that hidden state, so that the head can continue from any
     cut. In models with recurrent state it cannot; the hidden state is then part of the fixed state and not of rows.
     """
-    state = LAYER_KINDS[config.mtp_layer_types[0]](config, layer, types)
+    state = LAYER_KINDS[config.mtp_layer_types[0]].state(config, layer, types)
     hidden = FieldSpec("hidden", types.compute, (int(config.hidden_size) * streams_of(config),))
-    if RECURRENT_KINDS & set(layer_kinds(config)):
+    if any(LAYER_KINDS[kind].is_recurrent for kind in layer_kinds(config)):
         return LayerState(state.row, (hidden,), state.row_once)
     return LayerState((*state.row, hidden), (), state.row_once)
 
 
 LAYER_KINDS: Mapping[str, LayerKind] = MappingProxyType(
     {
-        "full_attention": attention_state,
-        "sliding_attention": sliding_state,
-        "indexed_attention": indexed_state,
-        "linear_attention": linear_state,
-        "conv": linear_state,
-        "hybrid": hybrid_state,
+        "full_attention": LayerKind(attention_state, sees_all=True, is_recorded=True),
+        "sliding_attention": LayerKind(sliding_state, is_recorded=True),
+        INDEXED: LayerKind(indexed_state),
+        "linear_attention": LayerKind(linear_state, is_recurrent=True, is_recorded=True),
+        "conv": LayerKind(linear_state, is_recurrent=True, is_recorded=True),
+        "hybrid": LayerKind(hybrid_state, is_recurrent=True, sees_all=True),
     }
 )
-"""Layer kind, as named in the library's `layer_types` -> the state of such a layer."""
+"""Layer kind, as named in the library's `layer_types` -> what is known of such layers."""
 
 
 def _kv_shape(config: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""State of linear attention layers, by family: convolution windows and recurrent states.
+"""State of linear attention layers: convolution windows and recurrent states. `records` says which family has which.
 
 Shapes are those of the library's own cache (a test compares them), without the batch dimension. Recurrent states keep
 the dtype in which the model computes them: float32, whatever the dtype of the weights.
@@ -6,8 +6,7 @@ the dtype in which the model computes them: float32, whatever the dtype of the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ import torch
 Shape = tuple[int, ...]
 States = tuple[tuple[str, torch.dtype, Shape], ...]
 """(name, dtype, shape) of each state; `conv_0` and `recurrent_0` are the layer's state 0."""
+LinearStates = Callable[[Any, int, torch.dtype], States]
+"""(the library's configuration, layer, compute dtype) -> the states of that layer."""
 
 
 def gated_delta_net(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
@@ -55,21 +56,3 @@ def mamba2(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG0
 def short_convolution(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
     """LFM2: a convolution only."""
     return (("conv_0", dtype, (config.hidden_size, config.conv_L_cache)),)
-
-
-LINEAR_STATES: Mapping[str, Callable[[Any, int, torch.dtype], States]] = MappingProxyType(
-    {
-        "qwen3_next": gated_delta_net,
-        "qwen3_5_text": gated_delta_net,
-        "qwen4_exp_text": delta_net_and_ngrams,
-        "granitemoehybrid": mamba2,
-        "falcon_h1": mamba2,
-        "lfm2": short_convolution,
-    }
-)
-"""`model_type` -> function from (configuration, layer, dtype) to the states of that layer."""
-
-
-def linear_states(config: Any, layer: int, dtype: torch.dtype) -> States:
-    """States of one layer. Raises KeyError for an unlisted family, which `architectures.check_config` refuses first."""
-    return LINEAR_STATES[config.model_type](config, layer, dtype)

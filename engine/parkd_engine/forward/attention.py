@@ -30,7 +30,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from parkd_engine.arenas.kv_format import KeptStates, QuantisedStates, tokens_of
 from parkd_engine.arenas.placed import PlacedStates
 from parkd_engine.errors import UnsupportedModel
-from parkd_engine.forward.indexer import INDEXED, CausalOrder, KeySelection
+from parkd_engine.families.layer_state import INDEXED
+from parkd_engine.forward.indexer import CausalOrder, KeySelection
 
 ATTENTION_NAME = "parkd"
 QUERY_BLOCK = 256

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 from parkd_engine.arenas.cache import StageCache
+from parkd_engine.families.records import RECORDED_CHUNKS
 from parkd_engine.forward.graphs import recorded
 from parkd_engine.forward.stages import Stage
 
 log = logging.getLogger("parkd.engine")
 
-KNOWN = frozenset({"Qwen3_5DecoderLayer"})
-"""Layer classes whose linear attention reads nothing back from the device and ignores the position."""
 LINEAR = "linear_attention"
 
 
@@ -36,7 +35,7 @@ def record_chunks(stage: Stage, cache: StageCache, tokens: int) -> None:
     layers = {
         index: layer
         for index, layer in enumerate(stage.layers, stage.first_layer)
-        if type(layer).__name__ in KNOWN and layer.block_type == LINEAR
+        if type(layer).__name__ in RECORDED_CHUNKS and layer.block_type == LINEAR
     }
     if not layers:
         return

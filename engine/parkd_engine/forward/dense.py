@@ -20,17 +20,13 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
-from parkd_engine.families.layer_state import LATENT_FAMILIES, layer_kinds
+from parkd_engine.families.layer_state import LAYER_KINDS, layer_kinds
+from parkd_engine.families.records import family_of
 from parkd_engine.forward.attention import CUDA_KERNELS
 from parkd_engine.forward.stages import Stage
 from parkd_engine.kernels import has_triton
 
-DENSE_FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
-"""`model_type` of those of `families.architectures` whose layers are: norm, attention with plain rotary positions,
-residual, norm, SiLU-gated feed-forward, residual."""
 DTYPES = frozenset({torch.bfloat16, torch.float16})
-RECORDED_KINDS = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv"})
-"""Kinds of layers whose forward pass of one token reads nothing back from the device."""
 STEADY_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary types whose frequencies do not change with the length of the sequence."""
 
@@ -41,9 +37,9 @@ def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
         return "a stage is not on a CUDA device"
     if not has_triton():
         return "Triton is not installed"
-    if other := set(layer_kinds(config)) - RECORDED_KINDS:
+    if other := {kind for kind in layer_kinds(config) if not LAYER_KINDS[kind].is_recorded}:
         return f"decoding through layers of kind {', '.join(sorted(other))} is not recorded"
-    if config.model_type in LATENT_FAMILIES:
+    if family_of(config).has_latents:
         return "its layers compute keys and values of all earlier tokens, whose number varies"
     if not {stage.dtype for stage in stages} <= DTYPES:
         return f"its compute dtype is not among {', '.join(sorted(map(str, DTYPES)))}"
@@ -53,7 +49,7 @@ def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
 def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) -> str | None:
     """Returns why these stages, whose decoding may be recorded, must run through transformers; None if they need
     not."""
-    if config.model_type not in DENSE_FAMILIES:
+    if not family_of(config).is_dense:
         return "the kernels do not support the model's layers"
     if set(layer_kinds(config)) != {"full_attention"} or getattr(config, "sliding_window", None):
         return "not all layers have full attention"

@@ -19,8 +19,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-INDEXED = "indexed_attention"
-"""The library's name for layers with an index."""
 MOST_SCORES = 1 << 20
 """Scores, one per query, head and block, computed at a time: 4 MiB."""
 MOST_BLOCKS = 4096

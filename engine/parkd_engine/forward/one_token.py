@@ -16,30 +16,19 @@ chunks, run the library's code, except for norms and gates (`chunks_in_fewer_ker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from parkd_engine.families.records import FUSED_PARTS, FusedPart
+
 Forward = Callable[..., Any]
 Note = Callable[[int, int], None]
 """Called with (layer, token) when the layer's state is the one after that token."""
-NORM, GATED, DELTA_NET, GEMMA_LAYER = "norm", "gated", "delta net", "gemma layer"
-KNOWN: Mapping[str, str] = MappingProxyType(
-    {
-        "Qwen3_5RMSNorm": NORM,
-        "Qwen3NextRMSNorm": NORM,
-        "Gemma3RMSNorm": NORM,
-        "Qwen3_5MLP": GATED,
-        "Qwen3_5GatedDeltaNet": DELTA_NET,
-        "Gemma3DecoderLayer": GEMMA_LAYER,
-    }
-)
-"""Name of the library's class -> kind of module."""
-OF_ANY_LENGTH = frozenset({NORM, GATED})
+OF_ANY_LENGTH = frozenset({FusedPart.NORM, FusedPart.GATED})
 """Kinds whose kernels take chunks of any length as well as single tokens."""
 SILU = "silu"
 
@@ -68,14 +57,14 @@ def few_kernels(*modules: nn.Module | None, together: bool = False, note: Note |
 def _in_few_kernels(module: Any, note: Note | None, *, together: bool) -> Forward | None:
     if type(module) is nn.Linear:
         return _products(module) if together else _product(module)
-    kind = KNOWN.get(type(module).__name__)
-    if kind == NORM:
+    part = FUSED_PARTS.get(type(module).__name__)
+    if part is FusedPart.NORM:
         return _norm(module)
-    if kind == GATED and module.config.hidden_act == SILU:
+    if part is FusedPart.GATED and module.config.hidden_act == SILU:
         return _gated_together(module) if together else _gated(module)
-    if kind == DELTA_NET and module.activation == SILU and _has_even_heads(module):
+    if part is FusedPart.DELTA_NET and module.activation == SILU and _has_even_heads(module):
         return _delta_net(module, note)
-    if kind == GEMMA_LAYER:
+    if part is FusedPart.GEMMA_LAYER:
         from parkd_engine.forward.gemma_layer import is_known, one_token
 
         return one_token(module) if is_known(module) else None
@@ -86,7 +75,7 @@ def chunks_in_fewer_kernels(inner: nn.Module) -> None:
     """From now on chunks of any length use the kernels for norms and gates. For models on a GPU in bf16 or f16."""
     module: Any
     for module in inner.modules():
-        if KNOWN.get(type(module).__name__) in OF_ANY_LENGTH:
+        if FUSED_PARTS.get(type(module).__name__) in OF_ANY_LENGTH:
             forward = _in_few_kernels(module, None, together=True)
             if forward is not None:
                 module.forward = forward

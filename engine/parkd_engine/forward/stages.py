@@ -22,6 +22,7 @@ from torch import nn
 from parkd_engine.arenas.cache import StageCache
 from parkd_engine.families.layer_state import STREAMS, streams_of
 from parkd_engine.families.multimodal import language_config, language_model
+from parkd_engine.families.records import family_of
 from parkd_engine.forward.attention import ATTENTION_NAME, register_attention
 from parkd_engine.forward.delta_net import choose_by_device
 from parkd_engine.forward.indexer import replace_indexers
@@ -29,12 +30,9 @@ from parkd_engine.forward.indexer import replace_indexers
 if TYPE_CHECKING:
     from parkd_engine.vision.tower import ChunkImages
 
-FINAL_NORMS = ("norm", "embedding_norm", "final_layernorm")
-"""Names of the norm after the last layer, which differ between families."""
 MIXER = "hyper_connection_mixer"
-"""Name of the module that mixes several residual streams into one hidden state; it takes the place of that norm."""
-TUPLE_LAYERS = frozenset({"falcon_h1"})
-"""Families whose layers return a tuple, of which the model uses the first element."""
+"""Name of the module that mixes several residual streams into one hidden state; it takes the place of the norm after
+the last layer."""
 EMBEDDING_SCALE = "embedding_multiplier"
 
 
@@ -204,10 +202,9 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
 def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: bool) -> nn.Module:
     """A copy of the inner model with only the layers `[first, end)`. It shares the weight tensors."""
     twin = _twin(inner)
-    config: Any = inner.config
-    tuples = config.model_type in TUPLE_LAYERS
+    family = family_of(inner.config)
     layers = [
-        layer if first <= index < end else PassThrough(gives_tuple=tuples)
+        layer if first <= index < end else PassThrough(gives_tuple=family.layers_give_tuples)
         for index, layer in enumerate(inner.layers)  # type: ignore[arg-type]
     ]
     twin._modules["layers"] = nn.ModuleList(layers).eval()
@@ -224,8 +221,8 @@ def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: boo
         # The last stage returns all streams too, for the mixer before the head and for a draft head.
         twin._modules[MIXER] = nn.Identity()
     elif not is_last:
-        name = next(name for name in FINAL_NORMS if name in twin._modules)
-        twin._modules[name] = nn.Identity()
+        assert family.final_norm in twin._modules, "the norm after the last layer"
+        twin._modules[family.final_norm] = nn.Identity()
     return twin
 
 

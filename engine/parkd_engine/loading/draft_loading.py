@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -23,20 +22,10 @@ from safetensors import SafetensorError, safe_open
 from parkd_engine.draft.stream_head import head_class
 from parkd_engine.errors import ModelLoadError
 from parkd_engine.families.multimodal import language_config
-from parkd_engine.forward.indexer import INDEXED
+from parkd_engine.families.records import family_of
 from parkd_engine.loading.library_bars import no_library_bars
 
 INDEX_FILE = "model.safetensors.index.json"
-HEADS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "qwen3_next": {},
-        "qwen3_5_text": {},
-        "qwen4_exp_text": {"mtp_layer_types": [INDEXED]},
-        "deepseek_v3": {},
-        "glm4_moe_lite": {"mtp_mlp_layer_types": ["sparse"]},
-    }
-)
-"""`model_type` of families whose heads are supported -> settings that differ from those in `head_settings`."""
 _LAYER = re.compile(r"(mtp|model)\.layers\.(\d+)\.")
 
 log = logging.getLogger("parkd.engine")
@@ -61,15 +50,10 @@ def find_head(folder: Path, config: Any) -> bool:
     return True
 
 
-def head_settings(model_type: str) -> Mapping[str, Any]:
-    """The settings that declare a draft head of one layer in a text configuration."""
-    return {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"], **HEADS.get(model_type, {})}
-
-
 def declare_head(config: Any) -> None:
     """Declares in the text part of `config` that the model runs with one layer of its draft head."""
     config = language_config(config)
-    for name, value in head_settings(config.model_type).items():
+    for name, value in family_of(config).head_settings.items():
         setattr(config, name, value)
 
 
@@ -78,7 +62,7 @@ def drop_head(config: Any) -> None:
     is."""
     config = language_config(config)
     if getattr(config, "mtp_layer_types", None) is not None:
-        for name in head_settings(config.model_type):
+        for name in family_of(config).head_settings:
             vars(config).pop(name, None)
 
 
@@ -102,9 +86,9 @@ def load_head(model: Any, folder: Path) -> Any:
 
 
 def _refusal(names: Iterable[str], config: Any) -> str | None:
-    kind = language_config(config).model_type
-    if kind not in HEADS:
-        return f"heads of {kind} models are not supported"
+    family = family_of(language_config(config))
+    if family.draft_head is None:
+        return f"heads of {family.model_type} models are not supported"
     if any(name.startswith("mtp.embed_tokens") for name in names):
         return "it has an embedding of its own, which is not supported"
     return None

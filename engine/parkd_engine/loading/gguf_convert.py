@@ -11,6 +11,7 @@ from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_h
 
 from parkd_engine.errors import ModelLoadError, UnsupportedModel
 from parkd_engine.families.architectures import check_config
+from parkd_engine.families.records import FAMILIES
 from parkd_engine.loading.gguf_metadata import GgufMetadata, named_damage, read_metadata
 from parkd_engine.loading.gguf_reading import quick_library_reader
 from parkd_engine.loading.gguf_rope import ROPE_FACTORS, add_scaling
@@ -20,8 +21,8 @@ from parkd_engine.loading.model_cache import Progress
 
 CONVERSION_VERSION = 2
 """Part of the cache's key. Raise it if conversion of the same file gives different bytes."""
-CONVERTED_KINDS = ("llama", "qwen2", "qwen3", "gemma3")
-"""Architectures by llama.cpp's names. For these, all entries that the library's reader misses are added here."""
+CONVERTED_KINDS = tuple(family.gguf_name for family in FAMILIES if family.gguf_name is not None)
+"""Architectures by llama.cpp's names."""
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
 """Tokens that always end an answer, besides `eos_token_id`; many files name only one of two."""
 

@@ -26,11 +26,14 @@ from transformers import (
 )
 
 from parkd_engine.errors import ModelLoadError
-from parkd_engine.families import presets
 from parkd_engine.families.architectures import check_config
-from parkd_engine.families.draft_presets import layer_gain, random_head
 from parkd_engine.families.layer_state import draft_layers
-from parkd_engine.families.multimodal import family_of, language_config
+from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.presets.heads import layer_gain, random_head
+from parkd_engine.families.presets.shapes import PREFIX, preset_config
+from parkd_engine.families.presets.weights import layer_placement, preset_digest, random_model
+from parkd_engine.families.presets.words import preset_processor, preset_tokenizer
+from parkd_engine.families.records import vision_of
 from parkd_engine.kernels import has_triton, keep_tuning
 from parkd_engine.loading import gguf_convert
 from parkd_engine.loading.draft_loading import drop_head, find_head, load_head
@@ -101,7 +104,7 @@ def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedMo
     if has_triton():
         keep_tuning()  # Before the library imports kernels with the model's code.
     template = _template_source(config.chat_template_file)
-    if config.model.startswith(presets.PREFIX):
+    if config.model.startswith(PREFIX):
         return _load_preset(config, template)
     path = Path(config.model).expanduser()
     cache = ModelCache(config.cache_dir)
@@ -164,18 +167,18 @@ def _load_folder(
 
 
 def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
-    settings = presets.preset_config(config.model)
+    settings = preset_config(config.model)
     if not config.draft:
         drop_head(settings)
     check_config(settings)
     device = torch.device(config.device)
     dtype = config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    tokenizer = presets.preset_tokenizer(settings)
-    processor = presets.preset_processor(config.model, settings)
+    tokenizer = preset_tokenizer(settings)
+    processor = preset_processor(config.model, settings)
     images = None if processor is None else ImageProcessor(processor, settings, image_tokens(settings, tokenizer))
     ranges = _ranges(config, settings, dtype)
-    place = presets.layer_placement(ranges, config.devices) if len(ranges) > 1 and device.type != "cpu" else None
-    model = presets.random_model(settings, dtype, device, layer_gain(config.model), place)
+    place = layer_placement(ranges, config.devices) if len(ranges) > 1 and device.type != "cpu" else None
+    model = random_model(settings, dtype, device, layer_gain(config.model), place)
     return LoadedModel(
         name=config.model,
         config=settings,
@@ -184,7 +187,7 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
         tokenizer=ChatTokenizer(tokenizer, declares=template is None),
         template=ChatTemplate(tokenizer, template),
         dtype=dtype,
-        weights_digest=presets.preset_digest(config.model, dtype, device),
+        weights_digest=preset_digest(config.model, dtype, device),
         end_token_ids=frozenset({language_config(settings).eos_token_id}),
         images=images,
         ranges=ranges,
@@ -241,7 +244,7 @@ def _tokenizer(folder: Path) -> Any:
 
 def _image_processor(folder: Path, settings: Any, tokenizer: Any) -> ImageProcessor | None:
     """The image processor of the model in `folder`; None if it reads text only. Raises ModelLoadError."""
-    if family_of(settings) is None:
+    if vision_of(settings) is None:
         return None
     try:
         processor = processor_class(settings).from_pretrained(str(folder), local_files_only=True)

@@ -23,7 +23,7 @@ import transformers
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from parkd_engine.errors import UnreadableImage
-from parkd_engine.families.multimodal import VisionFamily, family_of
+from parkd_engine.families.records import VisionFamily, vision_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_IMAGE_BYTES = 20 * 1024 * 1024
@@ -75,7 +75,7 @@ class ImageProcessor:
 
     def __init__(self, processor: Any, config: Any, tokens: ImageTokens) -> None:
         """`processor` is the library's, `config` the whole model's configuration, of a known family."""
-        family = family_of(config)
+        family = vision_of(config)
         assert family is not None, "the model reads no pictures"
         self.family: VisionFamily = family
         self.tokens = tokens
@@ -181,7 +181,7 @@ def _plain(image: Image.Image) -> Image.Image:
 
 def processor_class(config: Any) -> Any:
     """The library's image processor class for a model of a known family."""
-    family = family_of(config)
+    family = vision_of(config)
     assert family is not None, "the model reads no pictures"
     return getattr(transformers, family.processor)
 
@@ -189,12 +189,12 @@ def processor_class(config: Any) -> Any:
 def image_tokens(config: Any, tokenizer: Any) -> ImageTokens:
     """How images are written in this model's prompts; `tokenizer` is the library's.
 
-    Does what the library's processors do. Qwen's template writes the image token itself. Gemma's writes the begin
-    token, which becomes begin, image and end token between empty lines.
+    Does what the library's processors do.
     """
+    family = vision_of(config)
+    assert family is not None, "the model reads no pictures"
     image = tokenizer.convert_ids_to_tokens(config.image_token_id)
-    begin = getattr(config, "boi_token_index", None)
-    if begin is None:
+    if not family.begins_only:
         return ImageTokens(image, image, config.image_token_id)
-    first, last = tokenizer.convert_ids_to_tokens([begin, config.eoi_token_index])
+    first, last = tokenizer.convert_ids_to_tokens([config.boi_token_index, config.eoi_token_index])
     return ImageTokens(first, f"\n\n{first}{image}{last}\n\n", config.image_token_id)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from parkd_engine.config import EngineConfig
-from parkd_engine.families.hybrid_presets import HYBRID_PRESETS
+from parkd_engine.families.presets.shapes import ECHO, PRESETS, WITH_HEAD
 
 from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
 from parkd.types import SamplingParams
@@ -22,7 +22,9 @@ A1: Messages = [
     {"role": "user", "content": "A server holds one conversation in memory. " * 18},
 ]
 B1: Messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 16}]
-FAMILIES = [*(name for name in HYBRID_PRESETS if name.startswith("tiny")), "tiny-qwen3.5-mtp"]
+DENSE = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-long")
+PLAIN = [name for name in PRESETS if name.startswith("tiny") and not name.endswith(("-vl", WITH_HEAD, ECHO))]
+FAMILIES = [*(name for name in PLAIN if name not in DENSE), "tiny-qwen3.5-mtp"]
 
 REWINDS = ("tiny-gemma3", "tiny-deepseek-v2", "tiny-deepseek-v3", "tiny-glm4-lite")
 

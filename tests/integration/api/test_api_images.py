@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from parkd_engine.config import EngineConfig
-from parkd_engine.families.vision_presets import VISION_PRESETS
+from parkd_engine.families.presets.shapes import PRESETS
 from PIL import Image
 
 from parkd.engine_adapter.base import ImageFacts
@@ -24,6 +24,7 @@ from tests.integration.api.api_harness import Running, body_of, running
 from tests.integration.api.disk_harness import running_on
 
 pytestmark = pytest.mark.anyio
+TINY_WITH_IMAGES = [name for name in PRESETS if name.startswith("tiny") and name.endswith("-vl")]
 LONG = "A server holds one conversation in memory. " * 12
 Parts = Sequence[str | bytes]
 """What is said: texts and pictures' files."""
@@ -135,7 +136,7 @@ def picture(seed: int, width: int = 60, height: int = 40) -> bytes:
 
 
 @EVERY_DIALECT
-@pytest.mark.parametrize("family", list(VISION_PRESETS))
+@pytest.mark.parametrize("family", TINY_WITH_IMAGES)
 async def test_a_b_a(family: str, dialect: Dialect, tmp_path: Path) -> None:
     """With pictures in each turn. What comes back is restored, pictures and all, and the tower reads new ones only."""
     layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=1024, batch_tokens=128)
@@ -169,7 +170,7 @@ async def test_a_b_a(family: str, dialect: Dialect, tmp_path: Path) -> None:
     cold.close()
 
 
-@pytest.mark.parametrize("family", list(VISION_PRESETS))
+@pytest.mark.parametrize("family", TINY_WITH_IMAGES)
 async def test_dialects_share_one_path(family: str, tmp_path: Path) -> None:
     """The same picture packed otherwise, in another dialect: the same conversation."""
     layout = EngineConfig(devices=("cpu",), context_tokens=1024, batch_tokens=128)

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from parkd_engine.families.presets import PREFIX, preset_config
+from parkd_engine.families.presets.shapes import PREFIX, preset_config
 from parkd_engine.reading_work import reading_work
 
 from parkd import cli

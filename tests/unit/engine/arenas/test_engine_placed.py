@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from parkd_engine import EngineConfig, Session, StageFailed, open_session
-from parkd_engine.families import presets
+from parkd_engine.families.presets.shapes import preset_config
+from parkd_engine.families.presets.weights import random_model
 from parkd_engine.forward.decode_graph import LibraryDecoder
 
 from tests.unit.engine.kit.breakages import MemoryFor, windows_move_in
@@ -39,8 +40,8 @@ def opened(model: Any, kv_dtype: torch.dtype | None) -> Session:
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_recorded_forward_is_the_librarys(preset: str, kv_dtype: torch.dtype | None) -> None:
-    config = presets.preset_config(f"random:{preset}")
-    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    config = preset_config(f"random:{preset}")
+    model = random_model(config, torch.float32, torch.device("cpu"))
     plain, placed = opened(model, kv_dtype), opened(model, kv_dtype)
     decoders = [
         LibraryDecoder(stage, cache, config) for stage, cache in zip(placed.stages, placed._caches, strict=True)
@@ -65,8 +66,8 @@ def test_a_recorded_forward_is_the_librarys(preset: str, kv_dtype: torch.dtype |
 
 def test_a_chunk_that_broke_between_two_layers_leaves_their_windows_together() -> None:
     """The device is told of one place for all layers of a window."""
-    config = presets.preset_config("random:tiny-gemma3")
-    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    config = preset_config("random:tiny-gemma3")
+    model = random_model(config, torch.float32, torch.device("cpu"))
     plain, placed = opened(model, None), opened(model, None)
     decoders = [
         LibraryDecoder(stage, cache, config) for stage, cache in zip(placed.stages, placed._caches, strict=True)
@@ -89,8 +90,8 @@ def test_a_chunk_that_broke_between_two_layers_leaves_their_windows_together() -
 
 @pytest.mark.parametrize("tensors", range(4))
 def test_windows_that_could_not_all_be_moved_are_where_they_were(tensors: int) -> None:
-    config = presets.preset_config("random:tiny-gemma3")
-    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    config = preset_config("random:tiny-gemma3")
+    model = random_model(config, torch.float32, torch.device("cpu"))
     plain, broken = opened(model, None), opened(model, None)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, CONTEXT)
     for session in (plain, broken):

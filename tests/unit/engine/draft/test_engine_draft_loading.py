@@ -12,9 +12,11 @@ import pytest
 import torch
 from parkd_engine import EngineConfig, LoadConfig, LoadedModel, ModelLoadError, load_model, open_session
 from parkd_engine.draft.stream_head import StreamHead
-from parkd_engine.families import presets
-from parkd_engine.families.draft_presets import random_head
 from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.presets.heads import random_head
+from parkd_engine.families.presets.shapes import preset_config
+from parkd_engine.families.presets.weights import random_model
+from parkd_engine.families.presets.words import preset_processor, preset_tokenizer, tiny_tokenizer
 from parkd_engine.loading.draft_loading import INDEX_FILE, drop_head
 from parkd_engine.loading.fingerprint import fingerprint
 from parkd_engine.plan import plan_model
@@ -57,14 +59,14 @@ def head_weights(head: Any, kind: str, layers: int) -> dict[str, torch.Tensor]:
 
 def save_checkpoint(name: str, path: Path, *, sharded: bool = False) -> Any:
     """A folder like a published one, whose configuration says nothing of the head. Returns the head."""
-    config = presets.preset_config(f"random:{name}")
-    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    config = preset_config(f"random:{name}")
+    model = random_model(config, torch.float32, torch.device("cpu"))
     head = random_head(model, name)
     text = language_config(model.config)
     drop_head(model.config)
     model.save_pretrained(path)
-    presets.preset_tokenizer(config).save_pretrained(path)
-    if (processor := presets.preset_processor(f"random:{name}", config)) is not None:
+    preset_tokenizer(config).save_pretrained(path)
+    if (processor := preset_processor(f"random:{name}", config)) is not None:
         processor.save_pretrained(path)
     weights, extra = load_file(path / "model.safetensors"), head_weights(head, text.model_type, text.num_hidden_layers)
     if sharded:
@@ -132,9 +134,9 @@ def test_a_head_is_left_out_when_asked_and_part_of_what_state_depends_on(name: s
 
 
 def test_checkpoints_without_a_head_have_none(tmp_path: Path) -> None:
-    config = presets.preset_config("random:tiny-qwen3.5")
-    presets.random_model(config, torch.float32, torch.device("cpu")).save_pretrained(tmp_path / "model")
-    presets.tiny_tokenizer().save_pretrained(tmp_path / "model")
+    config = preset_config("random:tiny-qwen3.5")
+    random_model(config, torch.float32, torch.device("cpu")).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
     loaded = load(tmp_path / "model")
     assert loaded.draft_model is None
     assert not hasattr(loaded.config, "num_mtp_layers")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import sys
 from typing import Any
 
 import pytest
+import transformers
 from parkd_engine import UnsupportedModel
-from parkd_engine.arenas.step_history import MIXERS
-from parkd_engine.families.architectures import TESTED_ARCHITECTURES, check_config
-from parkd_engine.families.layer_state import LATENT_FAMILIES
-from parkd_engine.families.linear_state import LINEAR_STATES
-from parkd_engine.families.multimodal import VISION_FAMILIES
-from parkd_engine.forward.dense import DENSE_FAMILIES
-from parkd_engine.forward.stages import TUPLE_LAYERS
-from parkd_engine.loading.draft_loading import HEADS
+from parkd_engine.families.architectures import check_config
+from parkd_engine.families.presets.shapes import PRESETS, WITH_HEAD
+from parkd_engine.families.records import FAMILIES as FAMILIES_KNOWN
+from parkd_engine.families.records import FAMILY_BY_TYPE, Family
 from transformers import DeepseekV32Config, GemmaConfig, Mamba2Config, MistralConfig, Qwen4ExpTextConfig
 
 from tests.unit.engine.kit.core_models import FAMILIES, tiny_config
@@ -28,11 +25,36 @@ def test_tested_architectures_pass(family: str) -> None:
     assert check_config(named) == FAMILIES[family][1].__name__
 
 
-@pytest.mark.parametrize(
-    "families", [DENSE_FAMILIES, HEADS, LATENT_FAMILIES, LINEAR_STATES, MIXERS, TUPLE_LAYERS, VISION_FAMILIES]
-)
-def test_no_table_of_families_has_one_that_is_refused(families: Collection[str]) -> None:
-    assert set(families) <= set(TESTED_ARCHITECTURES.values())
+EVERY_RECORD = pytest.mark.parametrize("record", FAMILIES_KNOWN, ids=lambda record: record.model_type)
+
+
+@EVERY_RECORD
+def test_what_a_record_names_exists_in_the_library(record: Family) -> None:
+    """A misspelt name would leave a model unread, or silently without its kernels."""
+    known = [record, *([] if record.vision is None else [record.vision])]
+    for part in known:
+        assert transformers.AutoConfig.for_model(part.model_type).model_type == part.model_type
+        assert hasattr(transformers, part.architecture)
+    code = sys.modules[getattr(transformers, record.architecture).__module__]
+    for name in (*record.fused_parts, *filter(None, [record.recorded_chunks])):
+        assert hasattr(code, name)
+    if record.vision is not None:
+        assert hasattr(transformers, record.vision.processor)
+
+
+@EVERY_RECORD
+def test_every_family_has_a_small_random_model(record: Family) -> None:
+    known = {preset.model_type for name, preset in PRESETS.items() if name.startswith("tiny")}
+    assert record.model_type in known
+    assert record.vision is None or record.vision.model_type in known
+    assert record.draft_head is None or any(
+        name.endswith(WITH_HEAD) and FAMILY_BY_TYPE[preset.model_type] is record for name, preset in PRESETS.items()
+    )
+
+
+def test_a_model_type_and_a_class_name_belong_to_one_family() -> None:
+    parts = [*FAMILIES_KNOWN, *(record.vision for record in FAMILIES_KNOWN if record.vision is not None)]
+    assert len({part.model_type for part in parts}) == len({part.architecture for part in parts}) == len(parts)
 
 
 @pytest.mark.parametrize(

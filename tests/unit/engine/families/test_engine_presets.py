@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from parkd_engine.arenas.layout import build_layout
-from parkd_engine.families import presets
 from parkd_engine.families.architectures import check_config
-from parkd_engine.families.draft_presets import DRAFT_PRESETS
-from parkd_engine.families.hybrid_presets import HYBRID_PRESETS
-from parkd_engine.families.multimodal import family_of
-from parkd_engine.families.vision_presets import LARGE_VISION_PRESETS
+from parkd_engine.families.presets.shapes import ECHO, PRESETS, preset_config
+from parkd_engine.families.presets.weights import layer_placement, random_model
+from parkd_engine.families.records import vision_of
 from parkd_engine.layer_split import split_layers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 CPU = torch.device("cpu")
-TINY = [name for name in presets.PRESETS if name.startswith("tiny")]
+TINY = [name for name in PRESETS if name.startswith("tiny")]
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_weights_are_drawn_and_buffers_computed(name: str) -> None:
-    config = presets.preset_config(f"random:{name}")
-    model = presets.random_model(config, torch.float32, CPU)
-    again = presets.random_model(config, torch.float32, CPU)
-    library = (AutoModelForImageTextToText if family_of(config) else AutoModelForCausalLM).from_config(config)
+    config = preset_config(f"random:{name}")
+    model = random_model(config, torch.float32, CPU)
+    again = random_model(config, torch.float32, CPU)
+    library = (AutoModelForImageTextToText if vision_of(config) else AutoModelForCausalLM).from_config(config)
     for (name_, mine), other in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.isfinite(mine).all(), name_
         assert mine.equal(other), name_
@@ -42,28 +42,26 @@ def test_weights_are_drawn_and_buffers_computed(name: str) -> None:
         assert (here - there).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name in presets.PRESETS if not name.startswith("tiny")])
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("tiny")])
 def test_real_shapes_are_known_and_split(name: str) -> None:
-    config = presets.preset_config(f"random:{name}")
+    config = preset_config(f"random:{name}")
     check_config(config)
     for stages in (1, 2, 4):
         ranges = split_layers(config, stages)
         layouts = build_layout(config, ranges, torch.bfloat16, torch.bfloat16)
         assert sum(layout.row_bytes for layout in layouts) > 10_000
-        assert any(layout.fixed_bytes for layout in layouts) == (
-            name in {**HYBRID_PRESETS, **DRAFT_PRESETS, **LARGE_VISION_PRESETS}
-        )
+        assert any(layout.fixed_bytes for layout in layouts) == (name != "qwen3-8b")
 
 
 def test_the_27b_shape_keeps_what_that_model_is_known_to_keep() -> None:
-    config = presets.preset_config("random:qwen3.5-27b")
+    config = preset_config("random:qwen3.5-27b")
     [layout] = build_layout(config, [(0, 64)], torch.bfloat16, torch.bfloat16)
     assert layout.row_bytes == 16 * 2 * 4 * 256 * 2
     assert layout.fixed_bytes == 48 * (48 * 128 * 128 * 4 + 10240 * 4 * 2)
 
 
 def test_the_qwen4_exp_shape_keeps_what_that_model_is_known_to_keep() -> None:
-    config = presets.preset_config("random:qwen4-exp-small")
+    config = preset_config("random:qwen4-exp-small")
     ngrams = 4 * 1024 * 9 * 2 + 2 * 8
     for kv_dtype, attention in ((torch.bfloat16, 2 * 2 * 256 * 2), (torch.int8, 2 * 2 * 256 + 16)):
         [layout] = build_layout(config, [(0, 48)], kv_dtype, torch.bfloat16)
@@ -73,24 +71,30 @@ def test_the_qwen4_exp_shape_keeps_what_that_model_is_known_to_keep() -> None:
 
 
 def test_weights_drawn_where_they_run_are_the_same_numbers() -> None:
-    config = presets.preset_config("random:tiny-qwen3.5")
+    config = preset_config("random:tiny-qwen3.5")
     asked: list[str] = []
-    placed = presets.layer_placement([(0, 2), (2, 4)], ["cpu", "cpu:0"])
+    placed = layer_placement([(0, 2), (2, 4)], ["cpu", "cpu:0"])
 
     def place(name: str) -> torch.device:
         asked.append(name)
         return placed(name)
 
-    whole = presets.random_model(config, torch.float32, CPU)
-    parted = presets.random_model(config, torch.float32, CPU, place=place)
+    whole = random_model(config, torch.float32, CPU)
+    parted = random_model(config, torch.float32, CPU, place=place)
     for (name, one), (_, other) in zip(whole.named_parameters(), parted.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     assert len(asked) == len(list(whole.parameters()))
 
 
 def test_every_weight_belongs_to_its_layers_device() -> None:
-    place = presets.layer_placement([(0, 2), (2, 11)], ["cuda:0", "cuda:1"])
+    place = layer_placement([(0, 2), (2, 11)], ["cuda:0", "cuda:1"])
     assert str(place("model.embed_tokens.weight")) == "cuda:0"
     assert str(place("model.layers.1.mlp.up_proj.weight")) == "cuda:0"
     assert str(place("model.layers.10.mlp.up_proj.weight")) == "cuda:1"
     assert str(place("lm_head.weight")) == "cuda:1"
+
+
+def test_every_random_model_is_in_the_documentation() -> None:
+    told = (Path(__file__).parents[4] / "docs" / "MODELS.md").read_text()
+    names = [name for name in PRESETS if not name.endswith(ECHO)]
+    assert [name for name in names if f"{name.removeprefix('tiny')}`" not in told] == []

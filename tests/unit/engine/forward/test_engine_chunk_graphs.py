@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from parkd_engine import EngineConfig, Session, open_session
-from parkd_engine.families import presets
+from parkd_engine.families.presets.shapes import preset_config
+from parkd_engine.families.presets.weights import random_model
 from parkd_engine.forward import chunk_graphs
 
 from tests.unit.engine.kit.recordings import Replay, record_chunks
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*falling back to its reference"
 
 
 def opened() -> Session:
-    config = presets.preset_config("random:tiny-qwen3.5")
-    model = presets.random_model(config, torch.float32, torch.device("cpu"))
+    config = preset_config("random:tiny-qwen3.5")
+    model = random_model(config, torch.float32, torch.device("cpu"))
     return open_session(model, EngineConfig(devices=("cpu", "cpu"), context_tokens=512, batch_tokens=CHUNK))
 
 

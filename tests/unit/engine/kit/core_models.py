@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from parkd_engine import EngineConfig, Session, open_session
 from parkd_engine.draft.stream_head import head_class
-from parkd_engine.families.draft_presets import own_parts
 from parkd_engine.families.layer_state import draft_layers
 from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.presets.heads import own_parts
 from parkd_engine.vision.tower import PromptImage
 from transformers import (
     Cache,

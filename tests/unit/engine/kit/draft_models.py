@@ -13,8 +13,8 @@ import torch
 from parkd_engine import EngineConfig, Session, open_session
 from parkd_engine.decoding import Decoder
 from parkd_engine.draft.stream_head import head_class
-from parkd_engine.families.draft_presets import hand_on, own_parts
-from parkd_engine.families.random_weights import LAYER_ENDINGS
+from parkd_engine.families.presets.heads import hand_on, own_parts
+from parkd_engine.families.presets.weights import LAYER_ENDINGS
 from parkd_engine.forward.stages import MIXER
 from parkd_engine.loading.draft_loading import declare_head
 from parkd_engine.words.sampling import Sampler

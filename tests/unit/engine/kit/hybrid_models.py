@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from parkd_engine.families.multimodal import VISION_FAMILIES
-from parkd_engine.loading.draft_loading import declare_head, head_settings
+from parkd_engine.families.records import FAMILY_BY_TYPE, VISION_FAMILIES
+from parkd_engine.loading.draft_loading import declare_head
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.unit.engine.kit.core_models import CONTEXT, FAMILIES, VOCAB, tiny_model
@@ -83,7 +83,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3.5": ("qwen3_5_text", _DELTA_NET),
-    "qwen3.5-mtp": ("qwen3_5_text", {**_DELTA_NET, **head_settings("qwen3_5_text")}),
+    "qwen3.5-mtp": ("qwen3_5_text", {**_DELTA_NET, **FAMILY_BY_TYPE["qwen3_5_text"].head_settings}),
     "qwen4-exp": ("qwen4_exp_text", _SPARSE),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "granite-h": (

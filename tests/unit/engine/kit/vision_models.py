@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from parkd_engine.families.multimodal import family_of, language_config
+from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.records import vision_of
 from parkd_engine.vision.images import ImageProcessor, ImageTokens
 from parkd_engine.vision.tower import PromptImage
 from PIL import Image
@@ -57,7 +58,7 @@ def png(seed: int, width: int, height: int) -> bytes:
 
 def processor_of(model: Any) -> ImageProcessor | None:
     """None for a model that reads no pictures."""
-    if family_of(model.config) is None:
+    if vision_of(model.config) is None:
         return None
     library = (
         transformers.Qwen2VLImageProcessorPil(

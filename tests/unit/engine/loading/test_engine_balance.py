@@ -6,7 +6,7 @@ import pytest
 import torch
 from parkd_engine import EngineConfig, InvalidSplit
 from parkd_engine.balance import LayerNeed, ModelNeed, balanced_split, choose_split, model_need
-from parkd_engine.families import presets
+from parkd_engine.families.presets.shapes import preset_config
 
 GIB = 1 << 30
 
@@ -49,7 +49,7 @@ def test_layers_that_share_are_not_parted() -> None:
 
 
 def test_what_a_model_needs_is_counted_without_its_weights() -> None:
-    config = presets.preset_config("random:qwen3.5-27b")
+    config = preset_config("random:qwen3.5-27b")
     counted = model_need(config, torch.bfloat16, EngineConfig(("cuda:0", "cuda:1"), ctx_checkpoints=4))
     weights = sum(layer.constant_bytes for layer in counted.layers) + counted.first_bytes + counted.last_bytes
     fixed = 5 * 48 * (48 * 128 * 128 * 4 + 10240 * 4 * 2)
@@ -59,7 +59,7 @@ def test_what_a_model_needs_is_counted_without_its_weights() -> None:
 
 
 def test_the_memory_that_is_free_decides_on_cards_only() -> None:
-    config = presets.preset_config("random:qwen3-8b")
+    config = preset_config("random:qwen3-8b")
     free = {"cuda:0": 30 * GIB, "cuda:1": 60 * GIB, "cpu": 1}
     layout = EngineConfig(("cuda:0", "cuda:1"), context_tokens=40_000)
     (_, first), (_, last) = choose_split(config, torch.bfloat16, layout, free.__getitem__)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parkd_engine.families.presets import preset_config
+from parkd_engine.families.presets.shapes import preset_config
 from parkd_engine.loading.fingerprint import FINGERPRINT_BYTES, fingerprint
 
 WEIGHTS = b"w" * 16

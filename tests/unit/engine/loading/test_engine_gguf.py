@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from parkd_engine.errors import ModelLoadError, UnsupportedModel
-from parkd_engine.families import presets
+from parkd_engine.families.presets.shapes import PRESETS, preset_config
+from parkd_engine.families.presets.weights import random_model
+from parkd_engine.families.presets.words import CHATML, SPECIAL_TOKENS, tiny_tokenizer
 from parkd_engine.loading import gguf_convert
 from parkd_engine.loading.gguf_metadata import GgufMetadata
 from parkd_engine.loading.gguf_tokenizer import save_tokenizer
@@ -44,9 +46,9 @@ def write_gguf(
 
     With `packing`, matrices are stored so, and returned as they are once unpacked.
     """
-    config = presets.preset_config(f"random:{name}")
+    config = preset_config(f"random:{name}")
     config.tie_word_embeddings = False
-    weights = dict(presets.random_model(config, torch.float32, torch.device("cpu")).state_dict())
+    weights = dict(random_model(config, torch.float32, torch.device("cpu")).state_dict())
     writer = gguf.GGUFWriter(str(path), kind or config.model_type)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -88,16 +90,16 @@ def write_gguf(
 
 def write_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
     """The tiny tokenizer; as llama.cpp's converter does, rows of no token get a name and are marked unused."""
-    content = json.loads(presets.tiny_tokenizer().backend_tokenizer.to_str())
+    content = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
     tokens = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     unused = [f"[PAD{number}]" for number in range(len(tokens), vocabulary)]
     writer.add_token_list(tokens + unused)
-    writer.add_token_types([3 if token in presets.SPECIAL_TOKENS else 1 for token in tokens] + [5] * len(unused))
+    writer.add_token_types([3 if token in SPECIAL_TOKENS else 1 for token in tokens] + [5] * len(unused))
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
-    writer.add_chat_template(presets.CHATML)
+    writer.add_chat_template(CHATML)
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2", "tiny-qwen3"])
@@ -109,7 +111,7 @@ def test_a_gguf_file_becomes_the_model_it_was_made_of(name: str, tmp_path: Path,
     for key, values in weights.items():
         assert torch.equal(found[key], values), key
     text = "<|im_start|>user\nSome t\u00e9xt 123<|im_end|>"
-    assert loaded.tokenizer.encode(text) == presets.tiny_tokenizer().encode(text)
+    assert loaded.tokenizer.encode(text) == tiny_tokenizer().encode(text)
     assert loaded.template.render([{"role": "user", "content": "a"}], [], {}).startswith("<|im_start|>user\na")
     assert loaded.end_token_ids == {0, 2}
 
@@ -273,7 +275,7 @@ def test_a_sentencepiece_vocabulary_of_a_gguf_file_is_read(prefix: bool, tmp_pat
             for part in writer.kv_data:
                 part.pop(f"tokenizer.ggml.{name}", None)
         writer.add_tokenizer_model("llama")
-        unused = presets.PRESETS["tiny-llama"].settings["vocab_size"] - len(words)
+        unused = PRESETS["tiny-llama"].settings["vocab_size"] - len(words)
         writer.add_token_list(words + [f"[PAD{number}]" for number in range(unused)])
         writer.add_token_scores(scores + [-1000.0] * unused)
         writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 5 + [5] * unused)

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from parkd_engine.errors import ModelLoadError, TemplateRefused, UnsupportedModel
-from parkd_engine.families import presets
+from parkd_engine.families.presets.shapes import preset_config
+from parkd_engine.families.presets.weights import random_model
+from parkd_engine.families.presets.words import tiny_tokenizer
 from parkd_engine.loading import model_cache
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.loading.model_cache import ModelCache
@@ -37,9 +39,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def save_directory(name: str, path: Path) -> Path:
-    config = presets.preset_config(f"random:{name}")
-    presets.random_model(config, torch.float32, torch.device("cpu")).save_pretrained(path)
-    presets.tiny_tokenizer().save_pretrained(path)
+    config = preset_config(f"random:{name}")
+    random_model(config, torch.float32, torch.device("cpu")).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
     return path
 
 
@@ -209,7 +211,7 @@ def test_a_template_file_replaces_the_models_own(tmp_path: Path, cache: Path) ->
     ],
 )
 def test_a_template_that_refuses_is_heard(source: str | None, words: str) -> None:
-    tokenizer = presets.tiny_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(TemplateRefused, match=words):
         ChatTemplate(tokenizer, source).render([{"role": "user", "content": "a"}], [], {})

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parkd_engine.errors import ModelLoadError
-from parkd_engine.families.presets import tiny_tokenizer
+from parkd_engine.families.presets.words import tiny_tokenizer
 from parkd_engine.words.text import TextAssembler, TokenBytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -8,8 +8,6 @@ Their layers compute, store and cost the same as in other presets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,37 +15,11 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from parkd_engine.draft.stream_head import StreamHead, head_class
-from parkd_engine.families.hybrid_presets import HYBRID_PRESETS
-from parkd_engine.families.random_weights import SEED, draw_weights
-from parkd_engine.families.vision_presets import VISION_PRESETS
-from parkd_engine.loading.draft_loading import head_settings
+from parkd_engine.families.presets.shapes import ECHO
+from parkd_engine.families.presets.weights import SEED, draw_weights
 
-WITH_HEAD = "-mtp"
-ECHO = "-echo"
-WITH_HEADS = (
-    *("tiny-qwen3-next", "tiny-qwen3.5", "tiny-qwen3.5-vl", "tiny-qwen4-exp"),
-    *("tiny-qwen4-exp-vl", "tiny-deepseek-v3", "tiny-glm4-lite"),
-    *("qwen3.5-27b", "qwen4-exp-small"),
-)
 ECHO_GAIN = 0.003
 """How much layers add to their input: with this, most guesses are right, but not all."""
-
-
-def _with_head(name: str) -> tuple[str, Mapping[str, Any]]:
-    kind, settings = {**HYBRID_PRESETS, **VISION_PRESETS}[name]
-    if "text_config" in settings:
-        return kind, {**settings, "text_config": {**settings["text_config"], **head_settings(f"{kind}_text")}}
-    return kind, {**settings, **head_settings(kind)}
-
-
-DRAFT_PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
-    {f"{name}{WITH_HEAD}{ending}": _with_head(name) for name in WITH_HEADS for ending in ("", ECHO)}
-)
-
-
-def headless(name: str) -> str:
-    """The name of the same preset without a head."""
-    return name.removesuffix(ECHO).removesuffix(WITH_HEAD)
 
 
 def layer_gain(name: str) -> float:

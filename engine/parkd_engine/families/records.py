@@ -1,0 +1,221 @@
+"""What is known of each family of models: one record a family, and every other module looks it up here.
+
+To add a family, add its record to `FAMILIES` and a small random model of it to `presets.shapes`. What is not in the
+record follows from the configuration: which kind each layer is (`layer_state`), how many residual streams there are,
+and the factors of embeddings and logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+from parkd_engine.families.linear_state import (
+    LinearStates,
+    delta_net_and_ngrams,
+    gated_delta_net,
+    mamba2,
+    short_convolution,
+)
+
+
+class FusedPart(Enum):
+    """A kind of module for which `forward.one_token` has kernels."""
+
+    NORM = "a norm whose weight is an offset from 1"
+    GATED = "a gated feed-forward"
+    DELTA_NET = "a gated delta net"
+    GEMMA_LAYER = "a whole layer of Gemma 3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionFamily:
+    """How a family reads images. Its whole model has a configuration of its own, with the text model's inside."""
+
+    model_type: str
+    """`model_type` of the whole model's configuration."""
+    architecture: str
+    """Class name of the whole model, as in checkpoints."""
+    processor: str
+    """The library's image processor class; the variant that needs only Pillow."""
+    tokens: tuple[str, ...]
+    """Special tokens: begin of an image, end of an image, a position of an image, and others of the family."""
+    begins_only: bool
+    """The chat template writes only the begin token, which becomes begin, image and end token between empty lines.
+    Otherwise it writes all three."""
+    sees_itself: bool
+    """Attention within an image is bidirectional, so that no chunk may end inside it."""
+    by_grid: bool
+    """Rotary positions have three coordinates (M-RoPE). Those of an image follow its rows and columns; the text after
+    it continues as if the image were as long as its longer side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family of models that the engine runs."""
+
+    model_type: str
+    """`model_type` of the text model's configuration."""
+    architecture: str
+    """Class name of the text model, as in checkpoints."""
+    gguf_name: str | None = None
+    """llama.cpp's name of the architecture, if `loading.gguf_convert` adds all entries of such files that the library's
+    reader misses."""
+
+    has_latents: bool = False
+    """Whether rows are latents, from which keys and values are computed. (DeepSeek-V2, section 2.1.)"""
+    linear_states: LinearStates | None = None
+    """The states of a layer that has recurrent or convolution state."""
+    recurrent_module: str | None = None
+    """The layers' attribute that holds the module with that state; for families that come with draft heads."""
+
+    draft_head: Mapping[str, Any] | None = None
+    """If its draft heads can be used: the settings that they have besides, or other than, those of `head_settings`."""
+    vision: VisionFamily | None = None
+
+    final_norm: str = "norm"
+    """The model's attribute that holds the norm after the last layer."""
+    layers_give_tuples: bool = False
+    """Whether layers return a tuple, of which the model uses the first element."""
+
+    is_dense: bool = False
+    """Whether `forward.dense` can run its layers: norm, attention with plain rotary positions, residual, norm,
+    SiLU-gated feed-forward, residual."""
+    fused_parts: Mapping[str, FusedPart] = field(default_factory=lambda: MappingProxyType({}))
+    """Name of a class in the library's code of the family -> its kernels for one or a few tokens."""
+    recorded_chunks: str | None = None
+    """Name of the layers' class, if their linear attention reads nothing back from the device and ignores the
+    position, so that chunks can be recorded."""
+
+    @property
+    def head_settings(self) -> dict[str, Any]:
+        """The settings that declare a draft head of one layer in a text configuration."""
+        return {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"], **(self.draft_head or {})}
+
+
+_QWEN_IMAGES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+FAMILIES: tuple[Family, ...] = (
+    Family(model_type="llama", architecture="LlamaForCausalLM", gguf_name="llama", is_dense=True),
+    Family(model_type="qwen2", architecture="Qwen2ForCausalLM", gguf_name="qwen2", is_dense=True),
+    Family(model_type="qwen3", architecture="Qwen3ForCausalLM", gguf_name="qwen3", is_dense=True),
+    Family(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        gguf_name="gemma3",
+        fused_parts={"Gemma3RMSNorm": FusedPart.NORM, "Gemma3DecoderLayer": FusedPart.GEMMA_LAYER},
+        vision=VisionFamily(
+            model_type="gemma3",
+            architecture="Gemma3ForConditionalGeneration",
+            processor="Gemma3ImageProcessorPil",
+            tokens=("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+            begins_only=True,
+            sees_itself=True,
+            by_grid=False,
+        ),
+    ),
+    Family(
+        model_type="qwen3_next",
+        architecture="Qwen3NextForCausalLM",
+        linear_states=gated_delta_net,
+        recurrent_module="linear_attn",
+        draft_head={},
+        fused_parts={"Qwen3NextRMSNorm": FusedPart.NORM},
+    ),
+    Family(
+        model_type="qwen3_5_text",
+        architecture="Qwen3_5ForCausalLM",
+        linear_states=gated_delta_net,
+        recurrent_module="linear_attn",
+        draft_head={},
+        fused_parts={
+            "Qwen3_5RMSNorm": FusedPart.NORM,
+            "Qwen3_5MLP": FusedPart.GATED,
+            "Qwen3_5GatedDeltaNet": FusedPart.DELTA_NET,
+        },
+        recorded_chunks="Qwen3_5DecoderLayer",
+        vision=VisionFamily(
+            model_type="qwen3_5",
+            architecture="Qwen3_5ForConditionalGeneration",
+            processor="Qwen2VLImageProcessorPil",
+            tokens=_QWEN_IMAGES,
+            begins_only=False,
+            sees_itself=False,
+            by_grid=True,
+        ),
+    ),
+    Family(
+        model_type="qwen4_exp_text",
+        architecture="Qwen4ExpForCausalLM",
+        linear_states=delta_net_and_ngrams,
+        recurrent_module="linear_attn",
+        draft_head={"mtp_layer_types": ["indexed_attention"]},
+        vision=VisionFamily(
+            model_type="qwen4_exp",
+            architecture="Qwen4ExpForConditionalGeneration",
+            processor="Qwen2VLImageProcessorPil",
+            tokens=_QWEN_IMAGES,
+            begins_only=False,
+            sees_itself=False,
+            by_grid=True,
+        ),
+    ),
+    Family(
+        model_type="lfm2",
+        architecture="Lfm2ForCausalLM",
+        linear_states=short_convolution,
+        final_norm="embedding_norm",
+    ),
+    Family(model_type="granitemoehybrid", architecture="GraniteMoeHybridForCausalLM", linear_states=mamba2),
+    Family(
+        model_type="falcon_h1",
+        architecture="FalconH1ForCausalLM",
+        linear_states=mamba2,
+        final_norm="final_layernorm",
+        layers_give_tuples=True,
+    ),
+    Family(model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", has_latents=True),
+    Family(model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM", has_latents=True, draft_head={}),
+    Family(
+        model_type="glm4_moe_lite",
+        architecture="Glm4MoeLiteForCausalLM",
+        has_latents=True,
+        draft_head={"mtp_mlp_layer_types": ["sparse"]},
+    ),
+)
+"""Every family. A model of any other is refused (`architectures.check_config`)."""
+
+VISION_FAMILIES: Mapping[str, VisionFamily] = MappingProxyType(
+    {family.vision.model_type: family.vision for family in FAMILIES if family.vision is not None}
+)
+"""`model_type` of a whole model that reads images -> how."""
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {family.architecture: family.model_type for family in FAMILIES}
+    | {vision.architecture: vision.model_type for vision in VISION_FAMILIES.values()}
+)
+"""Class name, as in checkpoints -> `model_type` of its configuration."""
+FUSED_PARTS: Mapping[str, FusedPart] = MappingProxyType(
+    {name: part for family in FAMILIES for name, part in family.fused_parts.items()}
+)
+"""Name of a class of the library -> its kernels, over all families."""
+RECORDED_CHUNKS = frozenset(family.recorded_chunks for family in FAMILIES if family.recorded_chunks is not None)
+"""Classes of layers whose chunks can be recorded, over all families."""
+FAMILY_BY_TYPE: Mapping[str, Family] = MappingProxyType(
+    {family.model_type: family for family in FAMILIES}
+    | {family.vision.model_type: family for family in FAMILIES if family.vision is not None}
+)
+"""`model_type` of the text model or of the whole model -> the family."""
+
+
+def family_of(config: Any) -> Family:
+    """The family of a model with this configuration of the library's. Raises KeyError for a family that is not listed,
+    which `architectures.check_config` refuses first."""
+    return FAMILY_BY_TYPE[config.model_type]
+
+
+def vision_of(config: Any) -> VisionFamily | None:
+    """How a model with this configuration reads images; None for a text model."""
+    return VISION_FAMILIES.get(getattr(config, "model_type", ""))
