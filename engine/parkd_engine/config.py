@@ -12,6 +12,9 @@ CPU_BATCH, CARD_BATCH = 512, 2048
 """Tokens in a prefill chunk. On CPUs a longer chunk is no faster and delays cancelling; a shorter one does not keep a
 GPU busy (86k tokens of an 8B model on two H200: 4.9 s with 2048, 5.1 s with 4096)."""
 
+CTX_CHECKPOINTS = 8
+"""The most checkpoints of fixed state kept on the devices, unless another number is asked for."""
+
 
 def batch_for(devices: Sequence[str]) -> int:
     """The default number of tokens in a prefill chunk: `CARD_BATCH` if all stages are on GPUs, else `CPU_BATCH`."""
@@ -32,14 +35,14 @@ class EngineConfig:
     """The first layer of each stage after the first, ascending; None balances the layers over the devices."""
     context_tokens: int | None = None
     """Rows in every arena; None takes the model's own limit or what fits, whichever is smaller."""
-    batch_tokens: int = 512
+    batch_tokens: int = CPU_BATCH
     """Tokens in a prefill chunk; chunks end at absolute multiples of it."""
     dtype: torch.dtype | None = None
     """The compute dtype; None is float32 on CPU and the checkpoint's own on CUDA."""
     kv_dtype: torch.dtype | None = None
     """The dtype that stores keys and values, one of `arenas.kv_format.KV_FORMATS`; None is the compute dtype."""
 
-    ctx_checkpoints: int = 8
+    ctx_checkpoints: int = CTX_CHECKPOINTS
     """The most checkpoints of fixed state kept on the devices, for models that have fixed state."""
     draft_tokens: int | None = None
     """The most tokens that a draft head guesses in a step; None and 0 decode without one."""

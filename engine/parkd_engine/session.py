@@ -21,6 +21,7 @@ from parkd_engine.arenas.fixed_state import FixedState
 from parkd_engine.arenas.layout import state_digest
 from parkd_engine.arenas.step_history import step_by_step
 from parkd_engine.arenas.timeline_images import TimelineImages
+from parkd_engine.config import CTX_CHECKPOINTS
 from parkd_engine.draft.head import Choose, DraftHead
 from parkd_engine.errors import ContextFull
 from parkd_engine.forward.forward import ChunksUnderWay, ModelForward
@@ -51,7 +52,7 @@ class Session:
         arenas: Sequence[StageArena],
         batch_tokens: int = 512,
         config: Any = None,
-        ctx_checkpoints: int = 8,
+        ctx_checkpoints: int = CTX_CHECKPOINTS,
         vision: VisionTower | None = None,
         *,
         draft_model: Any = None,

@@ -141,7 +141,7 @@ def compose(
     from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.identity.builder import IdentityBuilder
     from parkd.identity.normalise import NormaliserConfig
-    from parkd.proxy.config import ProxyConfig, Services
+    from parkd.proxy.config import Services
 
     answers = answer_memory(config, engine, background)
     identity = IdentityBuilder(
@@ -160,7 +160,6 @@ def compose(
         store = open_store(config, engine, store_config, files)
         if engine.host_memory_hooks() is not None:  # Page-locked in a thread of its own, while requests are answered.
             store.grow_ahead()
-    server = config.server
     output = replace(output_format(engine.template_source), reader=engine.response_reader)
     build_mask, prepare = mask_builder(engine, output)
     return Services(
@@ -175,19 +174,7 @@ def compose(
         build_mask=build_mask,
         prepare=prepare,
         return_memory=return_freed_memory,
-        config=ProxyConfig(
-            host=server.host,
-            port=server.port,
-            max_queue=server.max_queue,
-            bodies_limit_bytes=server.max_queue_bytes,
-            max_output_tokens=server.max_output_tokens,
-            api_keys=server.api_keys,
-            operator_keys=server.operator_keys,
-            named_keys=named_keys,
-            alias=config.model.alias,
-            resend_grace_s=RESEND_GRACE_S,
-            cors_origins=server.cors_origins,
-        ),
+        config=replace(config.server, named_keys=named_keys, resend_grace_s=RESEND_GRACE_S),
     )
 
 

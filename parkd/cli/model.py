@@ -149,7 +149,7 @@ def load_llama_cpp(
     """Loads a GGUF file through llama.cpp in process. Raises ModelError."""
     from parkd_engine.words.steering import VectorFile
 
-    from parkd.engine_adapter.llama_cpp import LlamaCppConfig, LoraFile
+    from parkd.engine_adapter.llama_cpp import LlamaCppConfig
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
 
     asked, llama = config.model, config.model.llama
@@ -169,7 +169,7 @@ def load_llama_cpp(
         cache_type_k=cache_type_name(llama.cache_type_k),
         cache_type_v=cache_type_name(llama.cache_type_v),
         flash_attn=llama.flash_attn,
-        loras=tuple(LoraFile(lora.path, lora.scale) for lora in llama.loras),
+        loras=llama.loras,
         control_vectors=tuple(VectorFile(each.name, each.path, each.scale) for each in asked.control_vectors),
         steered_layers=asked.steered_layers,
         is_demo_model=is_demo,

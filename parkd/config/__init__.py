@@ -8,8 +8,8 @@ reads the environment. Whatever is wrong raises ConfigError, which names the pla
 
 from parkd.config.parsers import EVICTION_POLICIES, MIB
 from parkd.config.reading import load, nearest
-from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting
-from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ServerConfig
+from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting, default_of
+from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ProxyConfig
 
 __all__ = [
     "ENV_PREFIX",
@@ -20,8 +20,9 @@ __all__ = [
     "Config",
     "DiskCacheConfig",
     "ModelConfig",
-    "ServerConfig",
+    "ProxyConfig",
     "Setting",
+    "default_of",
     "load",
     "nearest",
 ]

@@ -20,6 +20,8 @@ FLAGS = ("gpu-layers", "split-mode", "tensor-split", "main-gpu", "flash-attn", "
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
+    """An adapter. It applies to all prompts and answers."""
+
     path: Path
     scale: float = 1.0
 
@@ -28,15 +30,15 @@ class LoraAdapter:
 class LlamaSettings:
     """How llama.cpp loads a model."""
 
-    gpu_layers: int | None = None
-    split_mode: str = "layer"
-    tensor_split: tuple[float, ...] = ()
-    main_gpu: int = 0
-    flash_attn: str = "auto"
-    loras: tuple[LoraAdapter, ...] = ()
-    cache_type_k: str | None = None
-    cache_type_v: str | None = None
-    given: tuple[str, ...] = ()
+    gpu_layers: int | None
+    split_mode: str
+    tensor_split: tuple[float, ...]
+    main_gpu: int
+    flash_attn: str
+    loras: tuple[LoraAdapter, ...]
+    cache_type_k: str | None
+    cache_type_v: str | None
+    given: tuple[str, ...]
     """The settings among FLAGS that were changed, which no other engine supports."""
 
 

@@ -14,7 +14,7 @@ from parkd.config.llama_settings import llama_settings
 from parkd.config.model_settings import control_vectors, draft_tokens, one_kv_format
 from parkd.config.parsers import MIB
 from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting
-from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ServerConfig, UpstreamConfig
+from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ProxyConfig, UpstreamConfig
 from parkd.errors import ConfigError
 
 UPSTREAM_PARK_DIR = "parkd"
@@ -171,7 +171,6 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
     return Config(
         model=ModelConfig(
             model=values["model"],
-            alias=values["alias"],
             chat_template_file=values["chat-template-file"],
             devices=values["devices"],
             layer_split=values["layer-split"],
@@ -197,15 +196,16 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             min_free_bytes=values["conversation-cache-min-free-mib"],
             record=None if values["record"] is None else Path(values["record"]).expanduser(),
         ),
-        server=ServerConfig(
+        server=ProxyConfig(
             host=values["host"],
             port=values["port"],
             api_keys=values["api-key"],
             operator_keys=values["operator-key"],
             api_key_file=values["api-key-file"],
             max_queue=values["max-queue"],
-            max_queue_bytes=values["max-queue-mib"] * MIB,
+            bodies_limit_bytes=values["max-queue-mib"] * MIB,
             max_output_tokens=values["max-output-tokens"],
+            alias=values["alias"],
             cors_origins=values["cors-origin"],
             keeps_billing_header=values["keep-billing-header"],
             rewrite_rules_file=values["rewrite-rules"],

@@ -25,7 +25,9 @@ class Setting:
     parse: Callable[[str], Any]
     """Text to value; raises ValueError saying what is expected."""
     default: Any
-    help: str
+    """The only place where the default is written. `default_of` is for those who need it elsewhere."""
+    text: str
+    """What the help says; `{}` stands for the default."""
     many: bool = False
     """The flag may be given several times."""
     words: int = 1
@@ -36,6 +38,10 @@ class Setting:
     @property
     def variable(self) -> str:
         return ENV_PREFIX + self.name.upper().replace("-", "_")
+
+    @property
+    def help(self) -> str:
+        return self.text.replace("{}", str(self.default))
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -97,7 +103,7 @@ SETTINGS: tuple[Setting, ...] = (
         "N",
         parsers.count(1, 1024),
         8,
-        "copies of the fixed state to go back to, for models that have it (8)",
+        "copies of the fixed state to go back to, for models that have it ({})",
     ),
     Setting("kv-cache-dtype", "model", "TYPE", kv_format, None, "type of keys and values: f32, f16, bf16, int8 (auto)"),
     Setting(
@@ -133,7 +139,7 @@ SETTINGS: tuple[Setting, ...] = (
         "MODE",
         split_mode,
         "layer",
-        "how to use several cards: none, layer, row (layer)",
+        "how to use several cards: none, layer, row ({})",
         short=("-sm",),
     ),
     Setting(
@@ -146,9 +152,15 @@ SETTINGS: tuple[Setting, ...] = (
         short=("-ts",),
     ),
     Setting(
-        "main-gpu", "llama.cpp", "N", parsers.count(0), 0, "the card for --split-mode none or row (0)", short=("-mg",)
+        "main-gpu",
+        "llama.cpp",
+        "N",
+        parsers.count(0),
+        0,
+        "the card for --split-mode none or row ({})",
+        short=("-mg",),
     ),
-    Setting("flash-attn", "llama.cpp", "HOW", flash_attn, "auto", "on, off or auto (auto)", short=("-fa",)),
+    Setting("flash-attn", "llama.cpp", "HOW", flash_attn, "auto", "on, off or auto ({})", short=("-fa",)),
     Setting("lora", "llama.cpp", "FILE", loras, (), "adapter, at scale 1; may be repeated", True),
     Setting("lora-scaled", "llama.cpp", "FILE:SCALE", scaled_loras, (), "the same with its scale", True),
     Setting(
@@ -190,7 +202,7 @@ SETTINGS: tuple[Setting, ...] = (
         "SECONDS",
         parsers.count(1),
         600,
-        "longest silence inside its answers, such as while it reads a batch (600)",
+        "longest silence inside its answers, such as while it reads a batch ({})",
     ),
     Setting(
         "conversation-cache-mib",
@@ -214,12 +226,17 @@ SETTINGS: tuple[Setting, ...] = (
         "HOW",
         parsers.replay,
         "remember",
-        "earlier answers: remember their tokens, or strict: render them (remember)",
+        "earlier answers: remember their tokens, or strict: render them ({})",
     ),
     Setting(
-        "prompt-memory-mib", "parking", "MIB", parsers.count(0), 64, "memory for the tokens of texts seen before (64)"
+        "prompt-memory-mib",
+        "parking",
+        "MIB",
+        parsers.count(0),
+        64,
+        "memory for the tokens of texts seen before ({})",
     ),
-    Setting("answer-memory-mib", "parking", "MIB", parsers.count(0), 32, "memory for the tokens of answers (32)"),
+    Setting("answer-memory-mib", "parking", "MIB", parsers.count(0), 32, "memory for the tokens of answers ({})"),
     Setting(
         "conversation-cache-disk-mib",
         "parking",
@@ -237,7 +254,12 @@ SETTINGS: tuple[Setting, ...] = (
         "directory for them, to survive a restart (none: lost when parkd stops)",
     ),
     Setting(
-        "disk-write-gib-per-day", "parking", "GIB", parsers.count(1), 200, "most that is written to disk per day (200)"
+        "disk-write-gib-per-day",
+        "parking",
+        "GIB",
+        parsers.count(1),
+        200,
+        "most that is written to disk per day ({})",
     ),
     Setting(
         "conversation-cache-max-age-hours",
@@ -253,7 +275,7 @@ SETTINGS: tuple[Setting, ...] = (
         "NAME",
         parsers.eviction_policy,
         "value",
-        "what is evicted first: value, gdsf, lru (value)",
+        "what is evicted first: value, gdsf, lru ({})",
     ),
     Setting(
         "conversation-cache-min-free-mib",
@@ -271,8 +293,8 @@ SETTINGS: tuple[Setting, ...] = (
         None,
         "write a trace of the turns, without text, for parkd replay",
     ),
-    Setting("host", "server", "ADDRESS", parsers.some_text, "127.0.0.1", "address to listen on (127.0.0.1)"),
-    Setting("port", "server", "PORT", parsers.count(0, 65535), 8080, "port to listen on, 0 for any free one (8080)"),
+    Setting("host", "server", "ADDRESS", parsers.some_text, "127.0.0.1", "address to listen on ({})"),
+    Setting("port", "server", "PORT", parsers.count(0, 65535), 8080, "port to listen on, 0 for any free one ({})"),
     Setting(
         "api-key",
         "server",
@@ -318,9 +340,15 @@ SETTINGS: tuple[Setting, ...] = (
         "leave the billing header of agents in prompts",
     ),
     Setting("rewrite-rules", "server", "FILE", parsers.file, None, "TOML of regex rules applied to prompts (none)"),
-    Setting("max-queue", "server", "N", parsers.count(1, 100_000), 64, "requests that may wait before a 503 (64)"),
-    Setting("max-queue-mib", "server", "MIB", parsers.count(1), 256, "memory for their bodies before a 503 (256)"),
+    Setting("max-queue", "server", "N", parsers.count(1, 100_000), 64, "requests that may wait before a 503 ({})"),
+    Setting("max-queue-mib", "server", "MIB", parsers.count(1), 256, "memory for their bodies before a 503 ({})"),
     Setting(
         "max-output-tokens", "server", "TOKENS", parsers.count(1), None, "longest answer (up to the end of the context)"
     ),
 )
+_DEFAULTS = {setting.name: setting.default for setting in SETTINGS}
+
+
+def default_of(name: str) -> Any:
+    """The default of the setting `name`, in the unit of the setting."""
+    return _DEFAULTS[name]

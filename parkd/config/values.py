@@ -8,6 +8,9 @@ from typing import Literal
 
 from parkd.config.llama_settings import LlamaSettings
 from parkd.config.model_settings import ControlVectorFile
+from parkd.config.parsers import MIB
+from parkd.config.settings import default_of
+from parkd.types import NamedKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +20,8 @@ class UpstreamConfig:
     url: str
     slot_dir: Path
     """Its `--slot-save-path`."""
-    api_key: str | None = field(default=None, repr=False)
-    silence_s: float = 600.0
+    api_key: str | None = field(repr=False)
+    silence_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,6 @@ class ModelConfig:
 
     model: str | None
     """A directory, a hub id or a GGUF file; None: the demo model, if it is installed."""
-    alias: str | None
-    """The name that `/v1/models` shows."""
     chat_template_file: Path | None
     devices: tuple[str, ...]
     """One per stage; empty: chosen when the model is loaded."""
@@ -38,21 +39,21 @@ class ModelConfig:
     """Context length; None: the largest that fits, up to the model's limit."""
     batch_tokens: int | None
     """Tokens per prefill chunk; None: by the kind of devices."""
-    ctx_checkpoints: int = 8
+    ctx_checkpoints: int
     """Copies of the fixed state on the devices, for models that have it."""
-    kv_format: str | None = None
+    kv_format: str | None
     """Type of the stored keys and values, a name in `arenas.kv_format`; None: the type they are computed in."""
-    draft_tokens: int | None = None
+    draft_tokens: int | None
     """Tokens that a draft head guesses per step; None: the engine's default, 0: none."""
-    control_vectors: tuple[ControlVectorFile, ...] = ()
-    steered_layers: tuple[int, int] | None = None
+    control_vectors: tuple[ControlVectorFile, ...]
+    steered_layers: tuple[int, int] | None
     """First and last layer that control vectors may steer; None: all but the first."""
-    upstream: UpstreamConfig | None = None
+    upstream: UpstreamConfig | None
     """If set, this llama-server serves the model, and nothing is loaded here."""
-    threads: int | None = None
+    threads: int | None
     """Threads that compute on CPUs; None: the library's own choice."""
-    engine: str = "auto"
-    llama: LlamaSettings = field(default_factory=LlamaSettings)
+    engine: str
+    llama: LlamaSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,37 +79,60 @@ class CacheConfig:
     """Most conversations; None: as many as the budget holds."""
     answer_bytes: int
     """Memory for the tokens of generated answers; 0: every answer that comes back is rendered."""
-    memo_bytes: int = 64 * 1024 * 1024
+    memo_bytes: int
     """Memory for tokens and hashes of texts seen before; 0: each prompt is tokenised from its start."""
-    disk: DiskCacheConfig = DiskCacheConfig(0, None, 0, None)
-    eviction_policy: str = "value"
+    disk: DiskCacheConfig
+    eviction_policy: str
     """One of EVICTION_POLICIES."""
-    min_free_bytes: int | None = None
+    min_free_bytes: int | None
     """Memory of the machine that parking leaves free; None: by the machine's size."""
-    record: Path | None = None
+    record: Path | None
     """File for a trace of the turns; None: no trace."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """How the server listens, and who may use it."""
+class ProxyConfig:
+    """Limits, deadlines and access rules of the HTTP side, and where it finds them."""
 
-    host: str
-    port: int
+    host: str = default_of("host")
+    """The address to listen on. If it is a loopback address, the Host of requests must be a loopback name."""
+    port: int = default_of("port")
     """0: any free port."""
-    api_keys: tuple[str, ...]
-    """Keys without names. Each has its own conversations."""
-    operator_keys: tuple[str, ...]
-    """Keys that may also see what all keys do together."""
-    api_key_file: Path | None
-    """File of named keys and their namespaces. If there are no keys at all, clients need none."""
-    max_queue: int
-    max_queue_bytes: int
-    max_output_tokens: int | None
+    max_queue: int = default_of("max-queue")
+    """Requests that may wait for the lane, not counting the running one."""
+    max_output_tokens: int | None = None
     """The most tokens of an answer; None: up to the end of the context."""
-    cors_origins: tuple[str, ...]
-    """Origins of web pages that may call this server; empty: only those of this machine."""
-    keeps_billing_header: bool
+    api_keys: tuple[str, ...] = ()
+    """Keys that each have their own namespace. If there are neither these nor named keys, clients need none."""
+    api_key_file: Path | None = None
+    """File of the named keys and their namespaces."""
+    named_keys: tuple[NamedKey, ...] = ()
+    """Those in `api_key_file`, once it is read."""
+    operator_keys: tuple[str, ...] = ()
+    """Keys that may also see what all keys do together. If there are any keys at all, only these may."""
+    body_limit_bytes: int = 64 * MIB
+    bodies_limit_bytes: int = default_of("max-queue-mib") * MIB
+    """Limit for all bodies together that are being read, wait or run. Each body also has its own limit."""
+    body_silence_s: float = 60.0
+    """A request fails if no part of its body arrives for this long, which frees the memory charged for it."""
+    idle_connection_s: int = 75
+    """A connection without a complete request header is closed after this long. Longer than clients keep idle
+    connections, so that a client does not send a request just as the server closes."""
+    first_byte_deadline_s: float = 10.0
+    """Headers of a streamed answer are sent after this long at the latest, with `pending` if the start of the turn is
+    not known yet."""
+    keep_alive_s: float = 10.0
+    """The longest silence on a stream; then a keep-alive is sent."""
+    resend_grace_s: float = 0.0
+    """A turn whose client has disconnected waits this long for the same request to be sent again; 0: the turn is given
+    up at once."""
+    shutdown_deadline_s: float = 20.0
+    """The time that the running answer has to end after a stop is requested; then it is cut."""
+    alias: str | None = None
+    """The name that `/v1/models` shows; None: the model's own."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call this server, besides loopback ones and its own host."""
+    keeps_billing_header: bool = False
     """Whether the billing header of agents, which changes with each request, stays in the prompt."""
     rewrite_rules_file: Path | None = None
     """File of rules for replacing text in prompts; None: no rules."""
@@ -120,8 +144,8 @@ class Config:
 
     model: ModelConfig
     cache: CacheConfig
-    server: ServerConfig
+    server: ProxyConfig
     home: Path
     """Where converted weights are kept."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """Warnings for the user, printed at start."""

@@ -1,4 +1,4 @@
-"""The configuration of the HTTP side, and the services that it is built from."""
+"""The services that the HTTP side is built from."""
 
 from __future__ import annotations
 
@@ -8,57 +8,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from parkd.answers.base import OutputFormat
+from parkd.config import ProxyConfig
 from parkd.engine_adapter.base import Engine
 from parkd.identity.output_memory import Said
 from parkd.lane.turn_log import TurnTrace
-from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest
+from parkd.types import PromptIdentity, TokenMask, TurnRequest
 
 if TYPE_CHECKING:
     from parkd.store.fs import FileSystem
     from parkd.store.store import ConversationStore
 
-MIB = 1024 * 1024
-DEFAULT_BODY_LIMIT_BYTES = 64 * MIB
-
-
-@dataclass(frozen=True, slots=True)
-class ProxyConfig:
-    """Limits, deadlines and access rules."""
-
-    host: str = "127.0.0.1"
-    """The address to listen on. If it is a loopback address, the Host of requests must be a loopback name."""
-    port: int = 8080
-    max_queue: int = 64
-    """Requests that may wait for the lane, not counting the running one."""
-    max_output_tokens: int | None = None
-    """The most tokens of an answer; None: up to the end of the context."""
-    api_keys: tuple[str, ...] = ()
-    """Keys that each have their own namespace. If there are neither these nor named keys, clients need none."""
-    named_keys: tuple[NamedKey, ...] = ()
-    operator_keys: tuple[str, ...] = ()
-    """Keys that may also see what all keys do together. If there are any keys at all, only these may."""
-    body_limit_bytes: int = DEFAULT_BODY_LIMIT_BYTES
-    bodies_limit_bytes: int = 256 * 1024 * 1024
-    """Limit for all bodies together that are being read, wait or run. Each body also has its own limit."""
-    body_silence_s: float = 60.0
-    """A request fails if no part of its body arrives for this long, which frees the memory charged for it."""
-    idle_connection_s: int = 75
-    """A connection without a complete request header is closed after this long. Longer than clients keep idle
-    connections, so that a client does not send a request just as the server closes."""
-    first_byte_deadline_s: float = 10.0
-    """Headers of a streamed answer are sent after this long at the latest, with `pending` if the start of the turn is
-    not known yet."""
-    keep_alive_s: float = 10.0
-    """The longest silence on a stream; then a keep-alive is sent."""
-    resend_grace_s: float = 0.0
-    """A turn whose client has disconnected waits this long for the same request to be sent again; 0: the turn is given
-    up at once."""
-    shutdown_deadline_s: float = 20.0
-    """The time that the running answer has to end after a stop is requested; then it is cut."""
-    alias: str | None = None
-    """The name that `/v1/models` shows; None: the model's own."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call this server, besides loopback ones and its own host."""
+__all__ = ["BuildIdentity", "BuildMask", "ProxyConfig", "Services"]
 
 
 class BuildIdentity(Protocol):
@@ -80,7 +40,7 @@ class Services:
     build_identity: BuildIdentity
     store: ConversationStore | None
     """None: parking is off; the live conversation is still reused."""
-    config: ProxyConfig = ProxyConfig()
+    config: ProxyConfig = field(default_factory=ProxyConfig)
     output: OutputFormat = field(default_factory=OutputFormat)
     """How the model writes its thinking and its tool calls."""
     build_mask: BuildMask | None = None

@@ -7,16 +7,11 @@ from pathlib import Path
 
 from parkd_engine.words.steering import VectorFile
 
+from parkd.config import default_of
+from parkd.config.llama_settings import LoraAdapter
+
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """llama-server's names."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraFile:
-    """An adapter. It applies to all prompts and answers."""
-
-    path: Path
-    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -33,18 +28,18 @@ class LlamaCppConfig:
     context_tokens: int | None = None
     """None: the model's own."""
     batch_tokens: int = 512
-    ctx_checkpoints: int = 8
+    ctx_checkpoints: int = default_of("ctx-checkpoints")
     gpu_layers: int | None = None
     """None: all layers that the library can offload."""
-    split_mode: str = "layer"
+    split_mode: str = default_of("split-mode")
     tensor_split: tuple[float, ...] = ()
-    main_gpu: int = 0
+    main_gpu: int = default_of("main-gpu")
     threads: int | None = None
     """None: one per core."""
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
-    flash_attn: str = "auto"
-    loras: tuple[LoraFile, ...] = ()
+    flash_attn: str = default_of("flash-attn")
+    loras: tuple[LoraAdapter, ...] = ()
     control_vectors: tuple[VectorFile, ...] = ()
     steered_layers: tuple[int, int] | None = None
     is_demo_model: bool = False

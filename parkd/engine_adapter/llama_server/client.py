@@ -23,6 +23,7 @@ from urllib.parse import unquote_to_bytes
 import httpx
 import orjson
 
+from parkd.config import default_of
 from parkd.engine_adapter.llama_server.stream import CompletionStream, error_text
 from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect, NoTls, NotTrusted, Wire, WireAnswer
 from parkd.errors import ModelError, UpstreamDown, UpstreamFailed, UpstreamTimeout
@@ -46,7 +47,7 @@ class Deadlines:
     """Templates, tokens, properties and the state of slots."""
     file_s: float = 300.0
     """Saving and restoring a slot, which depends on the server's disk."""
-    silence_s: float = 600.0
+    silence_s: float = float(default_of("upstream-timeout"))
     """Time between two events of a completion, at least that for reading one batch of a prompt."""
 
 

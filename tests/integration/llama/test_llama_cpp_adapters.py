@@ -16,7 +16,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip 
 
 from parkd_engine.words.steering import VectorFile
 
-from parkd.engine_adapter.llama_cpp import LoraFile
+from parkd.config.llama_settings import LoraAdapter
 from tests.integration.llama.llama_cpp_kit import loaded, opening
 
 pytestmark = pytest.mark.anyio
@@ -57,7 +57,8 @@ def write(writer: gguf.GGUFWriter) -> None:
 async def test_report_10_another_set_of_adapters_reuses_nothing(tmp_path: Path) -> None:
     """All servers park in one directory; only that with the same files and scales finds what was left."""
     one, other = (write_lora(tmp_path / f"{seed}.gguf", seed) for seed in (1, 2))
-    sets = [(), (LoraFile(one),), (LoraFile(one, 0.5),), (LoraFile(other),), (LoraFile(one), LoraFile(other))]
+    plain, half, others = LoraAdapter(one), LoraAdapter(one, 0.5), LoraAdapter(other)
+    sets = [(), (plain,), (half,), (others,), (plain, others)]
     texts, fingerprints = [], []
     for loras in sets:
         with loaded("tiny", tmp_path, loras=loras) as engine:
@@ -94,5 +95,5 @@ async def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path) ->
     from parkd.errors import ModelError
 
     wrong = write_vector(tmp_path / "wrong.gguf", 1)
-    with pytest.raises(ModelError, match=r"wrong\.gguf"), loaded("tiny", tmp_path, loras=(LoraFile(wrong),)):
+    with pytest.raises(ModelError, match=r"wrong\.gguf"), loaded("tiny", tmp_path, loras=(LoraAdapter(wrong),)):
         pass

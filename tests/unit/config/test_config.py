@@ -2,10 +2,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import parkd_engine.config
 import pytest
+from parkd_engine.config import EngineConfig, batch_for
 
-from parkd.config import MIB, SETTINGS, load
+from parkd.config import MIB, SETTINGS, ProxyConfig, default_of, load
+from parkd.config.model_settings import MAX_DRAFT_TOKENS
+from parkd.engine_adapter.llama_cpp import LlamaCppConfig
+from parkd.engine_adapter.llama_server.client import Deadlines
 from parkd.errors import ConfigError
+
+EXPLAINED = ("auto", 0, False)
+"""Defaults whose meaning the help explains in words."""
 
 
 def toml(tmp_path: Path, text: str) -> dict[str, str]:
@@ -222,6 +230,34 @@ def test_cache_folder_follows_the_desktop_convention() -> None:
 def test_every_setting_has_a_name_and_a_help_of_its_own() -> None:
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
     assert all(setting.help for setting in SETTINGS)
+
+
+def test_the_help_shows_the_default_that_the_setting_has() -> None:
+    told = {setting.name: setting.help for setting in SETTINGS if "{}" in setting.text}
+    assert told["ctx-checkpoints"].endswith("for models that have it (8)")
+    for setting in SETTINGS:
+        if setting.metavar and isinstance(setting.default, int | str) and setting.default not in EXPLAINED:
+            assert setting.name in told, f"{setting.name} writes its default twice"
+            assert setting.help.endswith(f"({setting.default})")
+
+
+def test_a_component_built_in_code_has_the_defaults_of_the_settings() -> None:
+    config = load({}, {})
+    assert config.server == ProxyConfig()
+    assert Deadlines().silence_s == default_of("upstream-timeout")
+    in_process = LlamaCppConfig(Path("m.gguf"), Path("cache"))
+    for component in (EngineConfig(), in_process):
+        assert component.ctx_checkpoints == config.model.ctx_checkpoints
+        assert component.context_tokens == config.model.context_tokens
+    assert EngineConfig().draft_tokens == config.model.draft_tokens
+    for name in ("gpu_layers", "split_mode", "tensor_split", "main_gpu", "flash_attn", "loras"):
+        assert getattr(in_process, name) == getattr(config.model.llama, name)
+
+
+def test_bounds_and_chunks_that_the_engine_knows_too_are_the_same() -> None:
+    assert MAX_DRAFT_TOKENS == parkd_engine.config.MAX_DRAFT_TOKENS
+    [batch] = [setting.help for setting in SETTINGS if setting.name == "batch-size"]
+    assert f"(auto: {batch_for(['cpu'])} on CPUs, else {batch_for(['cuda'])})" in batch
 
 
 def test_answers_that_come_back_are_remembered_within_a_bound_or_rendered() -> None:
