@@ -107,6 +107,17 @@ def test_an_inherited_checkpoint_has_the_bytes_of_the_rows_it_belongs_to():
         assert_same_rows(engine.fixed[8], state)
 
 
+def test_what_was_restored_and_not_gone_on_with_copies_nothing():
+    """The checkpoint at its end is inherited, as those before it are."""
+    store, engine = make_store(8 << 20, FIXED), CopyEngine(FIXED)
+    engine.truncate(0)
+    parent = grown(engine, 1, 8, 8).park(store)
+    capture = store.begin_capture(restored(store, engine, parent).request())
+    assert (capture.transfer.start, capture.transfer.stages[0].fixed) == (16, ())
+    child = engine.finish(store, capture)
+    assert (child.blocks, child.checkpoints) == (parent.blocks, parent.checkpoints)
+
+
 def test_a_checkpoint_that_the_engine_still_holds_is_not_the_one_to_be_given_up():
     store, engine = make_store(8 << 20, FIXED, checkpoint_limit=4), CopyEngine(FIXED)
     engine.truncate(0)

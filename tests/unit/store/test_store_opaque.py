@@ -152,6 +152,16 @@ def test_a_state_is_not_shared_with_one_of_other_tokens():
     assert (capture.transfer.start, capture.transfer.stop) == (0, 19)
 
 
+def test_a_checkpoint_behind_where_a_state_was_cut_is_not_inherited():
+    layout = opaque_layout(1)
+    store = make_store(1 << 20, layout, block_tokens=BLOCK_TOKENS)
+    units = make_units(1, 20)
+    first = park(store, request_of(units, 5_000, fixed={8: 300, 12: 400, 16: 700, 20: 0}, layout=layout))
+    fork = np.concatenate([units[:12], make_units(2, 10)])
+    request = request_of(fork, 6_000, fixed={22: 0}, layout=layout, lineage=first.blocks, covered=12)
+    assert [checkpoint.position for checkpoint in park(store, request, 2).checkpoints] == [8, 12, 22]
+
+
 def test_sizes_must_be_those_of_the_checkpoints():
     layout = opaque_layout(1)
     store = make_store(1 << 20, layout, block_tokens=BLOCK_TOKENS)
