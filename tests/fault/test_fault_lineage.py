@@ -9,7 +9,7 @@ import pytest
 
 from tests.fault.tier_kit import BLOCK_TOKENS, evict, promote, pump, rows_of, started
 from tests.fault.workload import LAYOUTS
-from tests.unit.store.store_kit import assert_same_rows, make_units
+from tests.unit.store.store_kit import assert_counts, assert_same_rows, make_units
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,9 @@ def test_a_state_that_cannot_be_cut_is_read_whole_wherever_it_is_resumed(layout:
     assert [c.position for c in back.checkpoints] == [c.position for c in there.checkpoints]
     assert store.inspect().conversations[there.id].is_in_ram
     assert_same_rows(rows_of(store, machine.fs, back), engine.rows())
+    assert_counts(store)
+    evict(store, back)
+    assert store.stats().bytes_in_use == 0, "nothing of it is held by nobody"
 
 
 def test_of_rows_only_the_blocks_up_to_where_they_are_resumed_are_read() -> None:
@@ -94,6 +97,7 @@ def test_of_rows_only_the_blocks_up_to_where_they_are_resumed_are_read() -> None
     seen = store.inspect().blocks
     assert [seen[block].slot is not None for block in there.blocks] == [True, True, False, False, False]
     assert_same_rows(rows_of(store, machine.fs, head), engine.rows(8))
+    assert_counts(store)
 
 
 def test_what_fits_in_part_is_read_in_whole_blocks() -> None:
@@ -107,3 +111,4 @@ def test_what_fits_in_part_is_read_in_whole_blocks() -> None:
     assert 0 < head.position < 400
     assert head.position % BLOCK_TOKENS == 0
     assert_same_rows(rows_of(store, machine.fs, head), engine.rows(head.position))
+    assert_counts(store)
