@@ -9,7 +9,7 @@ import pytest
 
 from tests.fault.tier_kit import BLOCK_TOKENS, evict, promote, pump, rows_of, started
 from tests.fault.workload import LAYOUTS
-from tests.unit.store.store_kit import assert_counts, assert_same_rows, make_units
+from tests.unit.store.store_kit import assert_counts, assert_same_rows, leased_state, make_units
 
 
 @pytest.mark.parametrize(
@@ -112,3 +112,23 @@ def test_what_fits_in_part_is_read_in_whole_blocks() -> None:
     assert head.position % BLOCK_TOKENS == 0
     assert_same_rows(rows_of(store, machine.fs, head), engine.rows(head.position))
     assert_counts(store)
+
+
+def test_what_is_in_memory_for_another_conversation_is_held_and_not_read() -> None:
+    """The conversation went on, and the longer one is not on disk yet: rows and fixed state of both are the same."""
+    machine, store = started(layout=LAYOUTS["fixed state"])
+    engine = machine.engine().read(make_units(1, 8), checkpoint=True)
+    first, state = engine.park(store), engine.fixed[8]
+    assert pump(store, machine.fs) == []
+    engine.extend(make_units(2, 4), checkpoint=True)
+    second = engine.park(store)
+    promotion = store.promote(first.id, 8)
+    assert promotion.job.bytes == 0
+    back = store.promoted(promotion, None)
+    assert back.id == first.id
+    assert_counts(store)
+    store.drop(second.id, "test")
+    assert_counts(store)
+    rows, fixed = leased_state(store, first.id, 8)
+    assert_same_rows(rows, engine.rows(8))
+    assert_same_rows(fixed, state)
