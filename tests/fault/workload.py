@@ -167,8 +167,10 @@ class Life:
             states = {c.position for c in each.checkpoints if self._states(known, c.position)}
             self._check_places(each, known, states)
         holders = Counter(block for each in (*usable, *seen.fading, *seen.captures) for block in each.blocks)
-        if {i: block.owners for i, block in seen.blocks.items()} != holders:
+        if {i: block.owners for i, block in seen.blocks.items() if block.owners} != holders:
             raise Wrong("blocks are owned by nobody that names them, or need owning")
+        if any(block.slot is not None and not block.owners for block in seen.blocks.values()):
+            raise Wrong("a block is in memory and nobody owns it")
         if any(block.slot is None and block.extent is None for block in seen.blocks.values()):
             raise Wrong("a block is owned and nowhere")
 
