@@ -23,13 +23,14 @@ import torch
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.layout import build_layout
 from parkd_engine.forward.stages import PassThrough, Stage
-from parkd_engine.moves.snapshot import RowRun, SnapshotPlan, StagePlan, capture, restore
+from parkd_engine.moves.snapshot import capture, restore
 from parkd_engine.moves.transfer import MAX_THREADS
 from parkd_engine.session import Session
 from torch import nn
 from transformers import LlamaConfig
 
 from benchmarks.common import Goal, Result, Table, finish, machine, progress
+from parkd.state import RowRun, StageTransfer, Transfer
 
 BLOCK_TOKENS = 256
 GOAL_SHARE = 0.9
@@ -77,16 +78,16 @@ def session_of(shape: Shape, devices: tuple[str, ...]) -> Session:
     return session
 
 
-def host_plan(session: Session, tokens: int, pinned: bool) -> SnapshotPlan:
+def host_plan(session: Session, tokens: int, pinned: bool) -> Transfer:
     """One contiguous run per stage, in memory that was touched before, as from a store with free adjacent slots."""
     stages = []
     for arena in session.arenas:
         buffer = torch.zeros(tokens * arena.layout.row_bytes, dtype=torch.uint8, pin_memory=pinned)
-        stages.append(StagePlan((RowRun(0, tokens, buffer.numpy()),)))
-    return SnapshotPlan(session.layout_digest, 0, tokens, BLOCK_TOKENS, tuple(stages))
+        stages.append(StageTransfer((RowRun(0, tokens, buffer.numpy()),)))
+    return Transfer(session.layout.digest, 0, tokens, BLOCK_TOKENS, tuple(stages))
 
 
-def plain_copy(session: Session, plan: SnapshotPlan, threads: int) -> Callable[[], None]:
+def plain_copy(session: Session, plan: Transfer, threads: int) -> Callable[[], None]:
     """Copies from host memory to the arenas as a restore does, without anything else."""
     pairs = [
         (arena.rows[: plan.stop].view(-1), torch.from_numpy(stage.rows[0].buffer))

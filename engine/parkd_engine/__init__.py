@@ -6,11 +6,11 @@ runs; what it keeps of a conversation can be captured into plain bytes and resto
 >>> session = open_session(model, EngineConfig(devices=("cpu", "cpu"), context_tokens=512))
 >>> position = session.extend(prompt[:-1])
 >>> token = int(session.step(prompt[-1]).argmax())
->>> plan = host_plan(session, stop=session.position)
->>> checksums = capture(session, plan)
+>>> parked = host_transfer(session, stop=session.position)
+>>> checksums = capture(session, parked)
 >>> session.reset()
 >>> position = session.extend(another_prompt)
->>> restore(session, replace(plan, checksums=checksums.rows))
+>>> restore(session, replace(parked, checksums=checksums.rows))
 >>> session.position == len(prompt)
 True
 >>> following = int(session.step(token).argmax())
@@ -35,7 +35,7 @@ from parkd_engine.errors import (
     UnsupportedModel,
 )
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
-from parkd_engine.moves.snapshot import SnapshotChecksums, SnapshotPlan, capture, host_plan, restore, restore_and_read
+from parkd_engine.moves.snapshot import capture, host_transfer, restore, restore_and_read
 from parkd_engine.opening import open_session
 from parkd_engine.session import Session
 
@@ -50,16 +50,14 @@ __all__ = [
     "ModelLoadError",
     "OutOfMemory",
     "Session",
-    "SnapshotChecksums",
     "SnapshotDamaged",
     "SnapshotError",
     "SnapshotMismatch",
-    "SnapshotPlan",
     "StageFailed",
     "TemplateRefused",
     "UnsupportedModel",
     "capture",
-    "host_plan",
+    "host_transfer",
     "load_model",
     "open_session",
     "restore",

@@ -14,23 +14,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from parkd.state import chunk_end
+from parkd.state import StateLayout, chunk_end
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
 from parkd_engine.arenas.fixed_state import FixedState
-from parkd_engine.arenas.layout import state_digest
-from parkd_engine.arenas.step_history import step_by_step
 from parkd_engine.arenas.timeline_images import TimelineImages
 from parkd_engine.config import CTX_CHECKPOINTS
 from parkd_engine.draft.head import Choose, DraftHead
 from parkd_engine.errors import ContextFull
 from parkd_engine.forward.forward import ChunksUnderWay, ModelForward
 from parkd_engine.forward.stages import Stage
+from parkd_engine.forward.step_by_step import step_by_step
 from parkd_engine.moves.captures import CapturesUnderWay
 from parkd_engine.moves.checksum import Checksum, checksum_for
 from parkd_engine.vision.tower import PromptImage, VisionTower
-from parkd_engine.warm_up import tune_prompts
 from parkd_engine.words.steering import Steering, SteeringHooks
+
+TAIL_TOKENS = 16
+"""About the tokens that a turn adds to a known prompt. Different kernels are chosen for so few than for a chunk."""
 
 
 class Cancel(Protocol):
@@ -71,8 +72,8 @@ class Session:
         self.config = config
         self.context_tokens = min(arena.context_tokens for arena in arenas)
         self.checksum: Checksum = checksum_for(arena.device for arena in arenas)
-        self.layout_digest = state_digest([arena.layout for arena in arenas], self.checksum.name)
-        """16 bytes. A snapshot can be restored here only if its digest is the same."""
+        self.layout = StateLayout(tuple(arena.layout for arena in arenas), self.checksum.name)
+        """What is captured can be restored here only if its layout's digest is the same."""
         self._caches = [
             StageCache(arena, stage.num_layers, draft_tokens) for stage, arena in zip(stages, arenas, strict=True)
         ]
@@ -145,8 +146,21 @@ class Session:
         self.reset()
         if not self._forward.record(min(self.batch_tokens, self.context_tokens), progress):
             return False
-        tune_prompts(self, progress)
+        self._tune_prompts(progress)
         return self._forward.decode_graph is not None
+
+    def _tune_prompts(self, progress: Callable[[str, float], None] | None) -> None:
+        """Reads chunks of token 0, in lengths typical of prompts, so that kernels are compiled and tuned."""
+        if progress is not None:
+            progress("Tuning the prompt kernels", 0.0)
+        chunk = np.zeros(min(self.batch_tokens, self.context_tokens), dtype=np.int64)
+        for tokens in (len(chunk), len(chunk) // 2, TAIL_TOKENS):
+            self.extend(chunk[:tokens])
+            # After existing rows.
+            self.extend(chunk[: min(TAIL_TOKENS, self.context_tokens - self.position)])
+            self.reset()
+        if progress is not None:
+            progress("Tuning the prompt kernels", 1.0)
 
     def reset(self) -> None:
         """Empties the timeline. Rows are not cleared, since rows beyond the position are never read."""

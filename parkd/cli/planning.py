@@ -23,7 +23,6 @@ def plan(config: Config) -> int:
     ModelError."""
     from parkd.cli import budget_table
     from parkd.cli.compose import store_config_of
-    from parkd.state import StageLayout
 
     if config.model.upstream is not None:
         raise ConfigError(
@@ -38,9 +37,8 @@ def plan(config: Config) -> int:
         name, layout, longest, notes = _llama_cpp(config.model, model, why)
     else:
         model, known = weightless(config.model)
-        stages = (StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in known.stages)
         name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
-        layout, longest, notes = budget_table.layout_of(tuple(stages)), known.context_tokens, []
+        layout, longest, notes = budget_table.layout_of(known.stages), known.context_tokens, []
     sizes = budget_table.Sizes(layout, store_config.budget_bytes, config.cache.slots)
     context_tokens = config.model.context_tokens or longest
     print("\n".join([*budget_table.lines(name, sizes, context_tokens, store_config.min_free_bytes), *notes]))

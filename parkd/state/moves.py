@@ -98,6 +98,11 @@ class Transfer:
         return self.stop if self.resume_at is None else self.resume_at
 
     @property
+    def blocks(self) -> int:
+        """Blocks of each stage that overlap `[start, stop)`."""
+        return -(-(self.stop - self.start) // self.block_tokens)
+
+    @property
     def bytes(self) -> int:
         """Bytes moved, all stages."""
         rows = sum(run.bytes for stage in self.stages for run in stage.rows)

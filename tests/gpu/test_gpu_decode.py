@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parkd_engine import EngineConfig, Session, capture, host_plan, open_session, restore
+from parkd_engine import EngineConfig, Session, capture, host_transfer, open_session, restore
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 pytest.importorskip("triton")
@@ -92,7 +92,7 @@ def test_restored_equals_never_parked(devices: tuple[str, ...], kv_dtype: torch.
     session = opened(model("qwen3", torch.bfloat16), devices, recorded=True, kv_dtype=kv_dtype)
     prompt, answer = ids(600), ids(40, seed=2)
     forced(session, prompt, answer[:20])
-    plan = host_plan(session, session.position)
+    plan = host_transfer(session, session.position)
     plan = replace(plan, checksums=capture(session, plan).rows)
     staying = [session.step(int(token)).clone() for token in answer[20:]]
     rows = [arena.rows[: session.position].clone() for arena in session.arenas]

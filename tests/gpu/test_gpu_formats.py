@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parkd_engine import EngineConfig, Session, capture, host_plan, open_session, restore
+from parkd_engine import EngineConfig, Session, capture, host_transfer, open_session, restore
 from parkd_engine.words.steering import Steering
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -62,7 +62,7 @@ def test_int8_rows_give_the_logits_they_give_on_a_cpu(devices: tuple[str, ...]) 
 def test_restored_int8_rows_are_bit_equal(devices: tuple[str, ...], dtype: torch.dtype) -> None:
     session = opened(model(dtype), devices, torch.int8)
     stayed = answers(session)
-    plan = host_plan(session, 400)
+    plan = host_transfer(session, 400)
     plan = replace(plan, checksums=capture(session, plan).rows)
     rows = [arena.rows[:400].clone() for arena in session.arenas]
     session.reset()

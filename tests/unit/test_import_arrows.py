@@ -153,12 +153,13 @@ def _module_named(name: str, modules: Mapping[str, set[str]]) -> str | None:
     return name or None
 
 
-def test_no_modules_of_parkd_import_each_other_in_a_circle() -> None:
+@pytest.mark.parametrize(("folder", "root"), [("parkd", ROOT), ("parkd_engine", ROOT / "engine")])
+def test_no_modules_import_each_other_in_a_circle(folder: str, root: Path) -> None:
     imports = {
-        module_of(path, ROOT): imports_of(
-            path.read_text(), module_of(path, ROOT), is_package=path.name == "__init__.py"
+        module_of(path, root): imports_of(
+            path.read_text(), module_of(path, root), is_package=path.name == "__init__.py"
         )
-        for path in sorted((ROOT / "parkd").rglob("*.py"))
+        for path in sorted((root / folder).rglob("*.py"))
     }
     assert len(imports) > 10, "the sources were not found"
     assert circle_in(imports) == []

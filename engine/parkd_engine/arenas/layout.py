@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from parkd.state import DIGEST_BYTES, StageLayout
 from parkd_engine.arenas.kv_format import is_quantised
 from parkd_engine.errors import UnsupportedModel
 from parkd_engine.families.layer_state import (
@@ -42,7 +43,6 @@ from parkd_engine.families.records import vision_of
 
 ROW_ALIGNMENT = 16
 """Bytes. Every field of every row starts at a multiple of it, since flash kernels load 16 bytes at a time."""
-DIGEST_BYTES = 16
 OFFSET_FIELD = "position_offset"
 """One number in the first stage of models whose rotary positions can differ from the token count."""
 
@@ -67,19 +67,13 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class StageStateLayout:
-    """The state of one stage. Two layouts with equal digests hold interchangeable bytes."""
+class StageStateLayout(StageLayout):
+    """The fields that make up a stage's bytes. Two layouts with equal digests hold interchangeable bytes; the digest is
+    over the layer range and over name, layer, dtype, shape and offset of every field. `row_bytes` is a multiple of
+    16."""
 
-    first_layer: int
-    end_layer: int
-    """The stage holds layers `[first_layer, end_layer)`."""
     row_fields: tuple[Field, ...]
     fixed_fields: tuple[Field, ...]
-    row_bytes: int
-    """A multiple of 16."""
-    fixed_bytes: int
-    digest: bytes
-    """16 bytes over the layer range and over name, layer, dtype, shape and offset of every field."""
     index_block_tokens: int = 0
     """Rows per block of the sparse attention index; 0 without an index."""
 
@@ -144,23 +138,9 @@ def build_layout(
         digest = _stage_digest(first, end, row_fields, fixed_fields)
         block_tokens = config.indexer_compress_ratio if any(spec.name == INDEX_KEY for _, spec in specs) else 0
         layouts.append(
-            StageStateLayout(first, end, row_fields, fixed_fields, row_bytes, fixed_bytes, digest, block_tokens)
+            StageStateLayout(first, end, row_bytes, fixed_bytes, digest, row_fields, fixed_fields, block_tokens)
         )
     return tuple(layouts)
-
-
-def state_digest(layouts: Sequence[StageStateLayout], checksum: str) -> bytes:
-    """16 bytes over all stages and the checksum's name. A snapshot must have the same digest to be restored here.
-
-    The store computes the same formula in `StateLayout.digest`.
-    """
-    hasher = blake2b(digest_size=DIGEST_BYTES, person=b"parkd-layout")
-    hasher.update(checksum.encode())
-    for layout in layouts:
-        for number in (layout.first_layer, layout.end_layer, layout.row_bytes, layout.fixed_bytes):
-            hasher.update(number.to_bytes(8, "little"))
-        hasher.update(layout.digest)
-    return hasher.digest()
 
 
 def _check_format(kind: str, state: LayerState) -> None:

@@ -3,30 +3,16 @@
     step     start ---- t ---- g1 ---- g2            three tokens in one step: one certain, two draft tokens
     kept            after t  after g1   (live)       the timeline can be cut to start + 1 or start + 2
 
-Modules with recurrent state (a recurrence, a convolution) read the tokens of such a step one at a time, by the code
-path of decoding. The rest of the model reads them together. So the state kept after a token does not depend on the
-draft tokens after it, to the bit.
+`parkd_engine.forward.step_by_step` makes the modules with such state note it after each token.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.layout import OFFSET_FIELD
 from parkd_engine.families.layer_state import WINDOW_FIELDS
-from parkd_engine.families.records import family_of
-
-if TYPE_CHECKING:
-    from parkd_engine.forward.stages import Stage
-
-NGRAMS = "ple"
-"""The layers' attribute for n-grams, a second module with recurrent state. The whole layer then runs token by token."""
-GIVEN_IDS = "ple_input_ids"
-"""Argument of such a layer that has one entry per token, besides the hidden states."""
 
 
 class StepHistory:
@@ -97,33 +83,3 @@ class StepHistory:
         """Makes the state at `position` live: at or above `floor`, and before the end of the timeline."""
         for span in self._spans.values():
             self._fixed[span].copy_(self._kept[position - self._start - 1, span])
-
-
-def step_by_step(stage: Stage, history: StepHistory) -> None:
-    """Makes the stage's recurrent modules read recorded steps token by token, and note the state after each token.
-    Changes only this stage: its modules are its own, though others may share their weights."""
-    inner: Any = stage.inner
-    recurrent = family_of(inner.config).recurrent_module
-    for index in range(stage.first_layer, stage.end_layer):
-        layer = inner.layers[index]
-        module = None if recurrent is None else getattr(layer, recurrent, None)
-        if getattr(layer, NGRAMS, None) is not None:
-            module = layer
-        if module is not None:
-            module.forward = _stepped(module.forward, history, index)
-
-
-def _stepped(forward: Callable[..., torch.Tensor], history: StepHistory, layer: int) -> Callable[..., torch.Tensor]:
-    def step(hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-        if not history.is_recording:
-            return forward(hidden_states, *arguments, **named)
-        outputs = []
-        ids = named.get(GIVEN_IDS)
-        for index in range(hidden_states.shape[1]):
-            if ids is not None:
-                named[GIVEN_IDS] = ids[:, index : index + 1]
-            outputs.append(forward(hidden_states[:, index : index + 1], *arguments, **named))
-            history.note(layer, index)
-        return torch.cat(outputs, dim=1)
-
-    return step

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parkd_engine.arenas.arena import StageArena
-from parkd_engine.vision.tower import ChunkImages, ImageReading, PositionOffset, PromptImage, VisionTower, reading_of
+from parkd_engine.vision.chunks import ChunkImages, PositionOffset
+from parkd_engine.vision.tower import ImageReading, PromptImage, VisionTower, reading_of
 
 
 class TimelineImages:

@@ -34,7 +34,7 @@ from parkd_engine.families.layer_state import INDEX_KEY, INDEX_POSITION
 from parkd_engine.forward.attention import ATTENTION_NAME
 from parkd_engine.forward.indexer import MakeBlocks, replace_indexers
 from parkd_engine.forward.stages import MIXER, Stage, moved_twin
-from parkd_engine.vision.tower import NO_IMAGES, ChunkImages, PositionOffset
+from parkd_engine.vision.chunks import NO_IMAGES, ChunkImages, PositionOffset
 
 Choose = Callable[[torch.Tensor], int]
 """Takes the head's logits, float32 `[vocab]`, and returns the token to guess."""

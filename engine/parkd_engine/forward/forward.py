@@ -28,7 +28,7 @@ from parkd_engine.forward.handoff import HandOff
 from parkd_engine.forward.one_token import chunks_in_fewer_kernels
 from parkd_engine.forward.stages import Stage
 from parkd_engine.moves.captures import CapturesUnderWay
-from parkd_engine.vision.tower import NO_IMAGES, ChunkImages
+from parkd_engine.vision.chunks import NO_IMAGES, ChunkImages
 
 log = logging.getLogger("parkd.engine")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,7 @@ from parkd_engine.families.records import family_of
 from parkd_engine.forward.attention import ATTENTION_NAME, register_attention
 from parkd_engine.forward.delta_net import choose_by_device
 from parkd_engine.forward.indexer import replace_indexers
-
-if TYPE_CHECKING:
-    from parkd_engine.vision.tower import ChunkImages
+from parkd_engine.vision.chunks import ChunkImages
 
 MIXER = "hyper_connection_mixer"
 """Name of the module that mixes several residual streams into one hidden state; it takes the place of the norm after

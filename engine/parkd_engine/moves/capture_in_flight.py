@@ -16,20 +16,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from parkd.state import Checksums, RowRun, StageTransfer, Transfer
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.streams import record_event
 from parkd_engine.errors import StageFailed
 from parkd_engine.moves.checksum import WeightedSum
 from parkd_engine.moves.copies import CopyStep, StageCopy, host_tensor
-
-if TYPE_CHECKING:
-    from parkd_engine.moves.snapshot import Plan, Run, StageMove
 
 SEGMENT_BYTES = 128 << 20
 """Small enough that neither a chunk that writes rows nor hidden states on their way to the next GPU wait long behind
@@ -49,7 +46,7 @@ class Segment:
     buffer: npt.NDArray[np.uint8]
 
 
-def segments(runs: Sequence[Run], row_bytes: int, block_tokens: int) -> Iterator[Segment]:
+def segments(runs: Sequence[RowRun], row_bytes: int, block_tokens: int) -> Iterator[Segment]:
     """Cuts the runs at block boundaries into segments of at most `SEGMENT_BYTES`, or of one block if that is larger. No
     segment spans two runs, so its host bytes are contiguous."""
     blocks = max(1, SEGMENT_BYTES // (row_bytes * block_tokens))
@@ -74,26 +71,30 @@ class StageCapture(StageCopy):
     def __init__(
         self,
         arena: StageArena,
-        plan: Plan,
-        move: StageMove,
+        transfer: Transfer,
+        move: StageTransfer,
         checksum: WeightedSum,
         step: CopyStep,
         fixed: Sequence[torch.Tensor] = (),
     ) -> None:
         """Makes the streams wait for the compute stream and queues the checksums. `fixed` holds the checkpoints that
-        the plan's fixed parts are copied from; their memory must not be written before the capture is done."""
+        the transfer's fixed parts are copied from; their memory must not be written before the capture is done."""
         super().__init__(arena, arena.streams)
         self._step = step
         parts = zip(move.fixed, fixed, strict=True)
         self._fixed = chain.from_iterable(_pieces(part.buffer, copy) for part, copy in parts)
         self._sources = tuple(fixed)  # Referenced so that their memory is not reused before it is copied.
-        self._start, self._stop = plan.start, plan.stop
-        self._segments = deque(segments(move.rows, arena.layout.row_bytes, plan.block_tokens))
+        self._start, self._stop = transfer.start, transfer.stop
+        self._segments = deque(segments(move.rows, arena.layout.row_bytes, transfer.block_tokens))
         self._copied: list[tuple[int, torch.cuda.Event]] = []
         """Pairs `(stop, event)`, ascending: rows below `stop` may be overwritten once `event` has completed."""
         arena.streams.follow_computing()
         with torch.cuda.stream(arena.streams.sums):
-            self._total = [self._block_sums(plan, checksum, plan.start, plan.stop)] if plan.stop > plan.start else []
+            self._total = (
+                [self._block_sums(transfer, checksum, transfer.start, transfer.stop)]
+                if transfer.stop > transfer.start
+                else []
+            )
             self._total += [checksum.block_sums(copy, copy.nbytes) for copy in fixed]
             self._summed = record_event(arena.streams.sums)
         self._last: torch.cuda.Event | None = None
@@ -166,8 +167,8 @@ class CaptureInFlight:
         if event is not None:
             stream.wait_event(event)
 
-    def wait(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Blocks until all bytes are copied. Returns checksums `[blocks, stages]` and `[fixed parts, stages]`.
+    def wait(self) -> Checksums:
+        """Blocks until all bytes are copied.
 
         May be called from any thread. Raises StageFailed, or an error of the device. Nothing writes to the buffers
         after this returns or raises.
@@ -180,7 +181,7 @@ class CaptureInFlight:
         finally:
             for stage in self._stages:
                 stage.synchronize()
-        return values[: self._blocks], values[self._blocks :]
+        return Checksums(values[: self._blocks], values[self._blocks :])
 
     def _queue(self) -> None:
         """Queues one segment of each stage in turn, so that all links stay busy."""

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from parkd.state import StageTransfer, Transfer
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.streams import DeviceStreams, record_event
 from parkd_engine.moves.checksum import WeightedSum
-
-if TYPE_CHECKING:
-    from parkd_engine.moves.snapshot import Plan, StageMove
 
 SUM_BYTES = 512 << 20
 """Copied-in bytes are checksummed in portions of about this size while the next portion is copied."""
@@ -55,7 +53,12 @@ class StageCopy:
         self._done: torch.cuda.Event | None = None
 
     def queue_out(
-        self, plan: Plan, move: StageMove, checksum: WeightedSum, step: CopyStep, fixed: Sequence[torch.Tensor]
+        self,
+        transfer: Transfer,
+        move: StageTransfer,
+        checksum: WeightedSum,
+        step: CopyStep,
+        fixed: Sequence[torch.Tensor],
     ) -> Iterator[None]:
         """Queues the copies from the arena to the host, and their checksums; `fixed` holds one tensor for each fixed
         part. Yields after each run of rows, so that the copies of several stages begin together.
@@ -71,15 +74,19 @@ class StageCopy:
             for part, state in zip(move.fixed, fixed, strict=True):
                 step(host_tensor(part.buffer), state)
         with torch.cuda.stream(streams.sums):
-            sums = [self._block_sums(plan, checksum, plan.start, plan.stop)] if plan.stop > plan.start else []
+            sums = (
+                [self._block_sums(transfer, checksum, transfer.start, transfer.stop)]
+                if transfer.stop > transfer.start
+                else []
+            )
             sums += [checksum.block_sums(state, state.nbytes) for state in fixed]
         streams.sums.wait_stream(streams.out)
         self._collect(sums)
 
     def queue_in(
         self,
-        plan: Plan,
-        move: StageMove,
+        transfer: Transfer,
+        move: StageTransfer,
         checksum: WeightedSum,
         step: CopyStep,
         before_write: BeforeWrite,
@@ -91,16 +98,16 @@ class StageCopy:
         Calls `before_write` for each run of rows before its copy is queued.
         """
         streams, arena = self._streams, self.arena
-        sums, summed = [], plan.start
+        sums, summed = [], transfer.start
         for run in move.rows:
             with torch.cuda.stream(streams.into):
                 before_write(streams.into, run.start, run.stop)
                 step(arena.rows[run.start : run.stop].view(-1), host_tensor(run.buffer))
-            whole = run.stop - (run.stop % plan.block_tokens if run.stop < plan.stop else 0)
-            if whole == plan.stop or (whole - summed) * arena.layout.row_bytes >= SUM_BYTES:
+            whole = run.stop - (run.stop % transfer.block_tokens if run.stop < transfer.stop else 0)
+            if whole == transfer.stop or (whole - summed) * arena.layout.row_bytes >= SUM_BYTES:
                 streams.sums.wait_stream(streams.into)
                 with torch.cuda.stream(streams.sums):
-                    sums.append(self._block_sums(plan, checksum, summed, whole))
+                    sums.append(self._block_sums(transfer, checksum, summed, whole))
                 summed = whole
             yield
         with torch.cuda.stream(streams.into):
@@ -111,10 +118,10 @@ class StageCopy:
             sums += [checksum.block_sums(state, state.nbytes) for state in fixed]
         self._collect(sums)
 
-    def _block_sums(self, plan: Plan, checksum: WeightedSum, start: int, stop: int) -> torch.Tensor:
+    def _block_sums(self, transfer: Transfer, checksum: WeightedSum, start: int, stop: int) -> torch.Tensor:
         """int64 `[blocks]`, one sum for each block of the rows `[start, stop)`; `start` is a block boundary."""
         return checksum.block_sums(
-            self.arena.rows[start:stop].view(-1), plan.block_tokens * self.arena.layout.row_bytes
+            self.arena.rows[start:stop].view(-1), transfer.block_tokens * self.arena.layout.row_bytes
         )
 
     def _collect(self, sums: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Copies the bytes of a checked plan between arenas and host memory, and computes their checksums.
+"""Copies the bytes of a checked transfer between arenas and host memory, and computes their checksums.
 
     CPU     blocks are spread over a few threads; each is copied in pieces, and a piece is summed while in the cache
     CUDA    `parkd_engine.moves.copies`; work is queued on all devices before the host waits for any
@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from parkd.state import Checksums, RowRun, StageTransfer, Transfer
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.moves.checksum import Checksum, RunningChecksum, WeightedSum
 from parkd_engine.moves.copies import StageCopy, copy_on_device
-
-if TYPE_CHECKING:
-    from parkd_engine.moves.snapshot import Plan, Run, StageMove
 
 PIECE_BYTES = 1 << 20
 """Copied and then summed at a time on the CPU: small enough that the sum reads it from the cache, large enough that
@@ -60,17 +58,17 @@ class Part:
 
 def move_stages(
     arenas: Sequence[StageArena],
-    plan: Plan,
+    transfer: Transfer,
     checksum: Checksum,
     direction: Direction,
     steps: CopySteps,
     before_write: Callable[[int, torch.cuda.Stream, int, int], None],
     fixed: Sequence[Sequence[torch.Tensor]],
     meanwhile: Callable[[], None] | None = None,
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Copies all stages; returns the checksums `[blocks, stages]` and `[fixed parts, stages]`.
+) -> Checksums:
+    """Copies all stages; returns their checksums.
 
-    The plan must have been checked. `fixed` has, for each fixed part, one tensor per stage to copy from or to.
+    The transfer must have been checked. `fixed` has, for each fixed part, one tensor per stage to copy from or to.
     `before_write` is called with `(stage, stream, start, stop)` before rows on a GPU are overwritten. `meanwhile` is
     called once all GPU copies are queued and all CPU copies are done. Raises what a copy or `meanwhile` raises; some
     of the bytes have been copied then.
@@ -85,10 +83,10 @@ def move_stages(
             arena, states = arenas[index], mine[index]
             arena.streams.follow_computing()
             copies[index] = StageCopy(arena, arena.streams)
-            queues.append(queue(index, copies[index], plan, checksum, direction, steps, before_write, states))
+            queues.append(queue(index, copies[index], transfer, checksum, direction, steps, before_write, states))
         for _ in zip_longest(*queues):
             pass
-        parts = {index: _parts(arenas[index], plan, plan.stages[index], mine[index]) for index in on_host}
+        parts = {index: _parts(arenas[index], transfer, transfer.stages[index], mine[index]) for index in on_host}
         running = {index: [checksum.start() for _ in stage_parts] for index, stage_parts in parts.items()}
         work = [pair for index in on_host for pair in zip(parts[index], running[index], strict=True)]
         _move_on_host(work, direction, steps)
@@ -105,14 +103,14 @@ def move_stages(
         # Also after a failure: the host buffers may be reused for another conversation as soon as this returns.
         for index in on_device:
             arenas[index].streams.synchronize()
-    blocks = -(-(plan.stop - plan.start) // plan.block_tokens)
-    return values[:blocks], values[blocks:]
+    blocks = transfer.blocks
+    return Checksums(values[:blocks], values[blocks:])
 
 
 def queue(
     index: int,
     copy: StageCopy,
-    plan: Plan,
+    transfer: Transfer,
     checksum: Checksum,
     direction: Direction,
     steps: CopySteps,
@@ -121,23 +119,23 @@ def queue(
 ) -> Iterator[None]:
     """Queues the copies of stage `index`, a run of rows at a time. `fixed` has one tensor per fixed part."""
     assert isinstance(checksum, WeightedSum), "the kind that cards compute"
-    move = plan.stages[index]
+    move = transfer.stages[index]
     if direction is Direction.OUT:
-        return copy.queue_out(plan, move, checksum, steps.device, fixed)
-    return copy.queue_in(plan, move, checksum, steps.device, partial(before_write, index), fixed)
+        return copy.queue_out(transfer, move, checksum, steps.device, fixed)
+    return copy.queue_in(transfer, move, checksum, steps.device, partial(before_write, index), fixed)
 
 
-def _parts(arena: StageArena, plan: Plan, move: StageMove, fixed: Sequence[torch.Tensor]) -> list[Part]:
+def _parts(arena: StageArena, transfer: Transfer, move: StageTransfer, fixed: Sequence[torch.Tensor]) -> list[Part]:
     states = (Part(state, (part.buffer,)) for part, state in zip(move.fixed, fixed, strict=True))
-    return [*_block_parts(arena, plan, move.rows), *states]
+    return [*_block_parts(arena, transfer, move.rows), *states]
 
 
-def _block_parts(arena: StageArena, plan: Plan, runs: Sequence[Run]) -> Iterator[Part]:
-    """One stage's part of each block that overlaps `[plan.start, plan.stop)`, in order."""
+def _block_parts(arena: StageArena, transfer: Transfer, runs: Sequence[RowRun]) -> Iterator[Part]:
+    """One stage's part of each block that overlaps `[transfer.start, transfer.stop)`, in order."""
     row_bytes = arena.layout.row_bytes
     index = 0
-    for first in range(plan.start, plan.stop, plan.block_tokens):
-        end = min(first + plan.block_tokens, plan.stop)
+    for first in range(transfer.start, transfer.stop, transfer.block_tokens):
+        end = min(first + transfer.block_tokens, transfer.stop)
         host = []
         at = first
         while at < end:

@@ -191,8 +191,7 @@ class TorchEngine:
 
     def capture(self, transfer: Transfer) -> Checksums:
         with translated():
-            sums = snapshot.capture(self._session, transfer)
-        return Checksums(sums.rows, sums.fixed)
+            return snapshot.capture(self._session, transfer)
 
     def start_capture(self, transfer: Transfer) -> TranslatedCapture | None:
         with translated():

@@ -26,7 +26,6 @@ from parkd_engine.words.steering import SteeringBank, VectorFile, load_vectors
 
 from parkd.engine_adapter.base import EngineInfo
 from parkd.errors import ModelError
-from parkd.state import StageLayout, StateLayout
 
 Progress = Callable[[str, float], None]
 """Called with (current activity, fraction done from 0 to 1)."""
@@ -137,18 +136,12 @@ def _info(config: TorchEngineConfig, loaded: LoadedModel, session: Session) -> E
         context_tokens=session.context_tokens,
         vocab_size=int(loaded.text_config.vocab_size),
         end_token_ids=loaded.end_token_ids,
-        layout=_state_layout([arena.layout for arena in session.arenas], session.checksum.name),
+        layout=session.layout,
         devices=layout.devices,
         weights_bytes=_weights_bytes(session.stages, session.vision, session.draft),
         arena_bytes=sum(arena.nbytes for arena in session.arenas),
         is_demo_model=config.is_demo_model,
         ctx_checkpoints=layout.ctx_checkpoints if session.fixed_state.exists else 0,
-    )
-
-
-def _state_layout(stages: Sequence[StageStateLayout], checksum: str) -> StateLayout:
-    return StateLayout(
-        tuple(StageLayout(s.first_layer, s.end_layer, s.row_bytes, s.fixed_bytes, s.digest) for s in stages), checksum
     )
 
 

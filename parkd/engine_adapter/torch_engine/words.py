@@ -35,7 +35,7 @@ class TranslatedCapture:
 
     def wait(self) -> Checksums:
         with translated():
-            return Checksums(*self._capture.wait())
+            return self._capture.wait()
 
 
 class TranslatedTemplate:

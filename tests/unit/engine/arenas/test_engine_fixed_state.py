@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine import SnapshotDamaged, SnapshotMismatch, SnapshotPlan, capture, host_plan, restore
+from parkd_engine import SnapshotDamaged, SnapshotMismatch, capture, host_transfer, restore
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.layout import build_layout
-from parkd_engine.moves.snapshot import FixedPart, StagePlan
 from parkd_engine.session import Session
 
+from parkd.state import FixedPart, StageTransfer, Transfer
 from tests.unit.engine.kit.breakages import MemoryFor
 from tests.unit.engine.kit.core_models import tiny_config
 
@@ -33,8 +33,8 @@ def session_with_fixed_state() -> Session:
     return session
 
 
-def parked(session: Session) -> SnapshotPlan:
-    plan = host_plan(session, 70, block_tokens=32)
+def parked(session: Session) -> Transfer:
+    plan = host_transfer(session, 70, block_tokens=32)
     checksums = capture(session, plan)
     assert checksums.rows.shape == (3, 2)
     assert checksums.fixed.shape == (1, 2)
@@ -78,10 +78,10 @@ def test_a_damaged_byte_of_it_reads_cold() -> None:
 def test_it_cannot_be_captured_or_restored_at_another_position() -> None:
     session = session_with_fixed_state()
     with pytest.raises(SnapshotMismatch, match="that of position 70 only"):
-        capture(session, host_plan(session, 64, block_tokens=32))
+        capture(session, host_transfer(session, 64, block_tokens=32))
     plan = parked(session)
     moved = tuple(replace(stage, fixed=(replace(stage.fixed[0], position=69),)) for stage in plan.stages)
-    without = tuple(StagePlan(stage.rows) for stage in plan.stages)
+    without = tuple(StageTransfer(stage.rows) for stage in plan.stages)
     short = tuple(replace(stage, fixed=(FixedPart(70, np.empty(8, dtype=np.uint8)),)) for stage in plan.stages)
     for wrong, message in (
         (replace(plan, stages=moved), "not that of position 70"),
@@ -98,11 +98,11 @@ def test_it_may_be_captured_alone_where_the_rows_are_held_already() -> None:
     """A part-parked conversation: its rows are those of blocks of another one, which go on behind its position."""
     session = session_with_fixed_state()
     rows = parked(session)
-    alone = host_plan(session, 70, start=70, block_tokens=32)
-    alone = replace(alone, stages=tuple(StagePlan((), stage.fixed) for stage in alone.stages))
+    alone = host_transfer(session, 70, start=70, block_tokens=32)
+    alone = replace(alone, stages=tuple(StageTransfer((), stage.fixed) for stage in alone.stages))
     sums = capture(session, alone)
     assert (sums.rows.shape, sums.fixed.shape) == ((0, 2), (1, 2))
-    joined = [StagePlan(held.rows, fresh.fixed) for held, fresh in zip(rows.stages, alone.stages, strict=True)]
+    joined = [StageTransfer(held.rows, fresh.fixed) for held, fresh in zip(rows.stages, alone.stages, strict=True)]
     before = [arena.fixed.clone() for arena in session.arenas]
     session.arenas[1].fixed.zero_()
     session.reset()
@@ -112,6 +112,6 @@ def test_it_may_be_captured_alone_where_the_rows_are_held_already() -> None:
 
 def test_rows_alone_may_be_captured_anywhere() -> None:
     session = session_with_fixed_state()
-    plan = host_plan(session, 64, block_tokens=32)
-    rows_only = replace(plan, stages=tuple(StagePlan(stage.rows) for stage in plan.stages))
+    plan = host_transfer(session, 64, block_tokens=32)
+    rows_only = replace(plan, stages=tuple(StageTransfer(stage.rows) for stage in plan.stages))
     assert capture(session, rows_only).rows.shape == (2, 2)

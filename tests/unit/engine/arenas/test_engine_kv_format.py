@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine import UnsupportedModel, capture, host_plan, restore
+from parkd_engine import UnsupportedModel, capture, host_transfer, restore
 from parkd_engine.arenas.kv_format import KV_FORMATS, QuantisedStates, quantise
 from parkd_engine.arenas.layout import _check_format, build_layout
 from parkd_engine.families.layer_state import FieldSpec, LayerState
@@ -153,7 +153,7 @@ def test_a_restored_prefix_is_bit_equal(stop: int) -> None:
     model = tiny_model()
     session = tiny_session(2, model, kv_dtype=torch.int8)
     session.extend(IDS[:300])
-    plan = host_plan(session, stop)
+    plan = host_transfer(session, stop)
     plan = replace(plan, checksums=capture(session, plan).rows)
     rows = [arena.rows[:stop].clone() for arena in session.arenas]
     session.reset()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from parkd_engine import OutOfMemory
 from parkd_engine.arenas.arena import StageArena
-from parkd_engine.arenas.layout import ROW_ALIGNMENT, build_layout, state_digest
+from parkd_engine.arenas.layout import ROW_ALIGNMENT, build_layout
 
-from parkd.state import StageLayout, StateLayout
+from parkd.state import StateLayout
 from tests.unit.engine.kit.core_models import tiny_config
 
 
@@ -39,16 +39,15 @@ def test_digest_tells_dtype_split_and_shape_apart() -> None:
         build_layout(tiny_config(num_key_value_heads=1, head_dim=32), [(0, 4)], torch.float32),
         build_layout(tiny_config(num_hidden_layers=5), [(0, 5)], torch.float32),
     ]
-    digests = [state_digest(layouts, "xxh3-64") for layouts in variants]
+    digests = [StateLayout(layouts, "xxh3-64").digest for layouts in variants]
     assert len(set(digests)) == len(variants)
-    assert state_digest(variants[0], "weighted-sum-64") not in digests
-    assert state_digest(build_layout(tiny_config(), [(0, 4)], torch.float32), "xxh3-64") == digests[0]
+    assert StateLayout(variants[0], "weighted-sum-64").digest not in digests
+    assert StateLayout(build_layout(tiny_config(), [(0, 4)], torch.float32), "xxh3-64").digest == digests[0]
 
 
-def test_digest_is_the_one_the_store_computes() -> None:
+def test_the_digest_of_a_park_directory_written_before_is_still_the_engines() -> None:
     layouts = build_layout(tiny_config(), [(0, 1), (1, 4)], torch.float32)
-    stages = tuple(StageLayout(x.first_layer, x.end_layer, x.row_bytes, x.fixed_bytes, x.digest) for x in layouts)
-    assert StateLayout(stages, "xxh3-64").digest == state_digest(layouts, "xxh3-64")
+    assert StateLayout(layouts, "xxh3-64").digest.hex() == "bc01eaeedffc68f495cafaa6c9c7f819"
 
 
 def test_a_field_view_is_the_rows_themselves() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from parkd_engine import BadLogits, EngineConfig, Session, StageFailed, capture, host_plan, open_session, restore
+from parkd_engine import BadLogits, EngineConfig, Session, StageFailed, capture, host_transfer, open_session, restore
 from parkd_engine.arenas.step_history import StepHistory
 from parkd_engine.families.layer_state import WINDOW_FIELDS
 from parkd_engine.forward import attention as engine_attention
@@ -287,7 +287,7 @@ def test_guesses_are_as_good_after_a_restore(family: str, stages: int) -> None:
         first = say(decoder(session, ids, temperature=0.7, seed=5), int(ids[-1]), 12)
         scores = guessed(session, first[-1], 3)
         if leaves:
-            plan = host_plan(session, session.position, block_tokens=32)
+            plan = host_transfer(session, session.position, block_tokens=32)
             sums = capture(session, plan)
             session.reset()
             session.extend(token_ids(100, seed=9))
@@ -356,7 +356,7 @@ def test_a_restore_between_the_guesses_of_the_last_step_leaves_none_to_take_back
     start = session.position
     for token in ids[-2:]:
         session.step(int(token))
-    plan = host_plan(session, start + 2, block_tokens=32)
+    plan = host_transfer(session, start + 2, block_tokens=32)
     sums = capture(session, plan)
     session.reset()
     session.extend(ids[:-2])

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from parkd_engine import Session, capture, host_plan, restore
+from parkd_engine import Session, capture, host_transfer, restore
 from parkd_engine.vision.tower import PromptImage
 from transformers.cache_utils import MtpCache
 
@@ -95,7 +95,7 @@ def test_guesses_are_the_same_after_a_restore(family: str) -> None:
         first = say(decoder(session, ids), int(ids[-1]), 8)
         scores = guessed(session, first[-1], 3)
         if leaves:
-            plan = host_plan(session, session.position, block_tokens=32)
+            plan = host_transfer(session, session.position, block_tokens=32)
             sums = capture(session, plan)
             session.reset()
             session.extend(token_ids(100, seed=9))

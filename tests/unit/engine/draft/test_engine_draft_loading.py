@@ -127,7 +127,7 @@ def test_a_head_is_left_out_when_asked_and_part_of_what_state_depends_on(name: s
         open_session(each.model, EngineConfig(devices=("cpu", "cpu"), context_tokens=64), draft_model=each.draft_model)
         for each in (with_head, without)
     ]
-    assert sessions[0].layout_digest != sessions[1].layout_digest
+    assert sessions[0].layout.digest != sessions[1].layout.digest
     for draft_tokens, session in ((2, sessions[0]), (None, sessions[1])):
         planned = plan_model(str(tmp_path / "model"), EngineConfig(devices=("cpu", "cpu"), draft_tokens=draft_tokens))
         assert planned.stages == tuple(arena.layout for arena in session.arenas)

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from parkd_engine import EngineConfig, Session, SnapshotPlan, StageFailed, capture, host_plan, open_session, restore
+from parkd_engine import EngineConfig, Session, StageFailed, capture, host_transfer, open_session, restore
 from parkd_engine.arenas.layout import OFFSET_FIELD, build_layout
 from parkd_engine.families.architectures import check_config
 from parkd_engine.loading.draft_loading import declare_head
-from parkd_engine.moves.snapshot import FixedPart, StagePlan
 from transformers import DynamicCache
 
+from parkd.state import FixedPart, StageTransfer, Transfer
 from tests.unit.engine.kit.core_models import (
     FAMILIES,
     assert_same,
@@ -57,12 +57,12 @@ def model_of(family: str) -> Any:
     return model
 
 
-def parked(session: Session, positions: Sequence[int], stop: int) -> SnapshotPlan:
+def parked(session: Session, positions: Sequence[int], stop: int) -> Transfer:
     """A capture of `[0, stop)` with the checkpoints at `positions`, where there are any."""
     positions = positions if session.fixed_state.exists else ()
-    plan = host_plan(session, stop, block_tokens=32)
+    plan = host_transfer(session, stop, block_tokens=32)
     stages = [
-        StagePlan(
+        StageTransfer(
             stage.rows,
             tuple(FixedPart(at, np.empty(arena.layout.fixed_bytes, dtype=np.uint8)) for at in positions),
         )
@@ -73,7 +73,7 @@ def parked(session: Session, positions: Sequence[int], stop: int) -> SnapshotPla
     return replace(plan, checksums=sums.rows, fixed_checksums=sums.fixed)
 
 
-def resumed_at(plan: SnapshotPlan, position: int) -> SnapshotPlan:
+def resumed_at(plan: Transfer, position: int) -> Transfer:
     """The part of a capture that a restore to `position` takes: whole blocks, and one checkpoint."""
     size = plan.block_tokens
     stop = min(-(-position // size) * size, plan.stop)
@@ -85,7 +85,7 @@ def resumed_at(plan: SnapshotPlan, position: int) -> SnapshotPlan:
         [run] = stage.rows
         row_bytes = run.buffer.nbytes // run.stop
         rows = replace(run, stop=stop, buffer=run.buffer[: stop * row_bytes])
-        stages.append(StagePlan((rows,), stage.fixed[chosen]))
+        stages.append(StageTransfer((rows,), stage.fixed[chosen]))
     assert plan.checksums is not None
     return replace(
         plan,

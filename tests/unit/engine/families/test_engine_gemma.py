@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from parkd_engine import EngineConfig, LoadConfig, Session, capture, host_plan, load_model, open_session, restore
+from parkd_engine import EngineConfig, LoadConfig, Session, capture, host_transfer, load_model, open_session, restore
 from transformers import DynamicCache
 
 from tests.unit.engine.kit.core_models import assert_same
@@ -101,7 +101,7 @@ def test_a_restored_conversation_goes_on_bit_for_bit(gemma: tuple[Any, Ids], kep
     model, ids = gemma
     session = opened(model)
     session.extend(ids[:kept])
-    plan = host_plan(session, kept)
+    plan = host_transfer(session, kept)
     sums = capture(session, plan)
     expected = [session.step(int(token)) for token in ids[kept : kept + 3]]
     session.reset()

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from parkd_engine import EngineConfig, EngineError, Session, StageFailed, capture, host_plan, open_session, restore
+from parkd_engine import EngineConfig, EngineError, Session, StageFailed, capture, host_transfer, open_session, restore
 from parkd_engine.errors import UnreadableImage
 from parkd_engine.vision.tower import PromptImage
 
@@ -72,7 +72,7 @@ def test_the_offset_of_positions_is_restored_with_the_rest() -> None:
     session.reset()
     session.extend(ids[:110], images=images)
     assert session.arenas[0].layout.fixed_bytes > session.arenas[0].layout.fixed_fields[-1].offset
-    plan = host_plan(session, 110, block_tokens=32)
+    plan = host_transfer(session, 110, block_tokens=32)
     sums = capture(session, plan)
     plan = replace(plan, checksums=sums.rows, fixed_checksums=sums.fixed)
     for _ in range(2):

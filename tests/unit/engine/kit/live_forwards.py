@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parkd_engine import SnapshotPlan
-from parkd_engine.moves.snapshot import FixedPart, RowRun, StagePlan
 from parkd_engine.vision.tower import PromptImage
 from parkd_engine.words.steering import Steering
+
+from parkd.state import FixedPart, RowRun, StageTransfer, Transfer
 
 BLOCK = 32
 
@@ -37,10 +37,10 @@ def cut(log: Log, position: int) -> Log:
 @dataclass(frozen=True, eq=False)
 class Parked:
     log: Log
-    plan: SnapshotPlan
+    plan: Transfer
     steering: Steering
 
-    def part(self, start: int, position: int) -> SnapshotPlan:
+    def part(self, start: int, position: int) -> Transfer:
         """What makes `position` live where the rows `[0, start)` are already."""
         plan = self.plan
         stop = min(-(-position // BLOCK) * BLOCK, plan.stop) if position > start else start
@@ -50,13 +50,13 @@ class Parked:
             size = len(buffer) // plan.stop
             rows = (RowRun(start, stop, buffer[start * size : stop * size].copy()),) if stop > start else ()
             fixed = (FixedPart(f.position, f.buffer.copy()) for f in stage.fixed if f.position == position)
-            stages.append(StagePlan(rows, tuple(fixed)))
+            stages.append(StageTransfer(rows, tuple(fixed)))
         assert plan.checksums is not None
         sums = plan.checksums[start // BLOCK : -(-stop // BLOCK)]
         index = self.places.index(position) if self.places else 0
         fixed_sums = None if plan.fixed_checksums is None else plan.fixed_checksums[index : index + 1]
         resume_at = None if stop == position else position
-        return SnapshotPlan(plan.layout_digest, start, stop, BLOCK, tuple(stages), sums, fixed_sums, resume_at)
+        return Transfer(plan.layout_digest, start, stop, BLOCK, tuple(stages), sums, fixed_sums, resume_at)
 
     @property
     def places(self) -> list[int]:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine import Session, SnapshotPlan, restore
-from parkd_engine.moves.snapshot import FixedPart, RowRun, StagePlan
+from parkd_engine import Session, restore
 from parkd_engine.vision.tower import PromptImage
 from parkd_engine.words.steering import Steering
 
+from parkd.state import FixedPart, RowRun, StageTransfer, Transfer
 from tests.unit.engine.kit.breakages import Fuse, MemoryFor, windows_move_in
 from tests.unit.engine.kit.core_models import VOCAB, step_with_guesses
 from tests.unit.engine.kit.live_forwards import BLOCK, Forward, Log, Parked, cut
@@ -164,21 +164,21 @@ class LoggedSession:
         self.log = cut(self.log, position)
         self._images = [image for image in self._images if image.start < position]
 
-    def _whole_plan(self) -> SnapshotPlan:
+    def _whole_plan(self) -> Transfer:
         session = self.session
         places = sorted({*session.checkpoints, session.position}) if self.has_fixed else []
         stages = []
         for arena in session.arenas:
             rows = RowRun(0, session.position, np.empty(session.position * arena.layout.row_bytes, np.uint8))
             fixed = (FixedPart(place, np.empty(arena.layout.fixed_bytes, np.uint8)) for place in places)
-            stages.append(StagePlan((rows,), tuple(fixed)))
-        return SnapshotPlan(session.layout_digest, 0, session.position, BLOCK, tuple(stages))
+            stages.append(StageTransfer((rows,), tuple(fixed)))
+        return Transfer(session.layout.digest, 0, session.position, BLOCK, tuple(stages))
 
     def _ours(self) -> list[Parked]:
         ours = [parked for parked in self.parked if parked.steering.digest == self.steering.digest]
         return [ours[index] for index in self.random.permutation(len(ours))]
 
-    def _start(self, parked: Parked) -> SnapshotPlan:
+    def _start(self, parked: Parked) -> Transfer:
         """A plan that restores some position of it, and leaves in place what both have in common."""
         position = self.pick(parked.places or range(1, parked.plan.stop + 1))
         shared = 0

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine import EngineConfig, Session, SnapshotDamaged, StageFailed, capture, host_plan, open_session, restore
+from parkd_engine import (
+    EngineConfig,
+    Session,
+    SnapshotDamaged,
+    StageFailed,
+    capture,
+    host_transfer,
+    open_session,
+    restore,
+)
 from parkd_engine.forward.graphs import recorded
 from parkd_engine.moves.transfer import CopySteps, copy_on_device
 from transformers import DynamicCache
@@ -55,7 +64,7 @@ def test_restored_equals_never_parked_on_cards(devices: tuple[str, ...], pinned:
     session = opened(model_of("qwen3", torch.bfloat16), devices)
     assert session.checksum.name == "weighted-sum-64"
     session.extend(ALICE[:650])
-    plan = host_plan(session, 650)
+    plan = host_transfer(session, 650)
     if pinned:
         plan = replace(plan, stages=tuple(replace(s, rows=(pinned_run(s.rows[0]),)) for s in plan.stages))
     plan = replace(plan, checksums=capture(session, plan).rows)
@@ -74,7 +83,7 @@ def pinned_run(run: Any) -> Any:
 def test_a_damaged_byte_on_a_card_reads_cold(stage: int) -> None:
     session = opened(model_of("llama", torch.bfloat16), ("cuda:0", "cuda:last"))
     staying = read_and_decode(session, ALICE)
-    plan = host_plan(session, 600)
+    plan = host_transfer(session, 600)
     plan = replace(plan, checksums=capture(session, plan).rows)
     plan.stages[stage].rows[0].buffer[-1] ^= 1
     session.reset()
@@ -87,7 +96,7 @@ def test_a_damaged_byte_on_a_card_reads_cold(stage: int) -> None:
 def test_a_copy_that_fails_on_a_card_is_survived() -> None:
     session = opened(model_of("llama", torch.bfloat16), ("cuda:0", "cuda:0", "cpu"))
     staying = read_and_decode(session, ALICE)
-    plan = host_plan(session, 600)
+    plan = host_transfer(session, 600)
     checksums = capture(session, plan)
     calls = 0
 
@@ -111,7 +120,7 @@ def test_a_copy_that_fails_on_a_card_is_survived() -> None:
 def test_the_device_checksum_is_the_one_the_cpu_computes() -> None:
     session = opened(model_of("llama", torch.bfloat16), ("cuda:0",))
     session.extend(ALICE[:300])
-    plan = host_plan(session, 300)
+    plan = host_transfer(session, 300)
     sums = capture(session, plan).rows
     words = plan.stages[0].rows[0].buffer.view(np.uint64)
     row_words = session.arenas[0].layout.row_bytes // 8

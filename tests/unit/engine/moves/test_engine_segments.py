@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from parkd_engine.moves import capture_in_flight
 from parkd_engine.moves.capture_in_flight import segments
-from parkd_engine.moves.snapshot import RowRun
+
+from parkd.state import RowRun
 
 BLOCK = 4
 ROW_BYTES = 8

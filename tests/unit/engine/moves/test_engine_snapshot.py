@@ -14,19 +14,16 @@ import torch
 from parkd_engine import (
     SnapshotDamaged,
     SnapshotMismatch,
-    SnapshotPlan,
     StageFailed,
     capture,
-    host_plan,
+    host_transfer,
     restore,
     restore_and_read,
 )
 from parkd_engine.moves import transfer
-from parkd_engine.moves.snapshot import FixedPart, RowRun, StagePlan
 from parkd_engine.moves.transfer import CopySteps
 
-from parkd.state import RowRun as StoreRun
-from parkd.state import StageTransfer, Transfer
+from parkd.state import FixedPart, RowRun, StageTransfer, Transfer
 from tests.unit.engine.kit.core_models import (
     FAMILIES,
     assert_same,
@@ -40,9 +37,9 @@ BLOCK = 32
 ALICE, BOB = token_ids(200), token_ids(310, seed=2)
 
 
-def parked(session: Any, stop: int, start: int = 0) -> SnapshotPlan:
+def parked(session: Any, stop: int, start: int = 0) -> Transfer:
     """Captured rows `[start, stop)`, with their checksums."""
-    plan = host_plan(session, stop, start=start, block_tokens=BLOCK)
+    plan = host_transfer(session, stop, start=start, block_tokens=BLOCK)
     return replace(plan, checksums=capture(session, plan).rows)
 
 
@@ -116,7 +113,7 @@ def test_runs_may_be_cut_anywhere_and_differ_between_stages() -> None:
     for stage, cuts in zip(whole.stages, ((0, 5, 64, 190), (0, 33, 34, 190)), strict=True):
         row_bytes = stage.rows[0].buffer.nbytes // 190
         runs = [RowRun(a, b, stage.rows[0].buffer[a * row_bytes : b * row_bytes].copy()) for a, b in pairwise(cuts)]
-        stages.append(StagePlan(tuple(runs)))
+        stages.append(StageTransfer(tuple(runs)))
     cut = replace(whole, stages=tuple(stages))
     assert np.array_equal(capture(session, cut).rows, whole.checksums)
     session.reset()
@@ -144,24 +141,6 @@ def test_a_restore_can_resume_inside_its_last_block(position: int) -> None:
         restore(session, replace(plan, resume_at=position))
     with pytest.raises(SnapshotMismatch, match="not in the rows"):
         restore(session, replace(plan, resume_at=191))
-
-
-def test_a_transfer_of_the_store_is_taken_as_it_is() -> None:
-    model = tiny_model()
-    session = tiny_session(2, model)
-    session.extend(ALICE[:150])
-    plan = host_plan(session, 150, block_tokens=BLOCK)
-    stages = tuple(
-        StageTransfer(tuple(StoreRun(run.start, run.stop, run.buffer) for run in stage.rows)) for stage in plan.stages
-    )
-    moved = Transfer(session.layout_digest, 0, 150, BLOCK, stages)
-    checksums = capture(session, moved)
-    staying = read_and_decode(session, ALICE)
-    assert checksums.rows.shape == (5, 2)
-    assert checksums.fixed.shape == (0, 2)
-    session.reset()
-    restore(session, replace(moved, checksums=checksums.rows, fixed_checksums=checksums.fixed))
-    assert_same(read_and_decode(session, ALICE), staying)
 
 
 def assert_cold_and_correct(session: Any, model: Any) -> None:
@@ -192,14 +171,14 @@ def test_a_damaged_byte_in_any_block_of_any_stage_reads_cold(stages: int) -> Non
     assert session.position == 100
 
 
-def mismatches(session: Any, plan: SnapshotPlan) -> Iterator[tuple[str, SnapshotPlan]]:
+def mismatches(session: Any, plan: Transfer) -> Iterator[tuple[str, Transfer]]:
     """Plans that must be refused before anything is written."""
     first, last = plan.stages[0], plan.stages[-1]
     run = last.rows[0]
     assert plan.checksums is not None
 
-    def with_last(*runs: RowRun, fixed: tuple[FixedPart, ...] = ()) -> SnapshotPlan:
-        return replace(plan, stages=(*plan.stages[:-1], StagePlan(runs, fixed)))
+    def with_last(*runs: RowRun, fixed: tuple[FixedPart, ...] = ()) -> Transfer:
+        return replace(plan, stages=(*plan.stages[:-1], StageTransfer(runs, fixed)))
 
     yield "layout", replace(plan, layout_digest=bytes(16))
     yield "1 stages", replace(plan, stages=(first,))
@@ -321,7 +300,7 @@ def test_a_capture_that_fails_at_any_copy_leaves_the_live_state() -> None:
     model = tiny_model()
     session = tiny_session(2, model)
     session.extend(ALICE[:-1])
-    plan = host_plan(session, 100, block_tokens=BLOCK)
+    plan = host_transfer(session, 100, block_tokens=BLOCK)
     counting = FailingCopy(None)
     capture(session, plan, steps=CopySteps(host=counting))
     for fail_at in range(counting.calls):
@@ -335,8 +314,8 @@ def test_a_capture_takes_only_what_is_valid_and_only_into_what_can_be_written() 
     session = tiny_session(2)
     session.extend(ALICE[:50])
     with pytest.raises(SnapshotMismatch, match="the session has 50"):
-        capture(session, host_plan(session, 51, block_tokens=BLOCK))
-    plan = host_plan(session, 50, block_tokens=BLOCK)
+        capture(session, host_transfer(session, 51, block_tokens=BLOCK))
+    plan = host_transfer(session, 50, block_tokens=BLOCK)
     plan.stages[1].rows[0].buffer.flags.writeable = False
     with pytest.raises(SnapshotMismatch, match="stage 1: a buffer cannot be written to"):
         capture(session, plan)
@@ -345,8 +324,8 @@ def test_a_capture_takes_only_what_is_valid_and_only_into_what_can_be_written() 
 def test_an_empty_snapshot_is_the_empty_conversation() -> None:
     session = tiny_session(2)
     session.extend(ALICE[:50])
-    empty = StagePlan(())
-    plan = SnapshotPlan(session.layout_digest, 0, 0, BLOCK, (empty, empty), np.empty((0, 2), dtype=np.uint64))
+    empty = StageTransfer(())
+    plan = Transfer(session.layout.digest, 0, 0, BLOCK, (empty, empty), np.empty((0, 2), dtype=np.uint64))
     restore(session, plan)
     assert session.position == 0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parkd_engine import Session, capture, host_plan, restore
+from parkd_engine import Session, capture, host_transfer, restore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.engine.kit.core_models import FAMILIES, tiny_model, tiny_session, token_ids
@@ -42,7 +42,7 @@ def test_a_step_behind_a_restore_runs_what_it_ran_before(family: str, kv_dtype: 
     session = tiny_session(2, model, context=256, kv_dtype=kv_dtype)
     ids = token_ids(PROMPT + 2)
     session.extend(ids[:PROMPT])
-    plan = host_plan(session, PROMPT, block_tokens=32)
+    plan = host_transfer(session, PROMPT, block_tokens=32)
     sums = capture(session, plan)
     session.step(int(ids[PROMPT]))
     expected = operations_of_a_step(session, int(ids[PROMPT + 1]))

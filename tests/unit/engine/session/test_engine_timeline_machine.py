@@ -18,9 +18,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from parkd_engine import Session, SnapshotPlan, StageFailed, capture, host_plan, restore
+from parkd_engine import Session, StageFailed, capture, host_transfer, restore
 from parkd_engine.vision.tower import PromptImage
 
+from parkd.state import Transfer
 from tests.unit.engine.kit.core_models import VOCAB, head_of, step_with_guesses, tiny_session
 from tests.unit.engine.kit.draft_models import oracle_guess
 from tests.unit.engine.kit.hybrid_models import model_of
@@ -65,7 +66,7 @@ class Timeline(RuleBasedStateMachine):
         self.images: list[PromptImage] = []
         """The pictures among them."""
         self.processor = processor_of(self.model)
-        self.parked: list[tuple[list[int], list[PromptImage], SnapshotPlan]] = []
+        self.parked: list[tuple[list[int], list[PromptImage], Transfer]] = []
         self.random = np.random.default_rng(0)
 
     @initialize(seed=st.integers(0, 1000))
@@ -184,7 +185,7 @@ class Timeline(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule()
     def park(self) -> None:
-        plan = host_plan(self.session, len(self.tokens), block_tokens=32)
+        plan = host_transfer(self.session, len(self.tokens), block_tokens=32)
         sums = capture(self.session, plan)
         plan = replace(plan, checksums=sums.rows, fixed_checksums=sums.fixed if len(sums.fixed) else None)
         self.parked = [*self.parked[-2:], (list(self.tokens), list(self.images), plan)]
