@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from parkd_engine.arenas.arena import StageArena, WindowRoom
-from parkd_engine.arenas.layout import build_layout
+from parkd_engine.arenas.layout import StageStateLayout, build_layout
 from parkd_engine.config import EngineConfig
 from parkd_engine.families.architectures import check_config
 from parkd_engine.families.multimodal import language_config, longest_span
@@ -15,27 +16,42 @@ from parkd_engine.session import Session
 from parkd_engine.vision.images import ImageProcessor
 from parkd_engine.vision.tower import VisionTower
 
+ChooseContext = Callable[[Sequence[StageStateLayout], WindowRoom], int]
+"""(the stages' layouts, the room of their windows) -> the context in tokens. Called when the weights are in place."""
+
 
 def open_session(
-    model: Any, config: EngineConfig, images: ImageProcessor | None = None, *, draft_model: Any = None
+    model: Any,
+    config: EngineConfig,
+    images: ImageProcessor | None = None,
+    *,
+    draft_model: Any = None,
+    ranges: Sequence[tuple[int, int]] | None = None,
+    choose_context: ChooseContext | None = None,
 ) -> Session:
-    """Splits a loaded causal language model as configured, allocates the arenas and starts an empty timeline.
+    """Splits a loaded causal language model, puts each stage on its device, allocates the arenas and starts an empty
+    timeline. Servers and tests open sessions in this way alone.
 
-    The context is `config.context_tokens`, or else the model's own limit. With `images`, the model, of a known family,
-    reads images too. Raises UnsupportedModel, InvalidSplit and OutOfMemory.
+    Stage `i` holds the layers `[first, end)` of `ranges[i]`; None splits as configured. The context is what
+    `choose_context` returns, or else `config.context_tokens`, or else the model's own limit. With `images`, the model,
+    of a known family, reads images too. Raises UnsupportedModel, InvalidSplit, OutOfMemory, and what `choose_context`
+    raises.
     """
     check_config(model.config)
-    ranges = split_layers(model.config, len(config.devices), config.layer_split)
+    ranges = ranges or split_layers(model.config, len(config.devices), config.layer_split)
     text = language_config(model.config)
-    context_tokens = config.context_tokens or int(text.max_position_embeddings)
     layouts = build_layout(model.config, ranges, config.kv_dtype or model.dtype, model.dtype)
     stages = place(model, ranges, config.devices)
+    tower = None if images is None else VisionTower(model, images, stages[0].device)
     room = window_room(model.config, config)
+    if choose_context is None:
+        context_tokens = config.context_tokens or int(text.max_position_embeddings)
+    else:
+        context_tokens = choose_context(layouts, room)
     arenas = [
         StageArena(layout, context_tokens, stage.device, window_room=room)
         for layout, stage in zip(layouts, stages, strict=True)
     ]
-    tower = None if images is None else VisionTower(model, images, stages[0].device)
     return Session(
         stages,
         arenas,

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from parkd_engine.arenas.arena import StageArena, WindowRoom
-from parkd_engine.arenas.layout import StageStateLayout, build_layout
+from parkd_engine.arenas.arena import WindowRoom
+from parkd_engine.arenas.layout import StageStateLayout
 from parkd_engine.balance import choose_split
 from parkd_engine.config import EngineConfig
 from parkd_engine.draft.head import DraftHead
 from parkd_engine.errors import EngineError
 from parkd_engine.families.architectures import architecture_of
-from parkd_engine.forward.stages import Stage, place
+from parkd_engine.forward.stages import Stage
 from parkd_engine.loading.fingerprint import fingerprint
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.memory import StageNeed, choose_context
-from parkd_engine.opening import window_room
+from parkd_engine.opening import open_session
 from parkd_engine.session import Session
 from parkd_engine.vision.tower import VisionTower
 from parkd_engine.words.steering import SteeringBank, VectorFile, load_vectors
@@ -99,30 +99,25 @@ def load_parts(config: TorchEngineConfig, progress: Progress | None, free: Calla
 
 def _opened(config: TorchEngineConfig, loaded: LoadedModel, free: Callable[[str], int]) -> Session:
     """An empty session with the largest context that fits, or with the configured one."""
-    layout, text = config.layout, loaded.text_config
-    state = build_layout(loaded.config, loaded.ranges, layout.kv_dtype or loaded.dtype, loaded.dtype)
-    room = window_room(loaded.config, layout)
-    stages = place(loaded.model, loaded.ranges, layout.devices)
-    tower = None if loaded.images is None else VisionTower(loaded.model, loaded.images, stages[0].device)
+    layout = config.layout
     copies = layout.ctx_checkpoints + (layout.guesses if loaded.draft_model is not None else 0)
-    context = choose_context(
-        [_need(d, s, room, copies) for d, s in zip(layout.devices, state, strict=True)],
-        int(text.max_position_embeddings),
-        layout.context_tokens,
-        reserved_bytes=config.reserved_bytes,
-        free=free,
-    )
-    arenas = [StageArena(s, context, d, window_room=room) for d, s in zip(layout.devices, state, strict=True)]
-    return Session(
-        stages,
-        arenas,
-        layout.batch_tokens,
-        text,
-        layout.ctx_checkpoints,
-        tower,
+
+    def fitting(state: Sequence[StageStateLayout], room: WindowRoom) -> int:
+        return choose_context(
+            [_need(d, s, room, copies) for d, s in zip(layout.devices, state, strict=True)],
+            int(loaded.text_config.max_position_embeddings),
+            layout.context_tokens,
+            reserved_bytes=config.reserved_bytes,
+            free=free,
+        )
+
+    return open_session(
+        loaded.model,
+        layout,
+        loaded.images,
         draft_model=loaded.draft_model,
-        draft_tokens=layout.guesses,
-        peer_access=layout.peer_access,
+        ranges=loaded.ranges,
+        choose_context=fitting,
     )
 
 

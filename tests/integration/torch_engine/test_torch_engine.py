@@ -131,7 +131,7 @@ def test_it_is_a_row_engine(engine: TorchEngine) -> None:
     # Keys and values of 2 layers, 2 heads of 16 numbers of 4 bytes.
     assert [stage.row_bytes for stage in checked.info.layout.stages] == [2 * 2 * 2 * 16 * 4] * 2
     assert checked.info.arena_bytes == 1024 * checked.info.layout.row_bytes
-    assert checked.info.layout.digest == engine._session.layout_digest
+    assert checked.info.layout.digest == engine._session.layout.digest
 
 
 def test_the_fingerprint_knows_state_and_nothing_else(engine: TorchEngine, cache: Path) -> None:
