@@ -145,10 +145,11 @@ def _bare_answer(engine: Any, last: int, _ids: Any) -> None:
     engine._timeline.position = engine._sequence.position
 
 
-def _answer(engine: Any, last: int, ids: Any) -> None:
+def _answer(engine: Any, _last: int, ids: Any) -> None:
     from parkd.types import SamplingParams
 
-    answer = engine.generate(last, SamplingParams(temperature=0.0), history=ids)
+    engine.begin(ids, SamplingParams(temperature=0.0))
+    answer = engine.generate()
     for _ in range(DECODED):
         next(answer)
     answer.close()

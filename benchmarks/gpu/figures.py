@@ -71,7 +71,7 @@ def raw_copies(lane: GpuLane, transfer: Any, *, into: bool) -> Callable[[], None
 
 
 def capture_request(lane: GpuLane) -> CaptureRequest:
-    live = lane.live.conversation
+    live = lane.live.rows
     assert live.key is not None
     prompt = lane.prompt(live.key.namespace, live.units.astype("int64"))
     return CaptureRequest(
@@ -140,7 +140,8 @@ def generate_seconds(lane: GpuLane, sampling: SamplingParams, steps: int) -> flo
     engine = lane.engine
     position = engine.position
     engine.checkpoint()
-    answer = engine.generate(5, sampling, history=np.zeros(0, dtype=np.int64))
+    engine.begin(np.array([5]), sampling)
+    answer = engine.generate()
     next(answer)
     seconds = []
     for _ in range(steps):

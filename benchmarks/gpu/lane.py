@@ -21,8 +21,8 @@ from parkd.identity.units import units_of
 from parkd.lane.checkpoints import checkpoints_to_take
 from parkd.lane.cost import CostMeter
 from parkd.lane.engine_thread import EngineThread
+from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
-from parkd.lane.parking import LiveState
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.start import cold_start, decide_start
 from parkd.store.records import StoreConfig
@@ -70,7 +70,7 @@ class GpuLane:
         self.thread = EngineThread()
         self.thread.start()
         metrics = Metrics(waiting=lambda: 0, store_stats=self.store.stats)
-        self.live = LiveState(engine, self.thread, self.store, metrics, self.costs, time.monotonic)
+        self.live = LiveConversation(engine, self.thread, self.store, metrics, self.costs, time.monotonic)
 
     def prompt(self, namespace: str, ids: Ids, images: tuple[ImageSpan, ...] = ()) -> PromptIdentity:
         key = ConversationKey(namespace, self.engine.info.fingerprint)
@@ -83,7 +83,7 @@ class GpuLane:
         parked = [entry for entry, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
         start = decide_start(
             prompt,
-            self.live.conversation,
+            self.live.rows,
             parked,
             layout=self.engine.info.layout,
             live_checkpoints=self.live.checkpoints,
@@ -91,17 +91,18 @@ class GpuLane:
             cost=dataclasses.replace(self.costs.measured, read_s=1.0),  # reading costs so much that any state is reused
         )
         try:
-            await self.live.begin(start, prompt.key, PromptTail(prompt, start.common, None))
+            await self.live.start_from(start, prompt.key, PromptTail(prompt, start.common, None))
         except RestoreFailed:
             start = cold_start()
-            await self.live.begin(start, prompt.key)
-        reused, position = start.position, self.live.conversation.position
+            await self.live.start_from(start, prompt.key)
+        reused, position = start.position, self.live.rows.position
         places = checkpoints_to_take(prompt, position, start.common, self.engine.info.ctx_checkpoints)
+        await self.live.call(self.engine.begin, prompt.token_ids, self.sampling, images=prompt.images)
         await self.live.call(  # Nothing to read if the end was read during the restore.
-            self.engine.extend, prompt.token_ids[position:-1], cancel=NEVER, checkpoint_at=places, images=prompt.images
+            self.engine.extend, prompt.token_ids[position:-1], cancel=NEVER, checkpoint_at=places
         )
         await self.live.advance(prompt.key, prompt.units)
-        tokens, times = await self.live.call(self._decode, prompt.token_ids, count)
+        tokens, times = await self.live.call(self._decode, count)
         units = np.concatenate([prompt.units, np.array(tokens, dtype=np.uint64)])
         await self.live.advance(prompt.key, units)
         await self.live.check()
@@ -116,10 +117,10 @@ class GpuLane:
         await self.live.park()
         return figures
 
-    def _decode(self, ids: Ids, count: int) -> tuple[list[int], list[float]]:
+    def _decode(self, count: int) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         times = []
-        for step in self.engine.generate(int(ids[-1]), self.sampling, history=ids):
+        for step in self.engine.generate():
             tokens += step
             times.append(time.perf_counter())
             if len(tokens) >= count:

@@ -94,7 +94,7 @@ async def measure(
     await lane.live.settle()
     kept = state_of(lane)
     whole_decode = decode_figures(lane, devices, read_speed)
-    lane.store.drop(lane.live.conversation.parked_id or "", "measured")
+    lane.store.drop(lane.live.rows.parked_id or "", "measured")
     await lane.live.reset()
 
     # Interrupted: B comes right after A1's answer.
@@ -142,7 +142,7 @@ async def measure(
 
     # B's first token while A is parked, and with nothing to park.
     for _ in range(b_runs):
-        lane.store.drop(lane.live.conversation.parked_id or "", "measured")
+        lane.store.drop(lane.live.rows.parked_id or "", "measured")
         await lane.live.reset()
         for parked, _shared in lane.store.candidates(lane.prompt("parted", a2).key.digest, ()):
             lane.store.drop(parked.id, "measured")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mi
     from parkd.store.fs import FileSystem
     from parkd.store.records import StoreConfig
     from parkd.store.store import ConversationStore
-    from parkd.types import NamedKey, PromptIdentity, TokenMask, TurnRequest
+    from parkd.types import NamedKey, PromptIdentity, TurnRequest
 
 MIN_FREE_SHARE = 16
 MOST_MIN_FREE_BYTES = 2560 * 1024 * 1024
@@ -195,20 +195,20 @@ def _remember(
 def mask_builder(engine: AnyEngine, output: OutputFormat) -> tuple[BuildMask, Callable[[], None] | None]:
     """The function that builds the token mask of a request (schema and thinking budget), and one that prepares it.
 
-    A llama-server enforces schemas itself and knows no thinking budget, so there the "mask" is only its constraint.
+    A llama-server enforces schemas itself and knows no thinking budget, so there requests are only checked.
     """
     from parkd.answers.structured import StructuredOutput
     from parkd.answers.thinking import ThinkingLimits
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
-    from parkd.engine_adapter.llama_server.sampling import constraint
+    from parkd.engine_adapter.llama_server.sampling import check_enforceable
 
     marks, info = output.reasoning, engine.info
     if isinstance(engine, LlamaServerEngine):
 
-        def build(request: TurnRequest, tail: str) -> TokenMask | None:
-            return constraint(request, thinks=marks is not None and not tail.rstrip().endswith(marks.close))
+        def check(request: TurnRequest, tail: str) -> None:
+            check_enforceable(request, thinks=marks is not None and not tail.rstrip().endswith(marks.close))
 
-        return build, None
+        return check, None
     structured = StructuredOutput(engine.tokenizer_json(), info.vocab_size, info.end_token_ids)
     limits = ThinkingLimits(marks, engine.template_source, info.vocab_size, engine.tokenizer.encode, engine.text_stream)
     return lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail)), structured.prepare

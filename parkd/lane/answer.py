@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from parkd.answers.base import Parser
 from parkd.answers.stops import StopStrings
-from parkd.engine_adapter.base import Cancel, DraftingEngine, Engine
-from parkd.types import DraftCounts, Event, FinishReason, PromptIdentity, TokenMask, TurnRequest
+from parkd.engine_adapter.base import Cancel, Engine
+from parkd.types import DraftCounts, Event, FinishReason, TurnRequest
 
 Emit = Callable[[Event], None]
 
@@ -36,7 +36,6 @@ class AnswerLoop:
     """Generates one answer, emitting events as they become visible."""
 
     engine: Engine
-    prompt: PromptIdentity
     request: TurnRequest
     limit: int | None
     """Most tokens of the answer; None: up to the end of the context."""
@@ -45,7 +44,6 @@ class AnswerLoop:
     emit: Emit
     """Thread-safe; never waits."""
     monotonic: Callable[[], float]
-    mask: TokenMask | None = None
     answer: Answer = field(default_factory=Answer)
 
     def __post_init__(self) -> None:
@@ -75,9 +73,7 @@ class AnswerLoop:
         """Runs steps until the answer ends. Returns the last piece of text, which is not parsed yet."""
         answer, engine = self.answer, self.engine
         stream = engine.text_stream()
-        steps = engine.generate(
-            int(self.prompt.token_ids[-1]), self.request.sampling, history=self.prompt.token_ids, mask=self.mask
-        )
+        steps = engine.generate()
         try:
             for step in steps:
                 if answer.first_token_at_s is None:
@@ -98,8 +94,7 @@ class AnswerLoop:
             close = getattr(steps, "close", None)
             if close is not None:
                 close()
-            if isinstance(engine, DraftingEngine):
-                answer.drafts = engine.drafts
+            answer.drafts = engine.drafts
         return stream.flush()
 
     def _take(self, text: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parkd.engine_adapter.base import Engine, ReadingRestoreEngine
+from parkd.engine_adapter.base import Engine
 from parkd.lane.checkpoints import checkpoints_to_take
 from parkd.store.records import Lease
 from parkd.types import PromptIdentity
@@ -41,10 +41,10 @@ def read_while_restoring(engine: Engine, lease: Lease, tail: PromptTail) -> bool
     """Restores what is leased and reads the tail, if the engine can do both at once and that saves time. Otherwise
     does nothing and returns False. Runs on the engine's thread.
 
-    Raises as `ReadingRestoreEngine.restore_and_read` does.
+    Raises as `Engine.restore_and_read` does.
     """
     prompt = tail.prompt
-    if not isinstance(engine, ReadingRestoreEngine) or not engine.reads_while_restoring:
+    if not engine.info.reads_while_restoring:
         return False
     if not 0 < tail.stop - lease.stop <= MOST_TOKENS or lease.transfer.bytes < LEAST_BYTES or prompt.images:
         return False

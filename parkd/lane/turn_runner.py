@@ -30,8 +30,8 @@ from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.events import EventChannel
 from parkd.lane.explain import diagnose, lasting_tokens
 from parkd.lane.groups import Groups
+from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
-from parkd.lane.parking import LiveState
 from parkd.lane.retention import Retention
 from parkd.lane.start import Start
 from parkd.lane.turn import Turn, output_limit, prompt_tail
@@ -60,7 +60,7 @@ class TurnRunner:
 
     def __init__(
         self,
-        live: LiveState,
+        live: LiveConversation,
         store: ConversationStore | None,
         metrics: Metrics,
         costs: CostMeter,
@@ -73,7 +73,7 @@ class TurnRunner:
         remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None,
     ) -> None:
         self._live = live
-        self._starter = TurnStarter(live, store, disk, costs, monotonic)
+        self._starter = TurnStarter(store, disk, costs, monotonic)
         self._log = log
         self._remember = remember
         self._retention = None if store is None else Retention(store)
@@ -88,10 +88,11 @@ class TurnRunner:
 
     async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
         """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
-        await self._starter.prefetch(turn, is_waiting)
+        await self._starter.prefetch(turn, self._live, is_waiting)
 
     async def run(self, turn: Turn) -> None:
         """Runs the turn: pushes its events, ends its channel, then parks. Raises only EngineLost."""
+        live = self._live  # What follows is told which one: only here and in `prefetch` there is no choice.
         turn.began_s = self._monotonic()
         turn.timings = Timings(wait_s=turn.began_s - turn.queued_s)
         error: ParkdError | None = None
@@ -100,7 +101,7 @@ class TurnRunner:
                 self._retention.apply(turn.began_s)
             if turn.channel.cancel.is_set():
                 raise Cancelled("The client left before its turn came.")
-            await self._answer(turn)
+            await self._answer(turn, live)
         except ParkdError as raised:
             error = raised
         except Exception as raised:
@@ -112,25 +113,22 @@ class TurnRunner:
         self._log.record(turn, error)
         if isinstance(error, EngineLost):
             raise error
-        self._log.note(turn, self._live.conversation, error)
-        await self._keep(turn)
+        self._log.note(turn, live.rows, error)
+        await self._keep(turn, live)
 
-    async def _answer(self, turn: Turn) -> None:
-        await self._live.wake()
-        start, why, from_disk_s = await self._starter.find_start(turn)
-        report, restore_s = await self._starter.start(turn, start, why)
+    async def _answer(self, turn: Turn, live: LiveConversation) -> None:
+        await live.wake()
+        start, why, from_disk_s = await self._starter.find_start(turn, live)
+        report, restore_s = await self._starter.start(turn, live, start, why)
         turn.release_awaited()
-        await self._steer(turn)
-        report = await self._live.begin_prompt(
-            start, report, turn.prompt, turn.request.sampling, turn.mask, self._limit(turn)
-        )
-        report = turn.report = await self._complete_report(turn, start, report)
+        report = await live.begin(turn, self._limit(turn), start, report)
+        report = turn.report = await self._complete_report(turn, live, start, report)
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
         self._metrics.started(report)
         turn.channel.push(Started(report))
-        read_s = await self._read(turn, start.common)
-        with self._starter.trusting(start):
-            answer = await self._generate(turn, read_s)
+        read_s = await self._read(turn, live, start.common)
+        with self._starter.trusting(start, live):
+            answer = await self._generate(turn, live, read_s)
         if answer.reason is FinishReason.CANCELLED:
             raise Cancelled("The client left; its answer was stopped.")
         if turn.explained is not None:
@@ -140,14 +138,16 @@ class TurnRunner:
     def _limit(self, turn: Turn) -> int | None:
         return output_limit(turn.request.max_output_tokens, self._max_output_tokens)
 
-    async def _complete_report(self, turn: Turn, start: Start, report: CacheReport) -> CacheReport:
+    async def _complete_report(
+        self, turn: Turn, live: LiveConversation, start: Start, report: CacheReport
+    ) -> CacheReport:
         """Adds what is written, the divergence and the diagnosis to the report, also for `/parkd/explain`."""
         explained = turn.explained
         if turn.request.cache.mode is CacheMode.USE:
             lasting = min(lasting_tokens(turn.prompt), len(turn.prompt) - 1)
             report = dataclasses.replace(report, written_tokens=max(0, lasting - report.reused_tokens))
         if start.nearest is not None:
-            tokenizer = self._live.engine.tokenizer
+            tokenizer = live.engine.tokenizer
             # In a thread: the tokenizer may be in another process.
             divergence = await asyncio.to_thread(divergence_of, turn.prompt, start.nearest, tokenizer)
             report = dataclasses.replace(report, divergence=divergence)
@@ -158,51 +158,40 @@ class TurnRunner:
             explained.state, explained.report = "running", report
         return report
 
-    async def _steer(self, turn: Turn) -> None:
-        """Sets the turn's steering. Raises EngineFailure if the engine steers by another set than the prompt's key
-        names.
-
-        Called after the start: what was parked on the way was copied, not computed, so steering cannot have touched it.
-        """
-        in_effect = await self._live.call(self._live.engine.steer, turn.request.steering)
-        if in_effect != turn.prompt.key.steering:
-            raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
-
-    async def _read(self, turn: Turn, fork: int) -> float:
+    async def _read(self, turn: Turn, live: LiveConversation, fork: int) -> float:
         """Reads the prompt up to its last token. `fork` is where it left what was known, a likely place to fork again.
 
         Returns the seconds. Raises Cancelled, with what was read kept, and EngineFailure.
         """
         prompt, channel = turn.prompt, turn.channel
-        start, stop = self._live.conversation.position, len(prompt) - 1
+        start, stop = live.rows.position, len(prompt) - 1
         if start == stop:
             already = start - turn.report.reused_tokens if turn.report else 0  # read while the rest was restored
             turn.timings = dataclasses.replace(turn.timings, prefill_tokens=already)
-            await self._live.checkpoint()
+            await live.checkpoint()
             return 0.0
-        places = checkpoints_to_take(prompt, start, fork, self._live.engine.info.ctx_checkpoints)
+        places = checkpoints_to_take(prompt, start, fork, live.engine.info.ctx_checkpoints)
         emit = self._emitter(channel)
         began_s = self._monotonic()
         try:
-            await self._live.call(
-                self._live.engine.extend,
+            await live.call(
+                live.engine.extend,
                 prompt.token_ids[start:stop],
                 cancel=channel.cancel,
                 on_chunk=lambda position: emit(Progress(position - start, stop - start)),
                 checkpoint_at=places,
-                **({"images": prompt.images} if prompt.images else {}),
             )
         finally:
-            await self._live.advance(prompt.key, prompt.units)
+            await live.advance(prompt.key, prompt.units)
         took_s = self._monotonic() - began_s
-        read = self._live.conversation.position - start
+        read = live.rows.position - start
         turn.timings = dataclasses.replace(turn.timings, prefill_s=took_s, prefill_tokens=read)
         self._costs.note_read(read, took_s, start)
-        if self._live.conversation.position < stop:
+        if live.rows.position < stop:
             raise Cancelled("The client left while its prompt was read.")
         return took_s
 
-    async def _generate(self, turn: Turn, read_s: float) -> Answer:
+    async def _generate(self, turn: Turn, live: LiveConversation, read_s: float) -> Answer:
         limit = self._limit(turn)
         if limit == 0:
             return Answer()
@@ -213,22 +202,20 @@ class TurnRunner:
             push(event)
 
         loop = AnswerLoop(
-            self._live.engine,
-            turn.prompt,
+            live.engine,
             turn.request,
             limit,
-            parser=self._parser(turn),
+            parser=self._parser(turn, live),
             cancel=turn.channel.cancel,
             emit=emit,
             monotonic=self._monotonic,
-            mask=turn.mask,
         )
         answer = loop.answer
         began_s = self._monotonic()
         try:
-            await self._live.call(loop.run)
+            await live.call(loop.run)
         finally:
-            await self._live.advance(turn.prompt.key, _units_with(turn.prompt, answer.token_ids))
+            await live.advance(turn.prompt.key, _units_with(turn.prompt, answer.token_ids))
             first_s = answer.first_token_at_s
             if first_s is not None:
                 turn.timings = dataclasses.replace(
@@ -240,38 +227,38 @@ class TurnRunner:
                     output_tokens=answer.output_tokens,
                     drafts=answer.drafts,
                 )
-        self._recognise(turn, answer, transcript)
+        self._recognise(turn, live, answer, transcript)
         return answer
 
-    def _recognise(self, turn: Turn, answer: Answer, transcript: Transcript) -> None:
+    def _recognise(self, turn: Turn, live: LiveConversation, answer: Answer, transcript: Transcript) -> None:
         """Remembers the answer's token ids, unless the client has not seen all of them: it left, a stop string cut the
         answer, or it began the answer itself."""
         whole = not (answer.reason is FinishReason.CANCELLED or answer.stop_string or turn.request.continues)
         if self._remember is None or not whole or turn.request.cache.mode is not CacheMode.USE:
             return
         said, ids = transcript.said(), answer.token_ids[: answer.output_tokens]
-        if ids and ids[-1] in self._live.engine.info.end_token_ids:
+        if ids and ids[-1] in live.engine.info.end_token_ids:
             ids = ids[:-1]
         if said is not None:
             self._remember(turn.prompt, ids, said)
 
-    def _parser(self, turn: Turn) -> Parser:
-        tail = prompt_tail(self._live.engine, turn.prompt)
+    def _parser(self, turn: Turn, live: LiveConversation) -> Parser:
+        tail = prompt_tail(live.engine, turn.prompt)
         return make_parser(self._output, turn.request, tail, self._call_ids)
 
-    async def _keep(self, turn: Turn) -> None:
+    async def _keep(self, turn: Turn, live: LiveConversation) -> None:
         """Runs after the reply: parks what the turn added, unless its client asked to keep nothing."""
         try:
-            await self._live.check()
+            await live.check()
             if self._store is not None:
                 self._store.measured(self._costs.measured)
             if turn.request.cache.mode is CacheMode.USE:
                 if self._groups is not None and turn.request.cache.group is not None:
                     self._groups.used(turn.request.cache.group, turn.prompt)
-                await self._live.park()
+                await live.park()
                 self._retain(turn)
             else:
-                await self._live.forget(turn.report.reused_tokens if turn.report else 0)
+                await live.forget(turn.report.reused_tokens if turn.report else 0)
         except EngineLost:
             raise
         except ParkdError as error:

@@ -10,7 +10,7 @@ from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import LogitsNotFinite, RestoreFailed
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
-from parkd.lane.parking import LiveState
+from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.start import Start, cold_start, decide_start, explain
 from parkd.lane.turn import Turn
@@ -26,40 +26,38 @@ class TurnStarter:
 
     def __init__(
         self,
-        live: LiveState,
         store: ConversationStore | None,
         disk: DiskWorker | None,
         costs: CostMeter,
         monotonic: Callable[[], float],
     ) -> None:
-        self._live = live
         self._store = store
         self._disk = disk
         self._costs = costs
         self._monotonic = monotonic
 
-    async def find_start(self, turn: Turn) -> tuple[Start, str, float]:
+    async def find_start(self, turn: Turn, live: LiveConversation) -> tuple[Start, str, float]:
         """Decides how to start, and promotes what is needed from disk to RAM; goes without it if that fails.
 
         Returns the start, why the rest of the prompt is read, and the seconds that the disk took.
         """
-        start, why = self._decide(turn)
+        start, why = self._decide(turn, live)
         if not start.is_on_disk:
             return start, why, 0.0
         began_s = self._monotonic()
         await self._promote(start)
-        start, why = self._decide(turn)
+        start, why = self._decide(turn, live)
         if start.is_on_disk:
-            start, why = self._decide(turn, on_disk=False)
+            start, why = self._decide(turn, live, on_disk=False)
             why = why or "what is on disk could not be read"
         return start, why, self._monotonic() - began_s
 
-    async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
+    async def prefetch(self, turn: Turn, live: LiveConversation, is_waiting: Callable[[], bool]) -> None:
         """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
         if not is_waiting():
             return
         try:
-            start, _ = self._decide(turn)
+            start, _ = self._decide(turn, live)
             if start.is_on_disk:
                 await self._promote(start)
                 if is_waiting() and self._store is not None:
@@ -73,7 +71,7 @@ class TurnStarter:
         assert start.parked is not None
         await self._disk.promote(start.parked.id, start.position)
 
-    def _decide(self, turn: Turn, *, on_disk: bool = True) -> tuple[Start, str]:
+    def _decide(self, turn: Turn, live: LiveConversation, *, on_disk: bool = True) -> tuple[Start, str]:
         """The start, and why the rest of the prompt is read. `on_disk`: also consider what is only on disk."""
         prompt, store = turn.prompt, self._store
         if turn.request.cache.mode is CacheMode.OFF:
@@ -82,22 +80,22 @@ class TurnStarter:
         candidates = [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else []
         start = decide_start(
             prompt,
-            self._live.conversation,
+            live.rows,
             [parked for parked in candidates if on_disk or parked.tier is not Tier.DISK],
-            layout=self._live.engine.info.layout,
-            live_checkpoints=self._live.checkpoints,
-            rewind_floor=self._live.rewind_floor,
+            layout=live.engine.info.layout,
+            live_checkpoints=live.checkpoints,
+            rewind_floor=live.rewind_floor,
             cost=self._costs.measured,
-            has_spare=self._live.engine.info.live_conversations > 1,
+            has_spare=live.engine.info.live_conversations > 1,
         )
         beyond = hashes[start.common // BLOCK_TOKENS :]
         gone = store.why_gone(key_digest, beyond) if store is not None else ""
-        why, lacking = explain(prompt, start, gone), self._live.engine.info.parked_state_lacks
+        why, lacking = explain(prompt, start, gone), live.engine.info.parked_state_lacks
         if lacking and why and start.position < start.common:
             why = f"{why}; {lacking}"
         return start, why
 
-    async def start(self, turn: Turn, start: Start, why: str) -> tuple[CacheReport, float]:
+    async def start(self, turn: Turn, live: LiveConversation, start: Start, why: str) -> tuple[CacheReport, float]:
         """Brings the engine to the start's position, or to the prompt's end if the engine could read it meanwhile.
         Starts cold if a restore fails.
 
@@ -106,21 +104,21 @@ class TurnStarter:
         began_s = self._monotonic()
         tail = PromptTail(turn.prompt, start.common, turn.request.steering)
         try:
-            restore_s = await self._live.begin(start, turn.prompt.key, tail)
+            restore_s = await live.start_from(start, turn.prompt.key, tail)
         except RestoreFailed as failed:
             start, why = cold_start(), f"restore failed: {failed.message}"
-            await self._live.begin(start, turn.prompt.key)
+            await live.start_from(start, turn.prompt.key)
             restore_s = self._monotonic() - began_s
-        assert self._live.conversation.position in (start.position, tail.stop)
+        assert live.rows.position in (start.position, tail.stop)
         return CacheReport(start.outcome, len(turn.prompt), start.position, why), restore_s
 
     @contextmanager
-    def trusting(self, start: Start) -> Iterator[None]:
+    def trusting(self, start: Start, live: LiveConversation) -> Iterator[None]:
         """A context in which tokens are generated from the state of `start`. If that state gives no finite logits, the
         parked conversation it was restored from is dropped: every repetition would fail in the same way."""
         try:
             yield
         except LogitsNotFinite:
-            if start.parked is not None and self._store is not None and self._live.conversation.position == 0:
+            if start.parked is not None and self._store is not None and live.rows.position == 0:
                 self._store.drop(start.parked.id, "its state gave no finite logits")
             raise

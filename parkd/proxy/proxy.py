@@ -28,8 +28,8 @@ from parkd.lane.engine_thread import EngineThread
 from parkd.lane.explain import Explained, PromptParts, RequestMemory
 from parkd.lane.lane import Lane
 from parkd.lane.late_copies import outlive_copies
+from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
-from parkd.lane.parking import LiveState
 from parkd.lane.resend import Resends
 from parkd.lane.turn import Turn
 from parkd.lane.turn_log import TurnLog
@@ -74,7 +74,9 @@ class Proxy:
         if isinstance(store, TieredStore) and services.files is not None:
             self.disk = DiskWorker(store, services.files, costs, services.monotonic)
             self.metrics.watch("parkd_disk", store.disk_stats)
-        self.live = LiveState(services.engine, self.thread, store, self.metrics, costs, services.monotonic, self.disk)
+        self.live = LiveConversation(
+            services.engine, self.thread, store, self.metrics, costs, services.monotonic, self.disk
+        )
         self.log = TurnLog(self.metrics, services.trace)
         self.runner = TurnRunner(
             self.live,

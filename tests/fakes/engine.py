@@ -12,10 +12,10 @@ from hashlib import blake2b
 
 import numpy as np
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, ImageReader
+from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, Engine, EngineInfo, ImageReader
 from parkd.errors import InvalidRequest, RestoreFailed
 from parkd.state import Checksums, StateLayout, Transfer, chunk_end
-from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
+from parkd.types import SamplingParams, TokenIds, TokenMask
 from tests.fakes.fixed import FakeFixedState
 from tests.fakes.images import IMAGE_TOKEN, FakeImages, whole_end, with_images
 from tests.fakes.rows import FakeRows, chain_of, mix, row_words
@@ -44,8 +44,8 @@ def _allowed(mask: TokenMask, token_id: int) -> int:
     return END_TOKEN_ID if allowed[END_TOKEN_ID] else int(np.flatnonzero(allowed)[-1])
 
 
-class FakeEngine:
-    """A `RowEngine` whose state is arithmetic.
+class FakeEngine(Engine):
+    """An engine of rows whose state is arithmetic.
 
     `hook(name, number)` is called on the engine's thread before each step: `chunk` and `token` with the position,
     `capture`, `restore` and `restored` (after the copy, before the comparison) with the transfer's stop. It may sleep,
@@ -135,9 +135,8 @@ class FakeEngine:
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
-        images: Sequence[ImageSpan] = (),
     ) -> int:
-        stop = self._position + len(token_ids)
+        images, stop = self.begun_images, self._position + len(token_ids)
         places = sorted(checkpoint_at) if self._fixed.exists else []
         base = self._position
         while self._position < stop and not cancel.is_set():
@@ -152,21 +151,15 @@ class FakeEngine:
                 on_chunk(self._position)
         return self._position
 
-    def generate(
-        self,
-        last_token_id: int,
-        sampling: SamplingParams,
-        *,
-        history: TokenIds,
-        mask: TokenMask | None = None,
-    ) -> Iterator[Sequence[int]]:
-        token_id = last_token_id
-        text = None if self.script is None else self.script(self.tokenizer.decode(history.tolist()))
+    def generate(self) -> Iterator[Sequence[int]]:
+        begun, mask = self.begun, self.begun.mask
+        token_id = int(begun.token_ids[-1])
+        text = None if self.script is None else self.script(self.tokenizer.decode(begun.token_ids.tolist()))
         written = None if text is None else deque([*self.tokenizer.encode(text), END_TOKEN_ID])
         while self._position < self.info.context_tokens:
             self.hook("token", self._position)
             self._read(np.array([token_id], dtype=np.int64), decode=True)
-            token_id = written.popleft() if written else self._next_token(sampling)
+            token_id = written.popleft() if written else self._next_token(begun.sampling)
             if mask is not None:
                 token_id = _allowed(mask, token_id)
                 mask.accept(token_id)

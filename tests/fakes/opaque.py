@@ -24,7 +24,7 @@ FILE_SLACK_BYTES = 4096
 
 
 class FakeOpaqueEngine(FakeEngine):
-    """An `OpaqueEngine`; with `in_files` its state is a file. Options are those of `FakeEngine`."""
+    """An engine of opaque state; with `in_files` its state is a file. Options are those of `FakeEngine`."""
 
     def __init__(self, *, in_files: bool = False, **options: Any) -> None:
         super().__init__(**options)

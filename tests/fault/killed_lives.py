@@ -194,7 +194,8 @@ def alone(way: str, folder: Path, model: Path) -> Iterator[Said]:
                 engine.reset()
                 engine.extend(ids[:-1], cancel=threading.Event())
                 said: list[int] = []
-                for step in engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids):
+                engine.begin(ids, SamplingParams(temperature=0))
+                for step in engine.generate():
                     said += step
                     if len(said) == ANSWER_TOKENS or said[-1] in engine.info.end_token_ids:
                         break

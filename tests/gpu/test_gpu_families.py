@@ -62,7 +62,7 @@ async def assert_a_flipped_byte_reads_cold(lane: GpuLane, prompt: Any, part: str
     """`prompt` has been parked under another name than this lane's live conversation."""
     expected = (await lane.turn(lane.prompt("flipped", prompt), 6)).tokens
     await lane.live.settle()
-    parked_id = lane.live.conversation.parked_id
+    parked_id = lane.live.rows.parked_id
     assert parked_id is not None
     await lane.turn(lane.prompt("flipped", ids(400, 8)), 2)
     await lane.live.settle()

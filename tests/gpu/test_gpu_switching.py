@@ -66,7 +66,7 @@ async def test_a_flipped_byte_of_one_stage_reads_cold(devices: tuple[str, ...], 
     a1 = ids(3000, 1)
     first = await lane.turn(lane.prompt("a", a1), 8)
     await lane.live.settle()
-    parked_id = lane.live.conversation.parked_id
+    parked_id = lane.live.rows.parked_id
     assert parked_id is not None
     await lane.turn(lane.prompt("a", ids(500, 2)), 2)
     await lane.live.settle()

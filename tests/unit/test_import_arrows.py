@@ -153,6 +153,23 @@ def _module_named(name: str, modules: Mapping[str, set[str]]) -> str | None:
     return name or None
 
 
+def engines_told_apart(source: str) -> list[str]:
+    """The engines' classes that `isinstance` and `issubclass` ask for."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and len(node.args) == 2]
+    asked = [ast.unparse(call.args[1]) for call in calls if ast.unparse(call.func) in ("isinstance", "issubclass")]
+    return [name for name in asked if "Engine" in name and not name.endswith(("Failure", "Lost"))]
+
+
+def test_no_caller_tells_engines_apart_by_their_class() -> None:
+    """All engines meet one protocol. Only the composition knows which one it has made."""
+    callers = [
+        path for path in sorted((ROOT / "parkd").rglob("*.py")) if not ({"engine_adapter", "cli"} & {*path.parts})
+    ]
+    assert len(callers) > 10, "the sources were not found"
+    assert [(path.name, told) for path in callers if (told := engines_told_apart(path.read_text()))] == []
+    assert engines_told_apart("if isinstance(engine, RemoteEngine): pass") == ["RemoteEngine"]
+
+
 @pytest.mark.parametrize(("folder", "root"), [("parkd", ROOT), ("parkd_engine", ROOT / "engine")])
 def test_no_modules_import_each_other_in_a_circle(folder: str, root: Path) -> None:
     imports = {

@@ -7,24 +7,17 @@ thread-safe. The adapter owns the live state; the daemon owns what that state me
                  |-- valid ----|-- whatever was there --|
 
 Engines differ in the grain of their state. Some give rows of each stage, which are cut in blocks and shared; others
-give a conversation whole, as bytes or as a file. All that is above this seam is the same for both.
+give a conversation whole, as bytes or as a file. They also differ in what they can do besides. All that is above this
+seam is the same for all: it asks `EngineInfo`, or calls a method that every engine has.
 """
 
 from parkd.engine_adapter.base.engine import (
     BLOCK_TOKENS,
+    BegunPrompt,
     Cancel,
+    CaptureInFlight,
     Engine,
     EngineInfo,
-    OpaqueEngine,
-    RowEngine,
-    WholeState,
-)
-from parkd.engine_adapter.base.offers import (
-    CaptureInFlight,
-    DraftingEngine,
-    OverlappingEngine,
-    ReadingRestoreEngine,
-    RemoteEngine,
 )
 from parkd.engine_adapter.base.text import (
     ChatTemplate,
@@ -39,23 +32,17 @@ from parkd.engine_adapter.base.text import (
 
 __all__ = [
     "BLOCK_TOKENS",
+    "BegunPrompt",
     "Cancel",
     "CaptureInFlight",
     "ChatTemplate",
-    "DraftingEngine",
     "Engine",
     "EngineInfo",
     "ImageFacts",
     "ImageReader",
     "ImageTokens",
-    "OpaqueEngine",
-    "OverlappingEngine",
-    "ReadingRestoreEngine",
-    "RemoteEngine",
     "Rendered",
     "ResponseReader",
-    "RowEngine",
     "TextStream",
     "Tokenizer",
-    "WholeState",
 ]

@@ -1,14 +1,16 @@
-"""The protocol of every engine, and its two kinds: engines whose state is rows, and engines whose state is opaque."""
+"""The one protocol that every engine meets, whether its state is rows or opaque, in this process or in another."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from threading import Event
+from typing import Any, Protocol
 
 from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream, Tokenizer
 from parkd.state import Checksums, StateLayout, StateSizes, Transfer
-from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
+from parkd.types import DraftCounts, ImageSpan, SamplingParams, TokenIds, TokenMask
 
 BLOCK_TOKENS = 256
 """Rows in a block. Blocks begin at absolute multiples of this."""
@@ -37,6 +39,10 @@ class EngineInfo:
     """Most checkpoints that the engine keeps; 0 without fixed state."""
     live_conversations: int = 1
     """Conversations that can stay live at once; one of them is current."""
+    reads_while_restoring: bool = False
+    """`restore_and_read` saves time on the engine's devices."""
+    enforces_schemas: bool = False
+    """The engine itself makes answers obey a schema, and takes no mask."""
     parked_state_lacks: str = ""
     """What a parked state does not include, for explaining why tokens were read again; empty: nothing."""
 
@@ -47,11 +53,35 @@ class Cancel(Protocol):
     def is_set(self) -> bool: ...
 
 
-class Engine(Protocol):
-    """What every engine does. How its state is captured and restored depends on its kind, see below.
+class CaptureInFlight(Protocol):
+    """A capture whose copy goes on while the engine works."""
+
+    def wait(self) -> Checksums:
+        """Blocks until every byte is in the buffers; from any thread. Raises EngineFailure, EngineLost.
+
+        The buffers may be written to until this returns or raises.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BegunPrompt:
+    """What `Engine.begin` was given."""
+
+    token_ids: TokenIds
+    """`[n]`, all of the prompt."""
+    sampling: SamplingParams
+    images: Sequence[ImageSpan] = ()
+    mask: TokenMask | None = None
+
+
+class Engine(ABC):
+    """What every engine does. Methods that are not abstract answer for an engine that does no more than it must.
 
     `position` counts the tokens whose state is valid in the arenas of all stages. Every method leaves a valid
     position, also when it raises: the same, an earlier one, or 0.
+
+        begin ------> extend ... extend ------> generate          one prompt and its answer
+          `position`    up to its last token      from its last token on
     """
 
     info: EngineInfo
@@ -59,28 +89,35 @@ class Engine(Protocol):
     template: ChatTemplate
     images: ImageReader | None
     """None: the model reads text only."""
+    _begun: BegunPrompt | None = None
 
     @property
+    @abstractmethod
     def position(self) -> int: ...
 
     @property
+    @abstractmethod
     def checkpoints(self) -> tuple[int, ...]:
         """Positions at which a copy of the fixed state of all stages is held, ascending; empty without fixed state."""
 
     @property
+    @abstractmethod
     def rewind_floor(self) -> int:
         """`truncate` accepts every position from here to `position`. 0 without fixed state; `position` if the state is
         exact only there; in between where sliding windows have slack."""
 
+    @abstractmethod
     def checkpoint(self) -> None:
         """Takes a checkpoint at `position`. Does nothing without fixed state, or at 0.
 
         If there are `info.ctx_checkpoints` already, the least recently used makes room; the earliest always stays.
         """
 
+    @abstractmethod
     def reset(self) -> None:
         """Forgets the live conversation: `position` becomes 0. Cheap; rows are not cleared."""
 
+    @abstractmethod
     def truncate(self, position: int) -> None:
         """Keeps `[0, position)` and forgets checkpoints beyond it.
 
@@ -88,6 +125,51 @@ class Engine(Protocol):
         library refuses all the same resets itself and raises RestoreFailed.
         """
 
+    @property
+    def is_awake(self) -> bool:
+        """Whether the live state is known to be there without asking. An engine in another process, which may restart,
+        has to be asked now and then. Never waits. May be called from any thread, between engine calls."""
+        return True
+
+    def awake(self) -> None:  # noqa: B027 - in this process there is nothing to ask
+        """Call it before a turn decides how to start, unless `is_awake`: if the process was restarted, nothing is live.
+
+        Raises EngineFailure, and EngineLost if it serves another model now.
+        """
+
+    def begin(
+        self,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        images: Sequence[ImageSpan] = (),
+        mask: TokenMask | None = None,
+        schema: Mapping[str, Any] | None = None,  # noqa: ARG002 - for engines that enforce schemas
+        limit: int | None = None,  # noqa: ARG002 - for engines that are asked for a whole answer at once
+    ) -> int:
+        """Tells the whole prompt, which begins with what is live, and how it is to be answered: `extend` and
+        `generate` then follow. Called once a turn, after its steering is set.
+
+        `images` are all images of the prompt, with their files. `mask` says which tokens may come next. `schema` is
+        what the answer must obey, if `info.enforces_schemas`. `limit` is the most tokens of the answer.
+
+        Returns the position from which the engine really starts, now also `position`. It is lower than before if
+        another process no longer held that state. Raises EngineFailure and InvalidRequest, after which nothing is live.
+        """
+        self._begun = BegunPrompt(token_ids, sampling, images, mask)
+        return self.position
+
+    @property
+    def begun(self) -> BegunPrompt:
+        """The prompt that was begun last."""
+        assert self._begun is not None, "`begin` comes before `generate`"
+        return self._begun
+
+    @property
+    def begun_images(self) -> Sequence[ImageSpan]:
+        return () if self._begun is None else self._begun.images
+
+    @abstractmethod
     def extend(
         self,
         token_ids: TokenIds,
@@ -95,108 +177,118 @@ class Engine(Protocol):
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
-        images: Sequence[ImageSpan] = (),
     ) -> int:
-        """Reads tokens from `position` on, in chunks that end at absolute multiples of the batch size.
+        """Reads tokens of the prompt from `position` on, in chunks that end at absolute multiples of the batch size.
 
         With fixed state, chunks also end at the positions `checkpoint_at`, and a checkpoint is taken there.
 
-        `images` are all images of the prompt, with their files. Those that end before `position` are not decoded. No
-        chunk ends and no checkpoint is taken inside an image that sees itself.
+        Images of the prompt that end before `position` are not decoded. No chunk ends and no checkpoint is taken inside
+        an image that sees itself.
 
         Stops after the chunk in which `cancel` was set. `on_chunk` is told the position after each chunk.
         Returns the position reached. Raises EngineFailure.
         """
 
-    def generate(
-        self,
-        last_token_id: int,
-        sampling: SamplingParams,
-        *,
-        history: TokenIds,
-        mask: TokenMask | None = None,
-    ) -> Iterator[Sequence[int]]:
-        """Yields the ids of one decoding step after another. The first step reads `last_token_id`, the prompt's last.
+    @abstractmethod
+    def generate(self) -> Iterator[Sequence[int]]:
+        """Yields the ids of one decoding step after another. The first step reads the prompt's last token.
 
         When ids are yielded, the state of all tokens before the last of them is in the arenas. Ends by itself only when
-        the context is full: at an end token, a stop string or a limit the caller stops and calls `close()`. `history`
-        are the prompt's ids, for penalties. Raises EngineFailure.
+        the context is full: at an end token, a stop string or a limit the caller stops and calls `close()`. Penalties
+        cover the whole prompt. Raises EngineFailure.
         """
 
+    @property
+    def drafts(self) -> DraftCounts:
+        """How many tokens of the last answer a draft head guessed, and how many of these were right."""
+        return DraftCounts()
+
+    @abstractmethod
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
         """The digest of a set of control vectors: 16 bytes, or empty if nothing steers. Thread-safe.
 
         `scales` is the complete set, by name; None: the engine's default. Raises InvalidRequest for an unknown name.
         """
 
+    @abstractmethod
     def steer(self, scales: Mapping[str, float] | None) -> bytes:
         """Steers everything that is read and generated from now on; rows stay. Returns the digest now in effect.
 
         Call it before a turn reads. Raises InvalidRequest as `steering_digest` does, and EngineFailure.
         """
 
+    @abstractmethod
     def text_stream(self) -> TextStream:
         """Thread-safe."""
 
-    def capture(self, transfer: Transfer) -> Checksums:
-        """Copies live state into the transfer's buffers; the live state stays. Raises EngineFailure, after which the
-        content of the buffers is undefined."""
-
-    def restore(self, transfer: Transfer) -> None:
-        """Makes the transfer's state live and `position` its position. Raises RestoreFailed after a reset."""
-
-    def close(self) -> None: ...
-
-
-class RowEngine(Engine, Protocol):
-    """An engine that exposes rows and fixed state of each stage: `info.layout.grain` is ROWS."""
-
-    def capture(self, transfer: Transfer) -> Checksums:
-        """Copies rows and fixed state of every stage into the transfer's buffers; the live state stays.
-
-        `transfer.stop <= position`. Fixed parts are of `position` or of one of `checkpoints`. Raises EngineFailure,
-        after which the content of the buffers is undefined.
-        """
-
-    def restore(self, transfer: Transfer) -> None:
-        """Makes the rows `[0, transfer.position)` live, and `position` equal to `transfer.position`.
-
-        The transfer holds the rows from `transfer.start` on; those before it must be live already, and stay. Layout
-        digest, stage count, ranges and sizes are checked before anything is written. Checksums are compared after the
-        copy and before the position is committed. Raises RestoreFailed after a reset of all stages.
-        """
-
-
-@runtime_checkable
-class WholeState(Protocol):
-    """What an engine with opaque state must tell about it."""
-
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
         """The bytes of the whole live state, and of the fixed state at each of `checkpoints`, which are among the
-        engine's own. Raises EngineFailure."""
+        engine's own. Opaque states have sizes of their own, and each capture asks for them. Raises EngineFailure."""
+        layout = self.info.layout
+        whole = self.position * layout.row_bytes + layout.fixed_bytes
+        return StateSizes(whole, (layout.fixed_bytes,) * len(checkpoints))
 
+    @abstractmethod
+    def capture(self, transfer: Transfer) -> Checksums:
+        """Copies live state into the transfer's buffers; the live state stays. Raises EngineFailure, after which the
+        content of the buffers is undefined.
 
-class OpaqueEngine(Engine, WholeState, Protocol):
-    """An engine that gives a conversation only as a whole, in bytes that it alone can read.
+        ROWS, by `info.layout.grain`: rows and fixed state of every stage. `transfer.stop <= position`. Fixed parts are
+        of `position` or of one of `checkpoints`.
 
-    `info.layout.grain` is OPAQUE or FILE, and the layout has one stage. A transfer has one run `[0, stop)`, whose
-    buffer has the size that `state_sizes` returned, and a fixed part for each checkpoint. A capture that adds only
-    checkpoints has no run.
+        OPAQUE and FILE: the layout has one stage. The transfer has one run `[0, stop)`, whose buffer has the size that
+        `state_sizes` returned, and a fixed part for each checkpoint. A capture that adds only checkpoints has no run.
 
-        capture    run: the whole state, at `position`            fixed: partial states at earlier `checkpoints`
-        restore    run: restored whole, to `stop`                 fixed: the one at `position`, if that is earlier
-                   then cut to `position`: by the engine itself if the layout's `fixed_bytes` is 0, else by restoring
-                   the partial state of that position over it
+            capture    run: the whole state, at `position`        fixed: partial states at earlier `checkpoints`
+            restore    run: restored whole, to `stop`             fixed: the one at `position`, if that is earlier
+                       then cut to `position`: by the engine itself if the layout's `fixed_bytes` is 0, else by
+                       restoring the partial state of that position over it
 
-    A fixed part at the end of the run has no bytes, because the run includes it; its checksum is that of no bytes.
-    Checksums are `[1, 1]` for the run and `[parts, 1]` for the parts. A restore compares both before it sets anything,
-    and afterwards checks the position that the library reports. It then takes a checkpoint at `position`.
+        A fixed part at the end of the run has no bytes, because the run includes it; its checksum is that of no bytes.
+        Checksums are `[1, 1]` for the run and `[parts, 1]` for the parts.
 
-    FILE: the buffer is empty, and `run.file` is a path in the store's directory. A capture puts the state there, with
-    mode 0600 and at most `file.bytes` long; a file written elsewhere on the same file system is renamed into place. It
-    returns the length in `Checksums.file_bytes`, and the file's XXH3-64 as the run's checksum. If it fails, there is
-    nothing at the path. The store syncs the file and names it in a manifest. A restore reads `file.bytes` bytes and
-    leaves the file there; the store has compared its checksum when it read the file back from disk. There are no
-    checkpoints: `fixed_bytes` is 0 if the engine can cut the state, else 1, which means that it resumes only at its
-    end.
-    """
+        FILE: the buffer is empty, and `run.file` is a path in the store's directory. A capture puts the state there,
+        with mode 0600 and at most `file.bytes` long; a file written elsewhere on the same file system is renamed into
+        place. It returns the length in `Checksums.file_bytes`, and the file's XXH3-64 as the run's checksum. If it
+        fails, there is nothing at the path. The store syncs the file and names it in a manifest. A restore reads
+        `file.bytes` bytes and leaves the file there; the store has compared its checksum when it read the file back
+        from disk. There are no checkpoints: `fixed_bytes` is 0 if the engine can cut the state, else 1, which means
+        that it resumes only at its end.
+        """
+
+    def start_capture(self, transfer: Transfer) -> CaptureInFlight | None:  # noqa: ARG002 - see below
+        """Begins a capture that the next prompt need not wait for, and returns at once; None if this state can only be
+        captured with `capture`.
+
+        The engine makes sure that no row is overwritten before it is copied. Raises as `capture`.
+        """
+        return None
+
+    @abstractmethod
+    def restore(self, transfer: Transfer) -> None:
+        """Makes the transfer's state live and `position` its position. Raises RestoreFailed after a reset.
+
+        ROWS: the transfer holds the rows from `transfer.start` on; those before it must be live already, and stay.
+        Layout digest, stage count, ranges and sizes are checked before anything is written. Checksums are compared
+        after the copy and before the position is committed. A failure resets all stages.
+
+        OPAQUE and FILE: checksums of run and parts are compared before anything is set, and the position that the
+        library reports is checked afterwards. Then a checkpoint is taken at `position`.
+        """
+
+    def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
+        """Does `restore`, then `extend` by `token_ids`, which contain no image and fit the context; both at once if
+        `info.reads_while_restoring`.
+
+        The position is committed only after all checksums were compared: nothing stays of damaged rows, nor of what
+        was read after them. Raises RestoreFailed and EngineFailure, each after a reset.
+        """
+        self.restore(transfer)
+        try:
+            self.extend(token_ids, cancel=Event(), checkpoint_at=checkpoint_at)
+        except BaseException:
+            self.reset()
+            raise
+
+    @abstractmethod
+    def close(self) -> None: ...

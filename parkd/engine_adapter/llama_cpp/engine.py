@@ -1,4 +1,4 @@
-"""llama.cpp in process: an `OpaqueEngine` over one context with one sequence.
+"""llama.cpp in process: an engine of opaque state over one context with one sequence.
 
 A state that the library refuses leaves the engine empty and counts as a miss. A state that it did not take whole is
 never used.
@@ -18,7 +18,7 @@ from parkd_engine.words.sampling import Sampler
 from parkd_engine.words.steering import SteeringBank, load_vectors
 from parkd_engine.words.text import TextAssembler
 
-from parkd.engine_adapter.base import Cancel, ChatTemplate, EngineInfo, ImageReader, TextStream, Tokenizer
+from parkd.engine_adapter.base import Cancel, ChatTemplate, Engine, EngineInfo, ImageReader, TextStream, Tokenizer
 from parkd.engine_adapter.llama_cpp.config import LlamaCppConfig
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL, WHOLE
@@ -28,14 +28,14 @@ from parkd.engine_adapter.llama_cpp.timeline import Timeline
 from parkd.engine_adapter.whole_sums import compare_sums, sums_of
 from parkd.errors import EngineFailure, InvalidRequest, LogitsNotFinite, ModelError, RestoreFailed
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer, chunk_end
-from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
+from parkd.types import TokenIds
 
 CHECKSUM = "xxh3-64"
 _PROBE_TOKENS = 16
 
 
-class LlamaCppEngine:
-    """An `OpaqueEngine` over llama.cpp's low-level interface."""
+class LlamaCppEngine(Engine):
+    """One sequence through llama.cpp's low-level interface."""
 
     response_reader = None
     """GGUF files contain no response template."""
@@ -107,7 +107,6 @@ class LlamaCppEngine:
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
-        images: Sequence[ImageSpan] = (),  # noqa: ARG002 - always empty: `self.images` is None
     ) -> int:
         timeline, base = self._timeline, self.position
         stop = base + len(token_ids)
@@ -127,16 +126,10 @@ class LlamaCppEngine:
                 on_chunk(timeline.position)
         return timeline.position
 
-    def generate(
-        self,
-        last_token_id: int,
-        sampling: SamplingParams,
-        *,
-        history: TokenIds,
-        mask: TokenMask | None = None,
-    ) -> Iterator[Sequence[int]]:
-        sampler = Sampler(sampling, self.info.vocab_size, history, fresh_seed=self._fresh_seed())
-        token = last_token_id
+    def generate(self) -> Iterator[Sequence[int]]:
+        begun, mask = self.begun, self.begun.mask
+        sampler = Sampler(begun.sampling, self.info.vocab_size, begun.token_ids, fresh_seed=self._fresh_seed())
+        token = int(begun.token_ids[-1])
         while self.position < self.info.context_tokens:
             self._timeline.decode(np.array([token], dtype=np.int64), None)
             logits = self._sequence.logits()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,12 @@ import numpy as np
 
 from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
 from parkd.engine_adapter.llama_server.probe import base_body
-from parkd.engine_adapter.llama_server.sampling import UpstreamConstraint, sampling_fields
+from parkd.engine_adapter.llama_server.sampling import sampling_fields
 from parkd.engine_adapter.llama_server.slot_file import Ids
 from parkd.engine_adapter.llama_server.slots import Slot
 from parkd.engine_adapter.llama_server.stream import CompletionEvent, CompletionStream, Ended, Reading, Token
 from parkd.errors import ContextOverflow, InvalidRequest, UpstreamFailed, UpstreamTimeout
-from parkd.types import SamplingParams, TokenMask
+from parkd.types import SamplingParams
 
 SETTLE_S = 120.0
 """Longest wait for a slot to finish its current batch after its answer was abandoned."""
@@ -162,7 +162,7 @@ def open_completion(
     slot: Slot,
     prompt: Ids,
     sampling: SamplingParams,
-    mask: TokenMask | None,
+    schema: Mapping[str, Any] | None,
     limit: int | None,
     context_tokens: int,
     seed: int,
@@ -177,18 +177,14 @@ def open_completion(
         **sampling_fields(sampling, context_tokens, seed),
         "n_predict": limit,
     }
-    if mask is not None:
-        if not isinstance(mask, UpstreamConstraint):
-            raise InvalidRequest(
-                "A llama-server cannot enforce this response format. Leave it out.", param="response_format"
-            )
-        body.update(mask.fields)
+    if schema is not None:
+        body["json_schema"] = schema
     try:
         return Completion(client.complete(body), prompt, limit)
     except UpstreamRefused as refused:
         if refused.kind == _TOO_LONG:
             raise ContextOverflow(len(prompt), 0, context_tokens) from refused
-        if mask is not None and refused.upstream_status == 400:
+        if schema is not None and refused.upstream_status == 400:
             raise InvalidRequest(
                 f"The llama-server cannot enforce the response format: {refused.text}", param="response_format"
             ) from refused

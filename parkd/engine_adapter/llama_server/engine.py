@@ -1,4 +1,4 @@
-"""An `OpaqueEngine` over a llama-server in another process.
+"""An engine of opaque state in files: a llama-server in another process.
 
     prompt ---- POST /completion (ids, id_slot, cache_prompt, streamed) ----> Reading ... Token ... Ended
     state  ---- POST /slots/N?action=save ----> DIR/parkd-*.slot --rename--> the store's file      (restore: link back)
@@ -15,10 +15,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
-from parkd.engine_adapter.base import Cancel, ChatTemplate, ImageReader, Tokenizer
+from parkd.engine_adapter.base import Cancel, ChatTemplate, Engine, ImageReader, Tokenizer
 from parkd.engine_adapter.llama_server.completion import Completion, open_completion, settle
 from parkd.engine_adapter.llama_server.parking import SlotParking
 from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
@@ -42,7 +43,7 @@ from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
 log = logging.getLogger(__name__)
 
 
-class LlamaServerEngine:
+class LlamaServerEngine(Engine):
     """Live state is in the server's slots. The daemon's live conversation is in the current slot."""
 
     def __init__(
@@ -95,7 +96,7 @@ class LlamaServerEngine:
 
     @property
     def rewind_floor(self) -> int:
-        """0: the server rewinds as far as it can and reads the rest again. `begin_prompt` returns how far it did."""
+        """0: the server rewinds as far as it can and reads the rest again. `begin` returns how far it did."""
         return 0
 
     def checkpoint(self) -> None:
@@ -124,14 +125,23 @@ class LlamaServerEngine:
         if not self.is_awake:
             self._look()
 
-    def begin_prompt(
-        self, token_ids: TokenIds, sampling: SamplingParams, mask: TokenMask | None, limit: int | None
+    def begin(
+        self,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        images: Sequence[ImageSpan] = (),
+        mask: TokenMask | None = None,
+        schema: Mapping[str, Any] | None = None,
+        limit: int | None = None,
     ) -> int:
         """Sends the whole prompt. Returns the number of its tokens that the server reuses, at most `position`.
 
         `extend` and `generate` then follow the answer. Raises EngineFailure and InvalidRequest, after which nothing is
         live.
         """
+        assert mask is None, "the server enforces schemas itself"
+        assert not images, "`self.images` is None"
         self._drop()
         slot, ids = self._slot, np.array(token_ids, dtype=np.int64)
         promised = slot.position
@@ -143,7 +153,7 @@ class LlamaServerEngine:
                 return promised
         try:
             completion = open_completion(
-                self._client, slot, ids, sampling, mask, limit, self.info.context_tokens, self._fresh_seed()
+                self._client, slot, ids, sampling, schema, limit, self.info.context_tokens, self._fresh_seed()
             )
         except ParkdError:
             self._forget(slot)
@@ -164,11 +174,10 @@ class LlamaServerEngine:
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),  # noqa: ARG002 - the server takes its own checkpoints
-        images: Sequence[ImageSpan] = (),  # noqa: ARG002 - always empty: `self.images` is None
     ) -> int:
         ids = np.concatenate([self._slot.ids, np.asarray(token_ids, dtype=np.int64)])
-        if self._completion is None and len(token_ids):  # `begin_prompt` was not called for these tokens
-            self.begin_prompt(np.append(ids, ids[-1:]), SamplingParams(), None, 0)
+        if self._completion is None and len(token_ids):  # `begin` was not called for these tokens
+            self.begin(np.append(ids, ids[-1:]), SamplingParams(), limit=0)
         completion, slot = self._completion, self._slot
         if completion is None:
             return self.position
@@ -186,19 +195,9 @@ class LlamaServerEngine:
                 self._drop()
         return self.position
 
-    def generate(
-        self,
-        last_token_id: int,
-        sampling: SamplingParams,
-        *,
-        history: TokenIds,
-        mask: TokenMask | None = None,
-    ) -> Iterator[Sequence[int]]:
-        if self._completion is None:
-            self.begin_prompt(history, sampling, mask, None)
+    def generate(self) -> Iterator[Sequence[int]]:
         completion = self._completion
-        assert completion is not None
-        assert int(completion.prompt[-1]) == last_token_id
+        assert completion is not None, "`begin` comes before `generate`"
         [end_id] = self.info.end_token_ids
         try:
             with self._following(completion):

@@ -8,14 +8,9 @@ server's do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from parkd.errors import EngineFailure, InvalidRequest
+from parkd.errors import InvalidRequest
 from parkd.types import SamplingParams, ToolChoiceMode, TurnRequest
 
 SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
@@ -44,25 +39,11 @@ def sampling_fields(sampling: SamplingParams, context_tokens: int, fresh_seed: i
     }
 
 
-@dataclass(frozen=True)
-class UpstreamConstraint:
-    """A `TokenMask` that the server applies itself."""
-
-    fields: Mapping[str, Any]
-    """Fields for the completion's body."""
-
-    def allowed(self) -> npt.NDArray[np.bool_]:
-        raise EngineFailure("Only the llama-server knows what this answer must obey.")
-
-    def accept(self, token_id: int) -> None:
-        """Does nothing: the server advances its own grammar."""
-
-
-def constraint(request: TurnRequest, *, thinks: bool) -> UpstreamConstraint | None:
-    """The constraint that the server must enforce on the answer; None if there is none.
+def check_enforceable(request: TurnRequest, *, thinks: bool) -> None:
+    """Raises InvalidRequest if the answer must obey what the server cannot enforce.
 
     `thinks`: the answer begins, or may begin, with thinking. The server's grammars apply from the first token, so they
-    cannot be used after thinking, nor for calls in the model's own format. Raises InvalidRequest for these.
+    cannot be used after thinking, nor for calls in the model's own format.
     """
     mode = request.tool_choice.mode
     if mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
@@ -71,7 +52,7 @@ def constraint(request: TurnRequest, *, thinks: bool) -> UpstreamConstraint | No
             param="tool_choice",
         )
     if request.response_schema is None:
-        return None
+        return
     if request.tools and mode is ToolChoiceMode.AUTO:
         raise InvalidRequest(
             "A response format and tools together cannot be enforced on a llama-server. Send one of them, or "
@@ -84,4 +65,3 @@ def constraint(request: TurnRequest, *, thinks: bool) -> UpstreamConstraint | No
             "(`reasoning_effort: none`).",
             param="response_format",
         )
-    return UpstreamConstraint({"json_schema": request.response_schema})

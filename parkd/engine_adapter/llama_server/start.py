@@ -167,6 +167,7 @@ def _looked_at(
         weights_bytes=int((model.get("meta") or {}).get("size", 0)),
         arena_bytes=0,
         live_conversations=incarnation.slots,
+        enforces_schemas=True,
         parked_state_lacks=SLOT_FILES_LACK,
     )
     names = {name: str(properties.get(name, "")) for name in ("bos_token", "eos_token")}

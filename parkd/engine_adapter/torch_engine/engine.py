@@ -23,6 +23,7 @@ from parkd_engine.words.steering import SteeringBank
 from parkd.engine_adapter.base import (
     Cancel,
     ChatTemplate,
+    Engine,
     EngineInfo,
     ImageReader,
     ResponseReader,
@@ -41,13 +42,13 @@ from parkd.engine_adapter.torch_engine.words import (
 )
 from parkd.errors import EngineFailure, EngineLost, RestoreFailed
 from parkd.state import Checksums, Transfer
-from parkd.types import DraftCounts, ImageSpan, SamplingParams, TokenIds, TokenMask
+from parkd.types import DraftCounts, TokenIds
 
 __all__ = ["TorchEngine", "TorchEngineConfig"]
 
 
-class TorchEngine:
-    """A `RowEngine` over `parkd_engine.session.Session`."""
+class TorchEngine(Engine):
+    """An engine of rows over `parkd_engine.session.Session`."""
 
     def __init__(
         self,
@@ -141,7 +142,6 @@ class TorchEngine:
         cancel: Cancel,
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
-        images: Sequence[ImageSpan] = (),
     ) -> int:
         with translated():
             return self._session.extend(
@@ -149,21 +149,15 @@ class TorchEngine:
                 cancel=cancel,
                 on_chunk=on_chunk,
                 checkpoint_at=checkpoint_at,
-                images=[PromptImage(image.start, image.stop, image.data) for image in images],
+                images=[PromptImage(image.start, image.stop, image.data) for image in self.begun_images],
             )
 
-    def generate(
-        self,
-        last_token_id: int,
-        sampling: SamplingParams,
-        *,
-        history: TokenIds,
-        mask: TokenMask | None = None,
-    ) -> Iterator[Sequence[int]]:
-        sampler = Sampler(sampling, self.info.vocab_size, history, fresh_seed=self._fresh_seed())
-        decoder = Decoder(self._session, sampler, mask=mask, end_token_ids=self.info.end_token_ids)
+    def generate(self) -> Iterator[Sequence[int]]:
+        begun = self.begun
+        sampler = Sampler(begun.sampling, self.info.vocab_size, begun.token_ids, fresh_seed=self._fresh_seed())
+        decoder = Decoder(self._session, sampler, mask=begun.mask, end_token_ids=self.info.end_token_ids)
         self._drafts = decoder.counts
-        with closing(decoder.tokens(last_token_id)) as tokens:
+        with closing(decoder.tokens(int(begun.token_ids[-1]))) as tokens:
             while True:
                 with translated():
                     token = next(tokens, None)
@@ -201,11 +195,6 @@ class TorchEngine:
     def restore(self, transfer: Transfer) -> None:
         with self._emptied_by_failures():
             snapshot.restore(self._session, transfer)
-
-    @property
-    def reads_while_restoring(self) -> bool:
-        """True on cards, which compute while they copy; a CPU does one after the other."""
-        return all(torch.device(device).type == "cuda" for device in self.info.devices)
 
     def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
         with self._emptied_by_failures(), translated():

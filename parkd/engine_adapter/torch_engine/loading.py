@@ -137,6 +137,8 @@ def _info(config: TorchEngineConfig, loaded: LoadedModel, session: Session) -> E
         arena_bytes=sum(arena.nbytes for arena in session.arenas),
         is_demo_model=config.is_demo_model,
         ctx_checkpoints=layout.ctx_checkpoints if session.fixed_state.exists else 0,
+        # Cards compute while they copy; a CPU does one after the other.
+        reads_while_restoring=all(torch.device(device).type == "cuda" for device in layout.devices),
     )
 
 

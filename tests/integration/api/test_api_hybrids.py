@@ -40,7 +40,8 @@ def read_cold(engine: TorchEngine, messages: Messages) -> str:
     ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
     engine.extend(ids[:-1], cancel=threading.Event())
     tokens: list[int] = []
-    for step in engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids):
+    engine.begin(ids, SamplingParams(temperature=0))
+    for step in engine.generate():
         if step[0] in engine.info.end_token_ids:
             break
         tokens += step

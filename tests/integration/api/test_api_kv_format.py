@@ -36,7 +36,8 @@ def never_left(engine: TorchEngine, turns: list[Messages]) -> list[str]:
         engine.truncate(int(different[0]) if len(different) else shared)
         engine.extend(ids[engine.position : -1], cancel=threading.Event())
         tokens: list[int] = []
-        for step in engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids):
+        engine.begin(ids, SamplingParams(temperature=0))
+        for step in engine.generate():
             if step[0] in engine.info.end_token_ids:
                 break
             tokens += step

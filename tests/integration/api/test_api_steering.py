@@ -58,7 +58,8 @@ def never_parked(engine: Any, scales: Any, messages: Messages, count: int) -> st
     engine.steer(scales)
     engine.extend(ids[:-1], cancel=threading.Event())
     tokens: list[int] = []
-    for step in engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids):
+    engine.begin(ids, SamplingParams(temperature=0))
+    for step in engine.generate():
         if step[0] in engine.info.end_token_ids:
             break
         tokens += step

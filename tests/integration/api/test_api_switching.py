@@ -43,7 +43,8 @@ def never_parked(messages: Messages, *, stages: int = 2, max_tokens: int = 8) ->
     engine = FakeEngine(stages=stages, batch_tokens=384)
     ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
     engine.extend(ids[:-1], cancel=threading.Event())
-    steps = engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids)
+    engine.begin(ids, SamplingParams(temperature=0))
+    steps = engine.generate()
     answer: list[int] = []
     for step in steps:
         if step[0] in engine.info.end_token_ids:

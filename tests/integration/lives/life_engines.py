@@ -72,7 +72,7 @@ class LateCopy:
 
 
 class LateEngine(FakeEngine):
-    """An `OverlappingEngine`. The hook has one more step, `copied`, on the thread that waits."""
+    """Captures while it works. The hook has one more step, `copied`, on the thread that waits."""
 
     def start_capture(self, transfer: Transfer) -> LateCopy:
         checksums = self.capture(transfer)
@@ -109,7 +109,8 @@ class Reference:
         ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
         self.read(ids[:-1], steering)
         stream, text, told = engine.text_stream(), "", 0
-        for token in _tokens(engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids)):
+        engine.begin(ids, SamplingParams(temperature=0))
+        for token in _tokens(engine.generate()):
             if token in engine.info.end_token_ids:
                 break
             text, told = text + stream.push([token]), told + 1

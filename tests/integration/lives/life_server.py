@@ -199,11 +199,11 @@ class LifeServer:
             self._heard.said = [said for said in self._heard.said if "restore failed" not in said]
         assert not self._heard.said, self._heard.said
         live, engine = server.server.proxy.live, server.engine
-        assert engine.position == live.conversation.position
+        assert engine.position == live.rows.position
         assert (engine.checkpoints, engine.rewind_floor) == (live.checkpoints, live.rewind_floor)
-        if live.conversation.key is not None:
-            steering = self._steerings[live.conversation.key.digest]
-            self.reference.compare(engine, live.conversation.units, steering, engine.checkpoints)
+        if live.rows.key is not None:
+            steering = self._steerings[live.rows.key.digest]
+            self.reference.compare(engine, live.rows.units, steering, engine.checkpoints)
         stats = server.store.stats()
         assert stats.peak_bytes_allocated <= stats.budget_bytes
 

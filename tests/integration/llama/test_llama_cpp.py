@@ -274,8 +274,9 @@ async def test_a_mask_that_allows_nothing_is_not_the_states_fault(engine) -> Non
 
     ids = np.arange(20, dtype=np.int64) + 3
     engine.extend(ids[:-1], cancel=threading.Event())
+    engine.begin(ids, SamplingParams(temperature=0), mask=Nothing())
     with pytest.raises(EngineFailure):
-        next(iter(engine.generate(int(ids[-1]), SamplingParams(temperature=0), history=ids, mask=Nothing())))
+        next(iter(engine.generate()))
     assert engine.position == 20
 
 
@@ -427,13 +428,15 @@ async def test_a_step_that_fails_never_goes_back_to_another_conversation(engine,
     one, other = (np.arange(61, dtype=np.int64) * step % 200 + 3 for step in (3, 7))
     never = threading.Event()
     engine.extend(other[:60], cancel=never)
-    expected = next(iter(engine.generate(int(other[60]), SamplingParams(temperature=0), history=other)))
+    engine.begin(other[:61], SamplingParams(temperature=0))
+    expected = next(iter(engine.generate()))
     expected_logits = engine._sequence.logits().copy()
     engine.reset()
     engine.extend(one[:40], cancel=never)
     engine.extend(one[40:60], cancel=never)
     engine.reset()
     engine.extend(other[:40], cancel=never)
+    engine.begin(other[:41], SamplingParams())
     with monkeypatch.context() as broken:
 
         def fail(*_: object, **__: object) -> bool:
@@ -441,7 +444,8 @@ async def test_a_step_that_fails_never_goes_back_to_another_conversation(engine,
 
         broken.setattr(engine._sequence, "decode", fail)
         with pytest.raises(EngineFailure):
-            next(iter(engine.generate(int(other[40]), SamplingParams(), history=other[:41])))
+            next(iter(engine.generate()))
     engine.extend(other[engine.position : 60], cancel=never)
-    assert next(iter(engine.generate(int(other[60]), SamplingParams(temperature=0), history=other))) == expected
+    engine.begin(other[:61], SamplingParams(temperature=0))
+    assert next(iter(engine.generate())) == expected
     assert np.allclose(engine._sequence.logits(), expected_logits, atol=1e-3)

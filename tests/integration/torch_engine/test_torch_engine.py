@@ -17,7 +17,7 @@ from parkd_engine.config import EngineConfig
 from parkd_engine.loading import gguf_convert
 from transformers import AutoModelForCausalLM
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, RowEngine
+from parkd.engine_adapter.base import BLOCK_TOKENS, Engine
 from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
 from parkd.errors import EngineFailure, EngineLost, InvalidRequest, ModelError, RestoreFailed
 from parkd.state import RowRun, StageTransfer, Transfer
@@ -50,24 +50,25 @@ def engine(cache: Path) -> Iterator[TorchEngine]:
     loaded.close()
 
 
-def ids_of(engine: RowEngine, text: str) -> np.ndarray:
+def ids_of(engine: Engine, text: str) -> np.ndarray:
     return np.array(engine.tokenizer.encode(text), dtype=np.int64)
 
 
 def answer(
-    engine: RowEngine, ids: np.ndarray, count: int, sampling: SamplingParams = GREEDY, mask: Any = None
+    engine: Engine, ids: np.ndarray, count: int, sampling: SamplingParams = GREEDY, mask: Any = None
 ) -> list[int]:
     """The next tokens after `ids`, of which those below the engine's position are live already."""
     engine.extend(ids[engine.position : -1], cancel=NEVER)
     tokens: list[int] = []
-    for step in engine.generate(int(ids[-1]), sampling, history=ids, mask=mask):
+    engine.begin(ids, sampling, mask=mask)
+    for step in engine.generate():
         tokens += step
         if len(tokens) >= count or tokens[-1] in engine.info.end_token_ids:
             break
     return tokens
 
 
-def transfer_of(engine: RowEngine, stop: int) -> Transfer:
+def transfer_of(engine: Engine, stop: int) -> Transfer:
     """Empty buffers for the rows `[0, stop)`."""
     stages = tuple(
         StageTransfer((RowRun(0, stop, np.zeros(stop * stage.row_bytes, dtype=np.uint8)),))
@@ -76,7 +77,7 @@ def transfer_of(engine: RowEngine, stop: int) -> Transfer:
     return Transfer(engine.info.layout.digest, 0, stop, BLOCK_TOKENS, stages)
 
 
-def captured(engine: RowEngine) -> Transfer:
+def captured(engine: Engine) -> Transfer:
     transfer = transfer_of(engine, engine.position)
     return replace(transfer, checksums=engine.capture(transfer).rows)
 
@@ -124,8 +125,8 @@ def test_text_of_the_demo_tokenizer_comes_back_whole(demo_model: Path, cache: Pa
     engine.close()
 
 
-def test_it_is_a_row_engine(engine: TorchEngine) -> None:
-    checked: RowEngine = engine
+def test_it_is_an_engine_of_rows(engine: TorchEngine) -> None:
+    checked: Engine = engine
     assert checked.info.devices == ("cpu", "cpu")
     assert [(stage.first_layer, stage.end_layer) for stage in checked.info.layout.stages] == [(0, 2), (2, 4)]
     # Keys and values of 2 layers, 2 heads of 16 numbers of 4 bytes.
@@ -177,7 +178,8 @@ def test_the_end_of_the_context_ends_the_answer(engine: TorchEngine) -> None:
     ids = np.arange(5, 5 + 300, dtype=np.int64) % 500
     ids = np.concatenate([ids, ids, ids, ids])[: engine.info.context_tokens - 2]
     engine.extend(ids[:-1], cancel=NEVER)
-    steps = list(engine.generate(int(ids[-1]), GREEDY, history=ids))
+    engine.begin(ids, GREEDY)
+    steps = list(engine.generate())
     assert len(steps) == 3
     assert engine.position == engine.info.context_tokens
     with pytest.raises(EngineFailure):
@@ -188,7 +190,8 @@ def test_the_end_of_the_context_ends_the_answer(engine: TorchEngine) -> None:
 def test_a_yielded_token_is_not_yet_in_the_arenas(engine: TorchEngine) -> None:
     ids = ids_of(engine, "hello there")
     engine.extend(ids[:-1], cancel=NEVER)
-    for count, _ in enumerate(engine.generate(int(ids[-1]), GREEDY, history=ids)):
+    engine.begin(ids, GREEDY)
+    for count, _ in enumerate(engine.generate()):
         assert engine.position == len(ids) + count
         if count == 3:
             break

@@ -55,10 +55,9 @@ def answered(
     inner = structured.mask(request, OUTPUT, tail) if schema else None
     mask = limits(engine).over(request, tail, inner)
     parser = make_parser(OUTPUT, request, tail, lambda: "call")
+    engine.begin(identity.token_ids, request.sampling, mask=mask)
     engine.extend(identity.token_ids[:-1], cancel=threading.Event())
-    loop = AnswerLoop(
-        engine, identity, request, limit, parser, threading.Event(), events.append, lambda: 0.0, mask=mask
-    )
+    loop = AnswerLoop(engine, request, limit, parser, threading.Event(), events.append, lambda: 0.0)
     loop.run()
     return said(events, ReasoningDelta), said(events, TextDelta), loop
 

@@ -6,14 +6,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from parkd.answers.base import OutputFormat
 from parkd.answers.parser import make_parser
 from parkd.errors import EngineFailure
 from parkd.lane.answer import Answer, AnswerLoop, visible_ids
-from parkd.types import ConversationKey, FinishReason, PromptIdentity, TextDelta, TurnRequest
+from parkd.types import FinishReason, TextDelta, TurnRequest
 from tests.fakes.engine import FakeEngine
 from tests.fakes.text import END_TOKEN_ID
 
@@ -26,7 +25,7 @@ class Scripted(FakeEngine):
         self.steps = steps
         self.closed = False
 
-    def generate(self, *_args: Any, **_kwargs: Any) -> Iterator[Sequence[int]]:
+    def generate(self) -> Iterator[Sequence[int]]:
         try:
             for step in self.steps:
                 if isinstance(step, Exception):
@@ -41,8 +40,6 @@ def run(
 ) -> tuple[Answer, str, Scripted]:
     """`cut`: cancelled once so many events came."""
     engine, cancel, texts = Scripted(steps), threading.Event(), []
-    ids = np.arange(5, dtype=np.int64)
-    prompt = PromptIdentity(ConversationKey("", b""), ids, ids.astype(np.uint64), ())
     request = TurnRequest(stop=stop)
 
     def emit(event: Any) -> None:
@@ -52,7 +49,7 @@ def run(
             cancel.set()
 
     parser = make_parser(OutputFormat(), request, "", lambda: "call")
-    loop = AnswerLoop(engine, prompt, request, limit, parser, cancel, emit, lambda: 0.0)
+    loop = AnswerLoop(engine, request, limit, parser, cancel, emit, lambda: 0.0)
     try:
         loop.run()
     finally:

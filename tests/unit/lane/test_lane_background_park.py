@@ -16,8 +16,8 @@ from parkd.errors import EngineFailure
 from parkd.identity.chain import prefix_hashes
 from parkd.lane.cost import CostMeter
 from parkd.lane.engine_thread import EngineThread
+from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
-from parkd.lane.parking import LiveState
 from parkd.lane.start import Start, cold_start
 from parkd.state import Checksums, Transfer
 from parkd.store.records import StoreConfig
@@ -61,7 +61,7 @@ class Lane:
         self.store = ConversationStore(StoreConfig(64 << 20, BLOCK_TOKENS), layout, clock=time.monotonic)
         self.thread = EngineThread()
         metrics = Metrics(waiting=lambda: 0, store_stats=None)
-        self.live = LiveState(self.engine, self.thread, self.store, metrics, CostMeter(), time.monotonic)
+        self.live = LiveConversation(self.engine, self.thread, self.store, metrics, CostMeter(), time.monotonic)
 
     def prompt(self, length: int, seed: int) -> PromptIdentity:
         key = ConversationKey("", self.engine.info.fingerprint)
@@ -71,7 +71,7 @@ class Lane:
 
     async def read(self, prompt: PromptIdentity) -> None:
         """Cold, as a turn would."""
-        await self.live.begin(cold_start(), prompt.key)
+        await self.live.start_from(cold_start(), prompt.key)
         await self.live.call(self.engine.extend, prompt.token_ids, cancel=NEVER)
         await self.live.advance(prompt.key, prompt.units)
 
@@ -83,7 +83,7 @@ class Lane:
 
     async def go_on(self, prompt: PromptIdentity) -> None:
         """Behind what is live, with which the prompt begins."""
-        await self.live.call(self.engine.extend, prompt.token_ids[self.live.conversation.position :], cancel=NEVER)
+        await self.live.call(self.engine.extend, prompt.token_ids[self.live.rows.position :], cancel=NEVER)
         await self.live.advance(prompt.key, prompt.units)
 
 
@@ -111,7 +111,7 @@ async def test_the_next_prompt_does_not_wait_and_nothing_is_published_early() ->
         (parked, _), *others = it.store.candidates(a.key.digest, a.prefix_hashes)
         assert not others
         assert np.array_equal(parked.units, a.units)
-        assert (it.live.conversation.lineage, it.live.conversation.parked_id) == ((), None), "B is live, and not A"
+        assert (it.live.rows.lineage, it.live.rows.parked_id) == ((), None), "B is live, and not A"
 
 
 async def test_what_is_still_live_descends_from_what_was_captured() -> None:
@@ -121,7 +121,7 @@ async def test_what_is_still_live_descends_from_what_was_captured() -> None:
         await it.live.park()
         it.engine.captures[0].gate.set()
         await it.live.settle()
-        live = it.live.conversation
+        live = it.live.rows
         assert live.parked_id is not None
         parked = it.store.get(live.parked_id)
         assert parked is not None
@@ -139,7 +139,7 @@ async def test_rows_cut_meanwhile_do_not_descend_from_it() -> None:
         await it.live.advance(a.key, np.concatenate([a.units[:600], more.units]))
         it.engine.captures[0].gate.set()
         await it.live.settle()
-        live = it.live.conversation
+        live = it.live.rows
         assert (live.position, live.covered, len(live.lineage), live.parked_id) == (800, 512, 2, None)
 
 
@@ -152,7 +152,7 @@ async def test_a_copy_that_breaks_is_given_up_whole() -> None:
         await it.live.settle()
         stats = it.store.stats()
         assert (stats.conversations, stats.blocks, stats.captures_in_flight) == (0, 0, 0)
-        assert it.live.conversation.parked_id is None
+        assert it.live.rows.parked_id is None
         await it.live.park()
         assert len(it.engine.captures) == 2, "it is tried again"
         it.engine.captures[1].gate.set()
@@ -168,17 +168,17 @@ async def test_a_conversation_restored_meanwhile_still_descends_from_its_own_blo
             await it.live.park()
             it.engine.captures[-1].gate.set()
             await it.live.settle()
-        staying = it.live.conversation
+        staying = it.live.rows
         assert staying.parked_id is not None
         await it.live.truncate(len(head))
         await it.go_on(both[1])
         await it.live.park()
         parked = it.store.get(staying.parked_id)
         start = Start(CacheOutcome.RESTORED_RAM, staying.position, len(head), parked)
-        await it.live.begin(start, head.key)
+        await it.live.start_from(start, head.key)
         it.engine.captures[-1].gate.set()
         await it.live.settle()
-        live = it.live.conversation
+        live = it.live.rows
         assert np.array_equal(live.units, staying.units)
         assert (live.covered, live.lineage, live.parked_id) == (staying.covered, staying.lineage, staying.parked_id)
         captures = len(it.engine.captures)

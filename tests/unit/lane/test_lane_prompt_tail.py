@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.errors import RestoreFailed
+from parkd.errors import EngineFailure, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.lane import prompt_tail
 from parkd.lane.cost import CostMeter
 from parkd.lane.engine_thread import EngineThread
+from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
-from parkd.lane.parking import LiveState
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.start import Start, cold_start, decide_start
 from parkd.state import Transfer
@@ -31,17 +32,16 @@ IDS = np.random.default_rng(1).integers(0, 256, 900)
 
 
 class ReadingFake(FakeEngine):
-    """Restores, then reads; a checksum that differs is found after both."""
+    """Reads during a restore, and notes how many tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.read: list[int] = []
-        self.reads_while_restoring = True
+        self.info = replace(self.info, reads_while_restoring=True)
 
     def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
         self.read.append(len(token_ids))
-        self.restore(transfer)
-        self.extend(token_ids, cancel=NEVER, checkpoint_at=checkpoint_at)
+        super().restore_and_read(transfer, token_ids, checkpoint_at)
 
 
 class Lane:
@@ -52,7 +52,7 @@ class Lane:
         self.thread = EngineThread()
         self.thread.start()
         metrics = Metrics(waiting=lambda: 0, store_stats=None)
-        self.live = LiveState(self.engine, self.thread, self.store, metrics, CostMeter(), time.monotonic)
+        self.live = LiveConversation(self.engine, self.thread, self.store, metrics, CostMeter(), time.monotonic)
 
     def prompt(self, ids: TokenIds) -> PromptIdentity:
         key = ConversationKey("", self.engine.info.fingerprint)
@@ -62,7 +62,7 @@ class Lane:
     async def park(self, ids: TokenIds) -> None:
         """Reads it cold, parks it, and reads another."""
         prompt = self.prompt(ids)
-        await self.live.begin(cold_start(), prompt.key)
+        await self.live.start_from(cold_start(), prompt.key)
         await self.live.call(self.engine.extend, ids, cancel=NEVER)
         await self.live.advance(prompt.key, prompt.units)
         await self.live.park()
@@ -71,7 +71,7 @@ class Lane:
     def start(self, prompt: PromptIdentity) -> Start:
         parked = [entry for entry, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
         layout, cost = self.engine.info.layout, CostMeter().measured
-        return decide_start(prompt, self.live.conversation, parked, layout=layout, live_checkpoints=(), cost=cost)
+        return decide_start(prompt, self.live.rows, parked, layout=layout, live_checkpoints=(), cost=cost)
 
 
 @pytest.fixture
@@ -86,14 +86,14 @@ async def begin(lane: Lane, more: int, steering: None = None) -> PromptIdentity:
     prompt = lane.prompt(np.concatenate([IDS[:600], IDS[700 : 701 + more]]))
     start = lane.start(prompt)
     assert start.position == 600
-    await lane.live.begin(start, prompt.key, PromptTail(prompt, 600, steering))
+    await lane.live.start_from(start, prompt.key, PromptTail(prompt, 600, steering))
     return prompt
 
 
 async def test_a_short_tail_is_read_at_once_and_the_rows_descend_from_what_is_parked(lane: Lane) -> None:
     prompt = await begin(lane, 30)
     assert lane.engine.read == [30]
-    live = lane.live.conversation
+    live = lane.live.rows
     assert (lane.engine.position, live.position) == (630, 630)
     assert np.array_equal(live.units, prompt.units[:630])
     assert (live.covered, live.parked_id) == (512, None), "full blocks; what was read is nowhere else"
@@ -106,13 +106,13 @@ async def test_other_tails_are_left_to_the_turn(
     monkeypatch.setattr(prompt_tail, "MOST_TOKENS", 100 if why == "long" else prompt_tail.MOST_TOKENS)
     await begin(lane, min(more, 120))
     assert lane.engine.read == []
-    assert lane.live.conversation.position == 600
+    assert lane.live.rows.position == 600
 
 
 async def test_an_engine_that_gains_nothing_is_not_asked(lane: Lane) -> None:
-    lane.engine.reads_while_restoring = False
+    lane.engine.info = replace(lane.engine.info, reads_while_restoring=False)
     await begin(lane, 30)
-    assert (lane.engine.read, lane.live.conversation.position) == ([], 600)
+    assert (lane.engine.read, lane.live.rows.position) == ([], 600)
 
 
 async def test_nothing_is_read_under_other_steering_than_the_prompts(
@@ -122,7 +122,7 @@ async def test_nothing_is_read_under_other_steering_than_the_prompts(
     steered: list[None] = []
     monkeypatch.setattr(lane.engine, "steer", lambda scales: steered.append(scales) or b"another")
     await begin(lane, 30)
-    assert (steered, lane.engine.read, lane.live.conversation.position) == ([None], [], 600)
+    assert (steered, lane.engine.read, lane.live.rows.position) == ([None], [], 600)
 
 
 async def test_of_a_damaged_restore_nothing_is_left(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,5 +133,18 @@ async def test_of_a_damaged_restore_nothing_is_left(lane: Lane, monkeypatch: pyt
     monkeypatch.setattr(lane.engine, "restore_and_read", damaged)
     with pytest.raises(RestoreFailed):
         await begin(lane, 30)
-    assert (lane.engine.position, lane.live.conversation.position) == (0, 0)
+    assert (lane.engine.position, lane.live.rows.position) == (0, 0)
     assert lane.store.stats().conversations == 0
+
+
+async def test_of_a_tail_that_cannot_be_read_nothing_is_left(lane: Lane) -> None:
+    """What was restored before it was not committed yet."""
+
+    def fail(step: str, position: int) -> None:
+        if (step, position) == ("chunk", 600):
+            raise EngineFailure("the stage broke")
+
+    lane.engine.hook = fail
+    with pytest.raises(EngineFailure, match="broke"):
+        await begin(lane, 30)
+    assert lane.engine.position == 0

@@ -33,10 +33,10 @@ def prompt_of(text: str) -> TokenIds:
 def turn(engine: LlamaServerEngine, prompt: TokenIds, limit: int = 12, stop: tuple[str, ...] = ()) -> tuple[int, str]:
     """Where it started and what it said; the engine is cut to what it shares with the prompt before."""
     engine.awake()
-    reused = engine.begin_prompt(prompt, GREEDY, None, limit)
+    reused = engine.begin(prompt, GREEDY, limit=limit)
     engine.extend(prompt[engine.position : -1], cancel=threading.Event())
     stream, text = engine.text_stream(), ""
-    steps = engine.generate(int(prompt[-1]), GREEDY, history=prompt)
+    steps = engine.generate()
     for step in steps:
         text += stream.push(step)
         if any(mark in text for mark in stop) or any(token in engine.info.end_token_ids for token in step):
@@ -102,10 +102,10 @@ def test_ids_of_half_characters_are_read_back_from_the_slot(server: FakeLlama) -
     engine = server.engine()
     server.script = "a🙂b"
     prompt = prompt_of("smile")
-    engine.begin_prompt(prompt, GREEDY, None, 30)
+    engine.begin(prompt, GREEDY, limit=30)
     engine.extend(prompt[:-1], cancel=threading.Event())
     stream = engine.text_stream()
-    steps = engine.generate(int(prompt[-1]), GREEDY, history=prompt)
+    steps = engine.generate()
     got = [(list(step), stream.push(step)) for step in steps]
     ids = [token for step, _ in got for token in step]
     assert ids == [*"a🙂b".encode(), *engine.info.end_token_ids]
@@ -210,7 +210,7 @@ def test_a_client_that_leaves_keeps_what_was_read(server: FakeLlama) -> None:
     engine = server.engine()
     prompt = prompt_of("a prompt that takes many batches, of which only the first few are read " * 2)
     cancel = threading.Event()
-    engine.begin_prompt(prompt, GREEDY, None, 8)
+    engine.begin(prompt, GREEDY, limit=8)
     engine.extend(prompt[:-1], cancel=cancel, on_chunk=lambda position: cancel.set() if position >= 32 else None)
     assert 32 <= engine.position < len(prompt) - 1
     kept = engine.position
@@ -220,7 +220,7 @@ def test_a_client_that_leaves_keeps_what_was_read(server: FakeLlama) -> None:
 def test_a_prompt_alone_leaves_exactly_its_state(server: FakeLlama) -> None:
     engine = server.engine()
     prompt = prompt_of("read and keep, answer nothing")
-    assert engine.begin_prompt(prompt, GREEDY, None, 0) == 0
+    assert engine.begin(prompt, GREEDY, limit=0) == 0
     engine.extend(prompt[:-1], cancel=threading.Event())
     assert server.slots[0].ids == prompt[:-1].tolist()
     assert engine.position == len(prompt) - 1

@@ -1,0 +1,432 @@
+"""A live conversation: the engine that holds its state, what that state means, and its moves to and from the store.
+
+    start_from -> begin -> (the turn reads and generates, then `advance`) -> check -> park
+
+Used only by the lane's running turn. Engine calls run on the engine's thread; `rows` changes, and the store is used,
+only on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
+
+from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, Engine
+from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
+from parkd.identity.chain import prefix_hashes
+from parkd.lane.cost import CostMeter
+from parkd.lane.disk_worker import DiskWorker
+from parkd.lane.engine_thread import EngineThread
+from parkd.lane.live_rows import LiveRows, restored
+from parkd.lane.metrics import Metrics
+from parkd.lane.prompt_tail import PromptTail, read_while_restoring
+from parkd.lane.start import Start
+from parkd.lane.turn import Turn
+from parkd.state import Checksums, Resume, StateSizes, Transfer
+from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
+from parkd.store.store import ConversationStore
+from parkd.types import CacheOutcome, CacheReport, ConversationKey, Units
+
+log = logging.getLogger(__name__)
+
+WRITE_WAIT_S = 10.0
+"""Longest wait for writes to disk to free the room that a capture needs. After that, the conversation is not parked."""
+_WAITING = (RefusalReason.BUDGET, RefusalReason.SLOTS, RefusalReason.BUSY)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class BackgroundCapture:
+    """A capture whose copy goes on while the next turn runs."""
+
+    capture: Capture
+    in_flight: CaptureInFlight
+    rows: LiveRows
+    """The live rows when the capture began."""
+    began_s: float
+    intact: int
+    """Rows `[0, intact)` in the arenas have not changed since the capture began."""
+    task: asyncio.Task[None] | None = None
+
+
+class LiveConversation:
+    """What is live in one engine. `rows` and the engine's position always agree between two calls."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        store: ConversationStore | None,
+        metrics: Metrics,
+        costs: CostMeter,
+        monotonic: Callable[[], float],
+        disk: DiskWorker | None = None,
+    ) -> None:
+        self.engine = engine
+        self.checkpoints: tuple[int, ...] = ()
+        """Positions below `rewind_floor` that the live state can be cut to, as of the last engine call. From
+        `rewind_floor` on, it can be cut anywhere."""
+        self.rewind_floor = 0
+        self._rows = LiveRows()
+        self._thread = thread
+        self._store = store
+        self._metrics = metrics
+        self._costs = costs
+        self._monotonic = monotonic
+        self._disk = disk
+        self._background: BackgroundCapture | None = None
+
+    @property
+    def rows(self) -> LiveRows:
+        """What the engine's rows mean."""
+        return self._rows
+
+    def _set_rows(self, rows: LiveRows, unchanged: int | None = None) -> None:
+        """`[0, unchanged)` are as they were; None: all of `rows`. A capture in progress does not match the others."""
+        self._rows = rows
+        if rows.position == 0:
+            self.checkpoints, self.rewind_floor = (), 0
+        if self._background is not None:
+            kept = rows.position if unchanged is None else min(unchanged, rows.position)
+            self._background.intact = min(self._background.intact, kept)
+
+    # -- the engine's position --
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """One engine call. Raises only ParkdError: after any other error the engine is reset and EngineFailure
+        raised."""
+        try:
+            return await self._thread.run(function, *args, **kwargs)
+        except ParkdError:
+            raise
+        except Exception as error:
+            log.exception("the engine raised an unexpected error and is reset")
+            await self.reset()
+            raise EngineFailure(
+                "The engine failed unexpectedly; the server's log has the details. Try again."
+            ) from error
+
+    async def wake(self) -> None:
+        """Called before a turn decides how to start: an engine that is another process may have lost its live state."""
+        if not self.engine.is_awake:
+            _, position = await self._call_and_refresh(self.engine.awake)
+            await self._reconcile(position)
+
+    async def advance(self, key: ConversationKey, units: Units) -> None:
+        """Adopts the engine's position after it read from `units`. Resets the engine if that position is impossible."""
+        position = await self._refresh()
+        if position > len(units):
+            log.error("the engine is at %d but only %d tokens are known; it is reset", position, len(units))
+            await self.reset()
+            return
+        self._set_rows(self._rows.advance(key, units, position))
+
+    async def check(self) -> None:
+        """Called after a failure: keeps only what the engine still holds."""
+        await self._reconcile(await self._refresh())
+
+    async def truncate(self, position: int) -> None:
+        try:
+            await self._call_and_refresh(self.engine.truncate, position)
+        except RestoreFailed:  # it is empty now
+            self._set_rows(LiveRows())
+            raise
+        self._set_rows(self._rows.truncate(position))
+
+    async def checkpoint(self) -> None:
+        """Takes a checkpoint at the engine's position, if the model has fixed state."""
+        if self.engine.info.layout.fixed_bytes and self._rows.position not in self.checkpoints:
+            await self._call_and_refresh(self.engine.checkpoint)
+
+    async def reset(self) -> None:
+        """Empties the engine. Raises EngineLost if that fails."""
+        self._set_rows(LiveRows())
+        try:
+            await self._thread.run(self.engine.reset)
+        except Exception as error:
+            raise EngineLost("The engine cannot be made valid again; the server stops.") from error
+
+    async def forget(self, keep_rows: int) -> None:
+        """Cuts the live state to `keep_rows`, or to the last position before it that it can be cut to."""
+        position = self._rows.position
+        kept = keep_rows
+        if keep_rows < min(position, self.rewind_floor):
+            kept = max((place for place in self.checkpoints if place <= keep_rows), default=0)
+        if kept == 0:
+            await self.reset()
+        elif kept < position:
+            await self.truncate(kept)
+
+    async def _reconcile(self, position: int) -> None:
+        """Cuts the rows to the engine's `position`; resets the engine if it claims more than is known."""
+        if position > self._rows.position:
+            await self.reset()
+        else:
+            self._set_rows(self._rows.truncate(position))
+
+    async def _refresh(self) -> int:
+        """Asks the engine for its checkpoints and rewind floor. Returns its position."""
+        _, position = await self._call_and_refresh(lambda: None)
+        return position
+
+    async def _call_and_refresh(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, int]:
+        """Calls `function`, then reads the engine's position, checkpoints and rewind floor in the same visit to its
+        thread.
+
+        Returns the result and the position.
+        """
+
+        def both() -> tuple[T, int, tuple[int, ...], int]:
+            result, engine = function(*args, **kwargs), self.engine
+            return result, engine.position, engine.checkpoints, engine.rewind_floor
+
+        result, position, self.checkpoints, self.rewind_floor = await self.call(both)
+        return result, position
+
+    # -- the start of a turn --
+
+    async def start_from(self, start: Start, key: ConversationKey, tail: PromptTail | None = None) -> float:
+        """Carries out `start`: parks what would be lost, then restores, truncates or resets.
+
+        During a restore, the engine may also read `tail` if that saves time; the position is then at its end. Returns
+        the seconds of the restore. Raises RestoreFailed, after which the parked conversation is dropped and the engine
+        is empty, and EngineFailure.
+        """
+        if start.parked is None:
+            await self._park_before_loss(start.keep_rows)
+            self._check_kept(start.keep_rows)
+            if start.position == 0:
+                await self.reset()
+            elif start.keep_rows < self._rows.position:
+                await self.truncate(start.keep_rows)
+            return 0.0
+        assert self._store is not None
+        # Leased first, because parking the live conversation could otherwise evict the one to be restored.
+        try:
+            held = self._store.lease(start.parked.id, start.position, start.keep_rows)
+        except ConversationGone as gone:
+            raise RestoreFailed("The parked conversation was removed a moment ago.") from gone
+        with held as lease:
+            await self._park_before_loss(start.keep_rows)
+            self._check_kept(start.keep_rows)
+            try:
+                return await self._restore(lease, start.parked, start.source, key, tail)
+            except RestoreFailed as error:
+                failed = error
+        log.warning("a restore failed, so the turn reads its prompt cold: %s", failed.message)
+        self._metrics.restore_failures.inc()
+        self._set_rows(LiveRows())
+        self._store.drop(start.parked.id, failed.message)
+        raise failed
+
+    async def begin(self, turn: Turn, limit: int | None, start: Start, report: CacheReport) -> CacheReport:
+        """Tells the engine the turn's steering and its whole prompt, and corrects the report by the number of tokens
+        that the engine really reuses.
+
+        If that are fewer than were restored, the parked conversation is dropped, since restoring it again would not
+        help. The prompt is proved when this returns. What was parked for the start was copied, not computed, so this
+        steering cannot have touched it. Raises EngineFailure, InvalidRequest, and the proof's errors.
+        """
+        promised = self._rows.position
+        position, reached = await self._call_and_refresh(_begin_and_prove, self.engine, turn, limit)
+        await self._reconcile(reached)
+        if position >= promised:
+            return report
+        why = f"the engine still held {position} of the {promised} tokens that were expected"
+        if start.parked is not None and self._store is not None:
+            self._metrics.restore_failures.inc()
+            self._store.drop(start.parked.id, why)
+        outcome = report.outcome if position else CacheOutcome.COLD
+        return replace(report, outcome=outcome, reused_tokens=position, why="; ".join(filter(None, (report.why, why))))
+
+    def _check_kept(self, keep_rows: int) -> None:
+        """Raises RestoreFailed if a failure while parking lost live rows that the start keeps."""
+        if self._rows.position < keep_rows:
+            raise RestoreFailed("The live state was lost while it was parked.")
+
+    async def _restore(
+        self, lease: Lease, parked: Parked, source: CacheOutcome, key: ConversationKey, tail: PromptTail | None
+    ) -> float:
+        transfer = lease.transfer
+        began_s = self._monotonic()
+        position = await self.call(_restore_rows, self.engine, lease, tail)
+        if position not in (lease.stop, lease.stop if tail is None else tail.stop):
+            await self.reset()
+            raise RestoreFailed(f"the engine is at {position} after a restore to {lease.stop}")
+        took_s = self._monotonic() - began_s
+        await self._refresh()
+        parked_id = parked.id if lease.stop == parked.position else None
+        is_opaque = self.engine.info.layout.is_opaque
+        rows = restored(key, parked.units, lease.lineage, lease.stop, parked_id, is_opaque=is_opaque)
+        self._set_rows(rows, unchanged=transfer.start)
+        if position > lease.stop and tail is not None:
+            await self.advance(key, tail.prompt.units)
+        self._metrics.moved("restore", transfer.bytes, took_s)
+        self._costs.note_move(source, transfer.bytes, took_s)
+        return took_s
+
+    # -- captures into the store --
+
+    async def park(self) -> None:
+        """Copies the live state into the store, as far as the store does not hold it. Changes nothing if the store
+        refuses or the copy fails.
+
+        If the engine can overlap the copy with other work, this returns once the copy has begun; `settle` waits for its
+        end. Raises EngineLost.
+        """
+        await self.settle()
+        rows, store = self._rows, self._store
+        if store is None or rows.key is None or rows.position == 0:
+            return
+        if rows.parked_id is not None and store.get(rows.parked_id) is not None:
+            store.touch(rows.parked_id)
+            return
+        try:
+            await self.checkpoint()
+            checkpoints, sizes = await self._checkpoints_to_park(rows.position)
+        except EngineLost:
+            raise
+        except EngineFailure as error:
+            log.warning("not parked: taking a checkpoint failed: %s", error.message)
+            await self.check()
+            return
+        capture = await self._reserve(
+            store,
+            CaptureRequest(
+                key_digest=rows.key.digest,
+                units=rows.units,
+                prefix_hashes=prefix_hashes(rows.units, rows.key.digest, BLOCK_TOKENS),
+                lineage=rows.lineage,
+                layout_digest=self.engine.info.layout.digest,
+                checkpoints=checkpoints,
+                rewindable=not self.engine.info.layout.resume.needs_checkpoints,
+                namespace=rows.key.namespace,
+                sizes=sizes,
+                covered=rows.covered,
+            ),
+        )
+        if isinstance(capture, Refused):
+            if capture.reason is RefusalReason.OFF:
+                return
+            self._metrics.refusals.labels(capture.reason.value).inc()
+            log.info("not parked (%d tokens): %s", rows.position, capture.message)
+            return
+        began_s = self._monotonic()
+        try:
+            copy = await self.call(_copy, self.engine, capture.transfer)
+        except Exception as error:  # Not on cancellation, when the server ends: the engine may still be writing.
+            store.abort(capture)
+            if isinstance(error, EngineFailure) and not isinstance(error, EngineLost):
+                log.warning("not parked: the copy failed: %s", error.message)
+                return
+            raise
+        if not isinstance(copy, Checksums):
+            self._background = BackgroundCapture(capture, copy, rows, began_s, intact=rows.position)
+            self._background.task = asyncio.create_task(self._finish(store, self._background))
+            return
+        parked = self._commit(store, capture, copy, began_s)
+        self._set_rows(rows.captured(parked.blocks, parked.position, parked.id))
+
+    async def settle(self) -> None:
+        """Waits until the capture in progress, if there is one, is committed or aborted."""
+        if self._background is not None and self._background.task is not None:
+            await self._background.task
+
+    async def _checkpoints_to_park(self, position: int) -> tuple[tuple[int, ...], StateSizes | None]:
+        """The checkpoints to park, and the sizes of an opaque state (None for rows). The checkpoint at the end of an
+        opaque state takes no bytes of its own: the whole state includes it."""
+        places = tuple(place for place in self.checkpoints if place <= position)
+        layout = self.engine.info.layout
+        if not layout.is_opaque:
+            return places, None
+        at_checkpoints = layout.resume is Resume.AT_CHECKPOINTS
+        inner = tuple(place for place in places if place < position) if at_checkpoints else ()
+        sizes = await self.call(self.engine.state_sizes, inner)
+        if not layout.resume.needs_checkpoints:
+            return (), sizes
+        return (*inner, position), StateSizes(sizes.whole, (*sizes.checkpoints, 0))
+
+    async def _reserve(self, store: ConversationStore, request: CaptureRequest) -> Capture | Refused:
+        """Reserves room for a capture. Conversations that wait to be written to disk cannot be evicted. If they hold
+        the room, waits for their writes, at most `WRITE_WAIT_S`."""
+        until_s = self._monotonic() + WRITE_WAIT_S
+        while True:
+            capture = store.begin_capture(request)
+            if not isinstance(capture, Refused) or capture.reason not in _WAITING or self._disk is None:
+                return capture
+            if not await self._disk.room(until_s - self._monotonic()):
+                return capture
+
+    async def _finish(self, store: ConversationStore, background: BackgroundCapture) -> None:
+        """Waits for the copy and commits it. Live rows that have not changed since it began now descend from its
+        blocks, unless a restore has made more rows descend from others."""
+        capture = background.capture
+        try:
+            checksums = await asyncio.to_thread(background.in_flight.wait)
+        except Exception as error:
+            # If the device is lost, the next engine call fails too, and its turn gets the error.
+            self._background = None
+            store.abort(capture)
+            log.warning("not parked: the copy failed: %s", error)
+            return
+        parked = self._commit(store, capture, checksums, background.began_s)
+        self._background = None
+        covered = min(background.intact, parked.position)
+        if covered < parked.position:
+            covered = covered // BLOCK_TOKENS * BLOCK_TOKENS
+        rows = self._rows
+        if covered > rows.covered or covered == rows.position == parked.position:
+            self._set_rows(rows.captured(parked.blocks, covered, parked.id))
+
+    def _commit(self, store: ConversationStore, capture: Capture, checksums: Checksums, began_s: float) -> Parked:
+        self._metrics.moved("park", capture.transfer.bytes, self._monotonic() - began_s)
+        parked = store.commit(capture, checksums)
+        if not capture.is_whole:
+            position = len(capture.request.units)
+            self._metrics.refusals.labels("parked in part").inc()
+            log.info("parked the first %d of %d tokens: the budget holds no more", parked.position, position)
+        return parked
+
+    async def _park_before_loss(self, keep_rows: int) -> None:
+        background = self._background
+        if background is not None and background.rows is self._rows and background.capture.is_whole:
+            return  # Every row is being copied already, and the engine overwrites no row before it is copied.
+        if keep_rows < self._rows.position:
+            await self.park()
+
+
+def _begin_and_prove(engine: Engine, turn: Turn, limit: int | None) -> int:
+    """Steers, tells the prompt, then proves it, in one call on the engine's thread: a process reads the prompt during
+    the proof. Returns the position from which the engine starts."""
+    request, prompt = turn.request, turn.prompt
+    if engine.steer(request.steering) != prompt.key.steering:
+        raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
+    position = engine.begin(
+        prompt.token_ids,
+        request.sampling,
+        images=prompt.images,
+        mask=turn.mask,
+        schema=request.response_schema if engine.info.enforces_schemas else None,
+        limit=limit,
+    )
+    if prompt.proof is not None:
+        prompt.proof()
+    return position
+
+
+def _restore_rows(engine: Engine, lease: Lease, tail: PromptTail | None) -> int:
+    """Restores, and reads `tail` meanwhile if that saves time. Returns the position reached."""
+    if tail is None or not read_while_restoring(engine, lease, tail):
+        engine.restore(lease.transfer)
+    return engine.position
+
+
+def _copy(engine: Engine, transfer: Transfer) -> CaptureInFlight | Checksums:
+    """Copies the live state, or begins to, if the engine can do that while it works."""
+    in_flight = engine.start_capture(transfer)
+    return engine.capture(transfer) if in_flight is None else in_flight
