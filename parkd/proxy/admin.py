@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from parkd.engine_adapter.base import EngineInfo
+from parkd.proxy.dialects.ollama import rfc3339
+
+OLLAMA_VERSION = "0.12.0"
+"""The release of Ollama whose API is spoken here. Editors refuse to talk to older ones, and to anything else."""
+_NEVER = "9999-12-31T23:59:59Z"
 
 
 def model_entry(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[str, Any]:
@@ -28,7 +32,7 @@ def anthropic_model_entry(info: EngineInfo, alias: str | None, created_s: int) -
         "type": "model",
         "id": alias or info.model_name,
         "display_name": alias or info.model_name,
-        "created_at": datetime.fromtimestamp(created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "created_at": rfc3339(created_s),
         "max_input_tokens": info.context_tokens,
         "max_tokens": info.context_tokens,
     }
@@ -37,6 +41,48 @@ def anthropic_model_entry(info: EngineInfo, alias: str | None, created_s: int) -
 def anthropic_model_list(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[str, Any]:
     entry = anthropic_model_entry(info, alias, created_s)
     return {"data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
+
+
+def ollama_entry(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[str, Any]:
+    """The model in Ollama's lists, both of models and of loaded models."""
+    name, on_cards = alias or info.model_name, any(device != "cpu" for device in info.devices)
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": rfc3339(created_s),
+        "size": info.weights_bytes,
+        "digest": info.fingerprint.hex() * 2,
+        "details": _ollama_details(info),
+        "expires_at": _NEVER,
+        "size_vram": info.weights_bytes + info.arena_bytes if on_cards else 0,
+        "context_length": info.context_tokens,
+    }
+
+
+def ollama_model(info: EngineInfo, chat_template: str | None, abilities: Mapping[str, bool]) -> Mapping[str, Any]:
+    """The document of `/api/show`."""
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": chat_template or "",
+        "details": _ollama_details(info),
+        "model_info": {
+            "general.architecture": info.architecture,
+            f"{info.architecture}.context_length": info.context_tokens,
+        },
+        "capabilities": ["completion", *(name for name, has in abilities.items() if has)],
+    }
+
+
+def _ollama_details(info: EngineInfo) -> Mapping[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": info.architecture,
+        "families": [info.architecture],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
 
 
 def props(

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from parkd.proxy.config import Services
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect
+from parkd.proxy.dialects.ollama import OllamaChat, OllamaGenerate
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
@@ -37,6 +38,8 @@ def default_dialects(services: Services) -> Mapping[str, Dialect]:
         "/v1/completions": OpenAICompletions(),
         "/v1/responses": OpenAIResponses(),
         "/v1/messages": AnthropicMessages(),
+        "/api/chat": OllamaChat(),
+        "/api/generate": OllamaGenerate(),
     }
 
 

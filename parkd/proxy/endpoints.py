@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
+from parkd.answers.base import ToolFormat
 from parkd.errors import InvalidRequest, NotFound
 from parkd.lane import explain, metrics
 from parkd.proxy import admin
@@ -54,11 +55,18 @@ class Endpoints:
             "/parkd/explain/{request_id}": self.explain,
             "/": self.root,
             "/api/hello": self.root,
+            "/api/tags": self.ollama_models,
+            "/api/ps": self.ollama_models,
+            "/api/version": self.ollama_version,
         }
 
     def asking(self) -> Mapping[str, Handler]:
         """Handlers of POST requests by path."""
-        return {"/tokenize": self.tokenize, "/apply-template": self.apply_template}
+        return {
+            "/tokenize": self.tokenize,
+            "/apply-template": self.apply_template,
+            "/api/show": self.ollama_model,
+        }
 
     async def models(self, request: Request, request_id: str) -> ASGIApp:
         self._caller(request)
@@ -76,6 +84,28 @@ class Endpoints:
         if "anthropic-version" in request.headers:
             entry = admin.anthropic_model_entry(info, alias, created_s)
         return _json(entry, request_id)
+
+    async def ollama_models(self, request: Request, request_id: str) -> ASGIApp:
+        """The one model: what there is (`/api/tags`) and what is loaded (`/api/ps`) are the same here."""
+        self._caller(request)
+        return _json(
+            {"models": [admin.ollama_entry(self._info, self._config.alias, self._proxy.created_s)]}, request_id
+        )
+
+    async def ollama_model(self, request: Request, request_id: str) -> ASGIApp:
+        """Any name is accepted, as in requests of turns."""
+        self._caller(request)
+        await self._body(request)
+        output, images = self._services.output, self._services.engine.images
+        abilities = {
+            "tools": output.tools is not ToolFormat.NONE or output.reader is not None,
+            "thinking": output.reasoning is not None,
+            "vision": images is not None,
+        }
+        return _json(admin.ollama_model(self._info, self._services.chat_template, abilities), request_id)
+
+    async def ollama_version(self, _request: Request, request_id: str) -> ASGIApp:
+        return _json({"version": admin.OLLAMA_VERSION}, request_id)
 
     async def health(self, _request: Request, _request_id: str) -> ASGIApp:
         proxy = self._proxy

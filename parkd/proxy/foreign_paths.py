@@ -6,15 +6,10 @@ from collections.abc import Mapping
 
 CHAT = "POST /v1/chat/completions"
 MODELS = "GET /v1/models"
-_OLLAMA = "Ollama's own API is not supported; its clients also accept an OpenAI server: base URL .../v1."
+_OLLAMA = "Of Ollama's API there are /api/chat, /api/generate, /api/tags, /api/show, /api/ps and /api/version."
 _NONE = "This server generates text only; run another one beside it for that."
 
 ADVICE: Mapping[str, str] = {
-    "/api/chat": f"{_OLLAMA} The chat is {CHAT}.",
-    "/api/generate": f"{_OLLAMA} The chat is {CHAT}, raw text POST /v1/completions.",
-    "/api/tags": f"{_OLLAMA} {MODELS} shows the model.",
-    "/api/ps": f"{_OLLAMA} GET /slots shows what runs.",
-    "/api/show": f"{_OLLAMA} {MODELS} and GET /props show the model.",
     "/api/pull": "The model is named when the server starts (--model), a hub id is downloaded then.",
     "/api/embed": _NONE,
     "/api/embeddings": _NONE,
@@ -35,7 +30,7 @@ ADVICE: Mapping[str, str] = {
 """Advice by path, without a trailing slash."""
 
 _FAMILIES = (
-    ("/api/", _OLLAMA),
+    ("/api/", f"{_OLLAMA} The model is named when the server starts (--model)."),
     ("/slots/", "Conversations are parked and restored by themselves; GET /slots lists them."),
     ("/v1/audio/", _NONE),
     ("/v1/images/", _NONE),

@@ -17,6 +17,7 @@ from parkd.proxy.access import check_origin
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect
+from parkd.proxy.dialects.ollama import OllamaChat
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.foreign_paths import advice
 from parkd.proxy.requests import id_headers, request_id_of
@@ -25,6 +26,7 @@ from parkd.proxy.sse import unforeseen
 log = logging.getLogger(__name__)
 
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATHS = "/api/"
 PATH_SHOWN = 200
 """Most characters of a path that error messages repeat."""
 
@@ -65,7 +67,9 @@ def note_refused(request: Request, error: ParkdError) -> None:
 
 
 def spoken_by(request: Request) -> Dialect:
-    """The dialect that a client expects, for paths that belong to both APIs or to none."""
+    """The dialect that a client expects, for paths that belong to several APIs or to none."""
+    if request.url.path.startswith(OLLAMA_PATHS):
+        return OllamaChat()
     is_anthropic = "anthropic-version" in request.headers or request.url.path.startswith(ANTHROPIC_PATH)
     return AnthropicMessages() if is_anthropic else OpenAIChat()
 

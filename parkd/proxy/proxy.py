@@ -16,9 +16,10 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
 
 from parkd.errors import Cancelled, ContextOverflow, EngineLost
@@ -42,7 +43,7 @@ from parkd.proxy.dialects.base import Dialect, ResponseMeta
 from parkd.proxy.guard import note_refused
 from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
-from parkd.proxy.sse import STREAM_HEADERS, TurnResponse
+from parkd.proxy.sse import TurnResponse, stream_headers
 from parkd.store.tiers import TieredStore
 from parkd.types import ToolChoice
 
@@ -167,9 +168,14 @@ class Proxy:
             self.lane.check_room()
         with self.bodies.charge(caller.owner) as charge:
             body = await self.body_of(request, charge)
+            model, created_s = str(body.get("model") or self.model_id), int(services.wall())
+            document = dialect.at_once(body, ResponseMeta(request_id, model, created_s))
+            if document is not None:
+                return Response(
+                    orjson.dumps(document) + b"\n", headers=id_headers(request_id), media_type="application/json"
+                )
             parsed = dialect.parse(body, request.headers)
             turn_request = dataclasses.replace(parsed, namespace=narrowed(caller.namespace, parsed.cache.salt))
-            model, created_s = turn_request.model or self.model_id, int(services.wall())
             turn = self.resends.take(turn_request, caller.owner)
             meta = ResponseMeta(turn.request_id if turn is not None else request_id, model, created_s)
             encoder = dialect.encoder(turn_request, body, meta)
@@ -180,7 +186,7 @@ class Proxy:
                 except ContextOverflow as overflow:
                     if turn_request.stream and overflow.code in dialect.streamed_errors:
                         note_refused(request, overflow)
-                        headers = STREAM_HEADERS | id_headers(request_id)
+                        headers = stream_headers(dialect) | id_headers(request_id)
                         return StreamingResponse(encoder.failure(overflow), headers=headers)
                     raise
                 turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)

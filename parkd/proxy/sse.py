@@ -26,11 +26,11 @@ from parkd.types import CacheReport, Finished, Started
 PENDING = "pending"
 DOCUMENT_POLL_S = 60.0
 """Longest wait for an event while a document is filled; only a bound, since no keep-alives are sent."""
-STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-store",
-    "x-accel-buffering": "no",
-}
+
+
+def stream_headers(dialect: Dialect) -> dict[str, str]:
+    """Headers of every stream in this dialect."""
+    return {"content-type": dialect.stream_type, "cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 def cache_headers(report: CacheReport | None) -> dict[str, str]:
@@ -139,7 +139,7 @@ class TurnResponse:
             await self._send_error(send, error)
             return
         report = event.report if isinstance(event, Started) else None
-        headers = {**STREAM_HEADERS, **id_headers(self._turn.request_id), **cache_headers(report)}
+        headers = {**stream_headers(self._dialect), **id_headers(self._turn.request_id), **cache_headers(report)}
         await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
         sent_s = self._monotonic()
         try:

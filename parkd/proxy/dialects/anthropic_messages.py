@@ -13,7 +13,7 @@ from parkd.errors import InvalidRequest, ParkdError, QueueFull, ThreadUnsupporte
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.anthropic_errors import error_document, error_status
 from parkd.proxy.dialects.anthropic_stream import MessagesEncoder
-from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta
+from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.nested import (
     cache_hints,
     check_named,
@@ -41,10 +41,8 @@ CHOICES = {
 }
 
 
-class AnthropicMessages:
+class AnthropicMessages(TurnDialect):
     """`POST /v1/messages`; `parse_count` is for `/v1/messages/count_tokens`."""
-
-    streamed_errors: frozenset[str] = frozenset()
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         max_tokens = fields.whole(body, "max_tokens", 0, fields.MAX_TOKENS)

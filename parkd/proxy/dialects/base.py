@@ -52,6 +52,11 @@ class Encoder(Protocol):
 class Dialect(Protocol):
     streamed_errors: frozenset[str]
     """Codes of errors that streaming clients expect in the stream rather than in the HTTP status."""
+    stream_type: str
+    """The media type of a stream."""
+
+    def at_once(self, body: Mapping[str, Any], meta: ResponseMeta) -> Mapping[str, Any] | None:
+        """The answer to a request that needs no turn; None for all others."""
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         """Ignores unknown fields. Raises InvalidRequest with the field (`param`) and what to do."""
@@ -59,3 +64,13 @@ class Dialect(Protocol):
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder: ...
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer: ...
+
+
+class TurnDialect:
+    """What most dialects have in common: server-sent events, errors in the HTTP status, a turn for every request."""
+
+    streamed_errors: frozenset[str] = frozenset()
+    stream_type = "text/event-stream; charset=utf-8"
+
+    def at_once(self, body: Mapping[str, Any], meta: ResponseMeta) -> Mapping[str, Any] | None:  # noqa: ARG002
+        return None

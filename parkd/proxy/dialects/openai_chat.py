@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from parkd.errors import ParkdError
 from parkd.proxy.dialects import fields
-from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta
+from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
 from parkd.proxy.dialects.nested import (
     cache_hints,
@@ -52,10 +52,8 @@ QUIET_PARTS = frozenset({"refusal", "reasoning", "thinking"})
 """Parts of earlier answers that are passed to the template unchecked; it uses their text or ignores them."""
 
 
-class OpenAIChat:
+class OpenAIChat(TurnDialect):
     """`POST /v1/chat/completions`."""
-
-    streamed_errors: frozenset[str] = frozenset()
 
     def __init__(self, system_fingerprint: str = "parkd") -> None:
         self._system_fingerprint = system_fingerprint

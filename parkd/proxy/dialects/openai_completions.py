@@ -10,7 +10,7 @@ from typing import Any
 
 from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
-from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta
+from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
 from parkd.proxy.dialects.nested import cache_hints, refuse_grammar
 from parkd.proxy.dialects.openai_chat import timings_of, usage_of
@@ -26,10 +26,8 @@ REFUSED = {
 }
 
 
-class OpenAICompletions:
+class OpenAICompletions(TurnDialect):
     """`POST /v1/completions`."""
-
-    streamed_errors: frozenset[str] = frozenset()
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         for name, advice in REFUSED.items():

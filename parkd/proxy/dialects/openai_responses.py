@@ -11,7 +11,7 @@ from typing import Any
 
 from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
-from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta
+from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.nested import (
     cache_hints,
     check_named,
@@ -41,7 +41,7 @@ ROLES = frozenset({"user", "assistant", "system", "developer"})
 NAMESPACE_SEPARATOR = "__"
 
 
-class OpenAIResponses:
+class OpenAIResponses(TurnDialect):
     """`POST /v1/responses`."""
 
     streamed_errors = frozenset({"context_length_exceeded"})

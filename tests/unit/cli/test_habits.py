@@ -94,14 +94,13 @@ def test_no_flag_is_both_ours_and_anothers() -> None:
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/api/tags", "GET /v1/models"),
-        ("/api/chat/", "POST /v1/chat/completions"),
+        ("/api/embeddings", "another one beside it"),
         ("/v1/embeddings", "another one beside it"),
         ("/v1/audio/speech", "another one beside it"),
         ("/completion", "POST /v1/completions"),
         ("/v1/v1/messages", "one /v1 too many"),
         ("/messages", "POST /v1/messages"),
-        ("/api/delete", "Ollama"),
+        ("/api/delete", "--model"),
         ("/slots/0", "by themselves"),
         ("/v1/responses/resp_1", "whole history"),
         ("/nothing", "POST /v1/chat/completions"),
