@@ -33,7 +33,7 @@ class PlainKernels(logging.Filter):
 def hide_bars_in_pipes(output: TextIO) -> None:
     """Without a terminal, each step of the hub library's bars would be a line of its own."""
     if not output.isatty():
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
 
