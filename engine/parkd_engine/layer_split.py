@@ -1,4 +1,4 @@
-"""Assigns contiguous ranges of layers to stages, as configured or balanced by parameter count. Pure functions.
+"""Assigns contiguous ranges of layers to stages, as configured or balanced by their weights. Pure functions.
 
 layers   0 ........ a ........ b ........ n
 stages   |-- 0 ----|-- 1 ----|-- 2 ------|        the first stage also has the embedding, the last one the head
@@ -12,13 +12,13 @@ from typing import Any
 
 from parkd_engine.errors import InvalidSplit
 from parkd_engine.families.multimodal import language_config
-from parkd_engine.loading.layer_weights import layer_weights
+from parkd_engine.loading.layer_weights import model_weights
 
 
 def split_layers(config: Any, stages: int, layer_split: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
     """Layer ranges `[first, end)` of every stage.
 
-    `layer_split` names the first layer of each stage but the first. None balances the stages by parameters, counting
+    `layer_split` names the first layer of each stage but the first. None balances the stages by weights, counting
     the embedding in the first stage and the head in the last. Raises InvalidSplit.
     """
     config = language_config(config)
@@ -65,11 +65,12 @@ def _balanced_starts(config: Any, stages: int, forbidden: range) -> tuple[int, .
     layers = int(config.num_hidden_layers)
     if stages == 1:
         return (0,)
-    weights = layer_weights(config)
+    weights = model_weights(config)
     before = [0, *accumulate(weights.layers)]
 
     def weight(first: int, end: int) -> int:
-        return before[end] - before[first] + weights.first * (first == 0) + weights.last * (end == layers)
+        ends = weights.embedding * (first == 0) + (weights.last + weights.head) * (end == layers)
+        return before[end] - before[first] + ends
 
     return (0, *least_worst(stages, layers, forbidden, lambda _, first, end: weight(first, end))[1])
 
@@ -85,7 +86,7 @@ def least_worst(
     best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0, 0, end), ()) for end in range(1, layers + 1)}
     for index in range(1, stages):
         grown: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for end in range(1, layers + 1):
+        for end in range(1, layers + 1) if index < stages - 1 else (layers,):
             options = [
                 (max(best[cut][0], cost(index, cut, end)), (*best[cut][1], cut))
                 for cut in range(1, end)

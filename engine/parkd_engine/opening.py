@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from parkd_engine.arenas.arena import StageArena, WindowRoom
-from parkd_engine.arenas.layout import StageStateLayout, build_layout
+from parkd_engine.account import window_room
+from parkd_engine.arenas.arena import StageArena
+from parkd_engine.arenas.layout import build_layout
 from parkd_engine.config import EngineConfig
+from parkd_engine.draft.head import bare_head
 from parkd_engine.families.architectures import check_config
-from parkd_engine.families.multimodal import language_config, longest_span
+from parkd_engine.families.multimodal import language_config
 from parkd_engine.forward.stages import place
 from parkd_engine.layer_split import split_layers
 from parkd_engine.session import Session
 from parkd_engine.vision.images import ImageProcessor
 from parkd_engine.vision.tower import VisionTower
 
-ChooseContext = Callable[[Sequence[StageStateLayout], WindowRoom], int]
-"""(the stages' layouts, the room of their windows) -> the context in tokens. Called when the weights are in place."""
+ChooseContext = Callable[[], int]
+"""Returns the context in tokens. Called when all weights are in place."""
 
 
 def open_session(
@@ -43,11 +45,12 @@ def open_session(
     layouts = build_layout(model.config, ranges, config.kv_dtype or model.dtype, model.dtype)
     stages = place(model, ranges, config.devices)
     tower = None if images is None else VisionTower(model, images, stages[0].device)
+    draft = None if draft_model is None else bare_head(draft_model, stages[-1].device)
     room = window_room(model.config, config)
     if choose_context is None:
         context_tokens = config.context_tokens or int(text.max_position_embeddings)
     else:
-        context_tokens = choose_context(layouts, room)
+        context_tokens = choose_context()
     arenas = [
         StageArena(layout, context_tokens, stage.device, window_room=room)
         for layout, stage in zip(layouts, stages, strict=True)
@@ -59,13 +62,7 @@ def open_session(
         text,
         config.ctx_checkpoints,
         tower,
-        draft_model=draft_model,
+        draft_model=draft,
         draft_tokens=config.guesses,
         peer_access=config.peer_access,
     )
-
-
-def window_room(settings: Any, config: EngineConfig) -> WindowRoom:
-    """Window room for chunks of the batch size, or of an image that must be read in one chunk. `settings` is the
-    library's configuration of the whole model."""
-    return WindowRoom(max(config.batch_tokens, longest_span(settings)), config.window_slack_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,22 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from parkd_engine.account import ModelMemory, StageMemory
 from parkd_engine.arenas.layout import StageStateLayout, build_layout
+from parkd_engine.balance import choose_split
 from parkd_engine.config import EngineConfig
 from parkd_engine.errors import ModelLoadError
 from parkd_engine.families.architectures import architecture_of, check_config
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.presets.shapes import PREFIX, preset_config
-from parkd_engine.layer_split import split_layers
 from parkd_engine.loading.draft_loading import INDEX_FILE, drop_head, find_head
 from parkd_engine.loading.gguf_convert import config_of
 from parkd_engine.loading.gguf_metadata import read_metadata
 from parkd_engine.loading.loader import checked_config
+from parkd_engine.memory import free_bytes, is_card
+
+EMPTY_CARD_BYTES = 1 << 50
+"""Free memory of a GPU that is not in the machine that plans: enough for any model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +39,14 @@ class WeightlessModel:
     stages: tuple[StageStateLayout, ...]
     settings: Any
     """The transformers configuration."""
+    memory: tuple[StageMemory, ...]
+    """What each stage takes on its device."""
 
 
-def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
+def plan_model(model: str, config: EngineConfig, free: Callable[[str], int] | None = None) -> WeightlessModel:
     """`model` is a directory, a hub id, a GGUF file or `random:NAME`. For a hub id, only the configuration and the
-    index of the weights are downloaded.
+    index of the weights are downloaded. `free` returns the free bytes of a device; without it, GPUs that are not here
+    count as equal and empty.
 
     Raises UnsupportedModel, InvalidSplit or ModelLoadError, as loading would.
     """
@@ -50,10 +59,15 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
     dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
     if torch.device(config.devices[0]).type == "cpu":
         dtype = torch.float32
-    ranges = split_layers(settings, len(config.devices), config.layer_split)
+    memory = ModelMemory(settings, dtype, config)
+    ranges = choose_split(settings, dtype, config, free or _free_here, memory)
     layouts = build_layout(settings, ranges, config.kv_dtype or dtype, dtype)
     context_tokens = int(language_config(settings).max_position_embeddings)
-    return WeightlessModel(architecture_of(settings), context_tokens, layouts, settings)
+    return WeightlessModel(architecture_of(settings), context_tokens, layouts, settings, memory.stages(ranges))
+
+
+def _free_here(device: str) -> int:
+    return EMPTY_CARD_BYTES if is_card(device) and not torch.cuda.is_available() else free_bytes(device)
 
 
 def _settings(model: str) -> Any:

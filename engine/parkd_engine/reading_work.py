@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
 from parkd_engine.families.layer_state import LAYER_KINDS, layer_kinds
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import family_of
+from parkd_engine.loading.layer_weights import weightless_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +28,7 @@ class ReadingWork:
 def reading_work(config: Any) -> ReadingWork:
     """The work for a model with this configuration. Builds the model on the meta device to count its parameters."""
     text = language_config(config)
-    with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(text))
+    model, _ = weightless_model(text)
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     share = getattr(text, "num_experts_per_tok", experts) / experts if experts else 1.0
     met = 0.0

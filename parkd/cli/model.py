@@ -16,6 +16,8 @@ from parkd.errors import ConfigError
 from parkd.memory import free_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
+    from parkd_engine.config import EngineConfig
+
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.torch_engine.engine import TorchEngine
@@ -67,11 +69,11 @@ class MemoryShare:
     free: Callable[[], int] = free_memory_bytes
     _free_bytes: int | None = None
 
-    def for_arenas(self) -> int:
-        """Bytes that arenas in main memory may take. Call it after the weights are loaded and before arenas are
-        allocated."""
+    def measure(self) -> int:
+        """Bytes that are free now, of which arenas may take all but `budget_bytes`. Call it after the weights are
+        loaded and before arenas are allocated."""
         self._free_bytes = self.free()
-        return max(0, self._free_bytes - self.budget_bytes)
+        return self._free_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -200,13 +202,29 @@ def check_cards(devices: Sequence[str], count: int) -> None:
             raise ConfigError(f"--devices {','.join(devices)}: there is no {device}, {have}{hint}")
 
 
+def engine_layout(config: ModelConfig) -> EngineConfig:
+    """How the torch engine lays the model out, on the devices asked for or else on what there is."""
+    import torch
+    from parkd_engine.arenas.kv_format import KV_FORMATS
+    from parkd_engine.config import EngineConfig, batch_for
+
+    devices = config.devices or ("cuda:0" if torch.cuda.is_available() else "cpu",)
+    return EngineConfig(
+        devices=devices,
+        layer_split=config.layer_split or None,
+        context_tokens=config.context_tokens,
+        batch_tokens=config.batch_tokens or batch_for(devices),
+        ctx_checkpoints=config.ctx_checkpoints,
+        draft_tokens=config.draft_tokens,
+        kv_dtype=None if config.kv_format is None else KV_FORMATS[config.kv_format],
+    )
+
+
 def load_engine(
     config: Config, model: str, memory: MemoryShare, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> TorchEngine:
     """Loads a model into the torch engine. Raises ConfigError and ModelError."""
     import torch
-    from parkd_engine.arenas.kv_format import KV_FORMATS
-    from parkd_engine.config import EngineConfig, batch_for
     from parkd_engine.memory import free_bytes
     from parkd_engine.words.steering import VectorFile
     from transformers.utils import logging as library_logging
@@ -217,28 +235,23 @@ def load_engine(
         torch.set_num_threads(config.model.threads)
     library_logging.disable_progress_bar()
     shorten_library_notes()
-    devices = config.model.devices or ("cuda:0" if torch.cuda.is_available() else "cpu",)
-    check_cards(devices, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    layout = engine_layout(config.model)
+    check_cards(layout.devices, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     engine_config = TorchEngineConfig(
         model=model,
         cache_dir=config.home,
         name="SmolLM2-135M-Instruct" if is_demo else None,
         chat_template_file=config.model.chat_template_file,
-        layout=EngineConfig(
-            devices=devices,
-            layer_split=config.model.layer_split or None,
-            context_tokens=config.model.context_tokens,
-            batch_tokens=config.model.batch_tokens or batch_for(devices),
-            ctx_checkpoints=config.model.ctx_checkpoints,
-            draft_tokens=config.model.draft_tokens,
-            kv_dtype=None if config.model.kv_format is None else KV_FORMATS[config.model.kv_format],
-        ),
+        layout=layout,
         is_demo_model=is_demo,
         control_vectors=tuple(VectorFile(each.name, each.path, each.scale) for each in config.model.control_vectors),
         steered_layers=config.model.steered_layers,
     )
     return TorchEngine.load(
-        engine_config, progress, free=lambda device: memory.for_arenas() if device == "cpu" else free_bytes(device)
+        engine_config,
+        progress,
+        free=lambda device: memory.measure() if device == "cpu" else free_bytes(device),
+        reserved=lambda: memory.budget_bytes,
     )
 
 

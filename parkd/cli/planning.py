@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parkd.cli import arguments
-from parkd.cli.model import MemoryShare, cache_type_name, choose_engine, find_model, on_disk
+from parkd.cli.model import MemoryShare, cache_type_name, choose_engine, engine_layout, find_model, on_disk
 from parkd.config import Config, ModelConfig, load
 from parkd.errors import ConfigError, ModelError
 
@@ -23,6 +23,7 @@ def plan(config: Config) -> int:
     ModelError."""
     from parkd.cli import budget_table
     from parkd.cli.compose import store_config_of
+    from parkd.cli.startup import memory_line
 
     if config.model.upstream is not None:
         raise ConfigError(
@@ -38,7 +39,11 @@ def plan(config: Config) -> int:
     else:
         model, known = weightless(config.model)
         name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
-        layout, longest, notes = budget_table.layout_of(known.stages), known.context_tokens, []
+        layout, longest = budget_table.layout_of(known.stages), known.context_tokens
+        tokens = config.model.context_tokens or longest
+        notes = [
+            memory_line(each.device, each.first_layer, each.end_layer, each.lines(tokens)) for each in known.memory
+        ]
     sizes = budget_table.Sizes(layout, store_config.budget_bytes, config.cache.slots)
     context_tokens = config.model.context_tokens or longest
     print("\n".join([*budget_table.lines(name, sizes, context_tokens, store_config.min_free_bytes), *notes]))
@@ -88,17 +93,11 @@ def _check_engine(config: ModelConfig, what: str, else_do: str) -> None:
 
 def weightless(config: ModelConfig) -> tuple[str, WeightlessModel]:
     """The model's name, and what its configuration tells without its weights. Raises ConfigError and ModelError."""
-    from parkd_engine.arenas.kv_format import KV_FORMATS
-    from parkd_engine.config import EngineConfig
     from parkd_engine.errors import EngineError
     from parkd_engine.plan import plan_model
 
     model = on_disk(find_model(config)[0])
-    kv_dtype = None if config.kv_format is None else KV_FORMATS[config.kv_format]
-    layout = EngineConfig(
-        config.devices or ("cpu",), config.layer_split or None, kv_dtype=kv_dtype, draft_tokens=config.draft_tokens
-    )
     try:
-        return model, plan_model(model, layout)
+        return model, plan_model(model, engine_layout(config))
     except EngineError as error:
         raise ModelError(str(error)) from error

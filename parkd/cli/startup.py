@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -82,6 +82,12 @@ def disk_line(disk: DiskStats, directory: Path | None, free_bytes: int | None) -
     return found
 
 
+def memory_line(device: str, first_layer: int, end_layer: int, account: Mapping[str, int]) -> str:
+    """What the layers `[first_layer, end_layer)` take on their device. `account` is name -> bytes."""
+    parts = ", ".join(f"{name} {-(-size // MIB):,}" for name, size in account.items())
+    return f"memory    {device} layers {first_layer}-{end_layer - 1}: {sum(account.values()) // MIB:,} MiB ({parts})"
+
+
 def template_warning(render: Callable[[TurnRequest], str], *, calls_tools: bool) -> str | None:
     """A warning about what the model's chat template lacks; None if it lacks nothing. `render` renders a prompt."""
     said = "Does it show this?"
@@ -111,6 +117,10 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, war
         f"stages    {' | '.join(stages)}",
         f"context   {info.context_tokens:,} tokens, {info.layout.row_bytes:,} bytes a token{fixed}, "
         f"live state {info.arena_bytes // MIB:,} MiB",
+        *(
+            memory_line(device, stage.first_layer, stage.end_layer, account)
+            for device, stage, account in zip(info.devices, info.layout.stages, info.memory, strict=False)
+        ),
         f"budget    {parking_line(budget, info)}",
     ]
     if info.is_demo_model:

@@ -91,6 +91,12 @@ class StageStateLayout(StageLayout):
         return round(whole * self.index_bytes_a_token)
 
     @property
+    def step_fields(self) -> tuple[Field, ...]:
+        """The fixed fields that every token of a step changes, and that going back to an earlier one restores. Leaves
+        out windows, which still hold the tokens before the step, and the position offset, which only images change."""
+        return tuple(field for field in self.fixed_fields if field.name not in (*WINDOW_FIELDS, OFFSET_FIELD))
+
+    @property
     def window_fields(self) -> tuple[Field, ...]:
         """The fixed fields that hold the last tokens of sliding-window layers."""
         return tuple(field for field in self.fixed_fields if field.name in WINDOW_FIELDS)
@@ -118,12 +124,14 @@ def build_layout(
     vision, config = vision_of(config), language_config(config)
     kinds = layer_kinds(config)
     types = StateTypes(kv_dtype, compute_dtype or kv_dtype)
+    layers = int(config.num_hidden_layers)
+    known: dict[int, LayerState] = {}
+    for layer in sorted({layer for first, end in stage_ranges for layer in range(first, end)}):
+        known[layer] = LAYER_KINDS[kinds[layer]].state(config, layer, types)
+        _check_format(kinds[layer], known[layer])
     layouts = []
     for first, end in stage_ranges:
-        states = [(layer, LAYER_KINDS[kinds[layer]].state(config, layer, types)) for layer in range(first, end)]
-        for layer, state in states:
-            _check_format(kinds[layer], state)
-        layers = int(config.num_hidden_layers)
+        states = [(layer, known[layer]) for layer in range(first, end)]
         if draft_layers(config) and end == layers:
             states.append((layers, draft_state(config, layers, types)))
         once = [(layer, spec) for layer, state in states for spec in state.row_once]

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 
 from parkd_engine.arenas.arena import StageArena
-from parkd_engine.arenas.layout import OFFSET_FIELD
-from parkd_engine.families.layer_state import WINDOW_FIELDS
 
 
 class StepHistory:
@@ -21,12 +19,10 @@ class StepHistory:
     def __init__(self, arena: StageArena, tokens: int = 0) -> None:
         self._fixed = arena.fixed
         self._spans: dict[int, slice] = {}
-        """Layer -> its bytes of the fixed state. Leaves out windows, which still hold the tokens before the step, and
-        the position offset, which only images change."""
-        for field in arena.layout.fixed_fields:
-            if field.name not in (*WINDOW_FIELDS, OFFSET_FIELD):
-                first = self._spans[field.layer].start if field.layer in self._spans else field.offset
-                self._spans[field.layer] = slice(first, field.offset + field.nbytes)
+        """Layer -> its bytes of the fixed state."""
+        for field in arena.layout.step_fields:
+            first = self._spans[field.layer].start if field.layer in self._spans else field.offset
+            self._spans[field.layer] = slice(first, field.offset + field.nbytes)
         self._kept = torch.empty(
             (tokens if self._spans else 0, len(self._fixed)), dtype=torch.uint8, device=arena.device
         )

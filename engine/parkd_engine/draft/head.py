@@ -30,6 +30,7 @@ from parkd_engine.arenas.cache import attention_layer
 from parkd_engine.arenas.indexed_layers import IndexPositions, LayerIndex
 from parkd_engine.arenas.placed import TokenPlace
 from parkd_engine.arenas.step_history import StepHistory
+from parkd_engine.draft.stream_head import SHARED
 from parkd_engine.families.layer_state import INDEX_KEY, INDEX_POSITION
 from parkd_engine.forward.attention import ATTENTION_NAME
 from parkd_engine.forward.indexer import MakeBlocks, replace_indexers
@@ -106,7 +107,7 @@ class DraftHead:
         self._history = history
         self._offset = offset
         head.config._attn_implementation = ATTENTION_NAME
-        self.model: Any = _bare(head, last.device)
+        self.model: Any = bare_head(head, last.device)
         replace_indexers(self.model)
         self._mixer: nn.Module = getattr(self.model, MIXER, nn.Identity())
         layer = last.num_layers
@@ -233,9 +234,9 @@ class DraftHead:
                 self._history.note(self._layer, index)
 
 
-def _bare(head: Any, device: torch.device) -> nn.Module:
+def bare_head(head: Any, device: torch.device) -> nn.Module:
     """The head on `device`, without the modules it shares with the model, which may be on other devices."""
-    shared = {name: head._modules[name] for name in ("embed_tokens", "shared_head")}
+    shared = {name: head._modules[name] for name in SHARED}
     head._modules.update(dict.fromkeys(shared))
     try:
         return moved_twin(head, device)

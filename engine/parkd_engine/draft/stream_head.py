@@ -24,6 +24,9 @@ from transformers.modeling_layers import MtpModel
 from parkd_engine.families.layer_state import streams_of
 from parkd_engine.families.multimodal import language_config
 
+SHARED = ("embed_tokens", "shared_head")
+"""Names of the modules that a draft head shares with its model."""
+
 
 class StreamHead(MtpModel):  # type: ignore[misc]
     """A head of one layer. Parameters have the checkpoint's names without `mtp.`."""

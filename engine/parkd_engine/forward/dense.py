@@ -10,6 +10,7 @@ Other architectures, and layers with hooks, run through transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
 from parkd_engine.families.layer_state import LAYER_KINDS, layer_kinds
 from parkd_engine.families.records import family_of
@@ -37,18 +37,23 @@ def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
         return "a stage is not on a CUDA device"
     if not has_triton():
         return "Triton is not installed"
+    return next((reason for stage in stages if (reason := unrecorded(config, stage.dtype)) is not None), None)
+
+
+def unrecorded(config: Any, dtype: torch.dtype) -> str | None:
+    """Returns why decoding of such a model, computed in `dtype`, is not recorded on any GPU; None if it may be."""
     if other := {kind for kind in layer_kinds(config) if not LAYER_KINDS[kind].is_recorded}:
         return f"decoding through layers of kind {', '.join(sorted(other))} is not recorded"
     if family_of(config).has_latents:
         return "its layers compute keys and values of all earlier tokens, whose number varies"
-    if not {stage.dtype for stage in stages} <= DTYPES:
+    if dtype not in DTYPES:
         return f"its compute dtype is not among {', '.join(sorted(map(str, DTYPES)))}"
     return None
 
 
-def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) -> str | None:
-    """Returns why these stages, whose decoding may be recorded, must run through transformers; None if they need
-    not."""
+def refusal(config: Any, dtype: torch.dtype, kept: AbstractSet[torch.dtype]) -> str | None:
+    """Returns why such a model, computed in `dtype` with keys and values in the dtypes `kept`, must run through
+    transformers; None if it need not."""
     if not family_of(config).is_dense:
         return "the kernels do not support the model's layers"
     if set(layer_kinds(config)) != {"full_attention"} or getattr(config, "sliding_window", None):
@@ -58,9 +63,7 @@ def refusal(config: Any, stages: Sequence[Stage], arenas: Sequence[StageArena]) 
     rotary = getattr(config, "rope_parameters", None) or {}
     if rotary.get("rope_type", "default") not in STEADY_ROTARY or rotary.get("partial_rotary_factor", 1.0) != 1.0:
         return "the kernels do not support its rotary positions"
-    computed = {stage.dtype for stage in stages}
-    kept = {field.dtype for arena in arenas for field in arena.layout.row_fields if field.name != "scale"}
-    if len(computed) != 1 or not computed <= DTYPES or kept not in ({torch.int8}, computed):
+    if dtype not in DTYPES or kept not in ({torch.int8}, {dtype}):
         return f"its compute dtype, or the dtype of its rows, is not among {', '.join(sorted(map(str, DTYPES)))}"
     return None
 

@@ -80,7 +80,8 @@ class ModelForward:
             if any(stage.device.type == "cuda" for stage in self._stages):  # On a CPU nobody expects it.
                 log.info("decoding is not recorded: %s", reason)
             return False
-        if (reason := refusal(self._config, self._stages, self._arenas)) is not None:
+        kept = {field.dtype for arena in self._arenas for field in arena.layout.row_fields if field.name != "scale"}
+        if (reason := refusal(self._config, self._stages[0].dtype, kept)) is not None:
             log.info("transformers' own forward pass is used: %s", reason)
         is_dense = reason is None
         self.decode_graph = record_decoding(

@@ -1,39 +1,75 @@
-"""Counts the parameters of each layer without reading or allocating any."""
+"""Sizes of a model's weights, part by part, counted on a model that has no memory: right for every kind of layer."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.initialization import no_init_weights
+
+from parkd_engine.draft.stream_head import SHARED, head_class
+from parkd_engine.families.layer_state import draft_layers
+from parkd_engine.families.multimodal import language_config, language_model
+from parkd_engine.families.records import family_of, vision_of
+from parkd_engine.forward.stages import MIXER
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Parameter counts of a model's parts."""
+class ModelWeights:
+    """Bytes of a model's parts, by the stage that holds them."""
 
     layers: tuple[int, ...]
-    """Parameters of each layer."""
-    first: int
-    """Parameters of the embedding."""
+    """One for each layer, its experts included."""
+    embedding: int
+    """First stage."""
+    head: int
+    """Last stage: the output head."""
+    is_tied: bool
+    """The head is the embedding's tensor: on one device it is held once, on two twice."""
     last: int
-    """Parameters of the head and everything else."""
+    """Last stage: the final norm and what mixes residual streams."""
+    everywhere: int
+    """Every stage: other parts of the decoder."""
+    tower: int
+    """First stage: the vision tower; 0 for text models."""
+    draft: int
+    """Last stage: the draft head, without what it shares with the model; 0 without one."""
 
 
-def layer_weights(config: Any) -> LayerWeights:
-    """Builds the model on the meta device and counts its parameters, which is correct for every kind of layer. A tied
-    head counts in both `first` and `last`, since stages on two devices hold it twice."""
+def model_weights(config: Any, dtype: torch.dtype = torch.float32) -> ModelWeights:
+    """Sizes for the library's configuration, with the draft head that it declares, in the compute dtype."""
+    model, draft = weightless_model(config, dtype)
+    decoder, output = language_model(model), model.get_output_embeddings()
+    parts = {name: part for name, part in decoder.named_children() if name not in ("layers", "embed_tokens")}
+    ends = [part for name, part in parts.items() if name in (family_of(config).final_norm, MIXER)]
+    own = () if draft is None else (part for name, part in draft.named_children() if name not in SHARED)
+    return ModelWeights(
+        layers=tuple(_nbytes([layer]) for layer in decoder.layers),
+        embedding=_nbytes([decoder.embed_tokens]),
+        head=_nbytes([output]),
+        is_tied=output.weight is decoder.embed_tokens.weight,
+        last=_nbytes(ends),
+        everywhere=_nbytes(parts.values()) - _nbytes(ends),
+        tower=_nbytes([model]) - _nbytes([decoder, output]),
+        draft=_nbytes(own),
+    )
+
+
+def weightless_model(config: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """The library's model on the meta device, and the draft head that the configuration declares, or None."""
+    kind = AutoModelForCausalLM if vision_of(config) is None else AutoModelForImageTextToText
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    inner = model.base_model
-    layers = tuple(_count(layer) for layer in inner.layers)
-    first = _count(inner.embed_tokens)
-    return LayerWeights(layers, first, _count(inner) - sum(layers) - first + _count(model.get_output_embeddings()))
+        model: Any = kind.from_config(copy.deepcopy(config), dtype=dtype)
+        model.tie_weights()
+        has_head = draft_layers(language_config(config)) > 0
+        return model, head_class(config)(model, 1).to(dtype) if has_head else None
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _nbytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes of all parameters; one that several modules share counts once."""
+    return sum({id(p): p.nbytes for module in modules for p in module.parameters()}.values())

@@ -43,6 +43,8 @@ class EngineInfo:
     """`restore_and_read` saves time on the engine's devices."""
     enforces_schemas: bool = False
     """The engine itself makes answers obey a schema, and takes no mask."""
+    memory: tuple[Mapping[str, int], ...] = ()
+    """For each stage what takes its device's memory: name -> bytes. Empty if the engine does not say."""
     parked_state_lacks: str = ""
     """What a parked state does not include, for explaining why tokens were read again; empty: nothing."""
 

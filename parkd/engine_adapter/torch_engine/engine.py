@@ -80,13 +80,15 @@ class TorchEngine(Engine):
         progress: Progress | None = None,
         *,
         free: Callable[[str], int] = free_bytes,
+        reserved: Callable[[], int] = lambda: 0,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> TorchEngine:
-        """Loads the model and allocates the arenas. `free` returns the free bytes of a device.
+        """Loads the model and allocates the arenas. `free` returns the free bytes of a device; `reserved`, asked after
+        it, the bytes of main memory that parked conversations may take.
 
         Raises ModelError, whose message says what to do.
         """
-        parts = load_parts(config, progress, free)
+        parts = load_parts(config, progress, free, reserved)
         return cls(parts.loaded, parts.session, parts.info, fresh_seed=fresh_seed, vectors=parts.vectors)
 
     @property

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from parkd_engine.arenas.arena import WindowRoom
-from parkd_engine.arenas.layout import StageStateLayout
+from parkd_engine.account import ARENA_PARTS, WEIGHT_PARTS, ModelMemory, StageMemory, choose_context
 from parkd_engine.balance import choose_split
 from parkd_engine.config import EngineConfig
-from parkd_engine.draft.head import DraftHead
 from parkd_engine.errors import EngineError
 from parkd_engine.families.architectures import architecture_of
-from parkd_engine.forward.stages import Stage
 from parkd_engine.loading.fingerprint import fingerprint
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
-from parkd_engine.memory import StageNeed, choose_context
+from parkd_engine.memory import is_card
 from parkd_engine.opening import open_session
 from parkd_engine.session import Session
-from parkd_engine.vision.tower import VisionTower
 from parkd_engine.words.steering import SteeringBank, VectorFile, load_vectors
 
 from parkd.engine_adapter.base import EngineInfo
@@ -43,8 +39,6 @@ class TorchEngineConfig:
     """The model's name; None: derived from its files."""
     chat_template_file: Path | None = None
     layout: EngineConfig = field(default_factory=EngineConfig)
-    reserved_bytes: int = 0
-    """Main memory reserved for parked conversations, which the arenas must not use."""
     is_demo_model: bool = False
     control_vectors: tuple[VectorFile, ...] = ()
     steered_layers: tuple[int, int] | None = None
@@ -61,12 +55,25 @@ class EngineParts:
     vectors: SteeringBank
 
 
-def load_parts(config: TorchEngineConfig, progress: Progress | None, free: Callable[[str], int]) -> EngineParts:
-    """Loads the model and allocates the arenas. `free` returns the free bytes of a device.
+def load_parts(
+    config: TorchEngineConfig,
+    progress: Progress | None,
+    free: Callable[[str], int],
+    reserved: Callable[[], int] = lambda: 0,
+) -> EngineParts:
+    """Loads the model and allocates the arenas. `free` returns the free bytes of a device; `reserved`, asked after it,
+    the bytes of main memory that parked conversations may take.
 
     Raises ModelError, whose message says what to do.
     """
     layout = config.layout
+    known: list[ModelMemory] = []
+
+    def split(settings: Any, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+        known.append(ModelMemory(settings, dtype, layout))
+        left = lambda device: free(device) - (reserved() if device == "cpu" else 0)  # noqa: E731
+        return choose_split(settings, dtype, layout, left, known[0])
+
     try:
         loaded = load_model(
             LoadConfig(
@@ -77,7 +84,7 @@ def load_parts(config: TorchEngineConfig, progress: Progress | None, free: Calla
                 draft=layout.guesses > 0,
                 device=layout.devices[0],
                 devices=layout.devices,
-                split=lambda settings, dtype: choose_split(settings, dtype, layout, free),
+                split=split,
             ),
             progress,
         )
@@ -85,8 +92,11 @@ def load_parts(config: TorchEngineConfig, progress: Progress | None, free: Calla
         vectors = load_vectors(
             config.control_vectors, int(text.hidden_size), int(text.num_hidden_layers), config.steered_layers
         )
-        session = _opened(config, loaded, free)
+        memory = known[0].stages(loaded.ranges)
+        session = _opened(config, loaded, memory, free, reserved)
         session.use_kernels(progress)
+        if any(is_card(device) for device in layout.devices):
+            torch.cuda.empty_cache()  # What tuning took and no prompt takes.
     except EngineError as error:
         raise ModelError(str(error)) from error
     except torch.OutOfMemoryError as error:
@@ -94,26 +104,30 @@ def load_parts(config: TorchEngineConfig, progress: Progress | None, free: Calla
             f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
             f"Name more devices with --devices, or use a smaller model."
         ) from error
-    return EngineParts(loaded, session, _info(config, loaded, session), vectors)
+    return EngineParts(loaded, session, _info(config, loaded, session, memory), vectors)
 
 
-def _opened(config: TorchEngineConfig, loaded: LoadedModel, free: Callable[[str], int]) -> Session:
+def _opened(
+    config: TorchEngineConfig,
+    loaded: LoadedModel,
+    memory: Sequence[StageMemory],
+    free: Callable[[str], int],
+    reserved: Callable[[], int],
+) -> Session:
     """An empty session with the largest context that fits, or with the configured one."""
-    layout = config.layout
-    copies = layout.ctx_checkpoints + (layout.guesses if loaded.draft_model is not None else 0)
 
-    def fitting(state: Sequence[StageStateLayout], room: WindowRoom) -> int:
+    def fitting() -> int:
         return choose_context(
-            [_need(d, s, room, copies) for d, s in zip(layout.devices, state, strict=True)],
+            [stage.beside_weights() for stage in memory],
             int(loaded.text_config.max_position_embeddings),
-            layout.context_tokens,
-            reserved_bytes=config.reserved_bytes,
+            config.layout.context_tokens,
+            reserved=reserved,
             free=free,
         )
 
     return open_session(
         loaded.model,
-        layout,
+        config.layout,
         loaded.images,
         draft_model=loaded.draft_model,
         ranges=loaded.ranges,
@@ -121,9 +135,12 @@ def _opened(config: TorchEngineConfig, loaded: LoadedModel, free: Callable[[str]
     )
 
 
-def _info(config: TorchEngineConfig, loaded: LoadedModel, session: Session) -> EngineInfo:
+def _info(
+    config: TorchEngineConfig, loaded: LoadedModel, session: Session, memory: Sequence[StageMemory]
+) -> EngineInfo:
     layout = config.layout
     kv_dtype = layout.kv_dtype or loaded.dtype
+    accounts = tuple(stage.lines(session.context_tokens) for stage in memory)
     return EngineInfo(
         model_name=config.name or loaded.name,
         architecture=architecture_of(loaded.config),
@@ -133,26 +150,15 @@ def _info(config: TorchEngineConfig, loaded: LoadedModel, session: Session) -> E
         end_token_ids=loaded.end_token_ids,
         layout=session.layout,
         devices=layout.devices,
-        weights_bytes=_weights_bytes(session.stages, session.vision, session.draft),
-        arena_bytes=sum(arena.nbytes for arena in session.arenas),
+        weights_bytes=_sum(accounts, WEIGHT_PARTS),
+        arena_bytes=_sum(accounts, ARENA_PARTS),
         is_demo_model=config.is_demo_model,
         ctx_checkpoints=layout.ctx_checkpoints if session.fixed_state.exists else 0,
         # Cards compute while they copy; a CPU does one after the other.
         reads_while_restoring=all(torch.device(device).type == "cuda" for device in layout.devices),
+        memory=accounts,
     )
 
 
-def _need(device: str, layout: StageStateLayout, room: WindowRoom, copies: int) -> StageNeed:
-    """The memory that a stage needs on its device besides rows: live fixed state, and `copies` of it (checkpoints, and
-    states to return to after wrong guesses)."""
-    fixed_bytes = layout.fixed_bytes * (1 + copies) + layout.window_bytes(room.tokens)
-    return StageNeed(device, layout.row_bytes + math.ceil(layout.index_bytes_a_token), fixed_bytes)
-
-
-def _weights_bytes(stages: Sequence[Stage], tower: VisionTower | None, draft: DraftHead | None) -> int:
-    """Bytes of all weights. Weights that stages on one device share count once."""
-    modules = [module for stage in stages for module in (stage.inner, stage.head) if module is not None]
-    modules += [] if tower is None else [tower.module]
-    modules += [] if draft is None else [draft.model]
-    tensors = [parameter for module in modules for parameter in module.parameters()]
-    return sum({(str(t.device), t.data_ptr()): t.numel() * t.element_size() for t in tensors}.values())
+def _sum(accounts: Sequence[Mapping[str, int]], names: Sequence[str]) -> int:
+    return sum(lines.get(name, 0) for lines in accounts for name in names)

@@ -155,7 +155,7 @@ def test_the_address_told_is_one_that_can_be_typed() -> None:
 def test_auto_parks_in_a_quarter_of_what_was_free_before_the_arenas() -> None:
     readings = iter([1000, 300])
     memory = cli.MemoryShare("auto", lambda: next(readings))
-    assert memory.for_arenas() == 750
+    assert memory.measure() == 1000
     assert memory.budget_bytes == 250
 
 
@@ -163,11 +163,10 @@ def test_auto_asks_when_no_arena_is_in_main_memory() -> None:
     assert cli.MemoryShare("auto", lambda: 1000).budget_bytes == 250
 
 
-def test_a_budget_in_bytes_is_kept_from_the_arenas() -> None:
+def test_a_budget_in_bytes_is_what_was_asked_for() -> None:
     memory = cli.MemoryShare(600, lambda: 1000)
-    assert memory.for_arenas() == 400
+    assert memory.measure() == 1000
     assert memory.budget_bytes == 600
-    assert cli.MemoryShare(2000, lambda: 1000).for_arenas() == 0
 
 
 def test_llama_cpp_reads_in_its_own_chunks_when_none_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

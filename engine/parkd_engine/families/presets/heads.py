@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.initialization import no_init_weights
 
-from parkd_engine.draft.stream_head import StreamHead, head_class
+from parkd_engine.draft.stream_head import SHARED, StreamHead, head_class
 from parkd_engine.families.presets.shapes import ECHO
 from parkd_engine.families.presets.weights import SEED, draw_weights
 
@@ -42,8 +42,8 @@ def random_head(model: Any, name: str) -> Any:
 
 def own_parts(head: Any) -> list[nn.Module]:
     """The modules that a head does not share with its model, its layers first."""
-    shared = ("embed_tokens", "shared_head", "rotary_emb")
-    return [head.layers, *(part for name, part in head.named_children() if name not in ("layers", *shared))]
+    others = ("layers", "rotary_emb", *SHARED)
+    return [head.layers, *(part for name, part in head.named_children() if name not in others)]
 
 
 def hand_on(head: Any, model: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from parkd_engine import EngineConfig, InvalidSplit, layer_split
 from parkd_engine.forward.stages import PassThrough, place
 from parkd_engine.layer_split import split_layers
-from parkd_engine.loading.layer_weights import LayerWeights, layer_weights
+from parkd_engine.loading.layer_weights import ModelWeights, model_weights
 
 from tests.unit.engine.kit.core_models import tiny_config, tiny_model
 from tests.unit.engine.kit.hybrid_models import hybrid_config, hybrid_model
@@ -42,11 +42,11 @@ def test_what_a_layer_weighs_is_counted() -> None:
     config = hybrid_config("qwen3-next", **experts)
     assert split_layers(config, 2) == ((0, 3), (3, 4))
     model = hybrid_model("qwen3-next", **experts)
-    weights = layer_weights(config)
-    assert weights.layers == tuple(sum(p.numel() for p in layer.parameters()) for layer in model.model.layers)
-    whole = sum(p.numel() for p in model.parameters())
-    assert sum(weights.layers) + weights.first + weights.last == whole
-    assert len(set(layer_weights(hybrid_config("granite-h")).layers)) == 2
+    weights = model_weights(config)
+    assert weights.layers == tuple(sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers)
+    whole = sum(p.nbytes for p in model.parameters())
+    assert sum(weights.layers) + weights.embedding + weights.head + weights.last + weights.everywhere == whole
+    assert len(set(model_weights(hybrid_config("granite-h")).layers)) == 2
 
 
 def sharing_config() -> Any:
@@ -65,7 +65,8 @@ def sharing_config() -> Any:
 
 @pytest.mark.parametrize("start", [3, 4, 5])
 def test_layers_that_share_keys_stay_together(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_split, "layer_weights", lambda config: LayerWeights((100,) * 6, 10, 10))
+    weights = ModelWeights((100,) * 6, embedding=10, head=10, is_tied=False, last=0, everywhere=0, tower=0, draft=0)
+    monkeypatch.setattr(layer_split, "model_weights", lambda config: weights)
     with pytest.raises(InvalidSplit, match="share keys and values"):
         split_layers(sharing_config(), 2, (start,))
     assert split_layers(sharing_config(), 2) == ((0, 2), (2, 6))

@@ -2,36 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from parkd_engine.account import Part, StageMemory, choose_context
 from parkd_engine.errors import ModelLoadError
-from parkd_engine.memory import StageNeed, choose_context
 
 GIB = 1 << 30
 
 
-STAGES = [StageNeed("cpu", 1000, 0), StageNeed("cpu", 1000, 0)]
+def stage(device: str, row_bytes: int = 1000, *others: Part) -> StageMemory:
+    return StageMemory(device, 0, 1, (Part("rows", 0, row_bytes), *others))
+
+
+STAGES = [stage("cpu"), stage("cpu")]
+
+
+def always(size: int) -> Callable[[str], int]:
+    return lambda _device: size
 
 
 def test_the_largest_context_that_fits_is_chosen() -> None:
     # 8 GiB free, a tenth kept, 1 GiB promised; two stages on one device share what is left.
     room = 8 * GIB - int(8 * GIB * 0.1) - GIB
-    chosen = choose_context(STAGES, 10**9, None, reserved_bytes=GIB, free=lambda _: 8 * GIB)
+    chosen = choose_context(STAGES, 10**9, None, reserved=lambda: GIB, free=always(8 * GIB))
     assert chosen == room // 2000 // 256 * 256
-    assert choose_context(STAGES, 4097, None, free=lambda _: 2 * GIB) == 4097
+    assert choose_context(STAGES, 4097, None, free=always(2 * GIB)) == 4097
 
 
 def test_the_tightest_device_decides() -> None:
-    stages = [StageNeed("cuda:0", 1000, 0), StageNeed("cuda:1", 1000, 0)]
+    stages = [stage("cuda:0"), stage("cuda:1")]
     free = {"cuda:0": 4 * GIB, "cuda:1": GIB}
-    assert choose_context(stages, 10**9, None, reserved_bytes=3 * GIB, free=free.__getitem__) == (
+    assert choose_context(stages, 10**9, None, reserved=lambda: 3 * GIB, free=free.__getitem__) == (
         (GIB - (256 << 20)) // 1000 // 256 * 256
     )
 
 
+def test_stages_on_one_device_share_their_workspace() -> None:
+    """They run one after the other. What they hold adds up."""
+    held, work = Part("fixed state", 100 << 20), Part("workspace", 300 << 20, 500)
+    stages = [stage("cuda:0", 1000, held, work), stage("cuda:0", 1000, held, Part("workspace", 200 << 20, 400))]
+    room = 8 * GIB - int(8 * GIB * 0.06) - 2 * (100 << 20) - (300 << 20)
+    assert choose_context(stages, 10**9, None, free=always(8 * GIB)) == room // 2500 // 256 * 256
+
+
 def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
-    with pytest.raises(ModelLoadError, match=r"1000000 tokens needs 1,907 MiB on cpu; \d+ tokens"):
-        choose_context(STAGES, 10**9, 10**6, free=lambda _: GIB)
+    with pytest.raises(ModelLoadError, match=r"1000000 tokens needs 1,907 MiB on cpu beside the weights.* \d+ tokens"):
+        choose_context(STAGES, 10**9, 10**6, free=always(GIB))
     with pytest.raises(ModelLoadError, match="at most 4096"):
-        choose_context(STAGES, 4096, 5000, free=lambda _: GIB)
-    with pytest.raises(ModelLoadError, match="0 tokens"):
-        choose_context(STAGES, 4096, None, free=lambda _: 1 << 20)
+        choose_context(STAGES, 4096, 5000, free=always(GIB))
+    with pytest.raises(ModelLoadError, match=" 0 tokens fit"):
+        choose_context(STAGES, 4096, None, free=always(1 << 20))
+
+
+def test_the_context_that_a_refusal_names_is_taken() -> None:
+    with pytest.raises(ModelLoadError, match="ctx-size of at most") as refused:
+        choose_context(STAGES, 10**9, 10**6, free=always(GIB))
+    named = int(str(refused.value).split("--ctx-size of at most ")[1].split(",")[0])
+    assert choose_context(STAGES, 10**9, named, free=always(GIB)) == named
+    with pytest.raises(ModelLoadError):
+        choose_context(STAGES, 10**9, named + 1, free=always(GIB))
+
+
+@pytest.mark.parametrize("asked", [None, 4096])
+def test_a_budget_larger_than_memory_is_named_and_not_the_context(asked: int | None) -> None:
+    """The message names a budget that is then accepted."""
+    with pytest.raises(ModelLoadError, match="Parked conversations are to have 20,480 MiB of the 8,192 MiB") as refused:
+        choose_context(STAGES, 10**6, asked, reserved=lambda: 20 * GIB, free=always(8 * GIB))
+    assert "0 tokens" not in str(refused.value).replace("4096", "")
+    most_mib = int(str(refused.value).split("--conversation-cache-mib of at most ")[1].split(",")[0])
+    chosen = choose_context(STAGES, 10**6, asked, reserved=lambda: most_mib << 20, free=always(8 * GIB))
+    assert chosen >= (asked or 512)
+    with pytest.raises(ModelLoadError):
+        choose_context(STAGES, 10**6, asked, reserved=lambda: (most_mib + 1) << 20, free=always(8 * GIB))
