@@ -144,7 +144,7 @@ class LiveBytes(TorchDispatchMode):
 
 WIDE = {
     "tiny-qwen3": {"intermediate_size": 2048},
-    "tiny-gemma3": {"sliding_window": 1024},
+    "tiny-gemma3": {"sliding_window": 256},
     "tiny-qwen3.5-mtp": {"linear_num_value_heads": 32},
     "tiny-qwen3-next": {"moe_intermediate_size": 512},
     "tiny-lfm2": {"hidden_size": 256},
