@@ -53,13 +53,19 @@ class ContextOverflow(InvalidRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, output_tokens: int, context_tokens: int, model_tokens: int = 0) -> None:
+        """`model_tokens` is the longest context that the model supports; 0 if that is not known."""
+        larger = ", or start parkd with a larger --ctx-size, if the model supports one"
+        if model_tokens:
+            larger = f", or start parkd with a larger --ctx-size (at most {model_tokens})"
+            if model_tokens <= context_tokens:
+                larger = "; the model supports no longer context"
         super().__init__(
             # Clients that only see the text recognise an overflow by these first words.
             f"This model's maximum context length is {context_tokens} tokens; the request needs "
             f"{prompt_tokens + output_tokens} "
-            f"({prompt_tokens} in the prompt, {output_tokens} for the output). Shorten the messages, ask for less "
-            f"output, or start parkd with a larger --ctx-size.",
+            f"({prompt_tokens} in the prompt, {output_tokens} for the output). Shorten the messages or ask for less "
+            f"output{larger}.",
             param="messages",
         )
         self.prompt_tokens = prompt_tokens

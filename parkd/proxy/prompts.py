@@ -49,8 +49,9 @@ class Prompts:
         """Raises InvalidRequest for an empty prompt, and ContextOverflow unless the prompt and one token of output fit.
         A longer output ends with `length` at the end of the context."""
         asked = request.max_output_tokens
-        context_tokens = self._services.engine.info.context_tokens
+        info = self._services.engine.info
+        context_tokens = info.context_tokens
         if prompt_tokens == 0:
             raise InvalidRequest("The prompt is empty. Send at least one message.", param="messages")
         if prompt_tokens + (0 if asked == 0 else 1) > context_tokens:
-            raise ContextOverflow(prompt_tokens, 1 if asked is None else asked, context_tokens)
+            raise ContextOverflow(prompt_tokens, 1 if asked is None else asked, context_tokens, info.model_tokens)

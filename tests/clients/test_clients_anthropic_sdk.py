@@ -123,7 +123,7 @@ def test_errors_are_the_sdks_own() -> None:
             client.messages.create(model="m", max_tokens=5, messages=HELLO)
         with client_of(served, "right") as client:
             long = [{"role": "user", "content": "word " * 50}]
-            with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 64 maximum"):
+            with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 63 maximum"):
                 client.messages.create(model="m", max_tokens=5, messages=long)
             with pytest.raises(anthropic.NotFoundError):
                 client.models.retrieve("other")

@@ -43,6 +43,8 @@ class EngineInfo:
     """`restore_and_read` saves time on the engine's devices."""
     enforces_schemas: bool = False
     """The engine itself makes answers obey a schema, and takes no mask."""
+    model_tokens: int = 0
+    """The longest context that the model supports; 0 if that is not known."""
     memory: tuple[Mapping[str, int], ...] = ()
     """For each stage what takes its device's memory: name -> bytes. Empty if the engine does not say."""
     parked_state_lacks: str = ""

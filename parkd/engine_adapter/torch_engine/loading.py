@@ -156,6 +156,7 @@ def _info(
         ctx_checkpoints=layout.ctx_checkpoints if session.fixed_state.exists else 0,
         # Cards compute while they copy; a CPU does one after the other.
         reads_while_restoring=all(torch.device(device).type == "cuda" for device in layout.devices),
+        model_tokens=int(loaded.text_config.max_position_embeddings),
         memory=accounts,
     )
 

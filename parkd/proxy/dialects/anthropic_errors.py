@@ -37,6 +37,6 @@ def _error_message(error: ParkdError) -> str:
         return error.message
     prompt, output, limit = error.prompt_tokens, error.output_tokens, error.context_tokens
     if prompt >= limit:
-        longest = min(limit, prompt - 1)  # a prompt that fills the context leaves no token for an answer
+        longest = limit - 1  # a prompt that fills the context leaves no token for an answer
         return f"prompt is too long: {prompt} tokens > {longest} maximum"
     return f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}"

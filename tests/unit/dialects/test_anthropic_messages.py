@@ -241,7 +241,7 @@ def test_overflow_is_worded_as_agents_parse_it() -> None:
     limit = worded(ContextOverflow(900, 200, 1000))
     assert limit == "input length and `max_tokens` exceed context limit: 900 + 200 > 1000"
     assert worded(ContextOverflow(1000, 1, 1000)) == "prompt is too long: 1000 tokens > 999 maximum"
-    assert worded(ContextOverflow(1200, 200, 1000)) == "prompt is too long: 1200 tokens > 1000 maximum"
+    assert worded(ContextOverflow(1200, 200, 1000)) == "prompt is too long: 1200 tokens > 999 maximum"
 
 
 def test_a_body_as_an_agent_sends_it() -> None:
