@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -91,6 +92,13 @@ def test_the_start_names_stages_address_and_a_command_to_try() -> None:
     assert "curl -N http://127.0.0.1:8080/v1/chat/completions" in text
     assert "Bearer" not in text
     assert "warning" not in text
+
+
+def test_the_start_says_what_each_stage_takes_of_its_device() -> None:
+    accounts = ({"weights": 300 * MIB, "rows": 5 * MIB}, {"weights": 400 * MIB, "draft head": MIB // 2})
+    text = "\n".join(describe(replace(info(), memory=accounts), BUDGET, "", needs_key=False, warning=None))
+    assert "memory    cuda:0 layers 0-19: 305 MiB (weights 300, rows 5)" in text
+    assert "memory    cuda:1 layers 20-35: 400 MiB (weights 400, draft head 1)" in text
 
 
 def test_the_demo_model_is_warned_of_and_a_key_is_part_of_the_command() -> None:
