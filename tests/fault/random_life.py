@@ -53,14 +53,14 @@ class RandomLife:
     def fs(self) -> FaultFs:
         return self.life.machine.fs
 
-    def read_prompt(self, shared: int, more: int) -> None:
+    def read(self, shared: int, more: int) -> None:
         """A new prompt is live, cold."""
         engine = self.life.engine
         shared %= len(TREE) + 1
         engine.read(TREE[:shared], checkpoint=shared > 0)
         engine.extend(self._more(more % 30 + 1), checkpoint=True)
 
-    def go_on(self, more: int) -> None:
+    def answer(self, more: int) -> None:
         if self.life.engine.position < LONGEST:
             self.life.engine.extend(self._more(more % 20 + 1), checkpoint=True)
 
@@ -111,9 +111,9 @@ class RandomLife:
             self.store.drop(parked.id, "test")
             self.life.note()
 
-    def stop(self, flushes: bool) -> None:
+    def restart(self, choice: int) -> None:
         """The process ends, in order or not; the machine goes on."""
-        if flushes:
+        if choice % 2:
             self.work_all()
         self.fs.fault = None
         self._count("stopped")
@@ -149,7 +149,7 @@ class RandomLife:
             ):
                 raise Wrong("a conversation of other weights was matched")
 
-    def fault(self, choice: int, after: int) -> None:
+    def fail(self, choice: int, after: int) -> None:
         """Something goes wrong at one of the next operations."""
         model = FAULTS[choice % len(FAULTS)]
         self.fs.fault = Fault(self.fs.operations + 1 + after % 12, model.kind, model.code, model.sticky)

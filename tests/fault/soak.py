@@ -12,22 +12,23 @@ from collections import Counter
 
 import numpy as np
 
-STEPS = [
-    ("read_prompt", 2, 3),
-    ("go_on", 1, 4),
-    ("park", 0, 6),
-    ("restore", 2, 5),
-    ("work", 1, 8),
-    ("evict", 1, 3),
-    ("drop", 1, 1),
-    ("fault", 2, 2),
-    ("mend", 0, 2),
-    ("crash", 1, 1),
-    ("change_weights", 0, 0.3),
-]
-"""Step, the numbers it takes, and its weight."""
+from tests.lives.life import Choices, History, Step
 
-
+STEPS = (
+    Step("read", 3, numbers=2),
+    Step("answer", 4, numbers=1),
+    Step("park", 6),
+    Step("restore", 5, numbers=2),
+    Step("work", 8, numbers=1),
+    Step("evict", 3, numbers=1),
+    Step("drop", 1, numbers=1),
+    Step("fail", 2, numbers=2),
+    Step("mend", 2),
+    Step("crash", 1, numbers=1),
+    Step("change_weights", 0.3),
+)
+RESTART = Step("restart", 0, numbers=1)
+"""Comes after any other, and seldom."""
 KINDS = ("fixed state", "rows", "whole", "whole with checkpoints", "file")
 """The kind of state of a life is that of its seed."""
 WHOLE_FACTOR = 4
@@ -43,14 +44,14 @@ def live(seed: int, steps: int, kind: str | None = None) -> Counter[str]:
     factor = 1 if kind in ("rows", "fixed state") else WHOLE_FACTOR
     ram, disk = int(rng.integers(60_000, 300_000)), int(rng.integers(100_000, 1_500_000))
     life = RandomLife(seed, kind, ram * factor, disk * factor)
-    weights = np.array([weight for _, _, weight in STEPS])
-    for choice in rng.choice(len(STEPS), steps, p=weights / weights.sum()):
-        name, takes, _ = STEPS[choice]
-        getattr(life, name)(*(int(rng.integers(0, 1000)) for _ in range(takes)))
-        life.check()
-        if rng.random() < 0.01:
-            life.stop(bool(rng.random() < 0.5))
-    life.end()
+    choices, history = Choices(rng), History(f"{seed} of kind {kind}")
+    with history.told():
+        for step in choices.steps(STEPS, steps):
+            getattr(life, history.note(step))(*choices.numbers(step.numbers))
+            life.check()
+            if choices.chance(0.01):
+                getattr(life, history.note(RESTART))(int(choices.chance(0.5)))
+        life.end()
     counts = Counter(life.counts)
     counts["operations"] = life.fs.operations
     return counts

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.fault.random_life import RandomLife
-from tests.fault.soak import live
+from tests.fault.soak import RESTART, STEPS, live
+from tests.lives.life import MOST_NUMBER, Step
 
-numbers = st.integers(0, 999)
+numbers = st.integers(0, MOST_NUMBER - 1)
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -24,54 +27,6 @@ class TierMachine(RuleBasedStateMachine):
     def begin(self, ram: int, disk: int) -> None:
         self.life = RandomLife(1, self.layout, ram * self.factor, disk * self.factor)
 
-    @rule(shared=numbers, more=numbers)
-    def read_prompt(self, shared: int, more: int) -> None:
-        self.life.read_prompt(shared, more)
-
-    @rule(more=numbers)
-    def go_on(self, more: int) -> None:
-        self.life.go_on(more)
-
-    @rule()
-    def park(self) -> None:
-        self.life.park()
-
-    @rule(choice=numbers, stop=numbers)
-    def restore(self, choice: int, stop: int) -> None:
-        self.life.restore(choice, stop)
-
-    @rule(jobs=numbers)
-    def work(self, jobs: int) -> None:
-        self.life.work(jobs)
-
-    @rule(choice=numbers)
-    def evict(self, choice: int) -> None:
-        self.life.evict(choice)
-
-    @rule(choice=numbers)
-    def drop(self, choice: int) -> None:
-        self.life.drop(choice)
-
-    @rule(flushes=st.booleans())
-    def stop(self, flushes: bool) -> None:
-        self.life.stop(flushes)
-
-    @rule(kept=numbers)
-    def crash(self, kept: int) -> None:
-        self.life.crash(kept)
-
-    @rule(choice=numbers, after=numbers)
-    def fault(self, choice: int, after: int) -> None:
-        self.life.fault(choice, after)
-
-    @rule()
-    def mend(self) -> None:
-        self.life.mend()
-
-    @rule()
-    def change_weights(self) -> None:
-        self.life.change_weights()
-
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "life"):
@@ -80,6 +35,21 @@ class TierMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "life"):
             self.life.end()
+
+
+def rule_of(step: Step) -> Callable[..., None]:
+    """The rule by which it happens, with numbers that are drawn."""
+    names = [f"number_{index}" for index in range(step.numbers)]
+
+    def happens(self: TierMachine, **drawn: int) -> None:
+        getattr(self.life, step.name)(*(drawn[name] for name in names))
+
+    happens.__name__ = step.name
+    return rule(**dict.fromkeys(names, numbers))(happens)
+
+
+for _step in (*STEPS, RESTART):
+    setattr(TierMachine, _step.name, rule_of(_step))
 
 
 class FixedStateMachine(TierMachine):

@@ -4,7 +4,7 @@ that reads the prompt for the first time, and all state is that of its tokens.""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -14,6 +14,7 @@ from parkd.errors import EngineFailure, EngineLost, RestoreFailed
 from tests.integration.api.api_harness import Gate, Running, until
 from tests.integration.lives.life_server import CONTEXT, Injected, LifeServer
 from tests.integration.lives.life_talks import Ask, Talk
+from tests.lives.life import Step
 
 STEPS = ("chunk", "token", "capture", "copied", "restore", "restored")
 
@@ -48,9 +49,10 @@ class Life(LifeServer):
         self.check_parked(server)
 
     async def _happen(self, server: Running) -> bool:
-        happens = EVENTS[int(self.random.choice(len(EVENTS), p=SHARES))]
-        self.counts[happens.__name__] += 1
-        ends = bool(await happens(self, server))
+        [step] = self.steps(HAPPENINGS, 1)
+        name = self.history.note(step)
+        self.counts[name] += 1
+        ends = bool(await getattr(self, name)(server))
         if ends:
             return True
         await server.settled()
@@ -101,7 +103,7 @@ class Life(LifeServer):
                     await until(lambda waiting=waiting: lane.waiting > waiting)
             gate.opened.set()
 
-    async def left(self, server: Running) -> None:
+    async def leave(self, server: Running) -> None:
         """A client goes while its prompt is read or its answer is said."""
         self.last = None
         lane = server.server.proxy.lane
@@ -112,7 +114,7 @@ class Life(LifeServer):
 
     # -- the engine --
 
-    async def failing(self, server: Running) -> None:
+    async def fail(self, server: Running) -> None:
         """At some call of a turn, or of what is parked behind it."""
         self.last = None
         step = self.pick(STEPS)
@@ -120,18 +122,18 @@ class Life(LifeServer):
         nth = self.talks.up_to(3 if step in ("chunk", "token") else 1)
         await self._with_fault(server, Injected(step, nth, self.pick(errors[: 2 + step.startswith("restore")])))
 
-    async def lost(self, server: Running) -> bool:
+    async def lose(self, server: Running) -> bool:
         self.last = None
         return await self._with_fault(server, Injected(self.pick(STEPS[:3]), 1, EngineLost("Injected.")))
 
-    async def emptied(self, server: Running) -> None:
+    async def forget(self, server: Running) -> None:
         self.last = None
         await self.at_rest(server)
         await server.server.proxy.live.reset()
 
     # -- the store --
 
-    async def dropped(self, server: Running) -> None:
+    async def drop(self, server: Running) -> None:
         await self.at_rest(server)
         if parked := self.any_parked(server):
             server.store.drop(parked.id, "test")
@@ -152,7 +154,7 @@ class Life(LifeServer):
             buffer[int(self.random.integers(len(buffer)))] ^= np.uint8(1 << int(self.random.integers(8)))
             self.damaged = True
 
-    async def restarted(self, _server: Running) -> bool:
+    async def restart(self, _server: Running) -> bool:
         return True
 
     # -- how --
@@ -204,18 +206,16 @@ def _nothing(_step: str, _number: int) -> None:
     pass
 
 
-EVENTS_AND_WEIGHTS: dict[Callable[[Life, Running], Awaitable[bool | None]], float] = {
-    Life.turn: 14,
-    Life.away_and_back: 4,
-    Life.again_at_once: 1,
-    Life.several: 2,
-    Life.left: 2,
-    Life.failing: 2,
-    Life.lost: 0.2,
-    Life.emptied: 0.5,
-    Life.dropped: 1,
-    Life.damage: 0.5,
-    Life.restarted: 0.5,
-}
-EVENTS = tuple(EVENTS_AND_WEIGHTS)
-SHARES = np.array(list(EVENTS_AND_WEIGHTS.values())) / sum(EVENTS_AND_WEIGHTS.values())
+HAPPENINGS = (
+    Step("turn", 14),
+    Step("away_and_back", 4),
+    Step("again_at_once", 1),
+    Step("several", 2),
+    Step("leave", 2),
+    Step("fail", 2),
+    Step("lose", 0.2),
+    Step("forget", 0.5),
+    Step("drop", 1),
+    Step("damage", 0.5),
+    Step("restart", 0.5),
+)

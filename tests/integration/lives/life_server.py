@@ -24,6 +24,7 @@ from tests.integration.api.api_harness import MIB, Running, body_of, running
 from tests.integration.api.disk_harness import running_on, written
 from tests.integration.lives.life_engines import KINDS, VECTORS, Reference
 from tests.integration.lives.life_talks import Ask, Talk, Talks
+from tests.lives.life import Choices, History
 
 CONTEXT = 4096
 ROOM = CONTEXT - 600
@@ -84,12 +85,13 @@ class Reply:
     reused: int = 0
 
 
-class LifeServer:
+class LifeServer(Choices):
     """The server of one seed over the fake engine, whose state is compared with that of the tokens it should be of."""
 
     def __init__(self, kind: str, seed: int, folder: Path | None = None) -> None:
         """`folder` is where it parks on disk; None: in RAM only."""
-        self.random = np.random.default_rng([seed, *kind.encode()])
+        super().__init__(np.random.default_rng([seed, *kind.encode()]))
+        self.history = History(f"{seed} of kind {kind}")
         self.folder = folder
         self.counts: Counter[str] = Counter()
         """What happened, and where answers began."""
@@ -116,9 +118,6 @@ class LifeServer:
         self._heard = Heard()
         self._steerings = {self._key_digest(scale): scale for scale in scales}
 
-    def pick(self, things: Any) -> Any:
-        return things[int(self.random.integers(len(things)))]
-
     # -- its processes --
 
     @contextmanager
@@ -127,7 +126,7 @@ class LifeServer:
         usual = checkpoints.CHECKPOINT_STEP_TOKENS
         checkpoints.CHECKPOINT_STEP_TOKENS = self.step
         try:
-            with self._heard.listening():
+            with self._heard.listening(), self.history.told():
                 yield
         finally:
             checkpoints.CHECKPOINT_STEP_TOKENS = usual

@@ -10,6 +10,7 @@ import numpy as np
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from tests.integration.api.api_harness import Messages
+from tests.lives.life import Choices
 
 LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvw   ", dtype=np.uint8)
 MOST_TALKS = 5
@@ -39,7 +40,7 @@ class Talk:
 
 
 @dataclass
-class Talks:
+class Talks(Choices):
     """Conversations over one tokenizer and template. All choices are made by `random`."""
 
     engine: Any
@@ -53,18 +54,6 @@ class Talks:
 
     def __post_init__(self) -> None:
         self.systems = [self._system(self.room // 30, 1), self._system(self.room // 8, BLOCK_TOKENS)]
-
-    # -- choices --
-
-    def chance(self, probability: float) -> bool:
-        return bool(self.random.random() < probability)
-
-    def up_to(self, most: int) -> int:
-        """1 .. most"""
-        return int(self.random.integers(1, max(1, most) + 1))
-
-    def pick(self, things: Any) -> Any:
-        return things[int(self.random.integers(len(things)))]
 
     def text(self, characters: int) -> str:
         return bytes(self.random.choice(LETTERS, characters)).decode()

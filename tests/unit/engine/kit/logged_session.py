@@ -19,6 +19,7 @@ from parkd_engine.vision.tower import PromptImage
 from parkd_engine.words.steering import Steering
 
 from parkd.state import FixedPart, RowRun, StageTransfer, Transfer
+from tests.lives.life import Choices, History
 from tests.unit.engine.kit.breakages import Fuse, MemoryFor, windows_move_in
 from tests.unit.engine.kit.core_models import VOCAB, step_with_guesses
 from tests.unit.engine.kit.live_forwards import BLOCK, Forward, Log, Parked, cut
@@ -37,12 +38,13 @@ OpenSession = Callable[[int], Session]
 """Takes the slack of windows."""
 
 
-class LoggedSession:
+class LoggedSession(Choices):
     """A session, the log of its live forwards, and its shadow."""
 
     def __init__(self, open_session: OpenSession, seed: int, graphs: Sequence[Replay] = ()) -> None:
         """`graphs` of the first session that is opened fill up with it."""
-        self.random = np.random.default_rng(seed)
+        super().__init__(np.random.default_rng(seed))
+        self.history = History(seed)
         self._open = open_session
         self.session = open_session(SLACK)
         self.graphs = tuple(graphs)
@@ -63,16 +65,6 @@ class LoggedSession:
     def processor(self) -> Any:
         vision = self.session.vision
         return None if vision is None else vision.processor
-
-    def chance(self, share: float) -> bool:
-        return bool(self.random.random() < share)
-
-    def up_to(self, most: int) -> int:
-        """From 1 on."""
-        return int(self.random.integers(1, most + 1))
-
-    def pick(self, options: Sequence[Any]) -> Any:
-        return options[int(self.random.integers(len(options)))]
 
     def text(self, count: int) -> list[int]:
         ids = self.random.integers(0, VOCAB, min(count, CONTEXT - self.session.position))

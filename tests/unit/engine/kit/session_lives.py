@@ -3,7 +3,6 @@ says next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +14,7 @@ from parkd_engine import ContextFull, Session, SnapshotDamaged, StageFailed, cap
 from parkd_engine.moves.transfer import CopySteps
 from parkd_engine.words.steering import Steering
 
+from tests.lives.life import Step
 from tests.unit.engine.kit.breakages import Fuse
 from tests.unit.engine.kit.core_models import step_with_guesses
 from tests.unit.engine.kit.live_forwards import Parked
@@ -31,21 +31,22 @@ class Life(LoggedSession):
         """So many things happen to it, each of them followed by a look at the state, and some by an answer."""
         for _ in range(events):
             if self.session.position > CONTEXT - ROOM:
-                self.reset()
-            happens = EVENTS[int(self.random.choice(len(EVENTS), p=SHARES))]
-            happens(self)
-            self.check()
-            if self.chance(0.3):
-                self.compare_answers(self.text(1)[0])
+                self.forget()
+            [step] = self.steps(STEPS, 1)
+            with self.history.told():
+                getattr(self, self.history.note(step))()
                 self.check()
+                if self.chance(0.3):
+                    self.compare_answers(self.text(1)[0])
+                    self.check()
 
     # -- reading --
 
-    def extend(self) -> None:
+    def read(self) -> None:
         tokens, start = self._prompt(), self.session.position
         self._extend(tokens, checkpoint_at=[start + self.up_to(len(tokens)) for _ in range(self.up_to(3) - 1)])
 
-    def cancelled(self) -> None:
+    def leave(self) -> None:
         left = [self.up_to(3)]
 
         class Leaving:
@@ -56,13 +57,13 @@ class Life(LoggedSession):
         self._extend(self._prompt(), cancel=Leaving())
         self._settle()
 
-    def broken_extend(self) -> None:
+    def fail_read(self) -> None:
         tokens = self._prompt()
         with suppress(StageFailed), self._breaking():
             self._extend(tokens)
         self._settle()
 
-    def full(self) -> None:
+    def overfill(self) -> None:
         """More than there is room for changes nothing."""
         room = CONTEXT - self.session.position
         with pytest.raises(ContextFull):
@@ -77,7 +78,7 @@ class Life(LoggedSession):
         for token in self.text(self.up_to(4)):
             self.compare_answers(token)
 
-    def broken_step(self) -> None:
+    def fail_answer(self) -> None:
         token = self.text(1)[0]
         try:
             with self._breaking():
@@ -94,7 +95,7 @@ class Life(LoggedSession):
             self._note("verify", tokens)
             self._go_to(self.session.position - len(tokens) + self.up_to(len(tokens)), truncate=True)
 
-    def broken_verify(self) -> None:
+    def fail_verify(self) -> None:
         if not self._may_verify:
             return
         tokens = self.text(3)
@@ -110,7 +111,7 @@ class Life(LoggedSession):
     def checkpoint(self) -> None:
         self.session.checkpoint()
 
-    def truncate(self) -> None:
+    def go_back(self) -> None:
         session = self.session
         places = [0, *session.checkpoints, *range(session.rewind_floor, session.position + 1)]
         place = self.pick([session.rewind_floor, self.pick(places[-3:]), self.pick(places)])
@@ -121,7 +122,7 @@ class Life(LoggedSession):
         self._go_to(place, truncate=True)
         self._settle()
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         self.session.reset()
         self._go_to(0)
 
@@ -132,7 +133,7 @@ class Life(LoggedSession):
         if ours and self.chance(0.7):
             self._restore(self.pick(ours))
         else:
-            self.reset()
+            self.forget()
         self.steering = _steering(self.session, scale)
         self.session.steer(self.steering)
         self._settle()
@@ -147,18 +148,18 @@ class Life(LoggedSession):
             plan = replace(plan, checksums=sums.rows, fixed_checksums=fixed)
             self.parked = [*self.parked[1 - MOST_PARKED :], Parked(list(self.log), plan, self.steering)]
 
-    def broken_park(self) -> None:
+    def fail_park(self) -> None:
         if self.session.position:
             steps = CopySteps(host=Fuse(self.up_to(4)).behind(np.copyto))
             with suppress(StageFailed):
                 capture(self.session, self._whole_plan(), steps=steps)
 
-    def restored(self) -> None:
+    def restore(self) -> None:
         if ours := self._ours():
             self._restore(self.pick(ours))
             self._settle()
 
-    def damaged(self) -> None:
+    def fail_restore(self) -> None:
         """A byte of what is restored has changed, or its copy breaks off; the prompt's tail may be read meanwhile."""
         for parked in self._ours()[:1]:
             plan, steps = self._start(parked), CopySteps()
@@ -175,7 +176,7 @@ class Life(LoggedSession):
                 restore_and_read(self.session, plan, tail, steps=steps)
             self._go_to(0)
 
-    def restored_and_read(self) -> None:
+    def restore_and_read_on(self) -> None:
         for parked in self._ours()[:1]:
             plan = self._start(parked)
             images = [image for forward in parked.log for image in forward.images]
@@ -206,24 +207,22 @@ def _steering(session: Session, scale: float) -> Steering:
     return Steering(repr(scale).encode(), {STEERED_LAYER: direction})
 
 
-EVENTS_AND_WEIGHTS: dict[Callable[[Life], None], int] = {
-    Life.extend: 5,
-    Life.cancelled: 2,
-    Life.broken_extend: 4,
-    Life.full: 1,
-    Life.answer: 3,
-    Life.broken_step: 2,
-    Life.verify: 3,
-    Life.broken_verify: 2,
-    Life.checkpoint: 2,
-    Life.truncate: 4,
-    Life.reset: 1,
-    Life.steer: 1,
-    Life.park: 5,
-    Life.broken_park: 1,
-    Life.restored: 4,
-    Life.restored_and_read: 3,
-    Life.damaged: 1,
-}
-EVENTS = tuple(EVENTS_AND_WEIGHTS)
-SHARES = np.array(list(EVENTS_AND_WEIGHTS.values())) / sum(EVENTS_AND_WEIGHTS.values())
+STEPS = (
+    Step("read", 5),
+    Step("leave", 2),
+    Step("fail_read", 4),
+    Step("overfill", 1),
+    Step("answer", 3),
+    Step("fail_answer", 2),
+    Step("verify", 3),
+    Step("fail_verify", 2),
+    Step("checkpoint", 2),
+    Step("go_back", 4),
+    Step("forget", 1),
+    Step("steer", 1),
+    Step("park", 5),
+    Step("fail_park", 1),
+    Step("restore", 4),
+    Step("restore_and_read_on", 3),
+    Step("fail_restore", 1),
+)
