@@ -26,11 +26,11 @@ from benchmarks.common import MIB, Goal, Result, Table, finish, machine
 from parkd.state import Checksums, StageLayout, StateLayout
 from parkd.store import disk_jobs
 from parkd.store.disk_jobs import ReadJob, RemoveJob, WriteJob, read, remove, write
+from parkd.store.flights import Promotion
 from parkd.store.fs import PosixFs, aligned_zeros, open_directory
 from parkd.store.opening import DiskOptions, open_tiered
-from parkd.store.promotions import Promotion
 from parkd.store.records import Capture, CaptureRequest, Parked, StoreConfig
-from parkd.store.tiers import TieredStore
+from parkd.store.store import ConversationStore
 
 BLOCK_TOKENS = 256
 KEY = b"k" * 16
@@ -44,7 +44,7 @@ SMALL = StateLayout(tuple(StageLayout(i, i + 1, 16, 0, bytes([i]) * 16) for i in
 """Rows so small that only metadata matters."""
 
 
-def open_store(fs: PosixFs, layout: StateLayout, ram_bytes: int, disk_bytes: int) -> TieredStore:
+def open_store(fs: PosixFs, layout: StateLayout, ram_bytes: int, disk_bytes: int) -> ConversationStore:
     return open_tiered(
         fs,
         StoreConfig(ram_bytes, BLOCK_TOKENS),
@@ -65,7 +65,7 @@ def hashes_of(units: np.ndarray) -> tuple[bytes, ...]:
     return tuple(hashes)
 
 
-def park(store: TieredStore, layout: StateLayout, units: np.ndarray, fill: np.ndarray | None = None) -> Parked:
+def park(store: ConversationStore, layout: StateLayout, units: np.ndarray, fill: np.ndarray | None = None) -> Parked:
     capture = store.begin_capture(CaptureRequest(KEY, units, hashes_of(units), (), layout.digest))
     assert isinstance(capture, Capture), capture
     for stage in capture.transfer.stages:
@@ -143,7 +143,7 @@ def measure_speed(folder: Path, tokens: int, rounds: int) -> tuple[dict[str, lis
             write(fs, job, run_all)
             seconds["write"].append(time.perf_counter() - began)
             store.finished(job, None)
-            store._forget(store._shelf.entry(parked.id), "evicted", "the benchmark reads it back")
+            store.table.evict(store.table.known(parked.id), "the benchmark reads it back")
             seconds["plain read"].append(plain_read(plain, size, piece))
             promotion = store.promote(parked.id, tokens)
             assert isinstance(promotion, Promotion)
@@ -182,14 +182,14 @@ def sum_seconds(job: ReadJob) -> float:
     return time.perf_counter() - began
 
 
-def next_write(store: TieredStore, fs: PosixFs) -> WriteJob:
+def next_write(store: ConversationStore, fs: PosixFs) -> WriteJob:
     while isinstance(job := store.next_job(), RemoveJob):
         store.finished(job, None, remove(fs, job))
     assert job is not None
     return job
 
 
-def drain(store: TieredStore, fs: PosixFs) -> None:
+def drain(store: ConversationStore, fs: PosixFs) -> None:
     while (job := store.next_job()) is not None:
         if isinstance(job, RemoveJob):
             store.finished(job, None, remove(fs, job))

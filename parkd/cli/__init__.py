@@ -128,7 +128,6 @@ def serve(config: Config) -> int:
         from parkd.answers.base import ToolFormat
         from parkd.identity.background import BackgroundWork
         from parkd.proxy import server
-        from parkd.store.tiers import TieredStore
 
         memory, background = MemoryShare(config.cache.budget_bytes), BackgroundWork()
         files = open_files(config)
@@ -141,7 +140,7 @@ def serve(config: Config) -> int:
         assert services.render is not None
         warning = startup.template_warning(services.render, calls_tools=tools)
         lines = startup.describe(engine.info, budget, url, needs_key=bool(keys), warning=warning)
-        if isinstance(services.store, TieredStore):
+        if services.store is not None and services.store.has_disk:
             directory = config.cache.disk.directory
             free_bytes = None if directory is None else shutil.disk_usage(directory).free
             lines.insert(-2, startup.disk_line(services.store.disk_stats(), directory, free_bytes))

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from parkd.config import MIB
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.state import Grain, StageLayout, StateLayout
+from parkd.store.blocks import whole_charge
 from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
 from parkd.store.checkpoints import checkpoint_bytes_of
 from parkd.store.records import StoreConfig
-from parkd.store.segments import segment_charge
 from parkd.store.slabs import SlabGeometry
 
 EXAMPLE_TOKENS = (2_000, 8_000, 32_000, 128_000)
@@ -42,7 +42,7 @@ class Sizes:
             whole = tokens * self.layout.row_bytes + self.layout.fixed_bytes
             fixed = checkpoint_bytes_of(self.layout) * self.checkpoints
             metadata = conversation_metadata_bytes(tokens, BLOCK_TOKENS) + BLOCK_BYTES
-            return Need(0, count * (metadata + segment_charge(whole) + fixed))
+            return Need(0, count * (metadata + whole_charge(whole) + fixed))
         blocks = -(-tokens // BLOCK_TOKENS)
         fixed = checkpoint_bytes_of(self.layout) * self.checkpoints
         side = conversation_metadata_bytes(tokens, BLOCK_TOKENS) + blocks * BLOCK_BYTES + fixed

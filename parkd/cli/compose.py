@@ -75,8 +75,7 @@ def open_files(config: Config) -> FileSystem | None:
 
     Also raises the limit of open files, which clients' connections need as well.
     """
-    from parkd.store.fs import allow_most_files, open_directory
-    from parkd.store.unlinked_fs import UnlinkedFs
+    from parkd.store.fs import UnlinkedFs, allow_most_files, open_directory
 
     allow_most_files()
     disk = config.cache.disk

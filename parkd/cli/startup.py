@@ -13,7 +13,7 @@ from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
 from parkd.errors import ParkdError
 from parkd.state import Grain, Resume
 from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
-from parkd.store.disk_records import DiskStats
+from parkd.store.records import DiskStats
 from parkd.store.slabs import SlabGeometry
 from parkd.types import TurnRequest
 

@@ -19,10 +19,10 @@ import anyio.abc
 from parkd.lane.cost import CostMeter
 from parkd.lane.engine_thread import EngineThread
 from parkd.store.disk_jobs import RemoveJob, mark, read, remove, write
+from parkd.store.flights import Promotion
 from parkd.store.fs import FileSystem
-from parkd.store.promotions import Promotion
 from parkd.store.records import ConversationGone, ConversationId, Parked, RefusalReason
-from parkd.store.tiers import TieredStore
+from parkd.store.store import ConversationStore
 from parkd.types import CacheOutcome
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,9 @@ STOP_WAIT_S = 2.0
 class DiskWorker:
     """The disk tier's threads. `serve` runs as long as the app does."""
 
-    def __init__(self, store: TieredStore, fs: FileSystem, costs: CostMeter, monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self, store: ConversationStore, fs: FileSystem, costs: CostMeter, monotonic: Callable[[], float]
+    ) -> None:
         self._store = store
         self._fs = fs
         self._costs = costs

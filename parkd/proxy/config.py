@@ -55,7 +55,7 @@ class Services:
     chat_template: str | None = None
     """The source of the chat template, for `/props`."""
     files: FileSystem | None = None
-    """The file system of a `TieredStore`; None: the store is in RAM only."""
+    """The file system of a store with a disk; None: the store is in RAM only."""
     trace: TurnTrace | None = None
     """Called for each turn; None: nothing is recorded."""
     return_memory: Callable[[], None] = lambda: None

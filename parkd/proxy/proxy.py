@@ -44,7 +44,6 @@ from parkd.proxy.guard import note_refused
 from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
 from parkd.proxy.sse import TurnResponse, stream_headers
-from parkd.store.tiers import TieredStore
 from parkd.types import ToolChoice
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class Proxy:
         costs = CostMeter()
         self.metrics = Metrics(waiting=lambda: self.lane.waiting, store_stats=store.stats if store else None)
         self.disk: DiskWorker | None = None
-        if isinstance(store, TieredStore) and services.files is not None:
+        if store is not None and store.has_disk and services.files is not None:
             self.disk = DiskWorker(store, services.files, costs, services.monotonic)
             self.metrics.watch("parkd_disk", store.disk_stats)
         self.live = LiveConversation(

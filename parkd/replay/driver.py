@@ -20,14 +20,11 @@ from parkd.lane.start import Start, decide_start
 from parkd.replay.result import ReplayConfig, ReplayResult
 from parkd.replay.trace import TraceHeader, TurnRecord
 from parkd.state import Checksums, StageLayout, StateLayout
-from parkd.store.disk import DiskTier
+from parkd.store.disk import DiskSetup
 from parkd.store.disk_policy import WriteAllowance
-from parkd.store.disk_records import DiskConfig
 from parkd.store.opening import index_bytes_for
-from parkd.store.records import BlockId, CaptureRequest, Parked, Refused, StoreConfig, Tier
+from parkd.store.records import BlockId, CaptureRequest, DiskConfig, Parked, Refused, StoreConfig, Tier
 from parkd.store.store import ConversationStore
-from parkd.store.tiers import TieredStore
-from parkd.store.write_queue import DiskSources
 from parkd.types import CacheOutcome, ConversationKey, PromptIdentity, Units
 
 
@@ -51,13 +48,13 @@ class Replayer:
         self._layout = layout_of(header)
         self._costs = config.costs
         self._now_s = 0.0
-        self._tiers: TieredStore | None = None
         store_config = StoreConfig(config.budget_bytes, self._size, config.slots)
-        self.store: ConversationStore
-        if config.disk_bytes:
-            self.store = self._tiers = _tiered(store_config, config, self._layout, lambda: self._now_s)
-        else:
-            self.store = ConversationStore(store_config, self._layout, lambda: self._now_s, policy=config.policy)
+
+        def clock() -> float:
+            return self._now_s
+
+        disk = _disk(store_config, config, self._layout, clock) if config.disk_bytes else None
+        self.store = ConversationStore(store_config, self._layout, clock, policy=config.policy, disk=disk)
         self.store.measured(config.costs)
         self.result = ReplayResult(config.policy.name, config.budget_bytes, config.disk_bytes)
         self._live = LiveRows()
@@ -114,12 +111,11 @@ class Replayer:
 
     def _promote(self, start: Start) -> float:
         """Reads what the start needs from disk. Returns the seconds; 0 if memory has no room for it."""
-        assert self._tiers is not None
         assert start.parked is not None
-        promotion = self._tiers.promote(start.parked.id, start.position)
+        promotion = self.store.promote(start.parked.id, start.position)
         if isinstance(promotion, Refused):
             return 0.0
-        self._tiers.promoted(promotion, None)
+        self.store.promoted(promotion, None)
         rows_bytes = start.position * self._layout.row_bytes
         fixed_bytes = self._layout.fixed_bytes * len(start.parked.checkpoints)
         return self._costs.moving_s(rows_bytes + fixed_bytes, from_disk=True)
@@ -138,8 +134,8 @@ class Replayer:
 
     def _work(self) -> None:
         """Completes the disk's jobs at once: on a server, they run behind the reply."""
-        while self._tiers is not None and (job := self._tiers.next_job()) is not None:
-            self._tiers.finished(job, None)
+        while (job := self.store.next_job()) is not None:
+            self.store.finished(job, None)
 
     def finish(self) -> ReplayResult:
         stats = self.store.stats()
@@ -147,8 +143,8 @@ class Replayer:
         self.result.peak_bytes = stats.peak_bytes_allocated
         self.result.partial = stats.partial_captures_total
         self.result.refusals = Counter(stats.refusals_total)
-        if self._tiers is not None:
-            disk = self._tiers.disk_stats()
+        if self.store.has_disk:
+            disk = self.store.disk_stats()
             self.result.disk_written_bytes, self.result.disk_read_bytes = (
                 disk.written_bytes_total,
                 disk.read_bytes_total,
@@ -186,20 +182,17 @@ class Replayer:
         self._live = LiveRows(key, units, lineage, len(lineage) * size)
 
 
-def _tiered(
+def _disk(
     store_config: StoreConfig, config: ReplayConfig, layout: StateLayout, clock: Callable[[], float]
-) -> TieredStore:
-    """A store for RAM and disk that touches no file."""
+) -> DiskSetup:
+    """A disk for a store that touches no file."""
     index_bytes = index_bytes_for(store_config, config.disk_bytes, layout)
     numbers = count(1)
-    return TieredStore(
-        store_config,
-        layout,
+    return DiskSetup(
+        DiskConfig(config.disk_bytes, bytes(16), index_bytes, config.write_bytes_per_day),
+        WriteAllowance.full(config.write_bytes_per_day, clock()),
         clock,
-        disk=DiskTier(DiskConfig(config.disk_bytes, bytes(16), index_bytes, config.write_bytes_per_day)),
-        sources=DiskSources(clock, lambda: next(numbers), 1),
-        allowance=WriteAllowance.full(config.write_bytes_per_day, clock()),
-        policy=config.policy,
+        lambda: next(numbers),
     )
 
 

@@ -1,30 +1,69 @@
-"""The disk tier's accounts: which conversations are on disk, in which files, and what may be written or must go.
+"""The files on disk: what is charged for them, who needs them, and which must go.
 
 Touches no file: it hands out jobs (`disk_jobs.py`) and is told how they ended. Bytes are charged before a job is handed
 out and credited when the files are gone, so that all files together never exceed the budget.
 
     conversation ──> manifest file          one per conversation
                  ──> extents                shared; each exists while a manifest, a write or a read needs it
+                       └─> places on disk of blocks and checkpoints, which live as long as their extent
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
-from parkd.store.disk_jobs import MarkJob, RemoveJob, WriteJob
-from parkd.store.disk_policy import Removable, next_removal
-from parkd.store.disk_records import DiskConfig, DiskEntry, index_bytes_of, manifest_limit_bytes
-from parkd.store.index import PrefixIndex
-from parkd.store.manifest import (
-    TEMPORARY_SUFFIX,
-    DiskBlock,
-    DiskCheckpoint,
-    ExtentRef,
-    Manifest,
-)
-from parkd.store.records import BlockId, CheckpointId, ConversationId, Parked
+from parkd.state import StateFile
+from parkd.store.blocks import BlockTable
+from parkd.store.budget import BLOCK_BYTES, conversation_metadata_bytes
+from parkd.store.checkpoints import CheckpointTable
+from parkd.store.disk_jobs import RemoveJob, WriteJob
+from parkd.store.disk_policy import WriteAllowance
+from parkd.store.fs import GRAIN_BYTES
+from parkd.store.manifest import TEMPORARY_SUFFIX, ExtentRef, Manifest, encoded_bytes
+from parkd.store.records import BlockId, CheckpointId, DiskConfig
+from parkd.store.slabs import round_up
+
+
+@dataclass(frozen=True)
+class DiskSetup:
+    """What a store needs to keep conversations on disk."""
+
+    config: DiskConfig
+    allowance: WriteAllowance
+    wall: Callable[[], float]
+    """Seconds since the epoch."""
+    new_extent: Callable[[], int]
+    """Returns a 64-bit number that no process has used in the directory."""
+    first_block: BlockId = 1
+    """Block ids count up from here; none of them was ever used in the directory."""
+    path_of: Callable[[str], Path] = Path
+    """The path of a file by its name; only states that stay in files need it."""
+
+
+NO_DISK = DiskSetup(DiskConfig(0, bytes(16), 0, 0), WriteAllowance(0, 0.0, 0.0), lambda: 0.0, lambda: 0)
+"""For a store in RAM alone."""
+
+
+@dataclass(eq=False)
+class OnDisk:
+    """A conversation's place on disk: its files."""
+
+    name: str
+    """Of its manifest."""
+    extents: tuple[ExtentRef, ...]
+    manifest_bytes: int
+    index_bytes: int
+    """Memory for what describes it."""
+    is_foreign: bool = False
+    """It is of other weights or of another layer split: what it names is in no table."""
+    readers: int = 0
+    """Reads and restores under way, which keep its files."""
+    marked_s: float = float("-inf")
+    """The last use that is written down in the directory, by the store's clock."""
 
 
 @dataclass(eq=False)
@@ -32,34 +71,33 @@ class _Extent:
     ref: ExtentRef
     holders: int = 0
     """Manifests, writes and reads that need it."""
-    blocks: list[BlockId] = field(default_factory=list)
-    checkpoints: list[CheckpointId] = field(default_factory=list)
-    """Ids of its parts in the tables of `DiskTier`."""
+    blocks: dict[BlockId, BlockId] = field(default_factory=dict)
+    """The blocks that have their place in it: ids in the table by ids in the file."""
+    checkpoints: dict[int, CheckpointId] = field(default_factory=dict)
+    """The same for checkpoints, by position."""
     read_failures: int = 0
 
 
-class DiskTier:
-    """What is on disk, and what is charged for it."""
+class Disk:
+    """The files, and what is charged for them."""
 
-    def __init__(self, config: DiskConfig) -> None:
-        self.config = config
-        self.entries: dict[ConversationId, DiskEntry] = {}
-        self.index = PrefixIndex()
-        """Of conversations that the running model can use."""
-        self.blocks: dict[BlockId, DiskBlock] = {}
-        self.checkpoints: dict[CheckpointId, DiskCheckpoint] = {}
-        """By the ids that the checkpoints have in memory."""
+    def __init__(self, setup: DiskSetup, blocks: BlockTable, checkpoints: CheckpointTable) -> None:
+        self.setup = setup
+        self.config = setup.config
         self.index_bytes = 0
         self.evictions = 0
-        self.on_moved: Callable[[ConversationId], None] = lambda _: None
-        """Called with each conversation that is added or forgotten."""
+        self._blocks = blocks
+        self._checkpoints = checkpoints
         self._extents: dict[int, _Extent] = {}
         self._file_bytes = 0
         """Bytes of extents and manifests, including those being written and those not yet removed."""
         self._condemned: dict[str, int] = {}
         """Names of files to be removed, manifests first, and the bytes that each removal frees."""
         self._removing: RemoveJob | None = None
-        self.on_forget: Callable[[DiskEntry], None] = lambda _entry: None
+
+    @property
+    def is_there(self) -> bool:
+        return self.setup is not NO_DISK
 
     @property
     def bytes_in_use(self) -> int:
@@ -79,50 +117,70 @@ class DiskTier:
         """The names of files to be removed, and the bytes that each removal frees."""
         return MappingProxyType(dict(self._condemned))
 
-    # What is there
+    # Files that are there
 
-    def add(self, manifest: Manifest, parked: Parked, manifest_bytes: int, *, is_foreign: bool = False) -> DiskEntry:
-        """Adds a conversation whose files are written and charged."""
-        entry = DiskEntry(parked, manifest, manifest_bytes, is_foreign)
-        self.entries[manifest.id] = entry
-        for ref in manifest.extents:
-            self._hold(ref)
-        if not is_foreign:
-            self.index.add(parked.id, parked.key_digest, parked.prefix_hashes)
-            for block in manifest.blocks:
-                if self.blocks.setdefault(block.id, block) is block:
-                    self._extents[block.extent].blocks.append(block.id)
+    def add(self, manifest: Manifest, manifest_bytes: int, *, is_foreign: bool = False) -> OnDisk:
+        """Holds the files of a conversation, which are written and charged."""
+        self.hold(manifest.extents)
         self.index_bytes += index_bytes_of(manifest)
-        self.on_moved(manifest.id)
-        return entry
+        return OnDisk(manifest.name, manifest.extents, manifest_bytes, index_bytes_of(manifest), is_foreign)
 
-    def know_checkpoint(self, checkpoint_id: CheckpointId, place: DiskCheckpoint) -> None:
-        """Notes that a checkpoint in memory is the one at `place` on disk."""
-        if checkpoint_id not in self.checkpoints and place.extent in self._extents:
-            self.checkpoints[checkpoint_id] = place
-            self._extents[place.extent].checkpoints.append(checkpoint_id)
+    def remove(self, entry: OnDisk) -> None:
+        """Lets the files of a conversation go with the next removal; those in use, later."""
+        self.index_bytes -= entry.index_bytes
+        self._condemned = {entry.name: entry.manifest_bytes, **self._condemned}
+        self.let_go(entry.extents)
 
-    def forget(self, entry: DiskEntry) -> None:
-        """Removes a conversation from the tables at once. Its files go with the next removal; those in use, later."""
-        del self.entries[entry.manifest.id]
-        self.on_moved(entry.manifest.id)
-        if not entry.is_foreign:
-            self.index.remove(entry.parked.id, entry.parked.key_digest, entry.parked.prefix_hashes)
-        self.index_bytes -= index_bytes_of(entry.manifest)
-        self._condemned = {entry.manifest.name: entry.manifest_bytes, **self._condemned}
-        for ref in entry.manifest.extents:
-            self._let_go(ref.id)
-        self.on_forget(entry)
+    def place_blocks(self, manifest: Manifest, entry: OnDisk) -> tuple[BlockId, ...]:
+        """Enters the places of a manifest's blocks into the table. Returns the blocks' ids there: those in the file,
+        unless another block has that id.
 
-    def damaged(self, extent_id: int) -> list[DiskEntry]:
-        """Forgets all conversations that need a damaged extent, and returns them."""
-        going = [e for e in self.entries.values() if any(ref.id == extent_id for ref in e.manifest.extents)]
-        for entry in going:
-            self.forget(entry)
+        A crash can bring back files that were being removed, and with them other places of the same blocks: a block has
+        one place, whose extent the conversation then holds too.
+        """
+        ids = []
+        for index, found in enumerate(manifest.blocks):
+            extent = self._extents[found.place.extent]
+            name = extent.blocks.get(found.id)
+            if name is None:
+                known = self._blocks.get(found.id)
+                is_same = known is None or (known.rows, known.identity, known.sums) == (
+                    found.rows,
+                    found.identity,
+                    found.sums.tobytes(),
+                )
+                name = found.id if is_same else self._blocks.new_id()
+                if known is None or known.disk is None or not is_same:
+                    self._blocks.put_on_disk(name, index, found)
+                    extent.blocks[found.id] = name
+            ids.append(name)
+        places = (self._blocks[name].disk for name in ids)
+        held = {ref.id for ref in entry.extents}
+        others = [self.ref(extent) for extent in dict.fromkeys(p.extent for p in places if p) if extent not in held]
+        self.hold(others)
+        entry.extents += tuple(others)
+        return tuple(ids)
+
+    def place_checkpoints(self, manifest: Manifest, known: Mapping[int, CheckpointId]) -> tuple[CheckpointId, ...]:
+        """The same for its checkpoints. `known` are those in the table by position; others are added."""
+        ids = []
+        for found in manifest.checkpoints:
+            extent = self._extents[found.place.extent]
+            name = extent.checkpoints.get(found.position)
+            if name is None:
+                name = known.get(found.position) or self._checkpoints.add(found.position)
+                self._checkpoints.put_on_disk(name, found)
+                extent.checkpoints[found.position] = name
+            ids.append(name)
+        return tuple(ids)
+
+    def empty(self, extent_id: int) -> None:
+        """Takes all places out of a damaged extent."""
         extent = self._extents.get(extent_id)
         if extent is not None:
-            self._unlist(extent)
-        return going
+            self._blocks.take_off_disk(extent.blocks.values())
+            self._checkpoints.take_off_disk(extent.checkpoints.values())
+            extent.blocks, extent.checkpoints = {}, {}
 
     def failed_read(self, extent_id: int) -> int:
         """Counts a failed read of an extent. Returns how many there were."""
@@ -135,14 +193,26 @@ class DiskTier:
     def ref(self, extent_id: int) -> ExtentRef:
         return self._extents[extent_id].ref
 
+    def new_extent(self, size: int) -> ExtentRef:
+        """Names a new file of that size."""
+        return ExtentRef(self.setup.new_extent(), size)
+
+    def state_file(self, ref: ExtentRef) -> StateFile:
+        return StateFile(self.setup.path_of(ref.name), ref.size)
+
     def hold(self, refs: Iterable[ExtentRef]) -> None:
-        """Keeps extents that a write reuses, or a read needs, until `let_go`."""
+        """Keeps extents that a manifest names, a write reuses or a read needs, until `let_go`."""
         for ref in refs:
-            self._hold(ref)
+            self._extents.setdefault(ref.id, _Extent(ref)).holders += 1
 
     def let_go(self, refs: Iterable[ExtentRef]) -> None:
         for ref in refs:
-            self._let_go(ref.id)
+            extent = self._extents[ref.id]
+            extent.holders -= 1
+            if extent.holders == 0:
+                self.empty(ref.id)
+                del self._extents[ref.id]
+                self._condemned[ref.name] = extent.ref.taken_bytes
 
     # Room
 
@@ -158,53 +228,20 @@ class DiskTier:
         """Charges files that were found at start, even if they exceed the budget."""
         self._file_bytes += size
 
-    def make_room(self, size: int, index_bytes: int, used_before_s: float, superseded: set[ConversationId]) -> bool:
-        """Forgets conversations until `size` and `index_bytes` fit once their files are removed. False, with nothing
-        changed, if that is impossible."""
-        going: list[DiskEntry] = []
-        condemned = sum(self._condemned.values())
-        removable = {
-            e.manifest.id: Removable(
-                e.manifest.id, e.parked.last_used_s, e.is_foreign, is_superseded=e.manifest.id in superseded
-            )
-            for e in self.entries.values()
-            if not e.is_pinned and not e.readers
-        }
-        freed_index = 0
-        holders = {extent.ref.id: extent.holders for extent in self._extents.values()}
-        while (
-            self._file_bytes - condemned + size > self.config.budget_bytes
-            or self.index_bytes - freed_index + index_bytes > self.config.index_bytes
-        ):
-            chosen = next_removal(removable.values(), used_before_s)
-            if chosen is None:
-                return False
-            del removable[chosen]
-            entry = self.entries[chosen]
-            going.append(entry)
-            freed_index += index_bytes_of(entry.manifest)
-            condemned += entry.manifest_bytes
-            for ref in entry.manifest.extents:
-                holders[ref.id] -= 1
-                condemned += ref.taken_bytes if holders[ref.id] == 0 else 0
-        for entry in going:
-            self.forget(entry)
-            self.evictions += entry.manifest.id not in superseded
-        return True
-
     def has_room(self, size: int) -> bool:
         return self._file_bytes + size <= self.config.budget_bytes
 
-    def marks(self, wall_shift_s: float, step_s: float) -> MarkJob | None:
-        """A job that writes down last uses that are more than `step_s` later than those in the directory; None if there
-        are none.
-
-        `wall_shift_s` is added to the store's clock to get seconds since the epoch.
-        """
-        due = [e for e in self.entries.values() if e.parked.last_used_s > e.marked_s + step_s]
-        for entry in due:
-            entry.marked_s = entry.parked.last_used_s
-        return MarkJob(tuple((e.manifest.name, e.parked.last_used_s + wall_shift_s) for e in due)) if due else None
+    def fits_without(self, going: Iterable[OnDisk], size: int, index_bytes: int) -> bool:
+        """Whether so many bytes of files and of index fit, once the files of conversations in `going` are removed."""
+        freed, index, ceased = sum(self._condemned.values()), 0, Counter[int]()
+        for entry in going:
+            index += entry.index_bytes
+            freed += entry.manifest_bytes
+            for ref in entry.extents:
+                ceased[ref.id] += 1
+                freed += ref.taken_bytes if self._extents[ref.id].holders == ceased[ref.id] else 0
+        files_fit = self._file_bytes - freed + size <= self.config.budget_bytes
+        return files_fit and self.index_bytes - index + index_bytes <= self.config.index_bytes
 
     # Files that must go
 
@@ -223,12 +260,9 @@ class DiskTier:
             self._file_bytes -= 0 if name in stuck else size
         self._removing = None
 
-    def condemn(self, names: Iterable[str], size: int) -> None:
-        """Adds files to the next removal, which frees `size` bytes together."""
-        for name in names:
-            self._condemned.setdefault(name, 0)
-            self._condemned[name] += size
-            size = 0
+    def condemn(self, name: str, size: int) -> None:
+        """Adds a file to the next removal, which frees `size` bytes."""
+        self._condemned[name] = self._condemned.get(name, 0) + size
 
     def write_failed(self, job: WriteJob, leftovers: tuple[str, ...]) -> None:
         """Condemns what a failed write may have left: each file with its own bytes, since each removal may fail. The
@@ -237,7 +271,7 @@ class DiskTier:
         for name in leftovers:
             is_extent = job.extent is not None and name == job.extent.name
             is_temporary = name == job.temporary_name
-            self.condemn((name,), extent_bytes if is_extent else manifest_limit_bytes(job.manifest) * is_temporary)
+            self.condemn(name, extent_bytes if is_extent else manifest_limit_bytes(job.manifest) * is_temporary)
 
     @property
     def is_removing(self) -> bool:
@@ -248,29 +282,35 @@ class DiskTier:
         """Whether files are being removed or are to be removed."""
         return bool(self._condemned)
 
-    def prefixes_of(self, parked: Parked) -> Iterator[DiskEntry]:
-        """Other conversations whose full blocks are the first of this one: they may be prefixes of it."""
-        for conversation_id in self.index.ending_within(parked.key_digest, parked.prefix_hashes):
-            if conversation_id != parked.id:
-                yield self.entries[conversation_id]
 
-    def _hold(self, ref: ExtentRef) -> None:
-        extent = self._extents.get(ref.id)
-        if extent is None:
-            extent = self._extents[ref.id] = _Extent(ref)
-        extent.holders += 1
+def index_bytes_of(manifest: Manifest) -> int:
+    """Bytes of memory for what describes a conversation on disk."""
+    records = (len(manifest.blocks) + len(manifest.checkpoints)) * BLOCK_BYTES
+    return conversation_metadata_bytes(len(manifest.units), manifest.block_tokens) + records
 
-    def _let_go(self, extent_id: int) -> None:
-        extent = self._extents[extent_id]
-        extent.holders -= 1
-        if extent.holders == 0:
-            self._unlist(extent)
-            del self._extents[extent_id]
-            self._condemned[extent.ref.name] = extent.ref.taken_bytes
 
-    def _unlist(self, extent: _Extent) -> None:
-        for block_id in extent.blocks:
-            self.blocks.pop(block_id, None)
-        for checkpoint_id in extent.checkpoints:
-            self.checkpoints.pop(checkpoint_id, None)
-        extent.blocks, extent.checkpoints = [], []
+def index_limit_bytes(tokens: int, block_tokens: int) -> int:
+    """The same for a state in a file, before it is written."""
+    return conversation_metadata_bytes(tokens, block_tokens) + 2 * BLOCK_BYTES
+
+
+def file_bytes(size: int) -> int:
+    """Bytes of disk that a file of this size takes."""
+    return round_up(size, GRAIN_BYTES)
+
+
+def manifest_limit_bytes(manifest: Manifest) -> int:
+    """Bytes of disk that the manifest's file takes, at most."""
+    return file_bytes(
+        encoded_bytes(
+            len(manifest.units), len(manifest.blocks), len(manifest.checkpoints), manifest.stages, len(manifest.extents)
+        )
+        + len(manifest.id)
+        + len(manifest.namespace)
+    )
+
+
+def job_bytes(job: WriteJob) -> int:
+    """Bytes charged for a write: its extent, unless that was charged when it was reserved, and its manifest."""
+    extent_bytes = 0 if job.extent is None or job.is_adopted else job.extent.taken_bytes
+    return extent_bytes + manifest_limit_bytes(job.manifest)

@@ -12,32 +12,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from parkd.state import Bytes, Checksums, StateLayout, Transfer
-from parkd.store.disk import DiskTier
+from parkd.state import Bytes
+from parkd.store.conversations import Conversation, Conversations
+from parkd.store.disk import Disk
 from parkd.store.disk_jobs import Part, ReadJob, WriteJob
 from parkd.store.fs import GRAIN_BYTES
-from parkd.store.manifest import DiskBlock, DiskCheckpoint, ExtentRef, Manifest, Sums
-from parkd.store.records import BlockId, Parked
-from parkd.store.shelf import Shelf
+from parkd.store.manifest import DiskBlock, DiskCheckpoint, DiskPlace, ExtentRef, Manifest, Sums
+from parkd.store.records import BlockId, CheckpointId
 from parkd.store.slabs import round_up
 
 FILE_SUM = "xxh3-64"
 """The checksum of files. If the engine computes the same, it need not be computed again."""
 
 
-def block_buffers(shelf: Shelf, block_id: BlockId, *, writeable: bool) -> list[Bytes]:
-    """The rows of one block in RAM, `[rows * row_bytes]` for each stage."""
-    block = shelf.blocks.get(block_id)
-    assert block is not None
-    stop = block.index * shelf.block_tokens + block.rows
-    return [runs[0].buffer for runs in shelf.blocks.runs([block_id], stop, writeable=writeable)]
-
-
 def write_job(
-    shelf: Shelf,
-    disk: DiskTier,
-    layout: StateLayout,
-    parked: Parked,
+    table: Conversations,
+    disk: Disk,
+    conversation: Conversation,
     extent_id: int,
     wall_shift_s: float,
     adopted: ExtentRef | None = None,
@@ -47,40 +38,36 @@ def write_job(
     New parts go to the extent `extent_id`. `wall_shift_s` is added to the store's clock to get seconds since the epoch.
     `adopted` is the extent, if the engine has written its file already.
     """
-    stages = len(layout.stages)
-    is_summed = layout.checksum == FILE_SUM
+    parked, kind = conversation.parked, table.kind
+    is_summed = kind.layout.checksum == FILE_SUM
+    fresh: list[tuple[list[Bytes], DiskPlace]] = []
+
+    def placed(buffers: list[Bytes], sums: Sums, size: int) -> DiskPlace:
+        file_sums = sums.copy() if is_summed else np.zeros_like(sums)
+        place = DiskPlace(extent_id, np.zeros(kind.stages, dtype=np.uint64), file_sums, size if kind.is_whole else 0)
+        fresh.append((buffers, place))
+        return place
+
     blocks: list[DiskBlock] = []
-    checkpoints: list[DiskCheckpoint] = []
-    fresh: list[tuple[list[Bytes], DiskBlock | DiskCheckpoint]] = []
-    for block_id in parked.blocks:
-        known = disk.blocks.get(block_id)
-        if known is None:
-            held = shelf.blocks.get(block_id)
-            assert held is not None
-            sums = held.checksums
-            buffers = block_buffers(shelf, block_id, writeable=False)
-            file_sums = _file_sums(sums, known=is_summed)
-            size = buffers[0].nbytes if layout.is_opaque else 0
-            size = size if adopted is None else adopted.size
-            known = DiskBlock(block_id, extent_id, held.rows, held.identity, _blank(stages), sums, file_sums, size)
-            fresh.append((buffers, known))
-        blocks.append(known)
-    for checkpoint in parked.checkpoints:
-        place = disk.checkpoints.get(checkpoint.id)
+    for block_id, sums in zip(parked.blocks, table.blocks.checksums(parked.blocks), strict=True):
+        block = table.blocks[block_id]
+        place = block.disk
         if place is None:
-            sums = shelf.checkpoints.checksums(checkpoint.id)
-            file_sums = _file_sums(sums, known=is_summed)
-            buffers = [part.buffer for part in shelf.checkpoints.parts(checkpoint.id, writeable=False)]
-            size = buffers[0].nbytes if layout.is_opaque else 0
-            place = DiskCheckpoint(checkpoint.position, extent_id, _blank(stages), sums, file_sums, size)
-            fresh.append((buffers, place))
-        assert place.position == checkpoint.position, "a checkpoint was taken for another"
-        checkpoints.append(place)
+            buffers = table.blocks.buffers(block_id, kind.block_tokens, writeable=False)
+            place = placed(buffers, sums, buffers[0].nbytes if adopted is None else adopted.size)
+        blocks.append(DiskBlock(block_id, block.rows, block.identity, sums, place))
+    checkpoints: list[DiskCheckpoint] = []
+    for checkpoint in parked.checkpoints:
+        sums, place = table.checkpoints.checksums(checkpoint.id), table.checkpoints[checkpoint.id].disk
+        if place is None:
+            buffers = [part.buffer for part in table.checkpoints.parts(checkpoint.id, writeable=False)]
+            place = placed(buffers, sums, buffers[0].nbytes)
+        checkpoints.append(DiskCheckpoint(checkpoint.position, sums, place))
     parts: tuple[Part, ...] = ()
     new = adopted
     if adopted is None:
-        parts, new = _lay_out(fresh, stages, extent_id, is_summed=is_summed)
-    used = dict.fromkeys([block.extent for block in blocks] + [place.extent for place in checkpoints])
+        parts, new = _lay_out(fresh, kind.stages, extent_id, is_summed=is_summed)
+    used = dict.fromkeys([*(each.place.extent for each in blocks), *(each.place.extent for each in checkpoints)])
     reused = tuple(disk.ref(number) for number in used if number != extent_id)
     manifest = Manifest(
         id=parked.id,
@@ -88,8 +75,8 @@ def write_job(
         key_digest=parked.key_digest,
         fingerprint=disk.config.fingerprint,
         layout_digest=parked.layout_digest,
-        block_tokens=shelf.block_tokens,
-        stages=stages,
+        block_tokens=kind.block_tokens,
+        stages=kind.stages,
         units=parked.units,
         prefix_hashes=parked.prefix_hashes,
         parked_at_s=parked.parked_at_s + wall_shift_s,
@@ -102,33 +89,31 @@ def write_job(
 
 
 def read_job(
-    shelf: Shelf, manifest: Manifest, transfer: Transfer, fresh: Sequence[BlockId]
-) -> tuple[ReadJob, Checksums]:
-    """The job that reads the blocks `fresh`, which begin at the transfer's start, and the transfer's checkpoints from
-    the manifest's extents. Also returns the engine's checksums of all of them."""
-    first = transfer.start // shelf.block_tokens
-    places: list[DiskBlock | DiskCheckpoint] = list(manifest.blocks[first : first + len(fresh)])
-    buffers = [block_buffers(shelf, block_id, writeable=True) for block_id in fresh]
-    block_sums = _table([place.sums for place in places], manifest.stages)
-    at = {checkpoint.position: checkpoint for checkpoint in manifest.checkpoints}
-    fixed = [at[part.position] for part in transfer.stages[0].fixed]
-    places += fixed
-    buffers += [[stage.fixed[index].buffer for stage in transfer.stages] for index in range(len(fixed))]
+    table: Conversations, disk: Disk, blocks: Sequence[BlockId], checkpoints: Sequence[CheckpointId]
+) -> ReadJob:
+    """The job that fills the places in RAM of blocks and checkpoints from their places on disk."""
     parts: dict[int, list[Part]] = {}
-    for place, stage_buffers in zip(places, buffers, strict=True):
-        for stage, buffer in enumerate(stage_buffers):
+
+    def add(place: DiskPlace | None, buffers: Sequence[Bytes]) -> None:
+        assert place is not None, "what is promoted is on disk"
+        for stage, buffer in enumerate(buffers):
             streamed = place.bytes if not buffer.nbytes else 0
             part = Part(int(place.offsets[stage]), buffer, place.file_sums, stage, streamed_bytes=streamed)
             parts.setdefault(place.extent, []).append(part)
-    refs = {ref.id: ref for ref in manifest.extents}
-    job = ReadJob(
-        tuple((refs[number], tuple(sorted(found, key=lambda part: part.offset))) for number, found in parts.items())
+
+    for block_id in blocks:
+        buffers = table.blocks.buffers(block_id, table.kind.block_tokens, writeable=True)
+        add(table.blocks[block_id].disk, buffers)
+    for checkpoint_id in checkpoints:
+        fixed = table.checkpoints.parts(checkpoint_id, writeable=True)
+        add(table.checkpoints[checkpoint_id].disk, [part.buffer for part in fixed])
+    return ReadJob(
+        tuple((disk.ref(number), tuple(sorted(found, key=lambda part: part.offset))) for number, found in parts.items())
     )
-    return job, Checksums(block_sums, _table([place.sums for place in fixed], manifest.stages))
 
 
 def _lay_out(
-    fresh: list[tuple[list[Bytes], DiskBlock | DiskCheckpoint]], stages: int, extent_id: int, *, is_summed: bool
+    fresh: list[tuple[list[Bytes], DiskPlace]], stages: int, extent_id: int, *, is_summed: bool
 ) -> tuple[tuple[Part, ...], ExtentRef | None]:
     """Lays out new parts in a file: sets the offsets in their places. Returns the parts in order, and the extent, None
     if there are no new parts."""
@@ -139,15 +124,3 @@ def _lay_out(
             parts.append(Part(at, buffers[stage], place.file_sums, stage, is_summed))
             at += round_up(buffers[stage].nbytes, GRAIN_BYTES)
     return tuple(parts), ExtentRef(extent_id, at) if fresh else None
-
-
-def _blank(stages: int) -> Sums:
-    return np.zeros(stages, dtype=np.uint64)
-
-
-def _file_sums(sums: Sums, *, known: bool) -> Sums:
-    return sums.copy() if known else np.zeros_like(sums)
-
-
-def _table(rows: list[Sums], stages: int) -> Sums:
-    return np.array(rows, dtype=np.uint64).reshape(len(rows), stages)

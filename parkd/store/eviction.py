@@ -14,8 +14,9 @@ from itertools import count
 
 from parkd.state import Costs
 from parkd.store.blocks import Owner
-from parkd.store.policy import Policy, Rank, rank
-from parkd.store.shelf import Entry, Rating, Shelf
+from parkd.store.budget import BLOCK_BYTES
+from parkd.store.conversations import Conversation, Conversations, InRam, Rating
+from parkd.store.policy import Evictable, Policy, Rank, rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +28,55 @@ class Toll:
     count: int
 
 
+def rated(
+    table: Conversations, conversation: Conversation, ram: InRam, policy: Policy, costs: Costs, now_s: float
+) -> Rating:
+    """Rates a conversation in RAM as it is now, and keeps the rating."""
+    parked, freed = conversation.parked, table.blocks.freed_by(ram.owner, conversation.parked.blocks)
+    checkpoint_bytes = table.checkpoints.bytes_freed_by(c.id for c in parked.checkpoints) if parked.checkpoints else 0
+    outside_bytes = freed.outside_bytes + checkpoint_bytes
+    freed_bytes = freed.slots * table.memory.geometry.slot_bytes + outside_bytes
+    position, used_s = len(parked.units), parked.last_used_s
+    is_cut = not (table.kind.is_whole and freed_bytes)
+    candidate = Evictable(
+        parked.id,
+        position,
+        freed_bytes,
+        parked.parked_at_s,
+        used_s,
+        min(position, freed.slots * table.kind.block_tokens) if is_cut else position,
+        ram.history,
+        ram.floor,
+        conversation.is_on_disk,
+    )
+    score = policy.score(candidate, costs, now_s)
+    place = rank(candidate, score, is_superseded=False, is_partner=False)
+    side_bytes = table.metadata_bytes(parked) + freed.blocks * BLOCK_BYTES + outside_bytes
+    until_s = now_s + policy.steady_s(ram.history, now_s - used_s)
+    ram.rating = Rating(score, candidate, place, freed.slots, side_bytes, until_s)
+    return ram.rating
+
+
 class Queue:
     """Candidates for eviction in order. Valid as long as conversations are only removed."""
 
     def __init__(
         self,
-        shelf: Shelf,
+        table: Conversations,
         policy: Policy,
         costs: Costs,
         now_s: float,
         *,
-        family: Iterable[Entry],
-        superseded: Iterable[Entry],
+        family: Iterable[Conversation],
+        superseded: Iterable[Conversation],
     ) -> None:
         """`family` are the ancestors of the conversation that needs the room; it will replace those in `superseded`."""
-        self._shelf, self._policy, self._costs, self.now_s = shelf, policy, costs, now_s
-        self._superseded = {entry.owner for entry in superseded}
-        kin = {entry.owner for entry in family}
+        self._table, self._policy, self._costs, self.now_s = table, policy, costs, now_s
+        self._superseded = {each.ram.owner for each in superseded if each.ram is not None}
+        kin = {each.id for each in family}
         # The most recently used conversation that is no ancestor is the other side of the switch.
-        self._partner = next(
-            (owner for entry in reversed(shelf.entries.values()) if (owner := entry.owner) not in kin), 0
-        )
+        partner = next((each.ram for each in reversed(table.in_ram.values()) if each.id not in kin), None)
+        self._partner = 0 if partner is None else partner.owner
         self._places: dict[Owner, Rank] = {}
         self._numbers = count(1)
         self.freed_slots = self.freed_side_bytes = 0
@@ -61,20 +90,20 @@ class Queue:
     def __len__(self) -> int:
         return len(self._places)
 
-    def pop(self) -> Entry:
+    def pop(self) -> Conversation:
         """The next to evict. The caller evicts it before it calls this again. Raises IndexError if none is left."""
-        for entry in self._forget_changed():
-            if entry.owner in self._places:
-                heapq.heappush(self._heap, self._placed(entry))
+        for owner in self._forget_changed():
+            if owner in self._places:
+                heapq.heappush(self._heap, self._placed(owner, self._table.owned[owner]))
         while True:
             place, owner, _, rating = heapq.heappop(self._heap)
             if self._places.get(owner) == place:
                 del self._places[owner]
-                if owner not in self._shelf.owned:
+                if owner not in self._table.owned:
                     continue  # it is gone already, because its file was removed to make room on disk
                 if rating.candidate.freed_bytes and owner not in self._superseded:
-                    self._shelf.floor = max(self._shelf.floor, place[2])
-                return self._shelf.owned[owner]
+                    self._table.floor = max(self._table.floor, place[2])
+                return self._table.owned[owner]
 
     def foresee(self, wanted_bytes: int, wanted_count: int) -> Toll:
         """What would be evicted to free so many bytes and conversations. Ignores that evictions change what others
@@ -91,36 +120,41 @@ class Queue:
                 most = max(most, place[2])
         return Toll(most, going)
 
-    def _forget_changed(self) -> list[Entry]:
-        """Drops the ratings of conversations whose shared blocks have changed, and returns these."""
-        changed = [self._shelf.owned.get(owner) for owner in self._shelf.blocks.take_changed()]
-        entries = [entry for entry in changed if entry is not None]
-        for entry in entries:
-            entry.rating = None
-        return entries
+    def _forget_changed(self) -> list[Owner]:
+        """Drops the ratings of conversations whose shared blocks have changed, and returns their owners."""
+        owned = self._table.owned
+        changed = [owner for owner in self._table.blocks.take_changed() if owner in owned]
+        for owner in changed:
+            ram = owned[owner].ram
+            assert ram is not None
+            ram.rating = None
+        return changed
 
     def _all_placed(self) -> list[tuple[Rank, Owner, int, Rating]]:
         """`_placed` of all candidates. There may be thousands, and most ratings are still valid: these are used
         inline."""
         special, now_s, places = {self._partner, *self._superseded}, self.now_s, self._places
         heap = []
-        for owner, entry in self._shelf.owned.items():
-            if entry.leases or entry.is_pinned or entry.awaited_by or not entry.is_published:
+        for owner, conversation in self._table.owned.items():
+            ram = conversation.ram
+            if ram is None or ram.leases or conversation.is_pinned or ram.awaited_by:
                 continue
-            rating = entry.rating
+            rating = ram.rating
             if rating is None or rating.until_s < now_s or owner in special:
-                heap.append(self._placed(entry))
+                heap.append(self._placed(owner, conversation))
             else:
-                places[owner] = rating.place
-                heap.append((rating.place, owner, 0, rating))
+                places[owner] = rating.rank
+                heap.append((rating.rank, owner, 0, rating))
         return heap
 
-    def _placed(self, entry: Entry) -> tuple[Rank, Owner, int, Rating]:
+    def _placed(self, owner: Owner, conversation: Conversation) -> tuple[Rank, Owner, int, Rating]:
         """The heap entry of a candidate. The number tells equal ratings of one conversation apart."""
-        rating, owner = entry.rating, entry.owner
+        ram = conversation.ram
+        assert ram is not None
+        rating = ram.rating
         if rating is None or rating.until_s < self.now_s:
-            rating = self._shelf.rated(entry, self._policy, self._costs, self.now_s)
-        place = rating.place
+            rating = rated(self._table, conversation, ram, self._policy, self._costs, self.now_s)
+        place = rating.rank
         if owner == self._partner or owner in self._superseded:
             is_superseded, is_partner = owner in self._superseded, owner == self._partner
             place = rank(rating.candidate, rating.score, is_superseded=is_superseded, is_partner=is_partner)

@@ -11,6 +11,8 @@ Hashes find, comparison of units decides: under colliding hashes an answer may n
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from parkd.store.records import ConversationId
 
 Ids = dict[ConversationId, None]
@@ -86,15 +88,17 @@ class PrefixIndex:
             if above.hashes:
                 above.join_only_child()
 
-    def find(self, key_digest: bytes, hashes: Path, limit: int) -> list[tuple[ConversationId, int]]:
+    def find(
+        self, key_digest: bytes, hashes: Path, limit: int, among: Container[ConversationId] | None = None
+    ) -> list[tuple[ConversationId, int]]:
         """Up to `limit` conversations of the key, and how many of the prompt's full blocks each shares. Most shared
-        first; among equals, the latest added first."""
+        first; among equals, the latest added first. Only those in `among`, if it is given."""
         found: dict[ConversationId, int] = {}
         for run, shared in reversed(self._met(key_digest, hashes)):
             if len(run.ids) == len(found):
                 continue  # what was found is of runs below, so it is all there is
             for conversation_id in reversed(run.ids):
-                if conversation_id not in found:
+                if conversation_id not in found and (among is None or conversation_id in among):
                     found[conversation_id] = shared
                     if len(found) == limit:
                         return list(found.items())

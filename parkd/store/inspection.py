@@ -1,4 +1,5 @@
-"""All that a store holds at one instant, as plain values, for tests and for whoever looks for a fault.
+"""What a store holds at one instant: as numbers for metrics, and down to its blocks for tests and whoever looks for a
+fault.
 
     Inspection ── conversations ──name──> blocks, checkpoints      each with its places in RAM and on disk
                ── captures ───────name──> blocks, checkpoints      what is being copied, or read from disk
@@ -10,15 +11,25 @@ Taking one changes nothing, and a value stays as it is when the store goes on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from parkd.store.budget import Kind
-from parkd.store.captures import Flight
-from parkd.store.disk import DiskTier
-from parkd.store.records import BlockId, CheckpointId, ConversationId, Parked, ParkedCheckpoint
-from parkd.store.shelf import Entry, Shelf
+from parkd.store.conversations import Conversation, Conversations, InRam
+from parkd.store.disk import Disk
+from parkd.store.flights import Flight
+from parkd.store.records import (
+    BlockId,
+    CheckpointId,
+    ConversationId,
+    DiskStats,
+    Parked,
+    ParkedCheckpoint,
+    StoreConfig,
+    StoreStats,
+)
+from parkd.store.write_queue import WriteQueue
 from parkd.types import Units
 
 
@@ -75,7 +86,7 @@ class InspectedBlock:
 
 @dataclass(frozen=True, slots=True)
 class InspectedCheckpoint:
-    """A checkpoint that somebody owns. One that is only on disk may have the id 0, and is in no table then."""
+    """A checkpoint that somebody owns."""
 
     id: CheckpointId
     owners: int
@@ -148,109 +159,173 @@ class Inspection:
     """None for a store of RAM alone."""
 
 
-def inspect_ram(shelf: Shelf, flights: Mapping[int, Flight]) -> Inspection:
-    """What is in RAM."""
+def inspect(table: Conversations, flights: Mapping[int, Flight], waiting: Iterable[ConversationId]) -> Inspection:
+    """`waiting` are the conversations that wait for their write."""
+    waits = set(waiting)
+    rest = [each for each in table.all() if each.ram is None]
+    conversations = {
+        each.id: _conversation(each, is_waiting=each.id in waits) for each in (*table.in_ram.values(), *rest)
+    }
+    fading = tuple(_fading(ram) for ram in table.fading.values())
     captures = tuple(
-        InspectedCapture(serial, flight.position, flight.blocks, flight.checkpoints)
+        InspectedCapture(
+            serial,
+            flight.position,
+            flight.blocks,
+            flight.checkpoints,
+            None if flight.source is None else flight.source.id,
+        )
         for serial, flight in flights.items()
     )
-    kinds = {kind.name.lower(): shelf.budget[kind] for kind in Kind}
+    owned = [(each.blocks, each.checkpoints) for each in (*conversations.values(), *fading) if not each.is_foreign]
+    owned += [(capture.blocks, capture.checkpoints) for capture in captures]
+    blocks = Counter(block_id for ids, _ in owned for block_id in ids)
+    checkpoints = Counter(checkpoint.id for _, found in owned for checkpoint in found)
     return Inspection(
-        conversations=MappingProxyType({known: _in_ram(entry) for known, entry in shelf.entries.items()}),
-        fading=tuple(map(_in_ram, shelf.fading.values())),
-        blocks=MappingProxyType({i: _block(shelf, i, owners) for i, owners in shelf.blocks.recount().items()}),
+        conversations=MappingProxyType(conversations),
+        fading=fading,
+        blocks=MappingProxyType({known: _block(table, known, blocks[known]) for known, _ in table.blocks.items()}),
         checkpoints=MappingProxyType(
-            {
-                i: InspectedCheckpoint(i, owners, is_in_ram=True, ram_bytes=shelf.checkpoints.bytes_of(i))
-                for i, owners in shelf.checkpoints.recount().items()
-            }
+            {known: _checkpoint(table, known, checkpoints[known]) for known, _ in table.checkpoints.items()}
         ),
         captures=captures,
-        ram=InspectedRam(
-            shelf.budget.limit_bytes,
-            MappingProxyType(kinds),
-            MappingProxyType(_held_bytes(shelf)),
-            shelf.slabs.used_slots,
-            shelf.geometry.slot_bytes,
-        ),
+        ram=_ram(table),
+        disk=_disk(table.disk) if table.disk.is_there else None,
     )
-
-
-def with_disk(
-    ram: Inspection, disk: DiskTier, sources: Mapping[int, ConversationId], waiting: Iterable[ConversationId]
-) -> Inspection:
-    """The same with what is on disk. `sources` are the conversations on disk that captures in flight read."""
-    conversations = dict(ram.conversations)
-    for known in waiting:
-        if known in conversations:  # else it is fading, and is taken out of the queue next
-            conversations[known] = replace(conversations[known], is_waiting=True)
-    block_owners: Counter[BlockId] = Counter()
-    checkpoint_owners: Counter[CheckpointId] = Counter()
-    for known, entry in disk.entries.items():
-        seen, files = conversations.get(known), (entry.manifest.name, *(ref.name for ref in entry.manifest.extents))
-        if seen is not None:
-            conversations[known] = replace(seen, files=files, is_pinned=seen.is_pinned or entry.is_pinned)
-            continue
-        conversations[known] = replace(
-            _described(entry.parked), files=files, is_foreign=entry.is_foreign, is_pinned=entry.is_pinned
-        )
-        if not entry.is_foreign:
-            block_owners.update(entry.parked.blocks)
-            checkpoint_owners.update(checkpoint.id for checkpoint in entry.parked.checkpoints if checkpoint.id)
-    blocks, checkpoints = dict(ram.blocks), dict(ram.checkpoints)
-    for block_id, owners in block_owners.items():
-        block = blocks.get(block_id, InspectedBlock(block_id, 0))
-        blocks[block_id] = replace(block, owners=block.owners + owners)
-    for checkpoint_id, owners in checkpoint_owners.items():
-        checkpoint = checkpoints.get(checkpoint_id, InspectedCheckpoint(checkpoint_id, 0))
-        checkpoints[checkpoint_id] = replace(checkpoint, owners=checkpoint.owners + owners)
-    for block_id in blocks.keys() & disk.blocks.keys():
-        blocks[block_id] = replace(blocks[block_id], extent=disk.blocks[block_id].extent)
-    for checkpoint_id in checkpoints.keys() & disk.checkpoints.keys():
-        extent = disk.checkpoints[checkpoint_id].extent
-        checkpoints[checkpoint_id] = replace(checkpoints[checkpoint_id], extent=extent)
-    return replace(
-        ram,
-        conversations=MappingProxyType(conversations),
-        blocks=MappingProxyType(blocks),
-        checkpoints=MappingProxyType(checkpoints),
-        captures=tuple(replace(capture, source=sources.get(capture.serial)) for capture in ram.captures),
-        disk=InspectedDisk(
-            limit_bytes=disk.config.budget_bytes,
-            file_bytes=disk.bytes_in_use,
-            condemned_bytes=disk.condemned,
-            index_limit_bytes=disk.config.index_bytes,
-            index_bytes=disk.index_bytes,
-            extents=MappingProxyType(
-                {ref.id: InspectedExtent(ref.id, ref.name, ref.taken_bytes, holders) for ref, holders in disk.extents()}
-            ),
-        ),
-    )
-
-
-def _held_bytes(shelf: Shelf) -> dict[str, int]:
-    segments = shelf.blocks.segment_bytes
-    checkpoints, idle = shelf.checkpoints.held_bytes
-    held = {Kind.SLABS: shelf.slabs.held_bytes, Kind.SEGMENTS: segments, Kind.CHECKPOINTS: checkpoints, Kind.IDLE: idle}
-    return {kind.name.lower(): size for kind, size in held.items()}
 
 
 def _described(parked: Parked) -> InspectedConversation:
     return InspectedConversation(parked.id, parked.key_digest, parked.units, parked.blocks, parked.checkpoints)
 
 
-def _in_ram(entry: Entry) -> InspectedConversation:
+def _conversation(conversation: Conversation, *, is_waiting: bool) -> InspectedConversation:
+    ram, disk = conversation.ram, conversation.disk
     return replace(
-        _described(entry.parked),
-        is_in_ram=True,
-        is_pinned=entry.is_pinned,
-        leases=entry.leases,
-        awaited=len(entry.awaited_by),
+        _described(conversation.parked),
+        is_in_ram=ram is not None,
+        files=() if disk is None else (disk.name, *(ref.name for ref in disk.extents)),
+        is_foreign=conversation.is_foreign,
+        is_pinned=conversation.is_pinned,
+        is_waiting=is_waiting,
+        leases=0 if ram is None else ram.leases,
+        awaited=0 if ram is None else len(ram.awaited_by),
     )
 
 
-def _block(shelf: Shelf, block_id: BlockId, owners: int) -> InspectedBlock:
-    block = shelf.blocks.get(block_id)
-    assert block is not None, "it was listed"
-    is_sealed, ram_bytes = block.sums is not None, shelf.blocks.bytes_of([block_id])
-    return InspectedBlock(block_id, owners, block.slot, ram_bytes, is_sealed)
+def _fading(ram: InRam) -> InspectedConversation:
+    return replace(_described(ram.parked), is_in_ram=True, leases=ram.leases, awaited=len(ram.awaited_by))
+
+
+def _block(table: Conversations, block_id: BlockId, owners: int) -> InspectedBlock:
+    block = table.blocks[block_id]
+    return InspectedBlock(
+        block_id,
+        owners,
+        slot=block.ram,
+        ram_bytes=0 if block.ram is None else table.blocks.bytes_of([block_id]),
+        is_sealed=block.is_sealed or block.ram is None,
+        extent=None if block.disk is None else block.disk.extent,
+    )
+
+
+def _checkpoint(table: Conversations, checkpoint_id: CheckpointId, owners: int) -> InspectedCheckpoint:
+    checkpoint = table.checkpoints[checkpoint_id]
+    return InspectedCheckpoint(
+        checkpoint_id,
+        owners,
+        is_in_ram=checkpoint.ram is not None,
+        ram_bytes=table.checkpoints.bytes_of(checkpoint_id),
+        extent=None if checkpoint.disk is None else checkpoint.disk.extent,
+    )
+
+
+def _ram(table: Conversations) -> InspectedRam:
+    memory = table.memory
+    held = {
+        Kind.SLABS: memory.slabs.held_bytes,
+        Kind.SEGMENTS: table.blocks.places.held_bytes,
+        Kind.CHECKPOINTS: table.checkpoints.held_bytes,
+        Kind.IDLE: memory.idle.held_bytes,
+    }
+    return InspectedRam(
+        memory.budget.limit_bytes,
+        MappingProxyType({kind.name.lower(): memory.budget[kind] for kind in Kind}),
+        MappingProxyType({kind.name.lower(): size for kind, size in held.items()}),
+        memory.slabs.used_slots,
+        memory.geometry.slot_bytes,
+    )
+
+
+def _disk(disk: Disk) -> InspectedDisk:
+    return InspectedDisk(
+        limit_bytes=disk.config.budget_bytes,
+        file_bytes=disk.bytes_in_use,
+        condemned_bytes=disk.condemned,
+        index_limit_bytes=disk.config.index_bytes,
+        index_bytes=disk.index_bytes,
+        extents=MappingProxyType(
+            {ref.id: InspectedExtent(ref.id, ref.name, ref.taken_bytes, holders) for ref, holders in disk.extents()}
+        ),
+    )
+
+
+def ram_stats(
+    config: StoreConfig,
+    table: Conversations,
+    flights: Collection[Flight],
+    totals: Mapping[str, int],
+    refusals: Mapping[str, int],
+) -> StoreStats:
+    memory, budget = table.memory, table.memory.budget
+    there = [(each, each.ram) for each in table.in_ram.values() if each.ram is not None]
+    flying_row_bytes = sum(table.blocks.bytes_of(flight.fresh_blocks) for flight in flights)
+    flying_checkpoint_bytes = sum(table.checkpoints.bytes_of(i) for flight in flights for i in flight.fresh_checkpoints)
+    return StoreStats(
+        conversations=len(there),
+        conversation_slots=config.conversation_slots,
+        pinned=sum(each.is_pinned for each, _ in there),
+        leased=sum(ram.leases > 0 for _, ram in there) + len(table.fading),
+        captures_in_flight=len(flights),
+        blocks=table.blocks.in_ram,
+        shared_blocks=table.blocks.shared,
+        budget_bytes=config.budget_bytes,
+        bytes_in_use=memory.bytes_in_use,
+        bytes_allocated=budget.allocated_bytes,
+        peak_bytes_allocated=budget.peak_bytes,
+        row_bytes=memory.row_bytes - flying_row_bytes,
+        checkpoint_bytes=budget[Kind.CHECKPOINTS] - flying_checkpoint_bytes,
+        in_flight_bytes=flying_row_bytes + flying_checkpoint_bytes,
+        metadata_bytes=budget[Kind.METADATA],
+        captures_total=totals["captures"],
+        partial_captures_total=totals["partial"],
+        aborts_total=totals["aborts"],
+        leases_total=totals["leases"],
+        evictions_total=totals["evictions"],
+        superseded_total=totals["superseded"],
+        dropped_total=totals["dropped"],
+        captured_tokens_total=totals["captured_tokens"],
+        reused_tokens_total=totals["reused_tokens"],
+        refusals_total=MappingProxyType(dict(refusals)),
+    )
+
+
+def disk_stats(table: Conversations, disk: Disk, queue: WriteQueue, totals: Mapping[str, int]) -> DiskStats:
+    there = table.on_disk()
+    return DiskStats(
+        conversations=len(there),
+        extents=disk.extent_count,
+        budget_bytes=disk.config.budget_bytes,
+        bytes_in_use=disk.bytes_in_use,
+        foreign_conversations=sum(place.is_foreign for _, place in there),
+        index_bytes=disk.index_bytes,
+        waiting_conversations=len(queue),
+        allowance_bytes=int(queue.allowance.left_bytes),
+        writes_total=queue.writes,
+        written_bytes_total=queue.written_bytes,
+        write_failures_total=queue.failures,
+        reads_total=totals["reads"],
+        read_bytes_total=totals["read_bytes"],
+        read_failures_total=totals["read_failures"],
+        evictions_total=disk.evictions,
+        not_written_total=queue.not_written,
+    )

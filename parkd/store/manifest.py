@@ -61,34 +61,37 @@ class ExtentRef:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DiskBlock:
-    """Where a block is on disk, all stages of it."""
+class DiskPlace:
+    """Where the parts of a block or of a checkpoint are on disk."""
 
-    id: BlockId
     extent: int
-    rows: int
-    identity: bytes
     offsets: Sums
     """`[stages]`"""
+    file_sums: Sums
+    """`[stages]`, xxh3-64 of the parts' bytes."""
+    bytes: int = 0
+    """Bytes of an opaque state or checkpoint, which has one stage; 0: by the layout, or part of the block."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DiskBlock:
+    """A block as a manifest names it, all stages of it."""
+
+    id: BlockId
+    rows: int
+    identity: bytes
     sums: Sums
     """`[stages]`, computed by the engine."""
-    file_sums: Sums
-    """`[stages]`, xxh3-64 of the same bytes."""
-    bytes: int = 0
-    """Bytes of an opaque state, which has one stage; 0: by the layout."""
+    place: DiskPlace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskCheckpoint:
-    """Where the fixed state at `position` is on disk."""
+    """The fixed state at `position` as a manifest names it."""
 
     position: int
-    extent: int
-    offsets: Sums
     sums: Sums
-    file_sums: Sums
-    bytes: int = 0
-    """Bytes of an opaque checkpoint; 0: by the layout, or part of the block."""
+    place: DiskPlace
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +121,7 @@ class Manifest:
     @property
     def is_sized(self) -> bool:
         """An opaque state's."""
-        return any(block.bytes for block in self.blocks)
+        return any(block.place.bytes for block in self.blocks)
 
 
 def manifest_name(conversation_id: ConversationId) -> str:
@@ -136,15 +139,15 @@ def encode(manifest: Manifest) -> bytes:
         _array([value for extent in manifest.extents for value in (extent.id, extent.size)], _U64),
         _array([block.id for block in blocks], _U64),
         _array([checkpoint.position for checkpoint in checkpoints], _U64),
-        _table([part.offsets for part in parts], stages),
+        _table([part.place.offsets for part in parts], stages),
         _table([part.sums for part in parts], stages),
-        _table([part.file_sums for part in parts], stages),
-        _array([places[part.extent] for part in parts], _U32),
+        _table([part.place.file_sums for part in parts], stages),
+        _array([places[part.place.extent] for part in parts], _U32),
         _array([block.rows for block in blocks], _U32),
         manifest.units.astype(_U32 if narrow else _U64).tobytes(),
         b"".join(block.identity.ljust(HASH_BYTES, b"\0") for block in blocks),
         b"".join(manifest.prefix_hashes),
-        _array([part.bytes for part in parts] if manifest.is_sized else [], _U64),
+        _array([part.place.bytes for part in parts] if manifest.is_sized else [], _U64),
         manifest.id.encode(),
         manifest.namespace.encode(),
     ]
@@ -223,6 +226,7 @@ def decode(data: bytes) -> Manifest:
     hashes = reader.slices(width, tokens // block_tokens)
     sizes = reader.array(_U64, part_count).tolist() if flags & SIZED else [0] * part_count
     offsets, sums, file_sums = tables
+    spots = [DiskPlace(owners[i], offsets[i], file_sums[i], sizes[i]) for i in range(part_count)]
     return Manifest(
         id=reader.take(id_bytes).decode(),
         namespace=reader.take(namespace_bytes).decode(),
@@ -236,13 +240,9 @@ def decode(data: bytes) -> Manifest:
         parked_at_s=parked_at_s,
         last_used_s=last_used_s,
         extents=extents,
-        blocks=tuple(
-            DiskBlock(ids[i], owners[i], rows[i], identities[i], offsets[i], sums[i], file_sums[i], sizes[i])
-            for i in range(block_count)
-        ),
+        blocks=tuple(DiskBlock(ids[i], rows[i], identities[i], sums[i], spots[i]) for i in range(block_count)),
         checkpoints=tuple(
-            DiskCheckpoint(positions[i - block_count], owners[i], offsets[i], sums[i], file_sums[i], sizes[i])
-            for i in range(block_count, part_count)
+            DiskCheckpoint(positions[i - block_count], sums[i], spots[i]) for i in range(block_count, part_count)
         ),
     )
 

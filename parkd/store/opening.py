@@ -1,25 +1,41 @@
-"""Opens a store over RAM and disk, so that the composition root needs to know nothing else about the disk tier."""
+"""Opens a store over RAM and disk: keeps the conversations whose files are complete, and removes everything else.
+
+Checks names, sizes and manifests, but not the contents of extents: their checksums are compared when they are read.
+
+    *.tmp                              removed: a write that did not end
+    *.manifest that is not valid       removed: torn, or one of its extents is missing or has another length
+    *.extent that no manifest names    removed
+    whatever exceeds the budgets       removed: expired, then of other weights, then least recently used
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from parkd.state import Grain, StateLayout
+from parkd.state import StateLayout
 from parkd.store.budget import BLOCK_BYTES, CONVERSATION_BYTES, HASH_BYTES, UNIT_BYTES
-from parkd.store.disk_policy import WriteAllowance
-from parkd.store.disk_records import DiskConfig
-from parkd.store.file_store import FileStore
+from parkd.store.conversations import Conversations
+from parkd.store.disk import DiskSetup, file_bytes
+from parkd.store.disk_jobs import remove
+from parkd.store.disk_policy import DAY_S, WriteAllowance
 from parkd.store.fs import FileSystem
-from parkd.store.manifest import Manifest
-from parkd.store.records import ConversationId, StoreConfig
-from parkd.store.recovery import open_tier, scan, written_last_day
-from parkd.store.tiers import TieredStore
-from parkd.store.write_queue import DiskSources
+from parkd.store.manifest import EXTENT_SUFFIX, MANIFEST_SUFFIX, TEMPORARY_SUFFIX, DamagedManifest, Manifest, decode
+from parkd.store.policy import Policy
+from parkd.store.records import ConversationId, DiskConfig, Parked, ParkedCheckpoint, StoreConfig, Tier
+from parkd.store.slabs import SlabHooks
+from parkd.store.store import ConversationStore
 from parkd.types import HASH_BYTES as DIGEST_BYTES
 
+log = logging.getLogger(__name__)
+
+OUR_NAMES = re.compile(
+    rf"[0-9a-f]{{16}}{re.escape(EXTENT_SUFFIX)}|[0-9a-f]{{32}}{re.escape(MANIFEST_SUFFIX)}({re.escape(TEMPORARY_SUFFIX)})?"
+)
 INDEX_SHARE = 8
 """The index of what is on disk takes at most one part in this many of the memory budget."""
 INDEX_CONVERSATIONS = 1024
@@ -57,32 +73,164 @@ def open_tiered(
     clock: Callable[[], float],
     wall: Callable[[], float],
     directory: Path | None = None,
-    **others: object,
-) -> TieredStore:
+    new_id: Callable[[], ConversationId] | None = None,
+    policy: Policy | None = None,
+    slab_hooks: SlabHooks | None = None,
+    free_memory: Callable[[], int] | None = None,
+) -> ConversationStore:
     """Opens the store over what the directory holds, and removes files of no use.
 
-    `others` are options of ConversationStore. `directory` is the path of `fs`; only states in files need it. Raises
-    OSError if the directory cannot be read, and ValueError for a fingerprint of the wrong length.
+    `directory` is the path of `fs`; only states in files need it. The rest is as for ConversationStore. Raises OSError
+    if the directory cannot be read, and ValueError for a fingerprint of the wrong length.
     """
     if len(fingerprint) != DIGEST_BYTES:
         raise ValueError(f"a fingerprint has {DIGEST_BYTES} bytes, not {len(fingerprint)}")
-    now_s, wall_s = clock(), wall()
-    disk_config = DiskConfig(
-        options.budget_bytes,
-        fingerprint,
-        index_bytes_for(config, options.budget_bytes, layout),
-        options.write_bytes_per_day,
-        options.max_age_s,
+    found = scan(fs)
+    index_bytes = index_bytes_for(config, options.budget_bytes, layout)
+    written = written_last_day(found, wall())
+    seen = {block.id >> BLOCK_EPOCH_BITS for manifest, _ in found.manifests for block in manifest.blocks}
+    setup = DiskSetup(
+        DiskConfig(options.budget_bytes, fingerprint, index_bytes, options.write_bytes_per_day, options.max_age_s),
+        WriteAllowance.full(options.write_bytes_per_day, clock(), written),
+        wall,
+        lambda: secrets.randbits(64),
+        _epoch(seen) << BLOCK_EPOCH_BITS,
+        (directory or Path()).joinpath,
     )
-    disk = open_tier(fs, disk_config, layout, now_s, wall_s)
-    allowance = WriteAllowance.full(options.write_bytes_per_day, now_s, written_last_day(disk, now_s))
-    seen = {block.id >> BLOCK_EPOCH_BITS for e in disk.entries.values() for block in e.manifest.blocks}
-    sources = DiskSources(wall, lambda: secrets.randbits(64), _epoch(seen) << BLOCK_EPOCH_BITS)
-    if layout.grain is not Grain.FILE:
-        return TieredStore(config, layout, clock, disk=disk, sources=sources, allowance=allowance, **others)
-    assert directory is not None, "a state in a file has a path"
-    parts = {"disk": disk, "sources": sources, "allowance": allowance}
-    return FileStore(config, layout, clock, path_of=directory.joinpath, **parts, **others)
+    store = ConversationStore(
+        config,
+        layout,
+        clock,
+        disk=setup,
+        new_id=new_id,
+        policy=policy,
+        slab_hooks=slab_hooks,
+        free_memory=free_memory,
+    )
+    recover(store.table, fs, found)
+    return store
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files in a directory."""
+
+    manifests: tuple[tuple[Manifest, int], ...]
+    """Valid manifests, each with the size of its file in bytes."""
+    garbage: tuple[tuple[str, int], ...]
+    """Names and sizes of parkd's files that are of no use, manifests first."""
+
+
+def scan(fs: FileSystem) -> Found:
+    """Reads every manifest; one that cannot be read is garbage. Raises OSError if the directory cannot be read."""
+    sizes = {name: size for name, size in fs.sizes().items() if OUR_NAMES.fullmatch(name)}
+    found: list[tuple[Manifest, int]] = []
+    garbage = [name for name in sizes if name.endswith(TEMPORARY_SUFFIX)]
+    for name, size in sizes.items():
+        if not name.endswith(MANIFEST_SUFFIX):
+            continue
+        try:
+            manifest = decode(fs.load(name))
+            _check(manifest, name, sizes)
+        except (OSError, DamagedManifest) as error:
+            log.warning("%s is discarded: %s", name, error)
+            garbage.append(name)
+        else:
+            found.append((manifest, size))
+    named = {ref.name for manifest, _ in found for ref in manifest.extents}
+    garbage += [name for name in sizes if name.endswith(EXTENT_SUFFIX) and name not in named]
+    return Found(tuple(found), tuple((name, sizes[name]) for name in garbage))
+
+
+def _check(manifest: Manifest, name: str, sizes: Mapping[str, int]) -> None:
+    """Raises DamagedManifest unless the manifest belongs to this name and its extents have the right sizes."""
+    if manifest.name != name:
+        raise DamagedManifest("it belongs to another name")
+    for ref in manifest.extents:
+        if sizes.get(ref.name) != ref.size:
+            raise DamagedManifest(f"{ref.name} is missing, or not as long as it was")
+
+
+def recover(table: Conversations, fs: FileSystem, found: Found) -> None:
+    """Enters what a directory holds into the table, after removing what exceeds the budgets. Raises OSError if the
+    directory cannot be synced."""
+    disk, now_s = table.disk, table.clock()
+    config, wall_s = disk.config, disk.setup.wall()
+    times = _times(fs)
+    for name, size in found.garbage:
+        disk.charge_found(file_bytes(size))
+        disk.condemn(name, file_bytes(size))
+    extents = {ref.id: ref.taken_bytes for manifest, _ in found.manifests for ref in manifest.extents}
+    disk.charge_found(sum(extents.values()))
+    for manifest, size in found.manifests:
+        is_foreign = (manifest.fingerprint, manifest.layout_digest) != (config.fingerprint, table.kind.layout.digest)
+        taken = file_bytes(size)
+        disk.charge_found(taken)
+        marked_s = times.get(manifest.name, float("inf"))
+        parked = parked_of(manifest, now_s, wall_s, marked_s)
+        place = table.found_on_disk(manifest, taken, parked, is_foreign=is_foreign)
+        if marked_s <= wall_s:  # else the next marks correct it
+            place.marked_s = parked.last_used_s
+    if config.max_age_s is not None:
+        for each, _ in table.on_disk():
+            if each.parked.last_used_s < now_s - config.max_age_s:
+                table.leave_disk(each)
+    stuck = 0
+    while table.make_disk_room(0, 0, now_s) or stuck == 0:
+        job = disk.next_removal_job()
+        if job is None:
+            break
+        left = remove(fs, job)
+        disk.removed(job, left)
+        stuck += len(left)
+    fs.sync()  # Names that are seen now may not be durable yet, if their sync failed. From here on they are.
+    if stuck:
+        log.warning("%d files could not be removed; they stay and count in the budget", stuck)
+
+
+def parked_of(manifest: Manifest, now_s: float, wall_s: float, marked_s: float = float("inf")) -> Parked:
+    """The conversation as the matcher sees it. `now_s` and `wall_s` are the same instant by two clocks.
+
+    `marked_s` is the time of the manifest's file: it is the last use if it is later than the one in the manifest. A
+    time in the future is ignored, since it comes from a wrong clock or from copying the file.
+    """
+    shift = now_s - wall_s
+    used_s = manifest.last_used_s
+    if used_s < marked_s <= wall_s:
+        used_s = marked_s
+    return Parked(
+        id=manifest.id,
+        key_digest=manifest.key_digest,
+        units=manifest.units,
+        prefix_hashes=manifest.prefix_hashes,
+        blocks=tuple(block.id for block in manifest.blocks),
+        checkpoints=tuple(ParkedCheckpoint(c.position, 0) for c in manifest.checkpoints),
+        layout_digest=manifest.layout_digest,
+        parked_at_s=manifest.parked_at_s + shift,
+        last_used_s=min(now_s, used_s + shift),
+        tier=Tier.DISK,
+        namespace=manifest.namespace,
+    )
+
+
+def _times(fs: FileSystem) -> dict[str, float]:
+    """File times by name; empty if they cannot be read, since they only decide what is removed first."""
+    try:
+        return fs.times()
+    except OSError as error:
+        log.warning("the times when conversations were last used cannot be read: %s", error)
+        return {}
+
+
+def written_last_day(found: Found, wall_s: float) -> int:
+    """Bytes of present files that were written in the last day. At least this much of the allowance is spent."""
+    recent = {
+        ref.id: ref.size
+        for manifest, _ in found.manifests
+        if manifest.parked_at_s > wall_s - DAY_S
+        for ref in manifest.extents
+    }
+    return sum(recent.values())
 
 
 def _epoch(seen: set[int]) -> int:

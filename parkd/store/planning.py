@@ -1,29 +1,35 @@
-"""What a capture up to a given position would take. Pure.
+"""What it would take to have a conversation in RAM up to a given position: what is there, and what must be filled.
 
 rows     0 ........ held ............ position ......... n
-         |-- stored --|-- to copy ------|-- not parked --|
+         |-- there ---|-- to fill ------|-- left out ----|
+
+A capture fills places from the arenas, a promotion from disk. Both are planned, admitted and reserved alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from parkd.state import StateSizes
+from parkd.state import StateFile
+from parkd.store.blocks import Block, BlockTable, Shape, StateKind, whole_charge
 from parkd.store.budget import BLOCK_BYTES, Need, conversation_metadata_bytes
-from parkd.store.checkpoints import checkpoint_charge
-from parkd.store.records import BlockId, CaptureRequest, ParkedCheckpoint
-from parkd.store.segments import segment_charge
+from parkd.store.checkpoints import checkpoint_bytes_of, checkpoint_charge
+from parkd.store.conversations import Conversations
+from parkd.store.records import BlockId, CaptureRequest, CheckpointId, Parked, ParkedCheckpoint
+from parkd.types import Units
 
 
-def block_identity(request: CaptureRequest, index: int, rows: int, block_tokens: int) -> bytes:
+def block_identity(
+    key_digest: bytes, units: Units, prefix_hashes: tuple[bytes, ...], block_tokens: int, index: int, rows: int
+) -> bytes:
     """16 bytes that name the units up to row `rows` of block `index`. A guard against a lineage that names the wrong
     block; equal identities alone never make a block reusable."""
     if rows == block_tokens:
-        return request.prefix_hashes[index]
-    before = request.prefix_hashes[index - 1] if index else request.key_digest
-    tail = request.units[index * block_tokens : index * block_tokens + rows]
+        return prefix_hashes[index]
+    before = prefix_hashes[index - 1] if index else key_digest
+    tail = units[index * block_tokens : index * block_tokens + rows]
     return blake2b(before + tail.tobytes(), digest_size=16, person=b"parkd-tail").digest()
 
 
@@ -58,115 +64,248 @@ def check_request(request: CaptureRequest, layout_digest: bytes, block_tokens: i
         raise ValueError("the sizes are not those of the checkpoints")
 
 
+KIN_LIMIT = 64
+"""Conversations searched for checkpoints to inherit."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCheckpoint:
+    """A checkpoint whose place in RAM must be filled."""
+
+    position: int
+    size: int | None = None
+    """Bytes of an opaque checkpoint; None: as the layout says."""
+    id: CheckpointId | None = None
+    """The checkpoint on disk that is read; None: a new one."""
+
+
 @dataclass(frozen=True, eq=False)
-class CapturePlan:
-    """A request, and what the store already holds of it by lineage."""
+class Plan:
+    """A conversation that is to be in RAM, and what of it is there."""
 
-    request: CaptureRequest
-    held: tuple[BlockId, ...]
-    inherited: tuple[ParkedCheckpoint, ...]
-    """Checkpoints that belong to held blocks, ascending."""
-    block_tokens: int
+    kind: StateKind
     slot_bytes: int
-    checkpoint_bytes: int
+    key_digest: bytes
+    units: Units
+    prefix_hashes: tuple[bytes, ...]
+    held: tuple[BlockId, ...]
+    """Its first blocks, which are in RAM."""
+    inherited: tuple[ParkedCheckpoint, ...]
+    """Checkpoints in RAM that belong to held blocks, ascending."""
+    checkpoints: tuple[PlannedCheckpoint, ...]
+    """Ascending."""
+    ends: tuple[int, ...] | None
+    """Positions up to which it may be parked, ascending; None: any."""
     dropped: tuple[int, ...] = ()
-    """Positions of inherited checkpoints that are given up, because the conversation has too many."""
-
-    def blocks(self, position: int) -> int:
-        return -(-position // self.block_tokens)
+    """Positions of checkpoints that could be inherited and are given up, because the conversation has too many."""
+    lineage: tuple[BlockId, ...] = ()
+    """For a capture: the blocks that the live state descends from. Those on disk alone keep their ids."""
+    on_disk: tuple[tuple[BlockId, Block], ...] = ()
+    """For a promotion: the blocks of the conversation on disk."""
+    whole_bytes: int = 0
+    """Bytes of an opaque state."""
+    file: StateFile | None = None
+    """The file of an opaque state that stays in it."""
 
     def held_at(self, position: int) -> tuple[BlockId, ...]:
-        return self.held[: self.blocks(position)]
+        return self.held[: self.kind.blocks(position)]
 
     def inherited_at(self, position: int) -> tuple[ParkedCheckpoint, ...]:
-        if not self.inherited:
-            return ()
         return tuple(checkpoint for checkpoint in self.inherited if checkpoint.position <= position)
 
-    def fresh_checkpoints(self, position: int) -> tuple[int, ...]:
-        """Positions of checkpoints that must be copied."""
-        if not self.request.checkpoints:
-            return ()
-        known = {checkpoint.position for checkpoint in self.inherited}
-        return tuple(place for place in self.request.checkpoints if place <= position and place not in known)
+    def checkpoints_at(self, position: int) -> tuple[PlannedCheckpoint, ...]:
+        """Those that must be filled."""
+        return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.position <= position)
 
     def checkpoint_positions(self, position: int) -> tuple[int, ...]:
         """All checkpoints of the parked conversation, ascending."""
-        known = {checkpoint.position for checkpoint in self.inherited_at(position)}
-        return tuple(sorted(known.union(self.fresh_checkpoints(position))))
-
-    def fresh_shapes(self, position: int) -> list[tuple[int, int, bytes]]:
-        """`(index, rows, identity)` of each block that must be copied."""
-        size, hashes = self.block_tokens, self.request.prefix_hashes
-        whole, rest = divmod(position, size)
-        first = len(self.held_at(position))
-        shapes = [(index, size, name) for index, name in enumerate(hashes[first:whole], first)]
-        if rest and first <= whole:
-            shapes.append((whole, rest, block_identity(self.request, whole, rest, size)))
-        return shapes
+        inherited = (checkpoint.position for checkpoint in self.inherited_at(position))
+        return tuple(sorted((*inherited, *(checkpoint.position for checkpoint in self.checkpoints_at(position)))))
 
     def start(self, position: int) -> int:
-        """First row that must be copied."""
-        return min(len(self.held_at(position)) * self.block_tokens, position)
+        """First row that must be filled."""
+        if self.kind.is_whole:
+            return position if self.held else 0
+        return min(len(self.held_at(position)) * self.kind.block_tokens, position)
+
+    def shapes(self, position: int, blocks: BlockTable) -> tuple[list[Shape], list[BlockId | None]]:
+        """Each block that must be filled, and its id if it is on disk.
+
+        A promoted block is read with all rows it was written with. These may reach further than the conversation, if it
+        was parked in part because no more fitted.
+        """
+        first, end = len(self.held_at(position)), self.kind.blocks(position)
+        if self.on_disk:
+            found = self.on_disk[first:end]
+            shapes = [Shape(b.index, b.rows, b.identity, self.whole_bytes, self.file) for _, b in found]
+            return shapes, [block_id for block_id, _ in found]
+        size = position if self.kind.is_whole else self.kind.block_tokens
+        known = self.key_digest, self.units, self.prefix_hashes, self.kind.block_tokens
+        shapes = []
+        for index in range(first, end):
+            rows = min(size, position - index * size)
+            shapes.append(Shape(index, rows, block_identity(*known, index, rows), self.whole_bytes, self.file))
+        return shapes, self._names(shapes, blocks)
+
+    def _names(self, shapes: Sequence[Shape], blocks: BlockTable) -> list[BlockId | None]:
+        """The ids that blocks to be copied have on disk, up to the first that has none: so a block that is in RAM
+        follows the same blocks in every conversation."""
+        names: list[BlockId | None] = []
+        for shape, name in zip(shapes, self.lineage[len(self.held) :], strict=False):
+            block = blocks.get(name)
+            if block is None or block.ram is not None or (block.rows, block.identity) != (shape.rows, shape.identity):
+                break
+            names.append(name)
+        return names + [None] * (len(shapes) - len(names))
 
     def need(self, position: int) -> Need:
-        blocks = -(-position // self.block_tokens)
-        slots = blocks - min(blocks, len(self.held))
-        side_bytes = conversation_metadata_bytes(position, self.block_tokens) + slots * BLOCK_BYTES
-        return Need(slots, side_bytes + self.fresh_checkpoint_bytes(position))
-
-    def fresh_checkpoint_bytes(self, position: int) -> int:
-        return len(self.fresh_checkpoints(position)) * self.checkpoint_bytes
-
-    def fresh_bytes(self, position: int) -> int:
-        """Bytes of state that must be copied, as they are charged."""
-        return self.need(position).slots * self.slot_bytes + self.fresh_checkpoint_bytes(position)
-
-    def checkpoint_sizes(self, places: Sequence[int]) -> list[int] | None:  # noqa: ARG002
-        """Bytes of the checkpoints at `places`; None: as the layout says."""
-        return None
+        blocks = self.kind.blocks(position)
+        fresh = blocks - min(blocks, len(self.held))
+        side_bytes = conversation_metadata_bytes(position, self.kind.block_tokens) + fresh * BLOCK_BYTES
+        side_bytes += self._checkpoint_bytes(position)
+        return Need(0, side_bytes + fresh * self._own_bytes) if self.kind.is_whole else Need(fresh, side_bytes)
 
     def need_bytes(self, position: int) -> int:
         need = self.need(position)
         return need.slots * self.slot_bytes + need.side_bytes
 
-
-@dataclass(frozen=True, eq=False)
-class OpaquePlan(CapturePlan):
-    """A plan for an opaque state, which is parked as one segment or not at all."""
-
-    @property
-    def sizes(self) -> StateSizes:
-        assert self.request.sizes is not None
-        return self.request.sizes
-
-    def blocks(self, position: int) -> int:  # noqa: ARG002 - however long it is
-        return 1
-
-    def start(self, position: int) -> int:
-        return position if self.held else 0
-
-    def fresh_shapes(self, position: int) -> list[tuple[int, int, bytes]]:
-        if self.held:
-            return []
-        return [(0, position, block_identity(self.request, 0, position, self.block_tokens))]
-
-    def need(self, position: int) -> Need:
-        fresh = 0 if self.held else BLOCK_BYTES + self._segment_bytes
-        metadata = conversation_metadata_bytes(position, self.block_tokens)
-        return Need(0, metadata + fresh + self.fresh_checkpoint_bytes(position))
-
-    def fresh_checkpoint_bytes(self, position: int) -> int:
-        places = self.fresh_checkpoints(position)
-        return sum(checkpoint_charge((size,)) for size in self.checkpoint_sizes(places))
-
     def fresh_bytes(self, position: int) -> int:
-        return (0 if self.held else self._segment_bytes) + self.fresh_checkpoint_bytes(position)
-
-    def checkpoint_sizes(self, places: Sequence[int]) -> list[int]:
-        known = dict(zip(self.request.checkpoints, self.sizes.checkpoints, strict=True))
-        return [known[place] for place in places]
+        """Bytes of state that must be filled, as they are charged."""
+        blocks = self.kind.blocks(position)
+        fresh = blocks - min(blocks, len(self.held))
+        return fresh * (self._own_bytes if self.kind.is_whole else self.slot_bytes) + self._checkpoint_bytes(position)
 
     @property
-    def _segment_bytes(self) -> int:
-        return 0 if self.request.file is not None else segment_charge(self.sizes.whole)
+    def _own_bytes(self) -> int:
+        """What an opaque state takes in memory."""
+        return 0 if self.file is not None else whole_charge(self.whole_bytes)
+
+    def _checkpoint_bytes(self, position: int) -> int:
+        if not self.checkpoints:
+            return 0
+        usual = checkpoint_bytes_of(self.kind.layout)
+        sizes = [checkpoint.size for checkpoint in self.checkpoints_at(position)]
+        return sum(usual if size is None else checkpoint_charge((size,)) for size in sizes)
+
+
+def plan_capture(
+    table: Conversations, request: CaptureRequest, checkpoint_limit: int, file: StateFile | None = None
+) -> Plan:
+    """What a capture of the request would find in RAM, and what it would copy. `file` is where a state goes that stays
+    in its file."""
+    kind, tokens = table.kind, len(request.units)
+    sizes: dict[int, int] = {}
+    if kind.is_whole:
+        assert request.sizes is not None, "the size of an opaque state is told"
+        sizes = dict(zip(request.checkpoints, request.sizes.checkpoints, strict=True))
+        sizes.setdefault(tokens, 0)  # the end is always a checkpoint, and part of the whole state
+        request = replace(request, checkpoints=tuple(sizes))
+    held = _usable_lineage(table, request)
+    inherited: tuple[ParkedCheckpoint, ...] = ()
+    dropped: tuple[int, ...] = ()
+    fresh: tuple[PlannedCheckpoint, ...] = ()
+    if kind.needs_checkpoints:
+        inherited, dropped = bounded(_inheritable(table, request, held), request.checkpoints, checkpoint_limit)
+        known = {checkpoint.position for checkpoint in inherited}
+        fresh = tuple(PlannedCheckpoint(at, sizes.get(at)) for at in request.checkpoints if at not in known)
+    plan = Plan(
+        kind=kind,
+        slot_bytes=table.memory.geometry.slot_bytes,
+        key_digest=request.key_digest,
+        units=request.units,
+        prefix_hashes=request.prefix_hashes,
+        held=held,
+        inherited=inherited,
+        checkpoints=fresh,
+        ends=None,
+        dropped=dropped,
+        lineage=() if kind.is_whole else request.lineage,  # the same tokens computed again need not give the same bytes
+        whole_bytes=0 if request.sizes is None else request.sizes.whole,
+        file=file,
+    )
+    if kind.is_whole:
+        return replace(plan, ends=(tokens,))
+    # Parked state can be resumed only at a checkpoint, even where the live state could be cut elsewhere.
+    return replace(plan, ends=plan.checkpoint_positions(tokens)) if kind.needs_checkpoints else plan
+
+
+def plan_promotion(table: Conversations, parked: Parked, stop: int, file: StateFile | None) -> Plan | None:
+    """What a promotion of `[0, stop)`, or of all if it cannot be cut, would find in RAM and what it would read.
+
+    None while a part of it is being filled, or while a block is there without those before it. `file` is that of a
+    state that stays in it.
+    """
+    kind, size = table.kind, table.kind.block_tokens
+    end = -(-stop // size) * size
+    if kind.needs_checkpoints or kind.is_whole or end > parked.position:
+        end = parked.position
+    blocks = [(block_id, table.blocks[block_id]) for block_id in parked.blocks[: kind.blocks(end)]]
+    checkpoints = [(c, table.checkpoints[c.id]) for c in parked.checkpoints]
+    held = next((at for at, (_, block) in enumerate(blocks) if block.ram is None), len(blocks))
+    is_filling = any(block.owners and not block.is_sealed for _, block in blocks)
+    is_filling |= any(known.owners and not known.is_sealed for _, known in checkpoints)
+    if is_filling or any(block.ram is not None for _, block in blocks[held:]):
+        return None
+    ends: tuple[int, ...] | None = None
+    if kind.is_whole:
+        ends = (end,)
+    elif kind.needs_checkpoints:
+        ends = tuple(checkpoint.position for checkpoint in parked.checkpoints)
+    first = blocks[0][1].disk
+    return Plan(
+        kind=kind,
+        slot_bytes=table.memory.geometry.slot_bytes,
+        key_digest=parked.key_digest,
+        units=parked.units[:end],
+        prefix_hashes=parked.prefix_hashes[: end // size],
+        held=tuple(block_id for block_id, _ in blocks[:held]),
+        inherited=tuple(c for c, known in checkpoints if known.ram is not None),
+        checkpoints=tuple(
+            PlannedCheckpoint(c.position, known.disk.bytes if kind.is_whole and known.disk else None, c.id)
+            for c, known in checkpoints
+            if known.ram is None
+        ),
+        ends=ends,
+        on_disk=tuple(blocks),
+        whole_bytes=0 if first is None else first.bytes,
+        file=file,
+    )
+
+
+def _usable_lineage(table: Conversations, request: CaptureRequest) -> tuple[BlockId, ...]:
+    """The blocks of the lineage that are in RAM and hold only rows of the request."""
+    kind, tokens = table.kind, len(request.units)
+    if kind.is_whole and request.covered != tokens:
+        return ()  # it continued from inside the state, and equal tokens are not equal state
+    held = [] if kind.is_whole else table.blocks.lineage(request.lineage, request.prefix_hashes)
+    index = len(held)
+    tail = table.blocks.get(request.lineage[index]) if index < len(request.lineage) else None
+    if tail is None or not tail.is_sealed or tail.index != index or index * kind.block_tokens + tail.rows != tokens:
+        return tuple(held)
+    if tail.rows < kind.block_tokens or kind.is_whole:
+        known = request.key_digest, request.units, request.prefix_hashes
+        if tail.identity == block_identity(*known, kind.block_tokens, index, tail.rows):
+            held.append(request.lineage[index])
+    return tuple(held)
+
+
+def _inheritable(
+    table: Conversations, request: CaptureRequest, held: tuple[BlockId, ...]
+) -> tuple[ParkedCheckpoint, ...]:
+    """Checkpoints in RAM of blocks that the live state descends from, so that they are valid for it too."""
+    kind = table.kind
+    lineage, end = (request.lineage, request.covered) if kind.is_whole else (held, len(request.units))
+    found: dict[int, ParkedCheckpoint] = {}
+    if not lineage:
+        return ()
+    for kin, _ in table.find_in_ram(request.key_digest, request.prefix_hashes, KIN_LIMIT):
+        parked = kin.parked
+        if kind.is_whole and parked.blocks != lineage:
+            continue
+        for checkpoint in parked.checkpoints:
+            if kind.is_whole and checkpoint.position == parked.position:
+                continue  # it is part of the whole state, and has no bytes of its own
+            blocks = kind.blocks(checkpoint.position)
+            if parked.blocks[:blocks] == lineage[:blocks] and checkpoint.position <= end:
+                found.setdefault(checkpoint.position, checkpoint)
+    return tuple(found[position] for position in sorted(found))

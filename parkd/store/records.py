@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType, TracebackType
 from typing import Literal, Self
 
-from parkd.state import StateFile, StateSizes, Transfer
+from parkd.state import StateSizes, Transfer
 from parkd.types import Units
 
 BlockId = int
@@ -37,6 +37,19 @@ class StoreConfig:
     """Memory of the machine that stays free: a capture that would leave less is refused."""
     checkpoint_limit: int = 16
     """Most checkpoints of a parked conversation, unless the engine itself holds more."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskConfig:
+    budget_bytes: int
+    """Most bytes of all files together, each rounded up to pages."""
+    fingerprint: bytes
+    """Of the loaded model, 16 bytes."""
+    index_bytes: int
+    """Most memory of the index of what is on disk; reserved from the memory budget."""
+    write_bytes_per_day: int
+    max_age_s: float | None = None
+    """Conversations not used for this long are forgotten; None: never."""
 
 
 class Tier(StrEnum):
@@ -106,8 +119,6 @@ class CaptureRequest:
     """Only for an opaque state: the bytes of the whole and of each of `checkpoints`."""
     covered: int = 0
     """Only for an opaque state: the tokens `[0, covered)` descend from the segment in `lineage`."""
-    file: StateFile | None = None
-    """The file of an opaque state; set by the store itself."""
 
 
 class RefusalReason(StrEnum):
@@ -217,3 +228,30 @@ class StoreStats:
     """Tokens of committed captures that were stored before and not copied again."""
     refusals_total: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """By `RefusalReason` value."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """The disk tier at one instant. Names of counters end in `_total`."""
+
+    conversations: int
+    extents: int
+    budget_bytes: int
+    bytes_in_use: int
+    """Of all files, including those being written and those to be removed."""
+    foreign_conversations: int
+    """Conversations of other weights or another layer split."""
+    index_bytes: int
+    waiting_conversations: int
+    """Conversations that wait for their write."""
+    allowance_bytes: int
+    """What is left of the daily write allowance."""
+    writes_total: int
+    written_bytes_total: int
+    write_failures_total: int
+    reads_total: int
+    read_bytes_total: int
+    read_failures_total: int
+    evictions_total: int
+    not_written_total: int
+    """Conversations that were not worth a write, or for which there was no room."""

@@ -9,19 +9,15 @@ longer each time. After the second failure in a row nothing waits any more, so t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-
-from parkd.state import StateLayout
-from parkd.store.disk import DiskTier
+from parkd.store.conversations import Conversation, Conversations, InRam, superseded
+from parkd.store.disk import Disk, index_bytes_of, job_bytes, manifest_limit_bytes
 from parkd.store.disk_jobs import RemoveJob, WriteJob, leftovers
 from parkd.store.disk_layout import write_job
-from parkd.store.disk_policy import WriteAllowance, worth_writing
-from parkd.store.disk_records import DiskEntry, index_bytes_of, job_bytes, manifest_limit_bytes
+from parkd.store.disk_policy import worth_writing
 from parkd.store.manifest import ExtentRef
-from parkd.store.records import BlockId, ConversationId, Parked, Tier
-from parkd.store.shelf import Entry, Shelf
+from parkd.store.records import ConversationId
 
 QUEUE_SHARE = 2
 """Waiting conversations hold at most one part in this many of the memory budget. One that waits alone may hold more:
@@ -33,23 +29,11 @@ FAILURES_BORNE = 1
 """Failures in a row after which conversations may still wait."""
 
 
-@dataclass(frozen=True)
-class DiskSources:
-    """What the disk tier gets from outside."""
-
-    wall: Callable[[], float]
-    """Seconds since the epoch."""
-    new_extent: Callable[[], int]
-    """Returns a 64-bit number that no process has used in the directory."""
-    first_block: BlockId
-    """Block ids count up from here; none of them was ever used in the directory."""
-
-
 @dataclass(eq=False)
 class _Waiting:
     """A conversation to be written."""
 
-    entry: Entry
+    conversation: Conversation
     bytes: int
     release: Callable[[], None]
     adopted: ExtentRef | None = None
@@ -67,26 +51,13 @@ class _Writing:
 class WriteQueue:
     """The way from RAM to disk. `on_work` is called when there may be a new job."""
 
-    def __init__(
-        self,
-        shelf: Shelf,
-        disk: DiskTier,
-        layout: StateLayout,
-        clock: Callable[[], float],
-        sources: DiskSources,
-        allowance: WriteAllowance,
-        limit_bytes: int,
-    ) -> None:
+    def __init__(self, table: Conversations, disk: Disk, limit_bytes: int) -> None:
         self.on_work: Callable[[], None] = lambda: None
-        self.on_lost: Callable[[ConversationId], None] = lambda _id: None
-        """Called with a conversation whose adopted file could not be kept."""
         self.writes = self.written_bytes = self.failures = self.not_written = 0
-        self.allowance = allowance
-        self._shelf = shelf
+        self.allowance = disk.setup.allowance
+        self._table = table
         self._disk = disk
-        self._layout = layout
-        self._clock = clock
-        self._sources = sources
+        self._clock = table.clock
         self._limit_bytes = limit_bytes
         self._waiting: dict[ConversationId, _Waiting] = {}
         self._writing: _Writing | None = None
@@ -106,29 +77,27 @@ class WriteQueue:
         """True for a while after a failed write."""
         return self._clock() < self._paused_until_s
 
-    def offer(self, entry: Entry) -> None:
+    def offer(self, conversation: Conversation, ram: InRam) -> None:
         """Queues a conversation in RAM if it is worth a write."""
-        parked, allowance = entry.parked, self.allowance
-        size = self._missing_bytes(parked)
+        parked, blocks, allowance = conversation.parked, self._table.blocks, self.allowance
+        on_disk = [block_id for block_id in parked.blocks if blocks[block_id].disk is not None]
+        size = self._missing_bytes(conversation)
         allowance.refill(self._clock())
-        returned = entry.history.turns > 1 or any(block_id in self._disk.blocks for block_id in parked.blocks)
-        worth = worth_writing(size, allowance.left_bytes, allowance.share, has_returned=returned)
+        worth = worth_writing(
+            size, allowance.left_bytes, allowance.share, has_returned=ram.history.turns > 1 or bool(on_disk)
+        )
         queued = sum(waiting.bytes for waiting in self._waiting.values())
         is_broken = self._failed_in_a_row > FAILURES_BORNE and self.is_paused
         is_full = len(self) > 0 and queued + size > self._limit_bytes
         if not worth or is_broken or is_full:
             self.not_written += 1
             return
-        self._waiting[parked.id] = _Waiting(entry, size, self._shelf.lease(entry, self._clock()))
+        self._waiting[parked.id] = _Waiting(conversation, size, self._table.lease(conversation))
         self.on_work()
 
-    def new_extent(self, size: int) -> ExtentRef:
-        """Names a new file of that size."""
-        return ExtentRef(self._sources.new_extent(), size)
-
-    def adopt(self, entry: Entry, ref: ExtentRef) -> None:
+    def adopt(self, conversation: Conversation, ref: ExtentRef) -> None:
         """Queues a conversation whose file is already written and charged, so that it gets its manifest."""
-        self._waiting[entry.parked.id] = _Waiting(entry, 0, self._shelf.lease(entry, self._clock()), ref)
+        self._waiting[conversation.id] = _Waiting(conversation, 0, self._table.lease(conversation), ref)
         self.allowance.spend(ref.taken_bytes)
         self.on_work()
 
@@ -143,7 +112,7 @@ class WriteQueue:
     def cancel_superseded(self) -> None:
         """Takes superseded conversations out of the queue. One that is being written is still written."""
         for conversation_id, waiting in list(self._waiting.items()):
-            if not waiting.entry.is_published:
+            if waiting.conversation.ram is None:
                 self._give_up(self._waiting.pop(conversation_id))
 
     def next_job(self) -> WriteJob | RemoveJob | None:
@@ -183,38 +152,34 @@ class WriteQueue:
         self._disk.let_go(writing.reused)
         writing.waiting.release()
         if error is not None and job.is_adopted:
-            self.on_lost(job.manifest.id)
+            self._lost(writing.waiting.conversation)
 
     def _start(self, waiting: _Waiting) -> _Writing | None:
         """The job that writes a conversation, with its reused extents held and others condemned to make room; None if
         there is no room."""
-        parked = waiting.entry.parked
-        shift = self._sources.wall() - self._clock()
-        number = self._sources.new_extent() if waiting.adopted is None else waiting.adopted.id
-        job, reused = write_job(self._shelf, self._disk, self._layout, parked, number, shift, waiting.adopted)
-        superseded = {entry.manifest.id for entry in self._superseded(parked)}
+        conversation, setup = waiting.conversation, self._disk.setup
+        shift = setup.wall() - self._clock()
+        number = setup.new_extent() if waiting.adopted is None else waiting.adopted.id
+        job, reused = write_job(self._table, self._disk, conversation, number, shift, waiting.adopted)
         self._disk.hold(reused)
-        if not self._disk.make_room(job_bytes(job), index_bytes_of(job.manifest), parked.last_used_s, superseded):
+        size, used_s = job_bytes(job), conversation.parked.last_used_s
+        if not self._table.make_disk_room(size, index_bytes_of(job.manifest), used_s, self._superseded(conversation)):
             self._disk.let_go(reused)
             return None
         return _Writing(waiting, job, reused)
 
     def _written(self, writing: _Writing) -> None:
-        job, entry = writing.job, writing.waiting.entry
+        job, conversation = writing.job, writing.waiting.conversation
         self._failed_in_a_row = 0
         self.writes += 1
         self.written_bytes += job_bytes(job)
-        parked = replace(entry.parked, tier=Tier.DISK)
-        on_disk = self._disk.add(job.manifest, parked, manifest_limit_bytes(job.manifest))
+        self._table.enter_disk(conversation, job.manifest, manifest_limit_bytes(job.manifest))
         if writing.is_dropped:
-            self._disk.forget(on_disk)
+            self._table.leave_disk(conversation)
             return
-        on_disk.is_pinned = entry.is_pinned
-        for checkpoint, place in zip(parked.checkpoints, job.manifest.checkpoints, strict=True):
-            self._disk.know_checkpoint(checkpoint.id, place)
-        for ancestor in self._superseded(parked):
-            on_disk.is_pinned |= ancestor.is_pinned
-            self._disk.forget(ancestor)
+        for ancestor in self._superseded(conversation):
+            conversation.is_pinned |= ancestor.is_pinned
+            self._table.leave_disk(ancestor)
 
     def _failed(self, job: WriteJob) -> None:
         self.failures += 1
@@ -231,22 +196,24 @@ class WriteQueue:
         """Releases a conversation that will not be written, and condemns its file, if it has one."""
         waiting.release()
         if waiting.adopted is not None:
-            self._disk.condemn((waiting.adopted.name,), waiting.adopted.taken_bytes)
-            self.on_lost(waiting.entry.parked.id)
+            self._disk.condemn(waiting.adopted.name, waiting.adopted.taken_bytes)
+            self._lost(waiting.conversation)
 
-    def _superseded(self, parked: Parked) -> list[DiskEntry]:
-        """Conversations on disk that this one makes superfluous."""
-        places = {checkpoint.position for checkpoint in parked.checkpoints}
-        return [
-            entry
-            for entry in self._disk.prefixes_of(parked)
-            if entry.parked.position <= parked.position
-            and np.array_equal(entry.parked.units, parked.units[: entry.parked.position])
-            and places.issuperset(c.position for c in entry.parked.checkpoints)
-        ]
+    def _lost(self, conversation: Conversation) -> None:
+        """Ends a conversation whose file could not be kept."""
+        if conversation.ram is not None:
+            self._table.forget_in_ram(conversation, "dropped", "its file is gone")
 
-    def _missing_bytes(self, parked: Parked) -> int:
+    def _superseded(self, conversation: Conversation) -> list[Conversation]:
+        """Conversations on disk that this one makes superfluous there."""
+        parked = conversation.parked
+        prefixes = self._table.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes)
+        there = [each for each in prefixes if each.disk is not None and each is not conversation]
+        return superseded(there, parked.position, (checkpoint.position for checkpoint in parked.checkpoints))
+
+    def _missing_bytes(self, conversation: Conversation) -> int:
         """Bytes of the conversation that are not on disk yet."""
-        blocks = [block_id for block_id in parked.blocks if block_id not in self._disk.blocks]
-        checkpoints = [c.id for c in parked.checkpoints if c.id not in self._disk.checkpoints]
-        return self._shelf.blocks.bytes_of(blocks) + sum(map(self._shelf.checkpoints.bytes_of, checkpoints))
+        blocks, checkpoints = self._table.blocks, self._table.checkpoints
+        missing = [block_id for block_id in conversation.parked.blocks if blocks[block_id].disk is None]
+        fixed = [c.id for c in conversation.parked.checkpoints if checkpoints[c.id].disk is None]
+        return blocks.bytes_of(missing) + sum(map(checkpoints.bytes_of, fixed))

@@ -10,7 +10,7 @@ import numpy as np
 
 from parkd.store.records import Parked, Refused
 from tests.fault.fault_fs import Crashed, Fault, FaultFs
-from tests.fault.tier_kit import FINGERPRINT, Machine, run
+from tests.fault.tier_kit import FINGERPRINT, Machine, on_disk, run
 from tests.fault.workload import LAYOUTS, Life, Wrong, away, check_files
 from tests.unit.store.store_kit import assert_counts, assert_within_budget, make_units
 
@@ -126,7 +126,7 @@ class RandomLife:
         self.fs.crash([0.0, 1.0, None][kept % 3])
         self._count("crashed")
         self.life.start()
-        missing = promised - set(self.store.disk.entries)
+        missing = promised - set(on_disk(self.store))
         if missing:
             raise Wrong(f"acknowledged and lost: {sorted(missing)}")
         for conversation_id in sorted(promised):
@@ -142,7 +142,7 @@ class RandomLife:
         machine.fingerprint = b"the weights, two" if machine.fingerprint == FINGERPRINT else FINGERPRINT
         self.fs.fault = None
         self.life.start()
-        for entry in self.store.disk.entries.values():
+        for entry in on_disk(self.store).values():
             if entry.is_foreign and any(
                 c.id == entry.parked.id
                 for c, _ in self.store.candidates(entry.parked.key_digest, entry.parked.prefix_hashes)
@@ -179,7 +179,7 @@ class RandomLife:
         self.work_all()
         self.crash(0)
         check_files(self.store, self.fs, self.disk_bytes)
-        for entry in list(self.store.disk.entries.values()):
+        for entry in list(on_disk(self.store).values()):
             if not entry.is_foreign:
                 self.life.read(self.store.get(entry.parked.id) or entry.parked)
 
@@ -202,7 +202,7 @@ class RandomLife:
         return True
 
     def _pick(self, choice: int) -> Parked | None:
-        ids = sorted({*self.store._shelf.entries, *(i for i, e in self.store.disk.entries.items() if not e.is_foreign)})
+        ids = sorted({*self.store.table.in_ram, *(i for i, e in on_disk(self.store).items() if not e.is_foreign)})
         return self.store.get(ids[choice % len(ids)]) if ids else None
 
     def _more(self, count: int) -> np.ndarray:

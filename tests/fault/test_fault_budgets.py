@@ -6,9 +6,10 @@ import pytest
 
 from parkd.state import Costs
 from parkd.store.disk_jobs import MarkJob, mark
+from parkd.store.eviction import rated
 from parkd.store.policy import GdsfPolicy, ValuePolicy
 from parkd.store.records import ConversationGone, Parked, Refused, Tier
-from tests.fault.tier_kit import away, evict, parked, promote, pump, rows_of, started
+from tests.fault.tier_kit import away, evict, on_disk, parked, promote, pump, rows_of, started
 from tests.unit.store.store_kit import (
     KEY,
     assert_same_rows,
@@ -69,9 +70,9 @@ def test_no_tail_is_kept_without_its_head() -> None:
     pump(store, machine.fs)
     evict(store, second)
     assert_same_rows(rows_of(store, machine.fs, store.get(second.id)), rows)
-    head = next(block.extent for block in store.disk.entries[second.id].manifest.blocks[:1])
-    machine.fs.remove(f"{head:016x}.extent")
-    assert machine.start().disk.entries == {}
+    extent = store.inspect().blocks[second.blocks[0]].extent
+    machine.fs.remove(f"{extent:016x}.extent")
+    assert on_disk(machine.start()) == {}
     assert machine.fs.names() == []
 
 
@@ -84,7 +85,7 @@ def test_the_disk_budget_holds_and_the_least_recently_used_goes() -> None:
         store.touch(ids[0])
         pump(store, machine.fs)
         assert machine.fs.peak_bytes <= 110_000
-    there = set(store.disk.entries)
+    there = set(on_disk(store))
     assert ids[0] in there
     assert ids[-1] in there
     assert ids[1] not in there
@@ -99,7 +100,7 @@ def test_a_smaller_budget_is_enforced_before_anything_is_served() -> None:
     machine.disk_bytes = 70_000
     store = machine.start()
     assert machine.fs.bytes <= 70_000
-    assert len(store.disk.entries) >= 1
+    assert len(on_disk(store)) >= 1
 
 
 @pytest.mark.parametrize("changed", ["weights", "stages"])
@@ -121,7 +122,7 @@ def test_of_other_weights_or_stages_is_kept_but_goes_first(changed: str) -> None
         new, _ = parked(machine, store, seed)
         pump(store, machine.fs)
         store.touch(new.id)
-    assert old.id not in store.disk.entries
+    assert old.id not in on_disk(store)
     assert store.disk_stats().conversations >= 2
 
 
@@ -137,7 +138,7 @@ def test_too_old_is_forgotten_in_both_tiers() -> None:
     assert store.get(there.id) is None
     assert store.get(fresh.id) is not None
     machine.times.now += 4000
-    assert machine.start().disk.entries == {}
+    assert on_disk(machine.start()) == {}
     assert machine.fs.names() == []
 
 
@@ -156,14 +157,14 @@ def test_when_it_was_last_used_outlives_a_restart() -> None:
     store.touch(kept.id)
     assert store.next_marks() is None, "at most every so often"
     at_stop = store.next_marks(stops=True)
-    assert [name for name, _ in at_stop.times] == [store.disk.entries[kept.id].manifest.name]
+    assert [name for name, _ in at_stop.times] == [on_disk(store)[kept.id].disk.name]
     assert machine.fs.log.count("sync directory") == syncs
     machine.times.now += 1000
     machine.fs.crash(kept=0)
     again = machine.start()
-    assert list(again.disk.entries) == [kept.id], "the other was not used for more than an hour"
+    assert list(on_disk(again)) == [kept.id], "the other was not used for more than an hour"
     machine.times.now += 10_000
-    assert machine.start().disk.entries == {}
+    assert on_disk(machine.start()) == {}
 
 
 def test_the_more_recently_used_stays_when_the_budget_shrinks_over_a_restart() -> None:
@@ -173,7 +174,7 @@ def test_the_more_recently_used_stays_when_the_budget_shrinks_over_a_restart() -
     store.touch(first.id)
     mark(machine.fs, store.next_marks(stops=True))
     machine.disk_bytes = store.disk_stats().bytes_in_use - 4096
-    assert list(machine.start().disk.entries) == [first.id]
+    assert list(on_disk(machine.start())) == [first.id]
 
 
 @pytest.mark.parametrize("lie", ["future", "past", "lost", "unreadable"])
@@ -182,8 +183,8 @@ def test_a_time_that_lies_does_no_harm(lie: str) -> None:
     old, _ = parked(machine, store, 1)
     pump(store, machine.fs)
     mark(machine.fs, store.next_marks())
-    name = store.disk.entries[old.id].manifest.name
-    used_s = store.disk.entries[old.id].parked.last_used_s
+    name = on_disk(store)[old.id].disk.name
+    used_s = on_disk(store)[old.id].parked.last_used_s
     if lie == "lost":
         machine.fs.marks.clear()
     elif lie == "unreadable":
@@ -191,12 +192,12 @@ def test_a_time_that_lies_does_no_harm(lie: str) -> None:
     else:
         machine.fs.marks[name] = machine.times.wall() + (1e9 if lie == "future" else -1e9)
     again = machine.start()
-    assert again.disk.entries[old.id].parked.last_used_s == pytest.approx(used_s, abs=2.0)
+    assert on_disk(again)[old.id].parked.last_used_s == pytest.approx(used_s, abs=2.0)
     mark(machine.fs, again.next_marks(stops=True) or MarkJob(()))
     if lie == "future":
         assert machine.fs.marks[name] == pytest.approx(used_s + 1.7e9, abs=2.0), "set right"
     machine.times.now += 4000
-    assert machine.start().disk.entries == {}, "nothing is kept for longer because of it"
+    assert on_disk(machine.start()) == {}, "nothing is kept for longer because of it"
 
 
 def _unreadable() -> dict[str, float]:
@@ -237,7 +238,7 @@ def test_pinned_stays_on_disk() -> None:
     for seed in range(2, 9):
         parked(machine, store, seed)
         pump(store, machine.fs)
-    assert there.id in store.disk.entries
+    assert there.id in on_disk(store)
 
 
 COSTS = Costs(read_s=1e-3, bytes_per_s=8e9, disk_bytes_per_s=1e9)
@@ -251,15 +252,20 @@ def test_what_is_on_disk_leaves_memory_first(policy) -> None:
     assert pump(store, machine.fs) == []
     waiting, _ = parked(machine, store, 2, 40)
     store.queue.cancel(waiting.id)
-    assert [store._shelf.is_on_disk(each.id) for each in (there, waiting)] == [True, False]
+    assert [store.table.known(each.id).is_on_disk for each in (there, waiting)] == [True, False]
     scores = {}
     for each in (there, waiting):
-        rating = store._shelf.rated(store._shelf.entry(each.id), policy, COSTS, 1100.0)
+        rating = _rated(store, each, policy)
         assert rating.candidate.is_on_disk == (each is there)
         scores[each.id] = rating.score
     assert scores[there.id] < scores[waiting.id]
-    store.disk.forget(store.disk.entries[there.id])
-    assert store._shelf.entry(there.id).rating is None, "what it is worth in memory has changed"
-    rating = store._shelf.rated(store._shelf.entry(there.id), policy, COSTS, 1100.0)
+    store.table.leave_disk(on_disk(store)[there.id])
+    assert store.table.known(there.id).ram.rating is None, "what it is worth in memory has changed"
+    rating = _rated(store, there, policy)
     assert not rating.candidate.is_on_disk
     assert rating.score > scores[there.id]
+
+
+def _rated(store, parked, policy):
+    conversation = store.table.known(parked.id)
+    return rated(store.table, conversation, conversation.ram, policy, COSTS, 1100.0)

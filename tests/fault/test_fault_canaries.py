@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import xxhash
 
-from parkd.store import disk_jobs, manifest, recovery
+from parkd.store import disk_jobs, manifest, opening
 from parkd.store.disk_jobs import RemoveJob
 from tests.fault.fault_fs import Crashed, Fault, FaultFs
-from tests.fault.tier_kit import Machine, evict, pump
+from tests.fault.tier_kit import Machine, evict, on_disk, pump
 from tests.fault.workload import LAYOUTS, Life, Wrong, live, survive
 from tests.unit.store.store_kit import make_units
 
@@ -74,7 +74,7 @@ def damaged_life(layout: str) -> tuple[Life, str]:
         parked = life.park()
         life.work()
         evict(life.store, parked)
-    [extent] = next(iter(life.store.disk.entries.values())).manifest.extents
+    [extent] = next(iter(on_disk(life.store).values())).disk.extents
     return life, extent.name
 
 
@@ -84,7 +84,7 @@ def damage_everything(layout: str) -> None:
     for at in range(0, len(life.machine.fs.content(name)), 4096):
         life, name = damaged_life(layout)
         life.machine.fs.flip(name, at)
-        first, *others = list(life.store.disk.entries.values())
+        first, *others = list(on_disk(life.store).values())
         assert not life.read(first.parked), f"bytes were served that are damaged at {at}"
         assert all(life.read(entry.parked) for entry in others)
 
@@ -115,7 +115,7 @@ def damage_manifest() -> None:
     for at in range(0, len(good), 7):
         life.machine.fs.content(name)[:] = good
         life.machine.fs.flip(name, at)
-        found = recovery.scan(life.machine.fs).manifests
+        found = opening.scan(life.machine.fs).manifests
         if found:
             raise Wrong(f"a manifest with byte {at} changed was taken")
 

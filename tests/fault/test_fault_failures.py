@@ -10,7 +10,7 @@ from parkd.state import Grain
 from parkd.store import write_queue
 from parkd.store.records import Parked
 from tests.fault.fault_fs import Fault
-from tests.fault.tier_kit import Machine, away, evict, parked, promote, pump, rows_of, started
+from tests.fault.tier_kit import Machine, away, evict, on_disk, parked, promote, pump, rows_of, started
 from tests.fault.whole_kit import whole_layout
 from tests.fault.workload import check_files
 from tests.unit.store.store_kit import (
@@ -31,14 +31,14 @@ def test_a_failed_write_is_never_visible(nth: int) -> None:
     assert len(pump(store, machine.fs, 1)) == 1
     machine.fs.fault = None
     assert machine.fs.names() == [], "what was written is removed before anyone is told, also if the process ends then"
-    assert store.disk.entries == {}
+    assert on_disk(store) == {}
     assert_same_rows(leased_rows(store, there), rows)
     pump(store, machine.fs)
     assert machine.fs.names() == []
     assert store.disk.bytes_in_use == 0
     evict(store, there)
     assert store.get(there.id) is None
-    assert machine.start().disk.entries == {}
+    assert on_disk(machine.start()) == {}
 
 
 def test_after_a_failure_writes_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_a_file_that_is_superseded_while_it_waits_goes() -> None:
     grown = engine.park(store)
     pump(store, machine.fs)
     check_files(store, machine.fs, machine.disk_bytes)
-    assert list(store.disk.entries) == [grown.id]
+    assert list(on_disk(store)) == [grown.id]
 
 
 def test_a_failed_read_is_a_miss_and_a_second_gives_it_up() -> None:
@@ -135,7 +135,7 @@ def test_what_a_start_finds_is_there_after_a_crash() -> None:
     machine.fs.fault = Fault(machine.fs.operations + syncs[0], sticky=True)
     assert len(pump(store, machine.fs, 1)) == 1
     machine.fs.fault = None
-    assert there.id in machine.start().disk.entries
+    assert there.id in on_disk(machine.start())
     machine.fs.crash(kept=0.0)
     after = machine.start()
     assert_same_rows(rows_of(after, machine.fs, after.get(there.id)), rows)

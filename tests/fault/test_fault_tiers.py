@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from parkd.state import Grain
-from parkd.store.admission import Decision
+from parkd.store.admission import Admission, Decision
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
-from parkd.store.promotions import Promotion
+from parkd.store.flights import Promotion
+from parkd.store.manifest import decode
 from parkd.store.records import ConversationGone, Refused, Tier
 from parkd.store.write_queue import QUEUE_SHARE
 from tests.fault.fault_fs import FaultFs
-from tests.fault.tier_kit import away, evict, parked, promote, pump, rows_of, run, started
+from tests.fault.tier_kit import away, evict, on_disk, parked, promote, pump, rows_of, run, started
 from tests.fault.whole_kit import whole_layout
 from tests.fault.workload import FIXED
 from tests.unit.store.store_kit import (
@@ -98,9 +97,8 @@ def test_a_last_block_may_reach_further_than_its_conversation() -> None:
     long = engine.park(store)
     pump(store, machine.fs)
     request = engine.request()
-    store._admission = replace(store._admission, admits_all=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store._admission), "decide", lambda *_: Decision(7, None))
+        patch.setattr(Admission, "decide", lambda *_, **__: Decision(7, None))
         short = store.begin_capture(request)
     parked = engine.finish(store, short)
     assert (parked.position, parked.blocks) == (7, long.blocks[:2])
@@ -267,10 +265,10 @@ def test_bytes_in_a_file_are_those_of_the_rows_and_zeros() -> None:
     pump(store, machine.fs)
     (name,) = [name for name in machine.fs.names() if name.endswith(".extent")]
     data = bytes(machine.fs.content(name))
-    manifest = store.disk.entries[there.id].manifest
+    manifest = decode(machine.fs.load(on_disk(store)[there.id].disk.name))
     covered = np.zeros(len(data), dtype=bool)
     for index, block in enumerate(manifest.blocks):
-        for stage, offset in enumerate(block.offsets.tolist()):
+        for stage, offset in enumerate(block.place.offsets.tolist()):
             expected = rows[stage][index * 4 : index * 4 + block.rows].tobytes()
             assert data[offset : offset + len(expected)] == expected
             assert offset % 4096 == 0

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 
 import numpy as np
 
-from parkd.state import Grain, StateLayout
+from parkd.state import StateLayout
 from parkd.store.budget import BLOCK_BYTES
+from parkd.store.conversations import Conversation
+from parkd.store.disk import DiskSetup
 from parkd.store.disk_jobs import RemoveJob, WriteJob, read, remove, write
 from parkd.store.disk_policy import WriteAllowance
-from parkd.store.disk_records import DiskConfig
-from parkd.store.file_store import FileStore
+from parkd.store.opening import recover, scan
 from parkd.store.policy import Policy
-from parkd.store.records import Parked, Refused, StoreConfig, Tier
-from parkd.store.recovery import open_tier
-from parkd.store.tiers import TieredStore
-from parkd.store.write_queue import DiskSources
+from parkd.store.records import DiskConfig, Parked, Refused, StoreConfig, Tier
+from parkd.store.store import ConversationStore
 from tests.fault.fault_fs import FaultFs
 from tests.fault.whole_kit import WholeEngine, path_of, whole_rows
 from tests.unit.store.store_kit import KEY, CopyEngine, leased_rows, make_layout, make_units
@@ -61,25 +59,29 @@ class Machine:
     starts: int = 0
     numbers: count = field(default_factory=lambda: count(1))
 
-    def start(self) -> TieredStore:
+    def start(self) -> ConversationStore:
         """A process: opens what the disk holds."""
         self.starts += 1
         config = DiskConfig(
             self.disk_bytes, self.fingerprint, self.index_bytes, self.write_bytes_per_day, self.max_age_s
         )
-        disk = open_tier(self.fs, config, self.layout, self.times.now, self.times.wall())
-        is_file = self.layout.grain is Grain.FILE
-        kind = partial(FileStore, path_of=path_of) if is_file else TieredStore
-        store = kind(
+        setup = DiskSetup(
+            config,
+            WriteAllowance.full(self.write_bytes_per_day, self.times.now),
+            self.times.wall,
+            lambda: next(self.numbers),
+            self.starts << 32,
+            path_of,
+        )
+        store = ConversationStore(
             StoreConfig(self.ram_bytes + self.index_bytes, BLOCK_TOKENS, self.slots, slab_bytes=1 << 18),
             self.layout,
             self.times.clock,
-            disk=disk,
-            sources=DiskSources(self.times.wall, lambda: next(self.numbers), self.starts << 32),
-            allowance=WriteAllowance.full(self.write_bytes_per_day, self.times.now),
+            disk=setup,
             new_id=lambda: f"conversation-{next(self.numbers)}",
             policy=self.policy,
         )
+        recover(store.table, self.fs, scan(self.fs))
         assert store.disk.bytes_in_use <= self.disk_bytes
         return store
 
@@ -89,13 +91,13 @@ class Machine:
         return CopyEngine(self.layout, BLOCK_TOKENS, seed=seed)
 
 
-def started(*args: object, **options: object) -> tuple[Machine, TieredStore]:
+def started(*args: object, **options: object) -> tuple[Machine, ConversationStore]:
     """A machine and its first process; the options are the machine's."""
     machine = Machine(*args, **options)  # type: ignore[arg-type]
     return machine, machine.start()
 
 
-def run(store: TieredStore, fs: FaultFs, job: WriteJob | RemoveJob) -> Exception | None:
+def run(store: ConversationStore, fs: FaultFs, job: WriteJob | RemoveJob) -> Exception | None:
     """One job, as the worker does it."""
     if isinstance(job, RemoveJob):
         store.finished(job, None, remove(fs, job))
@@ -109,7 +111,7 @@ def run(store: TieredStore, fs: FaultFs, job: WriteJob | RemoveJob) -> Exception
     return None
 
 
-def pump(store: TieredStore, fs: FaultFs, most: int = 1000) -> list[Exception]:
+def pump(store: ConversationStore, fs: FaultFs, most: int = 1000) -> list[Exception]:
     """Does what there is to do; returns what failed. A pause after a failure is waited out by nobody."""
     errors = []
     for _ in range(most):
@@ -122,7 +124,7 @@ def pump(store: TieredStore, fs: FaultFs, most: int = 1000) -> list[Exception]:
     return errors
 
 
-def promote(store: TieredStore, fs: FaultFs, parked: Parked, stop: int | None = None) -> Parked | Refused | None:
+def promote(store: ConversationStore, fs: FaultFs, parked: Parked, stop: int | None = None) -> Parked | Refused | None:
     promotion = store.promote(parked.id, parked.position if stop is None else stop)
     if isinstance(promotion, Refused):
         return promotion
@@ -138,7 +140,7 @@ class NoRoom(Exception):
     """Memory is too small for what is on disk: nothing is lost."""
 
 
-def rows_of(store: TieredStore, fs: FaultFs, parked: Parked, stop: int | None = None) -> list[np.ndarray] | None:
+def rows_of(store: ConversationStore, fs: FaultFs, parked: Parked, stop: int | None = None) -> list[np.ndarray] | None:
     """The rows `[0, stop)` as the store gives them, from whichever tier; None for a miss.
 
     Raises NoRoom."""
@@ -155,17 +157,21 @@ def rows_of(store: TieredStore, fs: FaultFs, parked: Parked, stop: int | None = 
     return leased_rows(store, parked, stop)
 
 
-def evict(store: TieredStore, parked: Parked) -> None:
+def on_disk(store: ConversationStore) -> dict[str, Conversation]:
+    return {each.id: each for each, _ in store.table.on_disk()}
+
+
+def evict(store: ConversationStore, parked: Parked) -> None:
     """Takes a conversation out of RAM as making room does."""
-    store._forget(store._shelf.entry(parked.id), "evicted", "a test")
+    store.table.evict(store.table.known(parked.id), "a test")
 
 
-def parked(machine: Machine, store: TieredStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:
+def parked(machine: Machine, store: ConversationStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:
     engine = machine.engine(seed).read(make_units(seed, tokens), checkpoint=True)
     return engine.park(store), engine.rows()
 
 
-def away(machine: Machine, store: TieredStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:
+def away(machine: Machine, store: ConversationStore, seed: int, tokens: int = 11) -> tuple[Parked, list[np.ndarray]]:
     """A conversation that is on disk only."""
     there, rows = parked(machine, store, seed, tokens)
     assert pump(store, machine.fs) == []
@@ -180,6 +186,7 @@ __all__ = [
     "NoRoom",
     "away",
     "evict",
+    "on_disk",
     "parked",
     "promote",
     "pump",

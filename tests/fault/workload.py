@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from parkd.state import Grain, RowRun
+from parkd.store.conversations import Conversation
 from parkd.store.inspection import InspectedConversation
 from parkd.store.records import Parked, Refused, Tier
-from parkd.store.shelf import Entry
-from parkd.store.tiers import TieredStore
+from parkd.store.store import ConversationStore
 from tests.fault.fault_fs import Crashed, FaultFs
-from tests.fault.tier_kit import BLOCK_TOKENS, Machine, evict, promote, pump
+from tests.fault.tier_kit import BLOCK_TOKENS, Machine, evict, on_disk, promote, pump
 from tests.fault.whole_kit import FIXED_BYTES, whole_layout, whole_state
 from tests.unit.store.lineage_model import FixedState, Known, LineageModel
 from tests.unit.store.store_kit import (
@@ -49,7 +49,7 @@ class Life:
     acknowledged: set[str] = field(default_factory=set)
     no_room: int = 0
     """Reads that memory was too small for."""
-    store: TieredStore | None = None
+    store: ConversationStore | None = None
     engine: CopyEngine | None = None
 
     def __post_init__(self) -> None:
@@ -222,7 +222,7 @@ def _is_same(fixed: tuple[np.ndarray, ...], put: FixedState) -> bool:
     return all(np.array_equal(got, want) for got, want in zip(fixed, put.parts, strict=True))
 
 
-def run_one(store: TieredStore, fs: FaultFs, job: object) -> None:
+def run_one(store: ConversationStore, fs: FaultFs, job: object) -> None:
     from tests.fault.tier_kit import run
 
     run(store, fs, job)  # type: ignore[arg-type]
@@ -262,7 +262,7 @@ def live(life: Life) -> None:
     life.work()
     life.start()
     store, engine = life.store, life.engine
-    for entry in list(store.disk.entries.values()):
+    for entry in list(on_disk(store).values()):
         life.read(store.get(entry.parked.id) or entry.parked)
     park(life, engine.read(make_units(5, 13), checkpoint=True))
     life.work()
@@ -277,8 +277,8 @@ def away(life: Life, parked: Parked | None) -> None:
     """Out of RAM, if it is there and may go."""
     assert life.store is not None
     if parked is not None:
-        entry = life.store._shelf.entries.get(parked.id)
-        if entry is not None and entry.may_go:
+        entry = life.store.table.in_ram.get(parked.id)
+        if entry is not None and entry.may_leave_ram:
             evict(life.store, parked)
 
 
@@ -300,10 +300,10 @@ def check(life: Life, promised: set[str]) -> None:
     store, fs = life.store, life.machine.fs
     assert store is not None
     check_files(store, fs, life.machine.disk_bytes)
-    missing = promised - set(store.disk.entries)
+    missing = promised - set(on_disk(store))
     if missing:
         raise Wrong(f"acknowledged and lost: {sorted(missing)}")
-    for conversation_id, entry in list(store.disk.entries.items()):
+    for conversation_id, entry in list(on_disk(store).items()):
         parked = store.get(conversation_id) or entry.parked
         if not life.read(parked) and conversation_id in promised:
             raise Wrong(f"acknowledged and not readable: {conversation_id}")
@@ -315,14 +315,14 @@ def check_rest(life: Life) -> None:
     """What must be true of a running store once there is no file work to do, whatever failed before."""
     store, fs = life.store, life.machine.fs
     assert store is not None
-    disk, entries = store.disk, store._shelf.entries.values()
+    disk, entries = store.disk, store.table.in_ram.values()
     is_down = fs.fault is not None and fs.fault.sticky  # what can't be removed is charged, if it is there or not
     if disk.bytes_in_use < fs.bytes or (disk.bytes_in_use > fs.bytes and not is_down):
         raise Wrong(f"{fs.bytes} bytes on disk, {disk.bytes_in_use} in the books")
-    needed = Counter(ref.id for entry in disk.entries.values() for ref in entry.manifest.extents)
-    if {extent.ref.id: extent.holders for extent in disk._extents.values()} != needed:
+    needed = Counter(ref.id for entry in on_disk(store).values() for ref in entry.disk.extents)
+    if {ref.id: holders for ref, holders in disk.extents()} != needed:
         raise Wrong("extents are held by nobody that needs them, or need holding")
-    if sum(entry.leases for entry in entries) != len(store.queue):
+    if sum(entry.ram.leases for entry in entries) != len(store.queue):
         raise Wrong("somebody is leased who does not wait for the disk")
     if life.machine.layout.grain is Grain.FILE:
         files = {run.file.path.name for entry in entries for run in _runs(store, entry)}
@@ -331,15 +331,15 @@ def check_rest(life: Life) -> None:
     assert_counts(store)
 
 
-def _runs(store: TieredStore, entry: Entry) -> tuple[RowRun, ...]:
-    [runs] = store._shelf.blocks.runs(entry.parked.blocks, entry.parked.position, writeable=False)
+def _runs(store: ConversationStore, entry: Conversation) -> tuple[RowRun, ...]:
+    [runs] = store.table.blocks.runs(entry.parked.blocks, entry.parked.position, writeable=False)
     return runs
 
 
-def check_files(store: TieredStore, fs: FaultFs, budget_bytes: int) -> None:
+def check_files(store: ConversationStore, fs: FaultFs, budget_bytes: int) -> None:
     """Nothing lies there that no manifest names, and the books agree with the files."""
-    named = {ref.name for entry in store.disk.entries.values() for ref in entry.manifest.extents}
-    named |= {entry.manifest.name for entry in store.disk.entries.values()}
+    named = {ref.name for entry in on_disk(store).values() for ref in entry.disk.extents}
+    named |= {entry.disk.name for entry in on_disk(store).values()}
     if set(fs.names()) != named:
         raise Wrong(f"files {sorted(set(fs.names()) ^ named)} are too many or missing")
     if fs.bytes > budget_bytes:

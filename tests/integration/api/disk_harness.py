@@ -19,7 +19,7 @@ from parkd.proxy.server import Server
 from parkd.store.fs import FileSystem, open_directory
 from parkd.store.opening import DiskOptions, open_tiered
 from parkd.store.records import StoreConfig
-from parkd.store.tiers import TieredStore
+from parkd.store.store import ConversationStore
 from tests.fakes.engine import FakeEngine
 from tests.integration.api import api_harness
 from tests.integration.api.api_harness import MIB, Running, until
@@ -89,10 +89,10 @@ async def running_on(
         files.close()
 
 
-async def written(server: Running) -> TieredStore:
+async def written(server: Running) -> ConversationStore:
     """Returns when nothing waits for the disk."""
     store = server.store
-    assert isinstance(store, TieredStore)
+    assert isinstance(store, ConversationStore)
     await server.settled()
     await until(lambda: not store.has_writes)
     return store

@@ -12,8 +12,7 @@ import pytest
 
 from parkd.errors import ConfigError
 from parkd.state import Grain
-from parkd.store.fs import open_directory
-from parkd.store.unlinked_fs import UnlinkedFs
+from parkd.store.fs import UnlinkedFs, open_directory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.opaque import FakeOpaqueEngine
 from tests.integration.api import disk_harness
@@ -204,10 +203,14 @@ async def test_a_waiting_turn_is_read_from_disk_meanwhile(tmp_path: Path) -> Non
             await gate.wait_reached()
             a2 = turn_after(a1, first.text, "And then?")
             tasks.start_soon(ask, "a", a2)
-            entries = server.store._shelf.entries
-            await until(lambda: any(e.parked.position > 1000 for e in entries.values()))
+
+            def long_ones():
+                there = server.store.inspect().conversations.values()
+                return [each for each in there if each.is_in_ram and each.position > 1000]
+
+            await until(long_ones)
             reads = server.store.disk_stats().reads_total
-            await until(lambda: any(e.awaited_by and e.parked.position > 1000 for e in entries.values()))
+            await until(lambda: any(each.awaited for each in long_ones()))
             gate.opened.set()
         # A whole state was used from RAM before, for the head of the template that B shares with it.
         assert answers["a"].cache == ("restored-ram" if server.engine.info.layout.is_opaque else "restored-disk")

@@ -144,11 +144,11 @@ class Life(LifeServer):
         parked = self.any_parked(server)
         if not self.may_be_damaged or parked is None:
             return
-        shelf = server.store._shelf
-        runs = shelf.blocks.runs([self.pick(parked.blocks)], CONTEXT, writeable=True)
+        table = server.store.table
+        runs = table.blocks.runs([self.pick(parked.blocks)], CONTEXT, writeable=True)
         buffers = [run.buffer for stage in runs for run in stage]
         for checkpoint in parked.checkpoints:
-            buffers += [part.buffer for part in shelf.checkpoints.parts(checkpoint.id, writeable=True)]
+            buffers += [part.buffer for part in table.checkpoints.parts(checkpoint.id, writeable=True)]
         if buffers := [buffer for buffer in buffers if len(buffer)]:
             buffer = self.pick(buffers)
             buffer[int(self.random.integers(len(buffer)))] ^= np.uint8(1 << int(self.random.integers(8)))

@@ -210,7 +210,7 @@ class LifeServer(Choices):
         """Everything in memory is what its units say, wherever it can be restored. Only when at rest."""
         stats = server.store.stats()
         assert (stats.leased, stats.captures_in_flight) == (0, 0)
-        for entry in [] if self.damaged else list(server.store._shelf.entries.values()):
+        for entry in [] if self.damaged else list(server.store.table.in_ram.values()):
             parked = entry.parked
             for place in {checkpoint.position for checkpoint in parked.checkpoints} or {parked.position}:
                 scratch = self._make()
@@ -222,7 +222,7 @@ class LifeServer(Choices):
 
     def any_parked(self, server: Running) -> Parked | None:
         """One that is in memory; None: there is none."""
-        entries = list(server.store._shelf.entries.values())
+        entries = list(server.store.table.in_ram.values())
         return self.pick(entries).parked if entries else None
 
     def _key_digest(self, scale: Any) -> bytes:

@@ -192,7 +192,7 @@ async def test_six_conversations_under_a_budget_for_three(engine) -> None:
 
 
 def entries(server: Running) -> list:
-    return list(server.store._shelf.entries.values())
+    return list(server.store.table.in_ram.values())
 
 
 def begins(units, ids: list[int]) -> bool:
@@ -240,7 +240,7 @@ def first_of(server: Running, messages) -> object:
 
 
 def damage(server: Running, parked, where: str) -> None:
-    [run] = server.store._shelf.blocks.runs(parked.blocks, parked.position, writeable=True)[0]
+    [run] = server.store.table.blocks.runs(parked.blocks, parked.position, writeable=True)[0]
     run.buffer[{"head": 5, "middle": run.buffer.size // 2, "end": run.buffer.size - 1}[where]] ^= 1
 
 

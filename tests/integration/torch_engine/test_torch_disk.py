@@ -10,11 +10,11 @@ import numpy as np
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.store.disk_jobs import RemoveJob, read, write
+from parkd.store.flights import Promotion
 from parkd.store.fs import FileSystem, open_directory
 from parkd.store.opening import DiskOptions, open_tiered
-from parkd.store.promotions import Promotion
 from parkd.store.records import Capture, CaptureRequest, StoreConfig, Tier
-from parkd.store.tiers import TieredStore
+from parkd.store.store import ConversationStore
 from tests.integration.torch_engine.test_torch_engine import NEVER, answer, tiny
 
 KEY = b"k" * 16
@@ -22,7 +22,7 @@ PROMPT = np.random.default_rng(3).integers(0, 200, 2 * BLOCK_TOKENS + 77).astype
 HASHES = (b"a" * 16, b"b" * 16)
 
 
-def open_store(files: FileSystem, engine: TorchEngine) -> TieredStore:
+def open_store(files: FileSystem, engine: TorchEngine) -> ConversationStore:
     return open_tiered(
         files,
         StoreConfig(64 << 20, BLOCK_TOKENS),

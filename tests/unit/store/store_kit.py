@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from parkd.state import Checksums, StageLayout, StateLayout, Transfer
-from parkd.store.budget import Kind
+from parkd.store.budget import BLOCK_BYTES, Kind, conversation_metadata_bytes
 from parkd.store.records import Capture, CaptureRequest, Lease, Parked, Refused, StoreConfig
 from parkd.store.store import ConversationStore
 
@@ -81,43 +81,42 @@ def make_store(
 
 
 def assert_within_budget(store: ConversationStore) -> None:
-    shelf = store._shelf
-    slabs = sum(slab.memory.nbytes for slab in shelf.slabs._slabs.values())
-    if shelf.is_opaque:
-        slabs += sum(-(-place.memory.nbytes // 4096) * 4096 for place in shelf.blocks._places.values())
-    checkpoints = sum(checkpoint.memory.nbytes for checkpoint in shelf.checkpoints._checkpoints.values())
-    assert shelf.bytes_in_use <= shelf.budget.allocated_bytes <= store.config.budget_bytes
-    idle = sum(memory.nbytes for memory in shelf.checkpoints._idle)
-    assert slabs + checkpoints + idle + shelf.budget[Kind.METADATA] <= store.config.budget_bytes
+    table, memory = store.table, store.table.memory
+    held = memory.slabs.held_bytes + table.blocks.places.held_bytes
+    held += table.checkpoints.held_bytes + memory.idle.held_bytes
+    assert memory.bytes_in_use <= memory.budget.allocated_bytes <= store.config.budget_bytes
+    assert held + memory.budget[Kind.METADATA] <= store.config.budget_bytes
 
 
 def assert_counts(store: ConversationStore) -> None:
     """Owners, slots and charges against a count from the conversations and captures there are."""
-    shelf = store._shelf
-    entries = [*shelf.entries.values(), *shelf.fading.values()]
-    flights = store._captures.values()
-    blocks = Counter(itertools.chain(*(e.parked.blocks for e in entries), *(f.blocks for f in flights)))
-    checkpoints = Counter(c.id for c in itertools.chain(*(e.parked.checkpoints for e in entries)))
-    checkpoints.update(c.id for flight in flights for c in flight.checkpoints)
-    assert shelf.blocks.recount() == blocks
-    assert shelf.checkpoints.recount() == checkpoints
-    if shelf.is_opaque:  # segments take no slots, and each has a size of its own
-        assert shelf.budget[Kind.SEGMENTS] == shelf.blocks.bytes_of(blocks)
-        assert shelf.budget[Kind.CHECKPOINTS] == sum(map(shelf.checkpoints.bytes_of, checkpoints))
+    table, seen = store.table, store.inspect()
+    there = [each for each in seen.conversations.values() if each.is_in_ram]
+    holders = [*there, *seen.fading, *seen.captures]
+    blocks = Counter(itertools.chain(*(each.blocks for each in holders)))
+    checkpoints = Counter(c.id for c in itertools.chain(*(each.checkpoints for each in holders)))
+    assert {known: block.owners for known, block in table.blocks.items() if block.ram is not None} == blocks
+    assert {known: c.owners for known, c in table.checkpoints.items() if c.ram is not None} == checkpoints
+    assert all(block.ram is not None or block.disk is not None for _, block in table.blocks.items())
+    assert all(each.ram is not None or each.disk is not None for _, each in table.checkpoints.items())
+    assert seen.ram.charged_bytes["segments"] == seen.ram.held_bytes["segments"]
+    assert seen.ram.charged_bytes["checkpoints"] == sum(seen.checkpoints[known].ram_bytes for known in checkpoints)
+    if store.layout.is_opaque:  # it takes no slots
+        assert seen.ram.charged_bytes["segments"] == sum(seen.blocks[known].ram_bytes for known in blocks)
         return
-    slots = [shelf.blocks.get(block_id).slot for block_id in blocks]
-    assert len(set(slots)) == len(slots) == shelf.slabs.used_slots
-    for entry in entries:
-        assert shelf.blocks.exclusive(entry.owner) == sum(blocks[b] == 1 for b in entry.parked.blocks)
-    owned = shelf.blocks.metadata_bytes(len(blocks))
-    owned += sum(shelf.metadata_bytes(entry.parked) for entry in entries)
-    if not flights:
-        assert shelf.budget[Kind.METADATA] == owned
-    assert shelf.budget[Kind.CHECKPOINTS] == len(checkpoints) * shelf.checkpoints.checkpoint_bytes
-    assert shelf.budget[Kind.IDLE] == shelf.checkpoints.idle * shelf.checkpoints.checkpoint_bytes
-    assert shelf.budget[Kind.SLABS] == sum(slab.memory.nbytes for slab in shelf.slabs._slabs.values())
+    slots = [seen.blocks[block_id].slot for block_id in blocks]
+    assert len(set(slots)) == len(slots) == seen.ram.used_slots
+    for owner, each in table.owned.items():
+        assert table.blocks.exclusive(owner) == sum(blocks[b] == 1 for b in each.parked.blocks)
+    owned = len(blocks) * BLOCK_BYTES
+    size = store.config.block_tokens
+    owned += sum(conversation_metadata_bytes(each.position, size) for each in (*there, *seen.fading))
+    if not seen.captures:
+        assert seen.ram.charged_bytes["metadata"] == owned
+    assert seen.ram.charged_bytes["idle"] == seen.ram.held_bytes["idle"]
+    assert seen.ram.charged_bytes["slabs"] == seen.ram.held_bytes["slabs"]
     if store.config.conversation_slots is not None:
-        assert len(shelf.entries) <= store.config.conversation_slots
+        assert len(there) <= store.config.conversation_slots
 
 
 class Hooks:

@@ -197,7 +197,7 @@ def test_locked_buffers_are_used_again(engine):
 def test_without_hooks_the_machine_gets_buffers_back(engine):
     store = make_store(4 << 20, LAYOUT)
     store.drop(read(engine, (1, 8), (2, 8)).park(store).id, "test")
-    assert store._shelf.checkpoints.idle == 0
+    assert len(store.table.memory.idle) == 0
 
 
 def test_memory_ahead_is_for_rows_and_checkpoints(engine):
@@ -205,7 +205,7 @@ def test_memory_ahead_is_for_rows_and_checkpoints(engine):
     store = make_store(1 << 20, LAYOUT, slab_hooks=hooks)
     store.grow_ahead()
     made, stats = hooks.added_total, store.stats()
-    assert store._shelf.checkpoints.idle == (1 << 20) // 4 // CHECKPOINT_BYTES
+    assert len(store.table.memory.idle) == (1 << 20) // 4 // CHECKPOINT_BYTES
     assert (1 << 20) * 0.8 < stats.bytes_allocated <= 1 << 20
     assert stats.bytes_in_use == stats.checkpoint_bytes == 0
     assert read(engine, (1, 40), (2, 40), (3, 40)).park(store).position == 120
@@ -217,10 +217,10 @@ def test_rows_take_the_room_of_idle_buffers(engine):
     hooks = Hooks()
     store = make_store(400_000, LAYOUT, slab_hooks=hooks)
     store.grow_ahead()
-    idle = store._shelf.checkpoints.idle
+    idle = len(store.table.memory.idle)
     assert idle > 10
     assert read(engine, (1, 600)).park(store).position == 600
-    assert store._shelf.checkpoints.idle < idle
+    assert len(store.table.memory.idle) < idle
     assert_counts(store)
 
 
@@ -236,6 +236,6 @@ def test_a_floor_counts_only_memory_that_was_not_touched_before(engine):
     free = [1 << 30]
     store = make_store(4 << 20, LAYOUT, min_free_bytes=1 << 20, slab_hooks=Hooks(), free_memory=lambda: free[0])
     store.drop(read(engine, (1, 8), (2, 8)).park(store).id, "test")
-    idle = store._shelf.checkpoints.idle * CHECKPOINT_BYTES
+    idle = len(store.table.memory.idle) * CHECKPOINT_BYTES
     free[0] = (1 << 20) + idle - 1  # enough for metadata, not for new buffers
     assert isinstance(read(engine, (3, 8), (4, 8)).park(store), Parked)

@@ -14,18 +14,18 @@ import xxhash
 
 from parkd.cli.compose import open_files
 from parkd.config import load
-from parkd.store.fs import GRAIN_BYTES, PosixFile, aligned_zeros, open_directory
+from parkd.store.fs import GRAIN_BYTES, PosixFile, UnlinkedFs, aligned_zeros, open_directory
 from parkd.store.manifest import (
     DamagedManifest,
     DiskBlock,
     DiskCheckpoint,
+    DiskPlace,
     ExtentRef,
     Manifest,
     decode,
     encode,
     encoded_bytes,
 )
-from parkd.store.unlinked_fs import UnlinkedFs
 from tests.unit.store.store_kit import KEY, make_hashes, make_units
 
 STAGES = 2
@@ -40,9 +40,12 @@ def make_manifest(tokens: int = 11, *, wide: bool = False) -> Manifest:
     def sums() -> np.ndarray:
         return rng.integers(0, 1 << 63, STAGES, dtype=np.uint64)
 
+    def place(extent: int) -> DiskPlace:
+        return DiskPlace(extent, sums(), sums())
+
     extents = (ExtentRef(7, 8192), ExtentRef((1 << 64) - 1, 4096))
     blocks = tuple(
-        DiskBlock((5 << 32) + i, extents[i % 2].id, min(4, tokens - 4 * i), rng.bytes(16), sums(), sums(), sums())
+        DiskBlock((5 << 32) + i, min(4, tokens - 4 * i), rng.bytes(16), sums(), place(extents[i % 2].id))
         for i in range(-(-tokens // 4))
     )
     return Manifest(
@@ -59,7 +62,7 @@ def make_manifest(tokens: int = 11, *, wide: bool = False) -> Manifest:
         last_used_s=1.6e9,
         extents=extents,
         blocks=blocks,
-        checkpoints=(DiskCheckpoint(tokens, 7, sums(), sums(), sums()),),
+        checkpoints=(DiskCheckpoint(tokens, sums(), place(7)),),
     )
 
 

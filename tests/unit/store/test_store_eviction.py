@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from parkd.store.planning import plan_capture
 from parkd.store.policy import longest_position
 from parkd.store.records import Parked, RefusalReason, Refused
 from tests.unit.store.store_kit import (
@@ -111,8 +112,8 @@ def test_what_does_not_fit_is_parked_as_far_as_it_fits(engine):
     assert 100 < parked.position < 2000
     assert store.stats().partial_captures_total == 1
     assert_same_rows(leased_rows(store, parked), engine.rows(parked.position))
-    plan = store._admission.plan(engine.read(make_units(1, 2000)).request())
-    assert not store._shelf.fits(plan.need(parked.position + 4), store._shelf.most_room()[0])
+    plan = plan_capture(store.table, engine.read(make_units(1, 2000)).request(), 16)
+    assert not store.table.memory.fits(plan.need(parked.position + 4), store.table.most_room()[0])
 
 
 def test_a_longer_copy_that_fits_no_further_than_the_parked_one_is_refused(engine):
@@ -219,7 +220,7 @@ def test_memory_of_what_is_gone_is_bounded(engine):
         store.drop(parked.id, f"number {seed}")
     assert store.why_gone(KEY, parked.prefix_hashes).endswith("number 139")
     assert store.why_gone(KEY, make_hashes(make_units(0, 100), 4)) == ""
-    assert sum(len(gone.hashes) for gone in store._gone._gone) <= 128 * 16
+    assert sum(len(gone.hashes) for gone in store.table.gone._gone) <= 128 * 16
 
 
 @pytest.mark.parametrize("limit", [0, 1, 7, 99, 100, 101])

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes
-from parkd.store.disk import DiskTier
+from parkd.store.disk import DiskSetup
 from parkd.store.disk_jobs import RemoveJob
 from parkd.store.disk_policy import WriteAllowance
-from parkd.store.disk_records import DiskConfig
-from parkd.store.file_store import FileStore
-from parkd.store.records import Capture, CaptureRequest, Parked, RefusalReason, Refused, StoreConfig
-from parkd.store.write_queue import DiskSources
+from parkd.store.records import Capture, CaptureRequest, DiskConfig, Parked, RefusalReason, Refused, StoreConfig
+from parkd.store.store import ConversationStore
+from tests.fault.tier_kit import on_disk
 from tests.unit.store.store_kit import KEY, Clock, make_hashes, make_units
 
 LAYOUT = StateLayout((StageLayout(0, 4, 100, 0, b"in files" * 2),), "test-sum", Grain.FILE)
@@ -26,18 +26,17 @@ DISK_BYTES = 100_000
 
 def make_file_store(
     slots: int | None = None, disk_bytes: int = DISK_BYTES, index_bytes: int = 1 << 20, ram_bytes: int = 1 << 20
-) -> FileStore:
+) -> ConversationStore:
     """Room on disk for two files and their manifests. Nothing touches a file here: the store never does."""
     clock, numbers = Clock(), count(1)
-    return FileStore(
-        StoreConfig(index_bytes + ram_bytes, BLOCK_TOKENS, slots),
-        LAYOUT,
+    disk = DiskSetup(
+        DiskConfig(disk_bytes, bytes(16), index_bytes, 1 << 40),
+        WriteAllowance.full(1 << 40, clock()),
         clock,
+        lambda: next(numbers),
         path_of=Path("/nowhere").joinpath,
-        disk=DiskTier(DiskConfig(disk_bytes, bytes(16), index_bytes, 1 << 40)),
-        sources=DiskSources(clock, lambda: next(numbers), 1),
-        allowance=WriteAllowance.full(1 << 40, clock()),
     )
+    return ConversationStore(StoreConfig(index_bytes + ram_bytes, BLOCK_TOKENS, slots), LAYOUT, clock, disk=disk)
 
 
 def request_of(seed: int, tokens: int = 20, **more: object) -> CaptureRequest:
@@ -48,19 +47,19 @@ def request_of(seed: int, tokens: int = 20, **more: object) -> CaptureRequest:
     )
 
 
-def commit(store: FileStore, capture: Capture | Refused, size: int = FILE_BYTES) -> Parked:
+def commit(store: ConversationStore, capture: Capture | Refused, size: int = FILE_BYTES) -> Parked:
     assert isinstance(capture, Capture), capture
     sums = Checksums(np.ones((1, 1), np.uint64), np.zeros((0, 1), np.uint64), file_bytes=size)
     return store.commit(capture, sums)
 
 
-def park(store: FileStore, seed: int, tokens: int = 20) -> Parked:
+def park(store: ConversationStore, seed: int, tokens: int = 20) -> Parked:
     parked = commit(store, store.begin_capture(request_of(seed, tokens)))
     work(store)
     return parked
 
 
-def work(store: FileStore) -> None:
+def work(store: ConversationStore) -> None:
     while (job := store.next_job()) is not None:
         store.finished(job, None)
 
@@ -96,8 +95,7 @@ def test_what_memory_refuses_costs_nobody_a_file() -> None:
     parked = [park(store, seed) for seed in (1, 2)]
     leases = [store.lease(each.id, 20) for each in parked]
     leases[0].release()
-    store.pin(parked[0].id)
-    store.disk.entries[parked[0].id].is_pinned = False  # the disk alone would let it go
+    store.expect(KEY, parked[0].prefix_hashes)  # the disk alone would let it go
     before = store.disk_stats().bytes_in_use
     refused = store.begin_capture(request_of(3))
     assert isinstance(refused, Refused)
@@ -113,7 +111,8 @@ def test_a_capture_that_breaks_leaves_nothing_charged(monkeypatch: pytest.Monkey
     disk_bytes, in_use = store.disk_stats().bytes_in_use, store.stats().bytes_in_use
     for error in (RuntimeError, MemoryError):
         with monkeypatch.context() as patch:
-            patch.setattr(store._shelf.blocks, "_place", lambda *_, error=error: (_ for _ in ()).throw(error("broken")))
+            take = mock.Mock(side_effect=error("broken"))
+            patch.setattr(store.table.blocks.places, "take", take)
             if error is RuntimeError:
                 with pytest.raises(RuntimeError, match="broken"):
                     store.begin_capture(request_of(2))
@@ -146,7 +145,7 @@ def test_a_file_is_written_anew_although_its_state_is_held() -> None:
     second = commit(store, capture)
     work(store)
     assert second.blocks != first.blocks
-    assert list(store.disk.entries) == [second.id]
+    assert list(on_disk(store)) == [second.id]
 
 
 def test_what_a_file_does_not_fill_is_given_back() -> None:

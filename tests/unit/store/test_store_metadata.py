@@ -46,7 +46,7 @@ def fill(store: ConversationStore, blocks: int, shared: int) -> None:
     first = park(store, 1, blocks, shared, ())
     for number in range(2, CONVERSATIONS + 1):
         park(store, number, blocks, shared, first.blocks[:shared])
-    assert len(store._shelf.entries) == CONVERSATIONS
+    assert len(store.table.in_ram) == CONVERSATIONS
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_records_take_no_more_than_is_charged(blocks: int, shared: int, stages: 
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    charged = store._shelf.budget[Kind.METADATA]
+    charged = store.table.memory.budget[Kind.METADATA]
     store.close()
     assert taken <= charged, (
         f"{taken / CONVERSATIONS:,.0f} bytes a conversation, {charged / CONVERSATIONS:,.0f} charged"

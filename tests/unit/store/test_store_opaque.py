@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer
-from parkd.store.manifest import DamagedManifest, DiskBlock, DiskCheckpoint, ExtentRef, Manifest, decode, encode
+from parkd.store.manifest import (
+    DamagedManifest,
+    DiskBlock,
+    DiskCheckpoint,
+    DiskPlace,
+    ExtentRef,
+    Manifest,
+    decode,
+    encode,
+)
 from parkd.store.records import Capture, CaptureRequest, Parked, RefusalReason, Refused
 from parkd.store.slabs import PAGE_BYTES
 from tests.unit.store.store_kit import KEY, Clock, assert_within_budget, make_hashes, make_store, make_units, part_sum
@@ -81,7 +90,7 @@ def test_room_is_charged_before_a_byte_is_copied_and_given_back():
     assert store.stats().row_bytes == 25 * PAGE_BYTES
     assert_within_budget(store)
     store.close()
-    assert store._shelf.budget.allocated_bytes == 0
+    assert store.table.memory.budget.allocated_bytes == 0
 
 
 def test_it_is_parked_whole_or_not_at_all():
@@ -212,7 +221,7 @@ def test_the_budget_holds_at_every_instant(steps):
         store.abort(capture) if aborts else store.commit(capture, sums)
         assert_within_budget(store)
     store.close()
-    assert store._shelf.budget.allocated_bytes == 0
+    assert store.table.memory.budget.allocated_bytes == 0
 
 
 def sized_manifest() -> Manifest:
@@ -231,15 +240,15 @@ def sized_manifest() -> Manifest:
         Clock().now,
         Clock().now,
         (ExtentRef(7, 8192),),
-        (DiskBlock(3, 7, 9, b"i" * 16, sums, sums, sums, 5_000),),
-        (DiskCheckpoint(4, 7, sums, sums, sums, 300), DiskCheckpoint(9, 7, sums, sums, sums, 0)),
+        (DiskBlock(3, 9, b"i" * 16, sums, DiskPlace(7, sums, sums, 5_000)),),
+        (DiskCheckpoint(4, sums, DiskPlace(7, sums, sums, 300)), DiskCheckpoint(9, sums, DiskPlace(7, sums, sums))),
     )
 
 
 def test_a_manifest_tells_the_sizes_that_no_layout_does():
     data = encode(sized_manifest())
     read = decode(data)
-    assert (read.blocks[0].bytes, [c.bytes for c in read.checkpoints]) == (5_000, [300, 0])
+    assert (read.blocks[0].place.bytes, [c.place.bytes for c in read.checkpoints]) == (5_000, [300, 0])
     assert (data[8], data[12] & 2) == (2, 2), "format 2, and the flag"
     with pytest.raises(DamagedManifest, match="checksum"):
         decode(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])

@@ -303,10 +303,10 @@ def test_no_policy_evicts_what_is_pinned_leased_or_awaited_nor_breaks_the_budget
                 kept.add((parked.units.tobytes(), len(parked.units)))
         assert_counts(store)
         for entry_units, length in kept:
-            there = [e.parked.units for e in store._shelf.entries.values()]
+            there = [e.parked.units for e in store.table.in_ram.values()]
             assert any(u[:length].tobytes() == entry_units for u in there), step
         held = [block for lease in leases for block in lease.parked.blocks]
-        assert all(store._shelf.blocks.get(block) is not None for block in held)
+        assert all(store.table.blocks.get(block) is not None for block in held)
     for lease in leases:
         lease.release()
 
