@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 
-from parkd.proxy import app
+from parkd.proxy import proxy
 from parkd.proxy.config import ProxyConfig
 from parkd.state import Checksums, Transfer
 from parkd.store.records import StoreStats
@@ -27,7 +27,7 @@ CUT_WAIT_S = 0.1
 
 @pytest.fixture(autouse=True)
 def stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "CUT_WAIT_S", CUT_WAIT_S)
+    monkeypatch.setattr(proxy, "CUT_WAIT_S", CUT_WAIT_S)
 
 
 @dataclass
