@@ -117,6 +117,12 @@ class GpuLane:
         await self.live.park()
         return figures
 
+    def cold(self, token_ids: Ids, count: int) -> list[int]:
+        """Reads a prompt into the empty engine and decodes `count` tokens greedily, without the lane or the store."""
+        self.engine.begin(token_ids, self.sampling)
+        self.engine.extend(token_ids[:-1], cancel=NEVER)
+        return self._decode(count)[0]
+
     def _decode(self, count: int) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         times = []

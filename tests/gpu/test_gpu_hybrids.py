@@ -184,8 +184,7 @@ async def test_random_switches_between_conversations(kind: str, tmp_path: Path) 
     expected = {}
     for index, prompt in enumerate(prompts):
         await lane.live.reset()
-        engine.extend(prompt[:-1], cancel=NEVER)
-        expected[index] = lane._decode(prompt, 4)[0]
+        expected[index] = lane.cold(prompt, 4)
         engine.reset()
     chooser = random.Random(5)
     outcomes: dict[str, int] = {}
