@@ -85,8 +85,8 @@ class FakeEngine(Engine):
         self._default_steering = dict(steering or {})
         self._steering = self.steering_digest(None)
         self._position = 0
-        self._rows = FakeRows(stages, context_tokens)
-        self._fixed = FakeFixedState(stages, fixed_bytes // 8, ctx_checkpoints)
+        self.rows = FakeRows(stages, context_tokens)
+        self.fixed = FakeFixedState(stages, fixed_bytes // 8, ctx_checkpoints)
         self.info = EngineInfo(
             model_name="fake",
             architecture="FakeForCausalLM",
@@ -94,10 +94,10 @@ class FakeEngine(Engine):
             context_tokens=context_tokens,
             vocab_size=FIRST_SPECIAL_ID + len(self.tokenizer.special_tokens),
             end_token_ids=frozenset({END_TOKEN_ID}),
-            layout=StateLayout(self._rows.layouts(fixed_bytes), "xxh3-64"),
+            layout=StateLayout(self.rows.layouts(fixed_bytes), "xxh3-64"),
             devices=("cpu",) * stages,
             weights_bytes=0,
-            arena_bytes=self._rows.bytes,
+            arena_bytes=self.rows.bytes,
             ctx_checkpoints=ctx_checkpoints if fixed_bytes else 0,
         )
 
@@ -107,25 +107,25 @@ class FakeEngine(Engine):
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        return self._fixed.positions
+        return self.fixed.positions
 
     @property
     def rewind_floor(self) -> int:
-        return self._position if self._fixed.exists else 0
+        return self._position if self.fixed.exists else 0
 
     def checkpoint(self) -> None:
-        self._fixed.keep(self._position)
+        self.fixed.keep(self._position)
 
     def reset(self) -> None:
         self._position = 0
-        self._fixed.go_back(0)
+        self.fixed.go_back(0)
 
     def truncate(self, position: int) -> None:
         exact = position in (0, *self.checkpoints) or position >= self.rewind_floor
         if not 0 <= position <= self._position or not exact:
             raise ValueError(f"cannot truncate {self._position} tokens to {position}")
         if position < self._position:
-            self._fixed.go_back(position)
+            self.fixed.go_back(position)
         self._position = position
 
     def extend(
@@ -137,7 +137,7 @@ class FakeEngine(Engine):
         checkpoint_at: Sequence[int] = (),
     ) -> int:
         images, stop = self.begun_images, self._position + len(token_ids)
-        places = sorted(checkpoint_at) if self._fixed.exists else []
+        places = sorted(checkpoint_at) if self.fixed.exists else []
         base = self._position
         while self._position < stop and not cancel.is_set():
             self.hook("chunk", self._position)
@@ -186,28 +186,28 @@ class FakeEngine(Engine):
         assert transfer.stop <= self._position
         assert transfer.start % BLOCK_TOKENS == 0 or transfer.start == transfer.stop
         self.hook("capture", transfer.stop)
-        self._rows.copy_out(transfer.stages)
-        fixed = self._fixed.copy_out(transfer.stages, self._position)
+        self.rows.copy_out(transfer.stages)
+        fixed = self.fixed.copy_out(transfer.stages, self._position)
         self.transfers.append(("capture", transfer.start, transfer.stop))
-        return Checksums(self._rows.checksums(transfer.start, transfer.stop), fixed)
+        return Checksums(self.rows.checksums(transfer.start, transfer.stop), fixed)
 
     def restore(self, transfer: Transfer) -> None:
         try:
             self._check(transfer)
             self.hook("restore", transfer.stop)
-            self._rows.copy_in(transfer.stages)
-            fixed = self._fixed.copy_in(transfer.stages)
+            self.rows.copy_in(transfer.stages)
+            fixed = self.fixed.copy_in(transfer.stages)
             self.hook("restored", transfer.stop)
             expected = transfer.checksums
-            if expected is None or not np.array_equal(self._rows.checksums(transfer.start, transfer.stop), expected):
+            if expected is None or not np.array_equal(self.rows.checksums(transfer.start, transfer.stop), expected):
                 raise RestoreFailed("A block's checksum does not match its bytes.")
             expected = transfer.fixed_checksums
-            if self._fixed.exists and (expected is None or not np.array_equal(fixed, expected)):
+            if self.fixed.exists and (expected is None or not np.array_equal(fixed, expected)):
                 raise RestoreFailed("The fixed state's checksum does not match its bytes.")
         except Exception:
             self.reset()
             raise
-        self._fixed.forget_beyond(min(transfer.start, transfer.position - 1))
+        self.fixed.forget_beyond(min(transfer.start, transfer.position - 1))
         self._position = transfer.position
         self.checkpoint()
         self.transfers.append(("restore", transfer.start, transfer.position))
@@ -221,10 +221,10 @@ class FakeEngine(Engine):
             raise RestoreFailed("The parked state has another layout than this engine.")
         if transfer.start > self._position or transfer.stop > self.info.context_tokens:
             raise RestoreFailed("The parked rows do not join the live ones.")
-        self._rows.check(transfer.stages, transfer.start, transfer.stop)
+        self.rows.check(transfer.stages, transfer.start, transfer.stop)
         for part in transfer.stages:
             places = [fixed.position for fixed in part.fixed]
-            if places != ([transfer.position] if self._fixed.exists else []):
+            if places != ([transfer.position] if self.fixed.exists else []):
                 raise RestoreFailed("The parked fixed state is of another position.")
 
     def _read(self, token_ids: TokenIds, *, decode: bool = False) -> None:
@@ -235,10 +235,10 @@ class FakeEngine(Engine):
         words = token_ids.astype(np.uint64) * np.uint64(1_000_003) + places
         chain = np.cumsum(mix(words + steered), dtype=np.uint64)
         chain += self._last_chain()
-        self._rows.write(start, chain)
-        if self._fixed.exists:
-            for stage, live in enumerate(self._fixed.live):
-                live[:] = row_words(chain[-1:], stage, self._fixed.words)[0]
+        self.rows.write(start, chain)
+        if self.fixed.exists:
+            for stage, live in enumerate(self.fixed.live):
+                live[:] = row_words(chain[-1:], stage, self.fixed.words)[0]
         self._position = stop
         if not decode:
             self.read_tokens += len(token_ids)
@@ -247,10 +247,10 @@ class FakeEngine(Engine):
         """The chain at `position - 1`, as the state holds it."""
         if self._position == 0:
             return np.uint64(0)
-        return chain_of(self._fixed.live if self._fixed.exists else self._rows.last(self._position))
+        return chain_of(self.fixed.live if self.fixed.exists else self.rows.last(self._position))
 
     def _next_token(self, sampling: SamplingParams) -> int:
-        seen = self._rows.mixed(self._position)
+        seen = self.rows.mixed(self._position)
         if sampling.temperature > 0 and sampling.seed is not None:
             seen = mix(seen + np.uint64(sampling.seed % 2**32))
         value = int(seen[0])

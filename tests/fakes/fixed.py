@@ -17,7 +17,7 @@ class FakeFixedState:
     def __init__(self, stages: int, words: int, limit: int) -> None:
         self.words = words
         self.live = [np.zeros(words, dtype=np.uint64) for _ in range(stages)]
-        self._kept: KeptStates[list[Words]] = KeptStates(limit)
+        self.kept: KeptStates[list[Words]] = KeptStates(limit)
 
     @property
     def exists(self) -> bool:
@@ -25,32 +25,32 @@ class FakeFixedState:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        return self._kept.positions
+        return self.kept.positions
 
     def keep(self, position: int) -> None:
         if self.exists:
-            self._kept.keep(position, lambda _: [words.copy() for words in self.live])
+            self.kept.keep(position, lambda _: [words.copy() for words in self.live])
 
     def held(self, position: int) -> list[Words]:
         """The copy of that position. Raises KeyError."""
-        return self._kept.use(position)
+        return self.kept.use(position)
 
     def go_back(self, position: int) -> None:
         """To a checkpoint, or to nothing at 0. Raises KeyError for a position that is not held."""
         if self.exists and position:
-            for live, kept in zip(self.live, self._kept.use(position), strict=True):
+            for live, kept in zip(self.live, self.kept.use(position), strict=True):
                 live[:] = kept
-        self._kept.forget_beyond(position)
+        self.kept.forget_beyond(position)
 
     def forget_beyond(self, position: int) -> None:
-        self._kept.forget_beyond(position)
+        self.kept.forget_beyond(position)
 
     def copy_out(self, stages: tuple[StageTransfer, ...], position: int) -> Words:
         """Fills the parts; returns their checksums `[parts, stages]`. Raises KeyError for a part that is not held."""
         places = [part.position for part in stages[0].fixed]
         sums = np.zeros((len(places), len(stages)), dtype=np.uint64)
         for index, place in enumerate(places):
-            held = self._kept.get(place)
+            held = self.kept.get(place)
             if held is None:
                 held = self.live if place == position else self.held(place)
             for number, (stage, words) in enumerate(zip(stages, held, strict=True)):

@@ -71,32 +71,32 @@ class FakeOpaqueEngine(FakeEngine):
         parts = [part for part in stage.fixed if part.buffer.nbytes]
         compare_sums([whole], transfer.checksums)
         compare_sums([part.buffer for part in stage.fixed], transfer.fixed_checksums)
-        self._fixed.go_back(0)
+        self.fixed.go_back(0)
         self._set_whole(whole.view(np.uint64))
         if self._position != transfer.stop:
             raise RestoreFailed(f"The state is of {self._position} tokens, not {transfer.stop}.")
         self.hook("restored", transfer.stop)
         if transfer.position < transfer.stop:
-            if self._fixed.exists:
+            if self.fixed.exists:
                 [part] = parts
                 self._set_partial(part.buffer.view(np.uint64), transfer.position)
             self._position = transfer.position
         self.checkpoint()
 
     def _whole(self) -> Bytes:
-        rows = [arena[: self._position].reshape(-1) for arena in self._rows.arenas]
+        rows = [arena[: self._position].reshape(-1) for arena in self.rows.arenas]
         head = np.array([self._position], dtype=np.uint64)
-        return np.concatenate([head, *rows, *self._fixed.live]).view(np.uint8)
+        return np.concatenate([head, *rows, *self.fixed.live]).view(np.uint8)
 
     def _partial(self, position: int) -> Bytes:
-        return np.concatenate([np.array([position], dtype=np.uint64), *self._fixed.held(position)]).view(np.uint8)
+        return np.concatenate([np.array([position], dtype=np.uint64), *self.fixed.held(position)]).view(np.uint8)
 
     def _set_whole(self, words: Words) -> None:
         position, at = int(words[0]), 1
-        for arena, width in zip(self._rows.arenas, self._rows.widths, strict=True):
+        for arena, width in zip(self.rows.arenas, self.rows.widths, strict=True):
             arena[:position] = words[at : at + position * width].reshape(position, width)
             at += position * width
-        for live in self._fixed.live:
+        for live in self.fixed.live:
             live[:] = words[at : at + len(live)]
             at += len(live)
         self._position = position
@@ -104,7 +104,7 @@ class FakeOpaqueEngine(FakeEngine):
     def _set_partial(self, words: Words, position: int) -> None:
         if int(words[0]) != position:
             raise RestoreFailed(f"The fixed state is of {int(words[0])} tokens, not {position}.")
-        for live, state in zip(self._fixed.live, words[1:].reshape(len(self._fixed.live), -1), strict=True):
+        for live, state in zip(self.fixed.live, words[1:].reshape(len(self.fixed.live), -1), strict=True):
             live[:] = state
 
     def _put(self, run: RowRun, state: Bytes) -> int:

@@ -43,11 +43,11 @@ class WindowEngine(FakeEngine):
             super().truncate(position)
             self._floor = floor
             return
-        chain = np.array([chain_of(self._rows.last(position))], dtype=np.uint64)
+        chain = np.array([chain_of(self.rows.last(position))], dtype=np.uint64)
         floor = self.rewind_floor
-        for stage, live in enumerate(self._fixed.live):
-            live[:] = row_words(chain, stage, self._fixed.words)[0]
-        self._fixed.forget_beyond(position)
+        for stage, live in enumerate(self.fixed.live):
+            live[:] = row_words(chain, stage, self.fixed.words)[0]
+        self.fixed.forget_beyond(position)
         self._position, self._floor = position, floor
 
     def restore(self, transfer: Transfer) -> None:
@@ -130,16 +130,16 @@ class Reference:
     ) -> None:
         """The state of `other` is that of these units, and at `places` its checkpoints are those of their heads."""
         self.read(units.tolist(), steering, sorted(places))
-        for ours, theirs in zip(self.engine._rows.arenas, other._rows.arenas, strict=True):
+        for ours, theirs in zip(self.engine.rows.arenas, other.rows.arenas, strict=True):
             assert np.array_equal(ours[: len(units)], theirs[: len(units)]), "rows are not those of the units"
-        if not other._fixed.exists or not len(units):
+        if not other.fixed.exists or not len(units):
             return
-        for ours, theirs in zip(self.engine._fixed.live, other._fixed.live, strict=True):
+        for ours, theirs in zip(self.engine.fixed.live, other.fixed.live, strict=True):
             assert np.array_equal(ours, theirs), "the fixed state is not that of the units"
         for place in places:
-            held = other._fixed._kept.get(place)
+            held = other.fixed.kept.get(place)
             assert held is not None
-            for ours, theirs in zip(self.engine._fixed.held(place), held, strict=True):
+            for ours, theirs in zip(self.engine.fixed.held(place), held, strict=True):
                 assert np.array_equal(ours, theirs), f"the checkpoint at {place} is of another state"
 
 

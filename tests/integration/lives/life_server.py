@@ -110,7 +110,7 @@ class LifeServer(Choices):
         self._slots = self.pick([None, None, None, 2, 4])
         self._read_s = self.pick([1e-3, 1e-3, 1e-3, 6e-9])
         """What reading a token is taken to cost: mostly more than restoring it, sometimes about the same."""
-        fixed_bytes = 8 * self._make()._fixed.words
+        fixed_bytes = 8 * self._make().fixed.words
         self.reference = Reference(
             FakeEngine(**self._options, fixed_bytes=fixed_bytes, ctx_checkpoints=64, batch_tokens=384)
         )
