@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from parkd.identity.matcher import common_prefix
-from parkd.types import CacheReport, Diagnosis, DiagnosisKind, PromptIdentity, Timings, TurnRequest
+from parkd.types import CacheReport, Diagnosis, DiagnosisKind, Progress, PromptIdentity, Timings, TurnRequest
 
 EXPLAINED_LIMIT = 512
 EXPLAINED_BYTES = 32 * 1024 * 1024
@@ -52,6 +52,8 @@ class Explained:
     state: str = "waiting"
     report: CacheReport | None = None
     timings: Timings = Timings()  # noqa: RUF009 - frozen
+    progress: Progress | None = None
+    """How far the reading of its prompt is; None before it begins."""
     end: str | None = None
     """The finish reason, or the error's code."""
 
@@ -121,6 +123,7 @@ def summary(explained: Explained) -> Mapping[str, Any]:
         "cache": None if report is None else report.outcome.value,
         "prompt_tokens": len(explained.prompt),
         "reused_tokens": 0 if report is None else report.reused_tokens,
+        "prompt_progress": None if explained.progress is None else explained.progress.shown,
     }
 
 

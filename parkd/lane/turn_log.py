@@ -10,9 +10,14 @@ from parkd.errors import ParkdError
 from parkd.lane.live_rows import LiveRows
 from parkd.lane.metrics import Metrics
 from parkd.lane.turn import Turn
-from parkd.types import CacheMode, Units
+from parkd.types import CacheMode, Progress, Units
 
 requests_log = logging.getLogger("parkd.requests")
+
+READING_LINE_S = 5.0
+"""Time between two lines about the reading of one prompt."""
+LONG_READING_TOKENS = 1024
+"""A prompt of which at least this many tokens must be read has a line when its reading begins."""
 
 
 class TurnTrace(Protocol):
@@ -36,6 +41,8 @@ class TurnLog:
     def __init__(self, metrics: Metrics, trace: TurnTrace | None) -> None:
         self._metrics = metrics
         self._trace = trace
+        self._line_due_s = READING_LINE_S
+        """When the running turn's next line about its reading is due, in seconds since the reading began."""
 
     def record(self, turn: Turn, error: ParkdError | None) -> None:
         """Counts a turn that has ended, even if it never ran, and writes its log line."""
@@ -57,6 +64,27 @@ class TurnLog:
             turn.timings.output_tokens,
             (turn.report.why if turn.report else "") or "-",
             f" end={error.code}" if error is not None else "",
+        )
+
+    def reading(self, turn: Turn, progress: Progress) -> None:
+        """Tells how far a prompt is read: when that begins and its length promises a wait, then every few seconds."""
+        if progress.read_tokens == 0:
+            self._line_due_s = READING_LINE_S
+            if progress.total_tokens < LONG_READING_TOKENS:
+                return
+        elif progress.elapsed_s < self._line_due_s or progress.read_tokens >= progress.total_tokens:
+            return
+        self._line_due_s = progress.elapsed_s + READING_LINE_S
+        speed = progress.read_tokens / progress.elapsed_s if progress.elapsed_s and progress.read_tokens else 0.0
+        left_s = (progress.total_tokens - progress.read_tokens) / speed if speed else None
+        requests_log.info(
+            "key=%s prompt=%d reused=%d reading=%d/%d%s",
+            turn.caller,
+            len(turn.prompt),
+            progress.reused_tokens,
+            progress.read_tokens,
+            progress.total_tokens,
+            "" if left_s is None else f" speed={speed:.0f}tok/s left={left_s:.0f}s",
         )
 
     def note(self, turn: Turn, live: LiveRows, error: ParkdError | None) -> None:

@@ -27,7 +27,6 @@ from parkd.lane.answer import Answer, AnswerLoop
 from parkd.lane.checkpoints import checkpoints_to_take
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
-from parkd.lane.events import EventChannel
 from parkd.lane.explain import diagnose, lasting_tokens
 from parkd.lane.groups import Groups
 from parkd.lane.live_conversation import LiveConversation
@@ -171,22 +170,34 @@ class TurnRunner:
             await live.checkpoint()
             return 0.0
         places = checkpoints_to_take(prompt, start, fork, live.engine.info.ctx_checkpoints)
-        emit = self._emitter(channel)
         began_s = self._monotonic()
+
+        def progress(position: int) -> Progress:
+            return Progress(position - start, stop - start, start, self._monotonic() - began_s)
+
+        def read(event: Event) -> None:
+            assert isinstance(event, Progress)
+            self._log.reading(turn, event)
+            if turn.explained is not None:
+                turn.explained.progress = event
+            channel.push(event)
+
+        emit = self._emitter(read)
+        read(progress(start))
         try:
             await live.call(
                 live.engine.extend,
                 prompt.token_ids[start:stop],
                 cancel=channel.cancel,
-                on_chunk=lambda position: emit(Progress(position - start, stop - start)),
+                on_chunk=lambda position: emit(progress(position)),
                 checkpoint_at=places,
             )
         finally:
             await live.advance(prompt.key, prompt.units)
         took_s = self._monotonic() - began_s
-        read = live.rows.position - start
-        turn.timings = dataclasses.replace(turn.timings, prefill_s=took_s, prefill_tokens=read)
-        self._costs.note_read(read, took_s, start)
+        tokens = live.rows.position - start
+        turn.timings = dataclasses.replace(turn.timings, prefill_s=took_s, prefill_tokens=tokens)
+        self._costs.note_read(tokens, took_s, start)
         if live.rows.position < stop:
             raise Cancelled("The client left while its prompt was read.")
         return took_s
@@ -195,7 +206,7 @@ class TurnRunner:
         limit = self._limit(turn)
         if limit == 0:
             return Answer()
-        transcript, push = Transcript(), self._emitter(turn.channel)
+        transcript, push = Transcript(), self._emitter(turn.channel.push)
 
         def emit(event: Event) -> None:
             transcript.feed(event)
@@ -273,14 +284,15 @@ class TurnRunner:
             retention.wish(turn.prompt, asked_s, now_s)
             retention.apply(now_s)
 
-    def _emitter(self, channel: EventChannel) -> Callable[[Event], None]:
-        """A function that pushes events from the engine's thread, in order, without waiting."""
+    def _emitter(self, push: Callable[[Event], None]) -> Callable[[Event], None]:
+        """A function that hands events from the engine's thread to `push` on the event loop, in order, without
+        waiting."""
         loop = asyncio.get_running_loop()
-        return lambda event: _post(loop, channel, event)
+        return lambda event: _post(loop, push, event)
 
 
-def _post(loop: asyncio.AbstractEventLoop, channel: EventChannel, event: Event) -> None:
-    loop.call_soon_threadsafe(channel.push, event)
+def _post(loop: asyncio.AbstractEventLoop, push: Callable[[Event], None], event: Event) -> None:
+    loop.call_soon_threadsafe(push, event)
 
 
 def _units_with(prompt: PromptIdentity, token_ids: list[int]) -> Units:

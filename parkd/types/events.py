@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -28,6 +29,21 @@ class Progress:
 
     read_tokens: int
     total_tokens: int
+    reused_tokens: int = 0
+    """Tokens of the prompt before them, which need not be read."""
+    elapsed_s: float = 0.0
+    """Since the reading began."""
+
+    @property
+    def shown(self) -> Mapping[str, int]:
+        """In llama-server's fields: `processed` counts from the prompt's start, as `total` does. The prompt's last
+        token, which is read with the answer, is left out of both."""
+        return {
+            "total": self.reused_tokens + self.total_tokens,
+            "cache": self.reused_tokens,
+            "processed": self.reused_tokens + self.read_tokens,
+            "time_ms": round(self.elapsed_s * 1000),
+        }
 
 
 @dataclass(frozen=True, slots=True)

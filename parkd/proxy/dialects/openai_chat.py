@@ -35,6 +35,7 @@ from parkd.types import (
     Event,
     Finished,
     FinishReason,
+    Progress,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -94,7 +95,12 @@ class OpenAIChat(TurnDialect):
         include_usage = request.stream and fields.flag(
             fields.obj(body, "stream_options"), "include_usage", default=False
         )
-        return ChatEncoder(meta, self._system_fingerprint, include_usage=include_usage)
+        return ChatEncoder(
+            meta,
+            self._system_fingerprint,
+            include_usage=include_usage,
+            include_progress=fields.flag(body, "return_progress", default=False),
+        )
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it is a header
         return error_answer(error)
@@ -103,7 +109,9 @@ class OpenAIChat(TurnDialect):
 class ChatEncoder:
     """Implements `Encoder`."""
 
-    def __init__(self, meta: ResponseMeta, system_fingerprint: str, *, include_usage: bool) -> None:
+    def __init__(
+        self, meta: ResponseMeta, system_fingerprint: str, *, include_usage: bool, include_progress: bool
+    ) -> None:
         self._head = {
             "id": f"chatcmpl-{meta.request_id}",
             "created": meta.created_s,
@@ -111,6 +119,7 @@ class ChatEncoder:
             "system_fingerprint": system_fingerprint,
         }
         self._include_usage = include_usage
+        self._include_progress = include_progress
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
@@ -128,6 +137,8 @@ class ChatEncoder:
                 return [self._chunk({"reasoning_content": text})]
             case ToolCallDelta():
                 return [self._chunk({"tool_calls": [self._call_delta(event)]})]
+            case Progress() if self._include_progress:
+                return [self._chunk({}, None, {"prompt_progress": event.shown})]
             case Finished():
                 self._finished = event
                 return self._last_frames(event)

@@ -15,7 +15,7 @@ from parkd.proxy.dialects.frames import DONE, comment, json_frame
 from parkd.proxy.dialects.nested import cache_hints, refuse_grammar
 from parkd.proxy.dialects.openai_chat import timings_of, usage_of
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
-from parkd.types import Event, Finished, FinishReason, ReasoningDelta, TextDelta, TurnRequest
+from parkd.types import Event, Finished, FinishReason, Progress, ReasoningDelta, TextDelta, TurnRequest
 
 DEFAULT_MAX_TOKENS = 16
 """The default of OpenAI's API."""
@@ -51,7 +51,8 @@ class OpenAICompletions(TurnDialect):
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:  # noqa: ARG002
         include_usage = fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
-        return CompletionsEncoder(meta, include_usage=include_usage)
+        include_progress = fields.flag(body, "return_progress", default=False)
+        return CompletionsEncoder(meta, include_usage=include_usage, include_progress=include_progress)
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it is a header
         return error_answer(error)
@@ -60,7 +61,7 @@ class OpenAICompletions(TurnDialect):
 class CompletionsEncoder:
     """Implements `Encoder`."""
 
-    def __init__(self, meta: ResponseMeta, *, include_usage: bool) -> None:
+    def __init__(self, meta: ResponseMeta, *, include_usage: bool, include_progress: bool) -> None:
         self._head = {
             "id": "cmpl-" + meta.request_id.removeprefix("req_"),
             "object": "text_completion",
@@ -68,6 +69,7 @@ class CompletionsEncoder:
             "model": meta.model,
         }
         self._include_usage = include_usage
+        self._include_progress = include_progress
         self._text: list[str] = []
         self._finished: Finished | None = None
 
@@ -77,6 +79,8 @@ class CompletionsEncoder:
                 # Without a template there is no thinking: what was parsed as such is ordinary text.
                 self._text.append(text)
                 return [self._chunk(text, None)]
+            case Progress() if self._include_progress:
+                return [self._chunk("", None, {"prompt_progress": event.shown})]
             case Finished():
                 self._finished = event
                 timings = {"timings": timings_of(event)}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from typing import Any
 
 import anyio
 import pytest
 
+from parkd.lane import turn_log
 from parkd.proxy.config import ProxyConfig
 from tests.fakes.engine import FakeEngine
-from tests.integration.api.api_harness import Gate, running
+from tests.integration.api.api_harness import Gate, running, until
 
 pytestmark = pytest.mark.anyio
 TEXT = "Tell me a story. " * 60
@@ -86,3 +89,56 @@ async def test_the_numbers_of_message_start_are_those_of_the_end() -> None:
             assert [first[name] for name in names] == [last[name] for name in names]
             assert first["input_tokens"] > 0
             assert expected in (None, first["input_tokens"])
+
+
+async def test_how_far_a_prompt_is_read_is_told_in_the_stream_in_slots_and_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by use 19: minutes of reading, and nothing anywhere told of it."""
+    monkeypatch.setattr(turn_log, "READING_LINE_S", 0.0)
+    caplog.set_level(logging.INFO, logger="parkd.requests")
+    gate, shown, slots = Gate("chunk", nth=3), [], []
+    body = {**BODIES["/v1/chat/completions"], "stream": True, "return_progress": True}
+    async with running(FakeEngine(hook=gate, batch_tokens=256)) as server:
+
+        async def look() -> None:
+            await gate.wait_reached()
+            await until(lambda: len(shown) >= 2)
+            slots.append((await server.client.get("/slots")).json()[0]["request"]["prompt_progress"])
+            gate.opened.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look)
+            async with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        shown += [part for part in [json.loads(line[6:]).get("prompt_progress")] if part]
+        quiet = await server.client.post("/v1/chat/completions", json={**body, "return_progress": False})
+        raw = await server.client.post(
+            "/v1/completions", json={"prompt": TEXT, "stream": True, "return_progress": True, "max_tokens": 2}
+        )
+    total = shown[0]["total"]
+    assert [part["total"] for part in shown] == [total] * len(shown)
+    assert [part["cache"] for part in shown] == [0] * len(shown)
+    processed = [part["processed"] for part in shown]
+    assert processed == sorted(set(processed))
+    assert set(processed) <= {*range(0, total, 256), total}  # what is not read in time is replaced by what is newer
+    assert processed[-1] == total
+    assert slots[0]["processed"] in (256, 512)
+    assert slots[0]["total"] == total
+    assert "prompt_progress" not in quiet.text
+    assert "prompt_progress" in raw.text
+    lines = [record.getMessage() for record in caplog.records if " reading=" in record.getMessage()]
+    assert re.fullmatch(rf"key=- prompt={total + 1} reused=0 reading=256/{total} speed=\d+tok/s left=\d+s", lines[0])
+
+
+async def test_a_long_reading_has_a_line_when_it_begins_and_a_short_one_has_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="parkd.requests")
+    async with running(FakeEngine(context_tokens=8192)) as server:
+        await server.chat([{"role": "user", "content": "Short."}])
+        await server.chat([{"role": "user", "content": "x" * 3000}])
+    said = [record.getMessage() for record in caplog.records]
+    assert [" reading=" in line for line in said] == [False, True, False]
+    assert re.fullmatch(r"key=- prompt=\d+ reused=\d+ reading=0/\d+", said[1])
