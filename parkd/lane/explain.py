@@ -1,12 +1,15 @@
 """A bounded memory of recent requests, for `/parkd/explain` and for comparing later requests with.
 
 It holds the units of prompts, so only the key that sent a request may ask about it. The oldest requests make room.
+
+It also knows what each key itself sent and got. Keys that share a namespace share parked conversations, and are told of
+these only as far as their own requests and answers went.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -14,7 +17,18 @@ from typing import Any
 import orjson
 
 from parkd.identity.matcher import common_prefix
-from parkd.types import CacheReport, Diagnosis, DiagnosisKind, Progress, PromptIdentity, Timings, TurnRequest
+from parkd.lane.live_rows import no_units
+from parkd.types import (
+    CacheReport,
+    ConversationKey,
+    Diagnosis,
+    DiagnosisKind,
+    Progress,
+    PromptIdentity,
+    Timings,
+    TurnRequest,
+    Units,
+)
 
 EXPLAINED_LIMIT = 512
 EXPLAINED_BYTES = 32 * 1024 * 1024
@@ -56,10 +70,18 @@ class Explained:
     """How far the reading of its prompt is; None before it begins."""
     end: str | None = None
     """The finish reason, or the error's code."""
+    answered: Units | None = None
+    """Prompt and answer; None if there is no answer yet, or if no other key shares the namespace."""
 
     @property
     def bytes(self) -> int:
-        return self.prompt.units.nbytes + self.prompt.token_ids.nbytes
+        answered_bytes = 0 if self.answered is None else self.answered.nbytes
+        return self.prompt.units.nbytes + self.prompt.token_ids.nbytes + answered_bytes
+
+    @property
+    def said(self) -> Units:
+        """What the key sent, and got as the answer."""
+        return self.prompt.units[: lasting_tokens(self.prompt)] if self.answered is None else self.answered
 
 
 class RequestMemory:
@@ -82,6 +104,42 @@ class RequestMemory:
         self._drop(key)
         self._requests[key] = explained
         self._bytes += explained.bytes
+        self._make_room()
+
+    def note_answer(self, explained: Explained, units: Units) -> None:
+        """Keeps the units of a request and its answer, if the request is still remembered."""
+        if self._requests.get((explained.owner, explained.request_id)) is explained:
+            self._bytes -= explained.bytes
+            explained.answered = units
+            self._bytes += explained.bytes
+            self._make_room()
+
+    def own_nearest(self, now: Explained) -> Units:
+        """Of what the same key sent before, and got, under the same conversation key: the units that share most with a
+        request; empty if there are none."""
+        earlier = [one for one in self._own(now.owner, now.prompt.key) if one is not now]
+        nearest = max(earlier, key=lambda one: common_prefix(one.said, now.prompt.units), default=None)
+        return no_units() if nearest is None else nearest.said
+
+    def own_parts(self, owner: str, key: ConversationKey, parked: Iterable[Units]) -> list[tuple[int, Explained]]:
+        """How much of what is parked the key itself said: tokens, and its latest request that went so far. What goes no
+        further than a prompt of another key, such as a common system prompt, is not its own."""
+        parts: dict[str, tuple[int, Explained]] = {}
+        for units in parked:
+            best: tuple[int, Explained] | None = None
+            for one in self._own(owner, key):
+                common = common_prefix(one.said, units)
+                if common >= lasting_tokens(one.prompt) and (best is None or common >= best[0]):
+                    best = common, one
+            if best is not None:
+                known = parts.get(best[1].request_id)
+                parts[best[1].request_id] = best if known is None else max(known, best, key=lambda part: part[0])
+        return list(parts.values())
+
+    def _own(self, owner: str, key: ConversationKey) -> Iterator[Explained]:
+        return (one for one in self._requests.values() if one.owner == owner and one.prompt.key == key)
+
+    def _make_room(self) -> None:
         while len(self._requests) > self._limit or (self._bytes > self._limit_bytes and len(self._requests) > 1):
             self._drop(next(iter(self._requests)))
 

@@ -137,6 +137,17 @@ def _restore(parked: Parked, position: int, live: LiveRows, layout: StateLayout,
     return Start(CacheOutcome.RESTORED_RAM, position, keep, parked, moved)
 
 
+def as_known_to_key(prompt: PromptIdentity, start: Start, own: Units) -> Start:
+    """The same start, as far as a key may be told why it is not better: compared with `own`, which is what the key
+    itself sent and got, not with what other keys of the namespace said."""
+    common = common_prefix(own, prompt.units)
+    if common < start.position:
+        return replace(start, common=0, known=0, resumable=0, nearest=None)
+    differs = common < min(len(own), len(prompt))
+    resumable = min(start.resumable, common)
+    return replace(start, common=common, known=len(own), resumable=resumable, nearest=own if differs else None)
+
+
 def explain(prompt: PromptIdentity, start: Start, gone: str) -> str:
     """Why tokens are read although part of this prompt was known; empty if there is nothing to explain.
 

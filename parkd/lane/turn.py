@@ -9,7 +9,7 @@ from parkd.engine_adapter.base import Engine
 from parkd.errors import ParkdError
 from parkd.lane.events import EventChannel
 from parkd.lane.explain import Explained
-from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnRequest
+from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnRequest, Units
 
 TAIL_TOKENS = 64
 """Tokens at the end of a prompt that show whether thinking is open."""
@@ -39,6 +39,11 @@ class Turn:
     """Its entry for `/parkd/explain`."""
     earlier: Explained | None = None
     """The request that the client wants it compared with, if that is remembered."""
+    own_nearest: Callable[[], Units] | None = None
+    """Of what the caller's key itself sent and got, the units that share most with the prompt. The turn is told of
+    parked state only as far as these go. None: all state in the namespace is the caller's own."""
+    note_answer: Callable[[Units], None] = lambda _units: None
+    """Called with the units of prompt and answer."""
     release_awaited: Callable[[], None] = lambda: None
     """Releases the state that the store keeps for the turn while it waits. Idempotent."""
     release_body: Callable[[], None] = lambda: None

@@ -226,7 +226,9 @@ class TurnRunner:
         try:
             await live.call(loop.run)
         finally:
-            await live.advance(turn.prompt.key, _units_with(turn.prompt, answer.token_ids))
+            units = _units_with(turn.prompt, answer.token_ids)
+            turn.note_answer(units)
+            await live.advance(turn.prompt.key, units)
             first_s = answer.first_token_at_s
             if first_s is not None:
                 turn.timings = dataclasses.replace(

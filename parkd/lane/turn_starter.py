@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import LogitsNotFinite, RestoreFailed
@@ -12,7 +13,7 @@ from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.prompt_tail import PromptTail
-from parkd.lane.start import Start, cold_start, decide_start, explain
+from parkd.lane.start import Start, as_known_to_key, cold_start, decide_start, explain
 from parkd.lane.turn import Turn
 from parkd.store.records import Tier
 from parkd.store.store import ConversationStore
@@ -88,12 +89,16 @@ class TurnStarter:
             cost=self._costs.measured,
             has_spare=live.engine.info.live_conversations > 1,
         )
-        beyond = hashes[start.common // BLOCK_TOKENS :]
-        gone = store.why_gone(key_digest, beyond) if store is not None else ""
-        why, lacking = explain(prompt, start, gone), live.engine.info.parked_state_lacks
-        if lacking and why and start.position < start.common:
+        if turn.own_nearest is None:
+            told, beyond = start, hashes[start.common // BLOCK_TOKENS :]
+            gone = store.why_gone(key_digest, beyond) if store is not None else ""
+        else:  # nobody is told when and why another key's conversation went
+            told = as_known_to_key(prompt, start, turn.own_nearest())
+            gone = "what this key sent before is not parked any more" if told.common > start.common else ""
+        why, lacking = explain(prompt, told, gone), live.engine.info.parked_state_lacks
+        if lacking and why and told.position < told.common:
             why = f"{why}; {lacking}"
-        return start, why
+        return replace(start, nearest=told.nearest), why
 
     async def start(self, turn: Turn, live: LiveConversation, start: Start, why: str) -> tuple[CacheReport, float]:
         """Brings the engine to the start's position, or to the prompt's end if the engine could read it meanwhile.

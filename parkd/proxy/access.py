@@ -27,6 +27,8 @@ class Caller:
     owner: str = ""
     """Derived from the key, and different even for keys that share a namespace. Decides who may see a request's
     report."""
+    shares_namespace: bool = False
+    """Other keys may be in the namespace, so that not all that is parked in it is the caller's own."""
     is_operator: bool = False
     """May see what all keys do together, such as `/metrics`."""
 
@@ -59,7 +61,8 @@ def authenticate(
     key = known[matches.index(True)]
     own = namespace_of(sent)
     is_operator = sum(hmac.compare_digest(sent.encode(), key.encode()) for key in operator_keys) > 0
-    return Caller(own if key.namespace is None else f"={key.namespace}", key.name, own, is_operator)
+    shares = key.namespace is not None
+    return Caller(f"={key.namespace}" if shares else own, key.name, own, shares, is_operator)
 
 
 def check_operator(caller: Caller) -> None:

@@ -135,9 +135,6 @@ class Endpoints:
         mine = running.explained if running is not None else None
         if mine is not None and mine.owner != caller.owner:
             mine = None
-        key = ConversationKey(caller.namespace, self._info.fingerprint)
-        store, now_s = self._services.store, self._services.monotonic()
-        parked = [] if store is None else [found for found, _ in store.candidates(key.digest, ())]
         return _json(
             [
                 {
@@ -147,13 +144,27 @@ class Endpoints:
                     "waiting": self._proxy.lane.waiting,
                     "request": None if mine is None else explain.summary(mine),
                     "parked": [
-                        {"tokens": found.position, "idle_s": round(max(0.0, now_s - found.last_used_s), 1)}
-                        for found in parked
+                        {"tokens": tokens, "idle_s": round(max(0.0, idle_s), 1)}
+                        for tokens, idle_s in self._parked_of(caller)
                     ],
                 }
             ],
             request_id,
         )
+
+    def _parked_of(self, caller: Caller) -> list[tuple[int, float]]:
+        """Tokens of each conversation of the caller's key, and the seconds since it was used. Where other keys share
+        the namespace: of each as much as the key itself said, and the seconds since it did."""
+        if self._services.store is None:
+            return []
+        key = ConversationKey(caller.namespace, self._info.fingerprint)
+        parked = [found for found, _ in self._services.store.candidates(key.digest, ())]
+        if caller.shares_namespace:
+            now_s = self._services.wall()
+            own = self._proxy.requests.own_parts(caller.owner, key, [found.units for found in parked])
+            return [(tokens, now_s - request.began_s) for tokens, request in own]
+        now_s = self._services.monotonic()
+        return [(found.position, now_s - found.last_used_s) for found in parked]
 
     async def explain(self, request: Request, request_id: str) -> ASGIApp:
         caller = self._caller(request)

@@ -189,13 +189,13 @@ class Proxy:
                         return StreamingResponse(encoder.failure(overflow), headers=headers)
                     raise
                 turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)
-                self._remember(turn, caller.owner)
+                self._remember(turn, caller)
                 turn.release_body = charge.keep()
         return TurnResponse(turn, self.lane, self.log, self.resends, dialect, encoder, config, services.monotonic)
 
-    def _remember(self, turn: Turn, owner: str) -> None:
+    def _remember(self, turn: Turn, caller: Caller) -> None:
         """Remembers the turn for `/parkd/explain` and for comparison with later requests."""
-        cache = turn.request.cache
+        cache, owner = turn.request.cache, caller.owner
         parts = PromptParts.of(turn.request) if cache.wants_diagnosis else None
         if cache.compare_to is not None:
             turn.earlier = self.requests.get(cache.compare_to, owner)
@@ -204,6 +204,9 @@ class Proxy:
         prompt = dataclasses.replace(turn.prompt, images=images, proof=None)
         turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
         self.requests.add(turn.explained)
+        if caller.shares_namespace:
+            turn.own_nearest = partial(self.requests.own_nearest, turn.explained)
+            turn.note_answer = partial(self.requests.note_answer, turn.explained)
 
     def caller_of(self, request: Request) -> Caller:
         """Who sends the request; from now on its log line names the caller. Raises Unauthorized."""

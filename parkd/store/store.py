@@ -460,7 +460,7 @@ class ConversationStore:
     def _evict_for(self, plan: Plan, decision: Decision) -> None:
         if decision.queue is None:
             return
-        reason = f"its room was needed for a conversation of {decision.position} tokens"
+        reason = "its room was needed for another conversation"  # not of how many tokens: it may be another key's
         in_flight = self._replaced_in_flight()
         while not self._admission.has_room(plan, decision.position, in_flight, decision.prefixes):
             self.table.evict(decision.queue.pop(), reason)
