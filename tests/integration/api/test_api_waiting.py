@@ -129,7 +129,9 @@ async def test_how_far_a_prompt_is_read_is_told_in_the_stream_in_slots_and_in_th
     assert "prompt_progress" not in quiet.text
     assert "prompt_progress" in raw.text
     lines = [record.getMessage() for record in caplog.records if " reading=" in record.getMessage()]
-    assert re.fullmatch(rf"key=- prompt={total + 1} reused=0 reading=256/{total} speed=\d+tok/s left=\d+s", lines[0])
+    head = f"key=- prompt={total + 1} reused=0"
+    assert lines[0] == f"{head} reading=0/{total}"
+    assert re.fullmatch(rf"{head} reading=256/{total} speed=\d+tok/s left=\d+s", lines[1])
 
 
 async def test_a_long_reading_has_a_line_when_it_begins_and_a_short_one_has_none(
