@@ -29,7 +29,7 @@ from benchmarks import texts
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progress
 from benchmarks.servers import demo_model
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.engine_adapter.torch_engine.words import TranslatedTemplate
+from parkd.engine_adapter.torch_engine.words import RenderedTemplate
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.lane.live_rows import LiveRows
@@ -135,7 +135,7 @@ def measure(
 ) -> tuple[int, dict[str, dict[str, list[float]]], dict[str, list[int]]]:
     memory: dict[str, list[int]] = {"memo": [], "answers": []}
     measured: dict[str, dict[str, list[float]]] = {way: {part: [] for part in PARTS} for way in WAYS}
-    template = TranslatedTemplate(ChatTemplate(tokenizer, None))
+    template = RenderedTemplate(ChatTemplate(tokenizer, None))
     messages = conversation(4000, tokens)
     first = body_of(messages)
     answer = texts.document(4001, ANSWER_CHARACTERS)

@@ -4,6 +4,7 @@
     ├── InvalidRequest        400  the request is invalid or asks for something unsupported
     │   ├── ContextOverflow   400  prompt and output do not fit the context
     │   ├── SchemaTooComplex  400  the schema cannot be enforced; may be found in the middle of the answer
+    │   ├── UnreadableImage   400  an image that cannot be decoded, or is too large
     │   └── ThreadUnsupported 400  the client sends only new messages and expects the server to keep the others
     ├── Unauthorized          401  no API key or a wrong one
     ├── Forbidden             403  the Host or Origin header is not allowed
@@ -15,17 +16,25 @@
     ├── ShuttingDown          503
     ├── Cancelled             499  the client left; nobody reads the answer
     ├── EngineFailure         500  the engine could not finish this turn; its state is valid
+    │   ├── StageFailed       500  a forward pass or a copy of one stage failed
+    │   ├── ContextFull       500  more tokens than the arenas have rows
     │   ├── UpstreamFailed    502  the llama-server reported an error, sent invalid data, or closed the connection
     │   │   ├── UpstreamTimeout   504  it did not answer in time
     │   │   └── UpstreamDown      503  it cannot be reached, or is still loading its model
     │   ├── LogitsNotFinite   500  no token can be chosen: the weights or the state are damaged
     │   └── EngineLost        500  the engine cannot become valid again: the process must end
     ├── RestoreFailed              parked state was incompatible or damaged; the turn reads its prompt cold
+    │   ├── SnapshotMismatch       it does not fit this session; found before anything was written
+    │   └── SnapshotDamaged        a restore failed after it began to write
     ├── ConfigError                an invalid flag, variable or TOML file; exit code 2
     └── ModelError                 a model that cannot be loaded or is refused; exit code 2
+        ├── UnsupportedModel       an architecture, a kind of layer or a setting that is not supported
+        ├── InvalidSplit           the layers cannot be divided over the stages as requested
+        └── OutOfMemory            an arena does not fit its device
 
 Dialects map `status` and `code` to their own formats; `message` always says what to do next. Errors of libraries are
-translated where they occur: `engine` errors in `engine_adapter/torch_engine/words.py`, file errors in `store/fs.py`.
+translated where they occur: those of devices in `parkd_engine/failures.py`, file errors in `store/fs.py`. Wrong
+arguments from the calling program raise `ValueError`.
 """
 
 from __future__ import annotations
@@ -84,6 +93,12 @@ class SchemaTooComplex(InvalidRequest):
             f"place, shorter patterns, smaller repetitions.",
             param=param,
         )
+
+
+class UnreadableImage(InvalidRequest):
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"The image cannot be read: {reason}.")
+        self.reason = reason
 
 
 class ThreadUnsupported(InvalidRequest):
@@ -149,6 +164,25 @@ class EngineFailure(ParkdError):
     code = "engine_failure"
 
 
+def unfinished(reason: str) -> str:
+    """The message of an EngineFailure that ends one turn."""
+    return f"The engine could not finish this turn: {reason.removesuffix('.')}. Send the request again."
+
+
+class StageFailed(EngineFailure):
+    """Rows up to the session's position are still valid."""
+
+    def __init__(self, stage: int, message: str) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class ContextFull(EngineFailure):
+    def __init__(self, position: int, tokens: int, context_tokens: int) -> None:
+        where = f"a context of {context_tokens} tokens"
+        super().__init__(unfinished(f"{tokens} tokens at position {position} do not fit {where}"))
+
+
 class UpstreamFailed(EngineFailure):
     status = 502
     code = "upstream_failed"
@@ -178,9 +212,42 @@ class RestoreFailed(ParkdError):
     code = "restore_failed"
 
 
+class SnapshotMismatch(RestoreFailed):
+    """Wrong layout, stages, ranges or sizes. Raised by the engine's own session, which is unchanged; whoever asked for
+    the restore empties it."""
+
+
+class SnapshotDamaged(RestoreFailed):
+    """A copy failed or a checksum differs. Every stage was reset."""
+
+
 class ConfigError(ParkdError):
     code = "config_error"
 
 
 class ModelError(ParkdError):
     code = "model_error"
+
+
+class UnsupportedModel(ModelError):
+    """Raised before weights are read wherever possible."""
+
+
+class InvalidSplit(ModelError):
+    """A layer split that the model or the devices do not allow."""
+
+
+class OutOfMemory(ModelError):
+    """An arena could not be allocated."""
+
+    def __init__(self, device: str, needed_bytes: int, context_tokens: int, fitting_tokens: int) -> None:
+        mib = needed_bytes / 2**20
+        super().__init__(
+            f"{device} cannot hold {mib:,.0f} MiB for a context of {context_tokens} tokens. About {fitting_tokens} "
+            f"tokens would fit; lower the context size to that or less."
+        )
+        self.device = device
+        self.needed_bytes = needed_bytes
+        self.context_tokens = context_tokens
+        self.fitting_tokens = fitting_tokens
+        """Tokens for which an arena of this layout would fit the device now."""

@@ -16,46 +16,20 @@ True
 >>> following = int(session.step(token).argmax())
 
 `model` is any `transformers` model of a supported architecture, prompts are token ids, `replace` is that of
-`dataclasses`.
+`dataclasses`. Errors are those of `parkd.errors`.
 """
 
 from parkd_engine.config import EngineConfig
-from parkd_engine.errors import (
-    BadLogits,
-    ContextFull,
-    EngineError,
-    InvalidSplit,
-    ModelLoadError,
-    OutOfMemory,
-    SnapshotDamaged,
-    SnapshotError,
-    SnapshotMismatch,
-    StageFailed,
-    TemplateRefused,
-    UnsupportedModel,
-)
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.moves.snapshot import capture, host_transfer, restore, restore_and_read
 from parkd_engine.opening import open_session
 from parkd_engine.session import Session
 
 __all__ = [
-    "BadLogits",
-    "ContextFull",
     "EngineConfig",
-    "EngineError",
-    "InvalidSplit",
     "LoadConfig",
     "LoadedModel",
-    "ModelLoadError",
-    "OutOfMemory",
     "Session",
-    "SnapshotDamaged",
-    "SnapshotError",
-    "SnapshotMismatch",
-    "StageFailed",
-    "TemplateRefused",
-    "UnsupportedModel",
     "capture",
     "host_transfer",
     "load_model",

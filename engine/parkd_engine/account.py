@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parkd.errors import ModelError
 from parkd_engine.arenas.arena import WindowRoom
 from parkd_engine.arenas.layout import StageStateLayout, build_layout
 from parkd_engine.config import EngineConfig
-from parkd_engine.errors import ModelLoadError
 from parkd_engine.families.layer_state import draft_layers, layer_kinds
 from parkd_engine.families.multimodal import language_config, longest_span
 from parkd_engine.families.records import family_of
@@ -211,11 +211,11 @@ def choose_context(
     """Context length in tokens: `asked_tokens`, or the most that fits, up to the model's own limit.
 
     Call it when the weights are loaded, with accounts `beside_weights`. `free` returns the free bytes of a device;
-    `reserved`, asked after it, the bytes of main memory that are set aside for parked state. Raises ModelLoadError,
+    `reserved`, asked after it, the bytes of main memory that are set aside for parked state. Raises ModelError,
     with numbers, if the context does not fit or is longer than the model's limit.
     """
     if asked_tokens is not None and asked_tokens > model_tokens:
-        raise ModelLoadError(
+        raise ModelError(
             f"A context of {asked_tokens} tokens was requested, but the model supports at most {model_tokens}. "
             f"Ask for {model_tokens} or fewer."
         )
@@ -226,13 +226,13 @@ def choose_context(
     tightest = min(rooms.values(), key=lambda room: room.tokens)
     if asked_tokens is not None:
         if asked_tokens > tightest.tokens:
-            raise ModelLoadError(tightest.shortage(asked_tokens))
+            raise ModelError(tightest.shortage(asked_tokens))
         return asked_tokens
     if tightest.tokens >= model_tokens:
         return model_tokens
     chosen = tightest.tokens // CONTEXT_STEP * CONTEXT_STEP
     if chosen < (least := min(MIN_CONTEXT, model_tokens)):
-        raise ModelLoadError(tightest.shortage(least))
+        raise ModelError(tightest.shortage(least))
     return chosen
 
 

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from parkd.errors import LogitsNotFinite
 from parkd_engine.draft.pace import DraftPace
-from parkd_engine.errors import BadLogits
 from parkd_engine.session import Session
 from parkd_engine.words.distribution import Distribution
 from parkd_engine.words.sampling import Sampler
@@ -69,7 +69,7 @@ class Decoder:
         """Yields the answer's tokens; first reads `last_token_id`, the prompt's last. Ends when the context is full.
 
         When closed, and after each step, the session's state covers all tokens before the last one yielded. Raises
-        StageFailed, BadLogits; the session then holds a prefix of the conversation so far, or is empty.
+        StageFailed, LogitsNotFinite; the session then holds a prefix of the conversation so far, or is empty.
         """
         session, token = self._session, last_token_id
         while session.position < session.context_tokens:
@@ -109,11 +109,11 @@ class Decoder:
 
     @contextmanager
     def _emptied_by(self, logits: torch.Tensor) -> Iterator[None]:
-        """Resets the session if BadLogits is raised inside and a token has no finite logit: the state is then not
+        """Resets the session if LogitsNotFinite is raised inside and a token has no finite logit: the state is then not
         finite either, so nothing could be generated from it now or after a restore."""
         try:
             yield
-        except BadLogits:
+        except LogitsNotFinite:
             if not torch.isfinite(logits).any(dim=-1).all():
                 self._session.reset()
             raise
@@ -145,7 +145,7 @@ class Decoder:
             ahead.append(self._sampler.draw(sources[-1]))
             return ahead[-1]
 
-        with suppress(BadLogits):  # A head without usable logits makes no more guesses.
+        with suppress(LogitsNotFinite):  # A head without usable logits makes no more guesses.
             self._session.guess(token_id, self._session.draft_tokens, choose)
         return list(zip(ahead, sources, strict=True))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from parkd_engine.errors import InvalidSplit
+from parkd.errors import InvalidSplit
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.loading.layer_weights import model_weights
 

@@ -11,11 +11,11 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from parkd.errors import ModelError
 from parkd_engine.account import ModelMemory, StageMemory
 from parkd_engine.arenas.layout import StageStateLayout, build_layout
 from parkd_engine.balance import choose_split
 from parkd_engine.config import EngineConfig
-from parkd_engine.errors import ModelLoadError
 from parkd_engine.families.architectures import architecture_of, check_config
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.presets.shapes import PREFIX, preset_config
@@ -48,7 +48,7 @@ def plan_model(model: str, config: EngineConfig, free: Callable[[str], int] | No
     index of the weights are downloaded. `free` returns the free bytes of a device; without it, GPUs that are not here
     count as equal and empty.
 
-    Raises UnsupportedModel, InvalidSplit or ModelLoadError, as loading would.
+    Raises UnsupportedModel, InvalidSplit or ModelError, as loading would.
     """
     settings = _settings(model)
     if config.guesses == 0:
@@ -81,7 +81,7 @@ def _settings(model: str) -> Any:
     try:
         return _settings_in(Path(snapshot_download(model, allow_patterns=["config.json", INDEX_FILE])))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        raise ModelLoadError(f"{model} is not a local path, and cannot be downloaded from the hub: {error}") from error
+        raise ModelError(f"{model} is not a local path, and cannot be downloaded from the hub: {error}") from error
 
 
 def _settings_in(folder: Path) -> Any:

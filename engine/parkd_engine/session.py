@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from parkd.errors import ContextFull
 from parkd.state import StateLayout, chunk_end
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
@@ -21,7 +22,6 @@ from parkd_engine.arenas.fixed_state import FixedState
 from parkd_engine.arenas.timeline_images import TimelineImages
 from parkd_engine.config import CTX_CHECKPOINTS
 from parkd_engine.draft.head import Choose, DraftHead
-from parkd_engine.errors import ContextFull
 from parkd_engine.forward.forward import ChunksUnderWay, ModelForward
 from parkd_engine.forward.stages import Stage
 from parkd_engine.forward.step_by_step import step_by_step

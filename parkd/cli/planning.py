@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from parkd.cli import arguments
 from parkd.cli.model import MemoryShare, cache_type_name, choose_engine, engine_layout, find_model, on_disk
 from parkd.config import Config, ModelConfig, load
-from parkd.errors import ConfigError, ModelError
+from parkd.errors import ConfigError
 
 if TYPE_CHECKING:
     from parkd_engine.plan import WeightlessModel
@@ -93,11 +93,7 @@ def _check_engine(config: ModelConfig, what: str, else_do: str) -> None:
 
 def weightless(config: ModelConfig) -> tuple[str, WeightlessModel]:
     """The model's name, and what its configuration tells without its weights. Raises ConfigError and ModelError."""
-    from parkd_engine.errors import EngineError
     from parkd_engine.plan import plan_model
 
     model = on_disk(find_model(config)[0])
-    try:
-        return model, plan_model(model, engine_layout(config))
-    except EngineError as error:
-        raise ModelError(str(error)) from error
+    return model, plan_model(model, engine_layout(config))

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 
+from parkd.errors import OutOfMemory
 from parkd_engine.arenas.layout import Field, StageStateLayout
 from parkd_engine.arenas.streams import DeviceStreams
-from parkd_engine.errors import OutOfMemory
 from parkd_engine.families.layer_state import INDEX_KEY, WINDOW_FIELDS
 from parkd_engine.memory import free_bytes
 

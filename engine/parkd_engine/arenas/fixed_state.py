@@ -19,7 +19,7 @@ import torch
 from parkd.state import KeptStates
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
-from parkd_engine.errors import StageFailed
+from parkd_engine.failures import stage_failed
 
 log = logging.getLogger("parkd.engine")
 
@@ -125,7 +125,7 @@ class FixedState:
             try:
                 cache.history.check()
             except RuntimeError as error:
-                raise StageFailed(stage, "decode", error) from error
+                raise stage_failed(stage, "decode", error) from error
 
     def cut(self, position: int, at: int) -> None:
         """Cuts from `at`, where the timeline is, to `position`, not below the floor; the live state is then valid

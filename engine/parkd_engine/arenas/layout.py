@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
+from parkd.errors import UnsupportedModel
 from parkd.state import DIGEST_BYTES, StageLayout
 from parkd_engine.arenas.kv_format import is_quantised
-from parkd_engine.errors import UnsupportedModel
 from parkd_engine.families.layer_state import (
     INDEX_KEY,
     LAYER_KINDS,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from parkd_engine.errors import UnsupportedModel
+from parkd.errors import UnsupportedModel
 from parkd_engine.families.layer_state import INDEXED, LAYER_KINDS, layer_kinds
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import ARCHITECTURES, family_of

@@ -27,9 +27,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from parkd.errors import UnsupportedModel
 from parkd_engine.arenas.kv_format import KeptStates, QuantisedStates, tokens_of
 from parkd_engine.arenas.placed import PlacedStates
-from parkd_engine.errors import UnsupportedModel
 from parkd_engine.families.layer_state import INDEXED
 from parkd_engine.forward.indexer import CausalOrder, KeySelection
 

@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from parkd.errors import EngineFailure
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
 from parkd_engine.arenas.streams import record_event
 from parkd_engine.draft.head import Choose, DraftHead
-from parkd_engine.errors import EngineError, StageFailed
+from parkd_engine.failures import stage_failed
 from parkd_engine.forward.chunk_graphs import record_chunks
 from parkd_engine.forward.decode_graph import DecodeGraph, record_decoding
 from parkd_engine.forward.dense import DenseStage, no_recording, refusal
@@ -136,15 +137,15 @@ class ModelForward:
                         flow = self.dense[stage.index].forward(flow, position)
                     else:
                         flow = stage.forward(flow, cache, position, images, ids)
-                except EngineError:
+                except EngineFailure:
                     raise
                 except Exception as error:
-                    raise StageFailed(stage.index, doing, error) from error
+                    raise stage_failed(stage.index, doing, error) from error
             if self._draft is not None:
                 try:
                     self._draft.read(token_ids, position, flow, images)
                 except Exception as error:
-                    raise StageFailed(len(self._stages) - 1, "draft", error) from error
+                    raise stage_failed(len(self._stages) - 1, "draft", error) from error
         return flow
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -153,7 +154,7 @@ class ModelForward:
             with torch.inference_mode():
                 return self._stages[-1].every_logits(hidden)
         except Exception as error:
-            raise StageFailed(len(self._stages) - 1, "decode", error) from error
+            raise stage_failed(len(self._stages) - 1, "decode", error) from error
 
     def step_recorded(self, token_ids: Sequence[int], position: int, offset: int) -> torch.Tensor:
         """Runs a step's tokens through the recorded graphs; returns their logits, float32 `[q, vocab]`. `offset` is
@@ -168,7 +169,7 @@ class ModelForward:
                 cache.history.was_replayed()
             return logits
         except Exception as error:
-            raise StageFailed(len(self._stages) - 1, "decode", error) from error
+            raise stage_failed(len(self._stages) - 1, "decode", error) from error
 
     def guess(
         self, draft: DraftHead, token_id: int, position: int, offset: int, count: int, choose: Choose
@@ -181,10 +182,10 @@ class ModelForward:
                 if guessing is not None and position > 0:
                     return guessing.guess(token_id, position, offset, count, choose)
                 return draft.guess(token_id, position, count, choose)
-        except EngineError:
+        except EngineFailure:
             raise
         except Exception as error:
-            raise StageFailed(len(self._stages) - 1, "draft", error) from error
+            raise stage_failed(len(self._stages) - 1, "draft", error) from error
 
     def _before_write(self, stage: Stage, start: int, stop: int) -> None:
         if stage.device.type == "cuda":

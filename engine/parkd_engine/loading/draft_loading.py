@@ -19,8 +19,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from parkd.errors import ModelError
 from parkd_engine.draft.stream_head import head_class
-from parkd_engine.errors import ModelLoadError
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import family_of
 from parkd_engine.loading.library_bars import no_library_bars
@@ -34,7 +34,7 @@ log = logging.getLogger("parkd.engine")
 def find_head(folder: Path, config: Any) -> bool:
     """Whether the checkpoint in `folder` has a supported draft head; if so, declares it in `config`.
 
-    Reads only the names of weights. Raises ModelLoadError for files that cannot be read.
+    Reads only the names of weights. Raises ModelError for files that cannot be read.
     """
     behind = int(language_config(config).num_hidden_layers)
     layers = {name: layer for name in _weight_names(folder) if (layer := _head_layer(name, behind)) is not None}
@@ -69,7 +69,7 @@ def drop_head(config: Any) -> None:
 def load_head(model: Any, folder: Path) -> Any:
     """Loads the head declared in the configuration of a model loaded from `folder`: an `MtpModel` or a `StreamHead`.
 
-    Raises ModelLoadError.
+    Raises ModelError.
     """
     model.config.name_or_path = str(folder)
     # Transformers finds a head's weights by these. Its own patterns fit the depth of one published model, and every
@@ -80,7 +80,7 @@ def load_head(model: Any, folder: Path) -> Any:
         with no_library_bars():
             return head_class(model.config).from_pretrained(model).eval()
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ModelLoadError(
+        raise ModelError(
             f"The draft head in {folder} cannot be loaded: {error}. Start with --draft-tokens 0 to do without it."
         ) from error
 
@@ -114,4 +114,4 @@ def _weight_names(folder: Path) -> list[str]:
                 names += opened.keys()
         return names
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelLoadError(f"The weights in {folder} cannot be read: {error}") from error
+        raise ModelError(f"The weights in {folder} cannot be read: {error}") from error

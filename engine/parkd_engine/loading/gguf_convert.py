@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-from parkd_engine.errors import ModelLoadError, UnsupportedModel
+from parkd.errors import ModelError, UnsupportedModel
 from parkd_engine.families.architectures import check_config
 from parkd_engine.families.records import FAMILIES
 from parkd_engine.loading.gguf_metadata import GgufMetadata, named_damage, read_metadata
@@ -30,7 +30,7 @@ END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<
 def convert(path: Path, folder: Path, dtype: torch.dtype, progress: Progress | None = None) -> None:
     """Writes configuration, tokenizer and weights in `dtype` to `folder`.
 
-    Raises UnsupportedModel or ModelLoadError, where possible before any tensor is read.
+    Raises UnsupportedModel or ModelError, where possible before any tensor is read.
     """
     tell = progress or (lambda *_: None)
     doing = f"Converting {path.name}"
@@ -71,7 +71,7 @@ def config_of(file: GgufMetadata) -> Any:
     # The library silently drops tensors that it has no use for.
     strangers = sorted(set(file.tensor_names) - set(places) - {ROPE_FACTORS})
     if strangers:
-        raise ModelLoadError(
+        raise ModelError(
             f"{file.path} has tensors of unknown purpose ({', '.join(strangers[:3])}); load its safetensors instead."
         )
     return config
@@ -85,7 +85,7 @@ def _model(file: GgufMetadata, config: Any, dtype: torch.dtype) -> Any:
         )
     if found["missing_keys"]:
         # The library would use random numbers for them.
-        raise ModelLoadError(f"{file.path} lacks weights: {', '.join(sorted(found['missing_keys'])[:3])}.")
+        raise ModelError(f"{file.path} lacks weights: {', '.join(sorted(found['missing_keys'])[:3])}.")
     model.hf_quantizer, model.is_quantized = None, False
     del model.config.quantization_config
     ends = end_token_ids(file)

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.integrations.gguf import GgufHeader, load_gguf_state_dict, read_gguf_metadata
 
-from parkd_engine.errors import EngineError, ModelLoadError
+from parkd.errors import ModelError
 
 _STRING_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
 
@@ -40,7 +40,7 @@ class GgufMetadata:
 
 
 def read_metadata(path: Path) -> GgufMetadata:
-    """Reads the metadata. Raises ModelLoadError for a file that is damaged, truncated or not GGUF."""
+    """Reads the metadata. Raises ModelError for a file that is damaged, truncated or not GGUF."""
     with named_damage(path):
         entries, names = read_gguf_metadata(str(path), _STRING_LISTS)
     return GgufMetadata(path, entries, names)
@@ -48,11 +48,11 @@ def read_metadata(path: Path) -> GgufMetadata:
 
 @contextmanager
 def named_damage(path: Path) -> Iterator[None]:
-    """Turns the library's errors about `path` into ModelLoadError."""
+    """Turns the library's errors about `path` into ModelError."""
     try:
         yield
-    except EngineError:
+    except ModelError:
         raise
     except Exception as error:
         # The library does not check what it reads, so a damaged file can raise any kind of error.
-        raise ModelLoadError(f"{path} is damaged, truncated or not a GGUF file that can be read: {error}") from error
+        raise ModelError(f"{path} is damaged, truncated or not a GGUF file that can be read: {error}") from error

@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from parkd_engine.errors import ModelLoadError
+from parkd.errors import ModelError
 
 _LENGTH = struct.Struct("<Q")
 _ONE_LOAD = RLock()
@@ -46,13 +46,13 @@ class QuickReader(gguf.GGUFReader):  # type: ignore[misc]
         return _ARRAY_HEAD_BYTES + whole.nbytes, head + parts, list(range(2, 2 + count)), types
 
     def _texts(self, offset: int, count: int) -> tuple[int, list[Any]]:
-        """The size in bytes of `count` strings at `offset`, and their parts. Raises ModelLoadError."""
+        """The size in bytes of `count` strings at `offset`, and their parts. Raises ModelError."""
         blob, at = memoryview(self.data), offset
         parts: list[Any] = []
         for _ in range(count):
             start = at + _LENGTH.size
             if start > len(blob) or start + _LENGTH.unpack_from(blob, at)[0] > len(blob):
-                raise ModelLoadError("A text in its header passes the end of the file.")
+                raise ModelError("A text in its header passes the end of the file.")
             length = np.frombuffer(blob, dtype=np.uint64, count=1, offset=at)
             at = start + int(length[0])
             parts += (length, np.frombuffer(blob, dtype=np.uint8, count=at - start, offset=start))

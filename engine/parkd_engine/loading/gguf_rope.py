@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from parkd_engine.errors import ModelLoadError, UnsupportedModel
+from parkd.errors import ModelError, UnsupportedModel
 from parkd_engine.loading.gguf_metadata import GgufMetadata
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -18,7 +18,7 @@ ROPE_TOLERANCE = 1e-3
 
 
 def add_scaling(file: GgufMetadata, config: Any) -> None:
-    """Completes `config.rope_parameters`. Raises UnsupportedModel or ModelLoadError."""
+    """Completes `config.rope_parameters`. Raises UnsupportedModel or ModelError."""
     rope = config.rope_parameters
     # Models with sliding windows have one RoPE per layer kind; only that of full attention is scaled.
     target = rope.get("full_attention", rope)
@@ -38,7 +38,7 @@ def add_scaling(file: GgufMetadata, config: Any) -> None:
 def _needed(file: GgufMetadata, name: str) -> Any:
     value = file.of_kind(name)
     if value is None:
-        raise ModelLoadError(f"{file.path} has no entry {file.kind}.{name}.")
+        raise ModelError(f"{file.path} has no entry {file.kind}.{name}.")
     return value
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from parkd_engine.errors import ModelLoadError
+from parkd.errors import ModelError
 from parkd_engine.loading.gguf_metadata import GgufMetadata, named_damage
 
 CONTROL, USER_DEFINED = 3, 4
@@ -26,14 +26,14 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def save_tokenizer(file: GgufMetadata, folder: Path) -> None:
-    """Writes `tokenizer.json` and related files, with the chat template. Raises ModelLoadError."""
+    """Writes `tokenizer.json` and related files, with the chat template. Raises ModelError."""
     kind = str(file.entries.get("tokenizer.ggml.model", ""))
     if kind == "gpt2":
         tokenizer = _byte_level(file)
     elif kind == "llama":
         tokenizer = _sentencepiece(file)
     else:
-        raise ModelLoadError(f"{file.path} has a tokenizer of the kind {kind!r}; gpt2 and llama can be read.")
+        raise ModelError(f"{file.path} has a tokenizer of the kind {kind!r}; gpt2 and llama can be read.")
     tokenizer.chat_template = file.entries.get("tokenizer.chat_template")
     tokenizer.save_pretrained(str(folder))
 
@@ -55,11 +55,9 @@ def _byte_level(file: GgufMetadata) -> PreTrainedTokenizerFast:
     merges = [tuple(merge.split(" ", 1)) for merge in file.entries.get("tokenizer.ggml.merges", [])]
     way = str(file.entries.get("tokenizer.ggml.pre", "default"))
     if not tokens or len(kinds) != len(tokens):
-        raise ModelLoadError(f"{file.path} contains no usable vocabulary.")
+        raise ModelError(f"{file.path} contains no usable vocabulary.")
     if way not in _CUTS:
-        raise ModelLoadError(
-            f"{file.path} has an unknown pre-tokenizer ({way!r}); load the model's safetensors instead."
-        )
+        raise ModelError(f"{file.path} has an unknown pre-tokenizer ({way!r}); load the model's safetensors instead.")
     backend = Tokenizer(
         models.BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=way in _IGNORE_MERGES)
     )

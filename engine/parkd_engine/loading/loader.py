@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from parkd_engine.errors import ModelLoadError
+from parkd.errors import ModelError
 from parkd_engine.families.architectures import check_config
 from parkd_engine.families.layer_state import draft_layers
 from parkd_engine.families.multimodal import language_config
@@ -100,7 +100,7 @@ class LoadedModel:
 
 
 def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedModel:
-    """Loads `config.model`. Raises UnsupportedModel (before weights are read) or ModelLoadError."""
+    """Loads `config.model`. Raises UnsupportedModel (before weights are read) or ModelError."""
     if has_triton():
         keep_tuning()  # Before the library imports kernels with the model's code.
     template = _template_source(config.chat_template_file)
@@ -110,7 +110,7 @@ def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedMo
     cache = ModelCache(config.cache_dir)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ModelLoadError(f"{path} is a file but not a GGUF file; name a .gguf file or a model directory.")
+            raise ModelError(f"{path} is a file but not a GGUF file; name a .gguf file or a model directory.")
         folder, digest = _converted(path, config, cache, progress)
         return _load_folder(path.stem, folder, config, template, digest, progress)
     if path.is_dir():
@@ -119,7 +119,7 @@ def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedMo
     elif _HUB_ID.fullmatch(config.model):
         folder = _downloaded(config.model)
     else:
-        raise ModelLoadError(f"{config.model} is neither a directory, a GGUF file nor a hub id such as owner/name.")
+        raise ModelError(f"{config.model} is neither a directory, a GGUF file nor a hub id such as owner/name.")
     digest = _directory_digest(folder, cache, progress)
     return _load_folder(path.name, folder, config, template, digest, progress)
 
@@ -147,7 +147,7 @@ def _load_folder(
                 local_files_only=True,
             ).eval()
     except (OSError, RuntimeError, ValueError) as error:
-        raise ModelLoadError(f"The weights in {folder} cannot be loaded: {error}") from error
+        raise ModelError(f"The weights in {folder} cannot be loaded: {error}") from error
     draft_model = load_head(model, folder) if has_head else None
     if progress is not None:
         progress(f"Loading {name}", 1.0)
@@ -216,19 +216,19 @@ def _downloaded(hub_id: str) -> Path:
         checked_config(Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES))))
         return Path(snapshot_download(hub_id, allow_patterns=[*SMALL_FILES, *WEIGHT_FILES]))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ModelLoadError(f"{hub_id} is not a local path, and cannot be downloaded from the hub: {error}") from error
+        raise ModelError(f"{hub_id} is not a local path, and cannot be downloaded from the hub: {error}") from error
 
 
 def checked_config(folder: Path) -> Any:
-    """The configuration in `folder`, if the engine runs it. Raises ModelLoadError and UnsupportedModel."""
+    """The configuration in `folder`, if the engine runs it. Raises ModelError and UnsupportedModel."""
     if not (folder / "config.json").is_file():
         files = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f" Name one of its GGUF files: {', '.join(files)}." if files else ""
-        raise ModelLoadError(f"{folder} contains no config.json, so it is not a model directory.{hint}")
+        raise ModelError(f"{folder} contains no config.json, so it is not a model directory.{hint}")
     try:
         settings = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"The configuration in {folder} cannot be read: {error}") from error
+        raise ModelError(f"The configuration in {folder} cannot be read: {error}") from error
     check_config(settings)
     return settings
 
@@ -239,17 +239,17 @@ def _tokenizer(folder: Path) -> Any:
     try:
         return kind.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelLoadError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+        raise ModelError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
 
 
 def _image_processor(folder: Path, settings: Any, tokenizer: Any) -> ImageProcessor | None:
-    """The image processor of the model in `folder`; None if it reads text only. Raises ModelLoadError."""
+    """The image processor of the model in `folder`; None if it reads text only. Raises ModelError."""
     if vision_of(settings) is None:
         return None
     try:
         processor = processor_class(settings).from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelLoadError(
+        raise ModelError(
             f"{folder} is a model that reads images, but its image processor cannot be loaded: {error} Add the "
             f"preprocessor_config.json that was published with the model."
         ) from error
@@ -257,16 +257,16 @@ def _image_processor(folder: Path, settings: Any, tokenizer: Any) -> ImageProces
 
 
 def _directory_digest(folder: Path, cache: ModelCache, progress: Progress | None) -> bytes:
-    """16 bytes over names and content of the weight files. Raises ModelLoadError if there are no safetensors files."""
+    """16 bytes over names and content of the weight files. Raises ModelError if there are no safetensors files."""
     files = sorted(folder.glob(WEIGHT_FILES[0]))
     if not files:
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED_SUFFIXES)
         if pickled:
-            raise ModelLoadError(
+            raise ModelError(
                 f"{folder} has its weights in {', '.join(pickled)}. Such files can run code when they are opened and "
                 f"are never loaded; convert them to safetensors, or download a version that has them."
             )
-        raise ModelLoadError(f"{folder} contains no weights (*.safetensors).")
+        raise ModelError(f"{folder} contains no weights (*.safetensors).")
     hasher = blake2b(digest_size=DIGEST_BYTES)
     for file in files:
         hasher.update(file.name.encode() + b"\0" + cache.file_digest(file, progress))
@@ -300,4 +300,4 @@ def _template_source(path: Path | None) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"The chat template {path} cannot be read: {error}.") from error
+        raise ModelError(f"The chat template {path} cannot be read: {error}.") from error

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from parkd_engine.errors import ModelLoadError
+from parkd.errors import ModelError
 
 DIGEST_BYTES = 16
 READ_BYTES = 4 << 20
@@ -29,7 +29,7 @@ Look = list[str | int]
 
 
 class ModelCache:
-    """Converted models and digests in one folder. Methods raise ModelLoadError if the folder cannot be used."""
+    """Converted models and digests in one folder. Methods raise ModelError if the folder cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self._models = folder / "models"
@@ -38,7 +38,7 @@ class ModelCache:
             for made in (self._models, self._digests):
                 made.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ModelLoadError(f"The cache folder {folder} cannot be created: {error}.") from error
+            raise ModelError(f"The cache folder {folder} cannot be created: {error}.") from error
 
     def converted(self, key: str, convert: Callable[[Path], None], progress: Progress | None = None) -> Path:
         """The folder for `key`. If there is none yet, or its files are not those that were written, calls `convert`
@@ -66,13 +66,13 @@ class ModelCache:
                 for name, digest in digests.items():  # so that the next start need not read them again
                     self._note(target / name, digest)
         except OSError as error:
-            raise ModelLoadError(f"The converted model cannot be stored in {self._models}: {error}.") from error
+            raise ModelError(f"The converted model cannot be stored in {self._models}: {error}.") from error
         return target
 
     def file_digest(self, path: Path, progress: Progress | None = None) -> bytes:
         """16 bytes of blake2b over the file's content, cached by path, size, mtime and inode.
 
-        Raises ModelLoadError if the file cannot be read.
+        Raises ModelError if the file cannot be read.
         """
         path = path.resolve()
         try:
@@ -82,7 +82,7 @@ class ModelCache:
                 return known
             digest = _content_digest(path, progress)
         except OSError as error:
-            raise ModelLoadError(f"{path} cannot be read: {error}.") from error
+            raise ModelError(f"{path} cannot be read: {error}.") from error
         self._note(path, digest, look)
         return digest
 
@@ -105,7 +105,7 @@ class ModelCache:
             return bool(digests) and all(
                 self.file_digest(folder / name, progress).hex() == digest for name, digest in digests.items()
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ModelLoadError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ModelError):
             return False
 
 

@@ -24,7 +24,7 @@ import torch
 from parkd.state import Checksums, RowRun, StageTransfer, Transfer
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.streams import record_event
-from parkd_engine.errors import StageFailed
+from parkd_engine.failures import noticing_loss, stage_failed
 from parkd_engine.moves.checksum import WeightedSum
 from parkd_engine.moves.copies import CopyStep, StageCopy, host_tensor
 
@@ -170,14 +170,15 @@ class CaptureInFlight:
     def wait(self) -> Checksums:
         """Blocks until all bytes are copied.
 
-        May be called from any thread. Raises StageFailed, or an error of the device. Nothing writes to the buffers
+        May be called from any thread. Raises StageFailed, EngineLost. Nothing writes to the buffers
         after this returns or raises.
         """
         self._thread.join()
         try:
             if self._failed is not None:
-                raise StageFailed(0, "capture", self._failed) from self._failed
-            values = np.stack([stage.values() for stage in self._stages], axis=1)
+                raise stage_failed(0, "capture", self._failed) from self._failed
+            with noticing_loss():
+                values = np.stack([stage.values() for stage in self._stages], axis=1)
         finally:
             for stage in self._stages:
                 stage.synchronize()

@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from parkd.errors import EngineFailure, ParkdError, SnapshotDamaged, SnapshotMismatch, unfinished
 from parkd.state import Checksums, FixedPart, RowRun, StageTransfer, Transfer
-from parkd_engine.errors import EngineError, SnapshotDamaged, StageFailed
+from parkd_engine.failures import is_lost, lost, stage_failed
 from parkd_engine.moves.capture_in_flight import CaptureInFlight, StageCapture
 from parkd_engine.moves.checksum import WeightedSum
 from parkd_engine.moves.snapshot_checks import check, check_capture, check_restore, compare
@@ -45,15 +46,22 @@ def capture(session: Session, transfer: Transfer, *, steps: CopySteps = DEFAULT_
     """Copies rows and fixed state of every stage into the transfer's buffers.
 
     Fixed parts can be of the current position and of any checkpoint. The live state does not change. Raises
-    SnapshotMismatch, and StageFailed if a copy fails; the buffers' content is then undefined.
+    EngineFailure if there is no such state or a copy fails; the buffers' content is then undefined.
     """
-    check_capture(session, transfer)
+    _check_capture(session, transfer)
     try:
         states = [session.fixed_state.bytes_at(part.position) for part in transfer.stages[0].fixed]
         before_write = session.captures.before_write
         return move_stages(session.arenas, transfer, session.checksum, Direction.OUT, steps, before_write, states)
     except Exception as error:
-        raise StageFailed(getattr(error, "stage", 0), "capture", error) from error
+        raise stage_failed(getattr(error, "stage", 0), "capture", error) from error
+
+
+def _check_capture(session: Session, transfer: Transfer) -> None:
+    try:
+        check_capture(session, transfer)
+    except SnapshotMismatch as error:
+        raise EngineFailure(unfinished(error.message)) from error
 
 
 def start_capture(session: Session, transfer: Transfer, *, steps: CopySteps = DEFAULT_STEPS) -> CaptureInFlight | None:
@@ -66,7 +74,7 @@ def start_capture(session: Session, transfer: Transfer, *, steps: CopySteps = DE
     """
     if any(arena.device.type != "cuda" for arena in session.arenas):
         return None
-    check_capture(session, transfer)
+    _check_capture(session, transfer)
     assert isinstance(session.checksum, WeightedSum), "the kind that cards compute"
     stages = []
     try:
@@ -75,7 +83,7 @@ def start_capture(session: Session, transfer: Transfer, *, steps: CopySteps = DE
             fixed = [part[index] for part in parts]
             stages.append(StageCapture(arena, transfer, move, session.checksum, steps.device, fixed))
     except Exception as error:
-        raise StageFailed(len(stages), "capture", error) from error
+        raise stage_failed(len(stages), "capture", error) from error
     capture_in_flight = CaptureInFlight(stages, transfer.blocks)
     session.captures.add(capture_in_flight)
     return capture_in_flight
@@ -142,12 +150,15 @@ def _restore(session: Session, transfer: Transfer, steps: CopySteps, read: Calla
         compare(transfer, sums)
         if read is None:
             session.adopt(transfer.position, kept=transfer.start)
-    except EngineError:
+    except ParkdError:
         session.reset()
         raise
     except Exception as error:
         session.reset()
-        raise SnapshotDamaged(f"the restore broke off: {type(error).__name__}: {error}") from error
+        broken = f"the restore broke off: {type(error).__name__}: {error}"
+        if is_lost(error):
+            raise lost(broken) from error
+        raise SnapshotDamaged(broken) from error
     except BaseException:
         session.reset()
         raise

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from parkd.errors import SnapshotDamaged, SnapshotMismatch
 from parkd.state import Bytes, Checksums, Transfer
-from parkd_engine.errors import SnapshotDamaged, SnapshotMismatch
 from parkd_engine.session import Session
 
 

@@ -22,7 +22,7 @@ import torch
 import transformers
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from parkd_engine.errors import UnreadableImage
+from parkd.errors import UnreadableImage
 from parkd_engine.families.records import VisionFamily, vision_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from parkd_engine.errors import EngineError, StageFailed
+from parkd.errors import EngineFailure, UnreadableImage, unfinished
+from parkd_engine.failures import stage_failed
 from parkd_engine.forward.stages import moved_twin
 from parkd_engine.vision.chunks import ChunkImages, PositionOffset
 from parkd_engine.vision.images import ImagePixels, ImageProcessor
@@ -53,8 +54,11 @@ class VisionTower:
             outer._modules["language_model"] = decoder
 
     def read(self, image: PromptImage) -> tuple[ImagePixels, torch.Tensor]:
-        """Pixels, and embeddings `[stop - start, hidden]`. Raises UnreadableImage, EngineError and StageFailed."""
-        pixels = self.processor.pixels(image.data)
+        """Pixels, and embeddings `[stop - start, hidden]`. Raises EngineFailure."""
+        try:
+            pixels = self.processor.pixels(image.data)
+        except UnreadableImage as error:  # Its facts could be read, so this is not the request's fault alone.
+            raise EngineFailure(unfinished(error.reason)) from error
         try:
             with torch.inference_mode():
                 arguments = {} if pixels.grid is None else {"image_grid_thw": pixels.grid.to(self.device)}
@@ -62,10 +66,11 @@ class VisionTower:
                 values = pixels.values.to(self.device, dtype)
                 output: Any = self.module.get_image_features(values, **arguments).pooler_output  # type: ignore[operator]
         except Exception as error:
-            raise StageFailed(0, "reading an image", error) from error
+            raise stage_failed(0, "reading an image", error) from error
         rows = output[0]
         if len(rows) != image.stop - image.start:
-            raise EngineError(f"an image takes {len(rows)} positions, and the prompt leaves {image.stop - image.start}")
+            room = image.stop - image.start
+            raise EngineFailure(unfinished(f"an image takes {len(rows)} positions, and the prompt leaves {room}"))
         self.encoded += 1
         return pixels, rows
 

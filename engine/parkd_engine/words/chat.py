@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from parkd_engine.errors import ModelLoadError, TemplateRefused
+from parkd.errors import InvalidRequest, ModelError
 from parkd_engine.words.responses import ResponseTemplate
 from parkd_engine.words.text import ANSWER_MARKS, TextAssembler, TokenBytes
 
@@ -31,10 +31,10 @@ class ChatTokenizer:
     """Text to ids and back. Thread-safe."""
 
     def __init__(self, tokenizer: Any, *, declares: bool = True) -> None:
-        """`tokenizer` is the library's. Raises ModelLoadError if it is not a fast one. `declares`: whether to use its
+        """`tokenizer` is the library's. Raises ModelError if it is not a fast one. `declares`: whether to use its
         response template, if it has one."""
         if not getattr(tokenizer, "is_fast", False):
-            raise ModelLoadError("The model has no fast tokenizer (tokenizer.json), which is needed.")
+            raise ModelError("The model has no fast tokenizer (tokenizer.json), which is needed.")
         self._backend = tokenizer.backend_tokenizer
         # Some files enable padding or truncation, which would change the prompt.
         self._backend.no_padding()
@@ -91,14 +91,15 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt text. Raises TemplateRefused with the template's message, or with advice if there is none."""
+        """The prompt text. Raises InvalidRequest with the template's message, or with advice if there is none."""
         if self._source is None and not self._tokenizer.chat_template:
-            raise TemplateRefused(
+            raise InvalidRequest(
                 "This model has no chat template. Send plain text to /v1/completions, or start with "
-                "--chat-template-file FILE."
+                "--chat-template-file FILE.",
+                param="messages",
             )
         if not messages:
-            raise TemplateRefused("There are no messages for the chat template.")
+            raise InvalidRequest("There are no messages for the chat template.", param="messages")
         shown = [dict(tool) for tool in tools] or None
         own = {name: value for name, value in kwargs.items() if name not in RESERVED}
         try:
@@ -114,5 +115,5 @@ class ChatTemplate:
             text: str = texts[0]
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             # A template is a program whose input is the request, so errors in it are caused by the messages.
-            raise TemplateRefused(f"The chat template refuses these messages: {error}") from error
+            raise InvalidRequest(f"The chat template refuses these messages: {error}", param="messages") from error
         return text

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from parkd_engine.errors import BadLogits
+from parkd.errors import LogitsNotFinite, unfinished
 from parkd_engine.words.distribution import Distribution, Weights, heaviest, nucleus, place_of
 
 HEAD_TOKENS = 1024
@@ -87,11 +87,11 @@ class Sampler:
 
     def pick(self, logits: torch.Tensor, mask: Mask | None = None) -> int:
         """Samples and remembers the next id. `logits`, float32 `[vocab]` on any device, are not changed. `mask` is True
-        for allowed ids. Raises BadLogits if the highest allowed logit is not finite."""
+        for allowed ids. Raises LogitsNotFinite if the highest allowed logit is not finite."""
         return self.remember(self.draw(self.distribution(logits, mask)))
 
     def pick_row(self, logits: Row, mask: Mask | None = None) -> int:
-        """`pick` for logits in main memory. Raises BadLogits."""
+        """`pick` for logits in main memory. Raises LogitsNotFinite."""
         if mask is None and self._is_plain_greedy:
             return _best_of(logits)
         return self.remember(self.draw(self._of_row(logits, mask, ())))
@@ -99,7 +99,7 @@ class Sampler:
     def distribution(self, logits: torch.Tensor, mask: Mask | None = None, ahead: Sequence[int] = ()) -> Distribution:
         """The distribution that `pick` draws from. `ahead` are draft tokens, treated as if they followed the answer.
 
-        Raises BadLogits.
+        Raises LogitsNotFinite.
         """
         if logits.device.type == "cpu":
             return self._of_row(logits.float().numpy(), mask, ahead)
@@ -234,10 +234,10 @@ def _nucleus(weights: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> t
 
 
 def _best_of(row: Row) -> int:
-    """The lowest id among those with the highest logit. Raises BadLogits."""
+    """The lowest id among those with the highest logit. Raises LogitsNotFinite."""
     best = int(row.argmax())
     if not math.isfinite(row[best]):
-        raise BadLogits(NO_SCORE)
+        raise LogitsNotFinite(unfinished(NO_SCORE))
     return best
 
 
@@ -245,5 +245,5 @@ def _best(scores: torch.Tensor) -> int:
     """`_best_of` for a tensor."""
     best = int(torch.argmax(scores))
     if not torch.isfinite(scores[best]):
-        raise BadLogits(NO_SCORE)
+        raise LogitsNotFinite(unfinished(NO_SCORE))
     return best

@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from parkd_engine.errors import EngineError, ModelLoadError, StageFailed, UnknownVector
+from parkd.errors import InvalidRequest, ModelError
+from parkd_engine.failures import stage_failed
 
 DIGEST_BYTES = 16
 GGUF_ARCHITECTURE = "controlvector"
+NONE_LOADED = "None is loaded: start with --control-vector."
 _DIRECTION = re.compile(r"direction\.(\d{1,4})")
 
 
@@ -81,7 +83,7 @@ class SteeringBank:
     def select(self, scales: Mapping[str, float] | None) -> Steering:
         """The sums for these scales. Vectors that `scales` leaves out are not used; None means the default scales.
 
-        Raises UnknownVector, and ValueError for a scale that is not finite.
+        Raises InvalidRequest for an unknown name, and ValueError for a scale that is not finite.
         """
         used = self._in_use(scales)
         sums: dict[int, torch.Tensor] = {}
@@ -97,7 +99,8 @@ class SteeringBank:
         chosen = self._defaults if scales is None else scales
         for name, scale in chosen.items():
             if name not in self._vectors:
-                raise UnknownVector(name, self.names)
+                known = f"These are: {', '.join(self.names)}." if self.names else NONE_LOADED
+                raise InvalidRequest(f"There is no control vector {name!r}. {known}", param="steering")
             if not math.isfinite(scale):
                 raise ValueError(f"the scale of {name} is {scale}")
         used = [(self._vectors[name], float(scale)) for name, scale in chosen.items() if scale != 0]
@@ -109,22 +112,22 @@ def load_vectors(
 ) -> SteeringBank:
     """Reads the files. `layers` are the first and last layer that may be steered, inclusive; None: all from layer 1.
 
-    Raises ModelLoadError for a file that cannot be read or does not fit the model.
+    Raises ModelError for a file that cannot be read or does not fit the model.
     """
     vectors = {file.name: load_vector(file.path, hidden_size, num_layers, layers) for file in files}
     return SteeringBank(vectors, {file.name: file.scale for file in files})
 
 
 def load_vector(path: Path, hidden_size: int, num_layers: int, layers: tuple[int, int] | None = None) -> ControlVector:
-    """Reads one GGUF or safetensors file. Raises ModelLoadError."""
+    """Reads one GGUF or safetensors file. Raises ModelError."""
     read = _read_safetensors if path.suffix.lower() == ".safetensors" else _read_gguf
     try:
         tensors = read(path)
-    except EngineError:
+    except ModelError:
         raise
     except Exception as error:
         # The readers check little, so a damaged file can raise any kind of error.
-        raise ModelLoadError(f"The control vector {path} is damaged or cannot be read: {error}") from error
+        raise ModelError(f"The control vector {path} is damaged or cannot be read: {error}") from error
     first, last = (1, num_layers - 1) if layers is None else layers
     directions = {}
     for name, tensor in tensors.items():
@@ -133,20 +136,18 @@ def load_vector(path: Path, hidden_size: int, num_layers: int, layers: tuple[int
             continue
         layer = int(match[1])
         if not 1 <= layer < num_layers:
-            raise ModelLoadError(
-                f"{path} has {name}; this model's layers that can be steered are 1 to {num_layers - 1}."
-            )
+            raise ModelError(f"{path} has {name}; this model's layers that can be steered are 1 to {num_layers - 1}.")
         if tuple(tensor.shape) != (hidden_size,):
-            raise ModelLoadError(
+            raise ModelError(
                 f"{path}: {name} has {' x '.join(map(str, tensor.shape))} numbers where this model's hidden state has "
                 f"{hidden_size}: it was made for another model."
             )
         if not torch.isfinite(tensor).all():
-            raise ModelLoadError(f"{path}: {name} has numbers that are not finite.")
+            raise ModelError(f"{path}: {name} has numbers that are not finite.")
         if first <= layer <= last:
             directions[layer] = tensor
     if not directions:
-        raise ModelLoadError(f"{path} has no tensor named direction.N for a layer from {first} to {last}.")
+        raise ModelError(f"{path} has no tensor named direction.N for a layer from {first} to {last}.")
     ordered = {layer: directions[layer] for layer in sorted(directions)}
     return ControlVector(MappingProxyType(ordered), _vector_digest(ordered))
 
@@ -180,7 +181,7 @@ class SteeringHooks:
             try:
                 hooks += hook_layers(stage, steering)
             except Exception as error:
-                raise StageFailed(stage.index, "steering", error) from error
+                raise stage_failed(stage.index, "steering", error) from error
         for handle in self._handles:
             handle.remove()
         self._handles = [module.register_forward_hook(hook) for module, hook in hooks]
@@ -204,12 +205,12 @@ def _read_gguf(path: Path) -> dict[str, torch.Tensor]:
     entry = reader.get_field("general.architecture")
     kind = None if entry is None else entry.contents()
     if kind != GGUF_ARCHITECTURE:
-        raise ModelLoadError(f"{path} says it is {kind or 'of no kind'}, not a control vector.")
+        raise ModelError(f"{path} says it is {kind or 'of no kind'}, not a control vector.")
     plain = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
     tensors = {}
     for tensor in reader.tensors:
         if tensor.tensor_type not in plain:
-            raise ModelLoadError(
+            raise ModelError(
                 f"{path}: {tensor.name} has type {tensor.tensor_type.name}; only F32 and F16 are supported."
             )
         tensors[str(tensor.name)] = torch.from_numpy(np.array(tensor.data, dtype=np.float32))

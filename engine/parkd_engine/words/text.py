@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol
 
-from parkd_engine.errors import ModelLoadError
+from parkd.errors import ModelError
 
 SPACE_MARK = "\u2581"
 """Represents a space in SentencePiece vocabularies."""
@@ -62,7 +62,7 @@ class TokenBytes:
     """The bytes of each token of a vocabulary, cached. Thread-safe: at worst, two threads look up the same token."""
 
     def __init__(self, table: TokenTable, decoder: dict[str, Any] | None, special_ids: Iterable[int]) -> None:
-        """`decoder` is the `decoder` entry of `tokenizer.json`. Raises ModelLoadError if its type is not supported."""
+        """`decoder` is the `decoder` entry of `tokenizer.json`. Raises ModelError if its type is not supported."""
         self._table = table
         self._special = frozenset(special_ids)
         self._to_bytes = _bytes_rule(decoder)
@@ -107,7 +107,7 @@ class TextAssembler:
 
 
 def _bytes_rule(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
-    """The function from a token's text in the vocabulary to its bytes. Raises ModelLoadError."""
+    """The function from a token's text in the vocabulary to its bytes. Raises ModelError."""
     kinds = _decoder_kinds(decoder)
     if "ByteLevel" in kinds:
         characters = _byte_level_characters()
@@ -126,7 +126,7 @@ def _bytes_rule(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
             return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE_MARK, " ").encode()
 
         return byte_fallback
-    raise ModelLoadError(f"The tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'})is not supported.")
+    raise ModelError(f"The tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'})is not supported.")
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import llama_cpp.llama_cpp as low
 import numpy as np
-from parkd_engine.errors import BadLogits, EngineError, UnknownVector
 from parkd_engine.words.sampling import Sampler
 from parkd_engine.words.steering import SteeringBank, load_vectors
 from parkd_engine.words.text import TextAssembler
@@ -26,7 +25,7 @@ from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
 from parkd.engine_adapter.llama_cpp.text import AnswerBytes, LlamaTokenizer, model_template
 from parkd.engine_adapter.llama_cpp.timeline import Timeline
 from parkd.engine_adapter.whole_sums import compare_sums, sums_of
-from parkd.errors import EngineFailure, InvalidRequest, LogitsNotFinite, ModelError, RestoreFailed
+from parkd.errors import EngineFailure, LogitsNotFinite, RestoreFailed
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer, chunk_end
 from parkd.types import TokenIds
 
@@ -135,22 +134,17 @@ class LlamaCppEngine(Engine):
             logits = self._sequence.logits()
             try:
                 token = sampler.pick_row(logits, None if mask is None else mask.allowed())
-            except BadLogits as error:
+            except LogitsNotFinite:
                 if not np.isfinite(logits).any():
                     # The state is not finite either, so nothing could be generated from it now or after a restore.
                     self.reset()
-                raise LogitsNotFinite(
-                    f"The engine could not finish this turn: {str(error).removesuffix('.')}. Send the request again."
-                ) from error
+                raise
             if mask is not None:
                 mask.accept(token)
             yield (token,)
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
-        try:
-            return self._vectors.digest(scales)
-        except UnknownVector as error:
-            raise InvalidRequest(str(error), param="steering") from error
+        return self._vectors.digest(scales)
 
     def steer(self, scales: Mapping[str, float] | None) -> bytes:
         if self.steering_digest(scales) != self._steered:
@@ -258,7 +252,4 @@ class LlamaCppEngine(Engine):
 def _vectors(model: LlamaModel) -> SteeringBank:
     config = model.config
     hidden = int(model.entry(f"{model.architecture}.embedding_length") or 0)
-    try:
-        return load_vectors(config.control_vectors, hidden, model.layers, config.steered_layers)
-    except EngineError as error:
-        raise ModelError(str(error)) from error
+    return load_vectors(config.control_vectors, hidden, model.layers, config.steered_layers)

@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 import gguf
-from parkd_engine.errors import ModelLoadError
 from parkd_engine.loading.gguf_metadata import GgufMetadata, read_metadata
 
 from parkd.errors import ModelError
@@ -54,10 +53,7 @@ class LlamaStateSize:
 
 def state_size(path: Path, type_k: str, type_v: str) -> LlamaStateSize:
     """`path` is the file, or the first of several. Raises ModelError."""
-    try:
-        file = read_metadata(path)
-    except ModelLoadError as error:
-        raise ModelError(str(error)) from error
+    file = read_metadata(path)
     unknown = [entry for entry in UNKNOWN if file.of_kind(entry)]
     if unknown:
         raise ModelError(

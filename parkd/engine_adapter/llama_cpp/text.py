@@ -12,7 +12,7 @@ from parkd_engine.words.chat import ChatTemplate as EngineTemplate
 from parkd_engine.words.text import ANSWER_MARKS
 
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
-from parkd.engine_adapter.torch_engine.words import TranslatedTemplate
+from parkd.engine_adapter.torch_engine.words import RenderedTemplate
 from parkd.errors import EngineFailure
 
 _CUT_OUT = low.LLAMA_TOKEN_ATTR_CONTROL | low.LLAMA_TOKEN_ATTR_USER_DEFINED | low.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -103,7 +103,7 @@ class _FileTemplate:
         return chosen
 
 
-def model_template(model: LlamaModel, tokenizer: LlamaTokenizer) -> TranslatedTemplate:
+def model_template(model: LlamaModel, tokenizer: LlamaTokenizer) -> RenderedTemplate:
     """The template in the file, rendered like those of other models."""
     named = {
         "bos_token": low.llama_vocab_bos(model.vocab),
@@ -111,4 +111,4 @@ def model_template(model: LlamaModel, tokenizer: LlamaTokenizer) -> TranslatedTe
         "pad_token": low.llama_vocab_pad(model.vocab),
     }
     texts = {name: tokenizer.decode([token]) for name, token in named.items() if token >= 0}
-    return TranslatedTemplate(EngineTemplate(_FileTemplate(model.chat_template, texts), None))
+    return RenderedTemplate(EngineTemplate(_FileTemplate(model.chat_template, texts), None))

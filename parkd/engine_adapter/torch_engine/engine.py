@@ -11,10 +11,11 @@ import torch
 from parkd_engine.arenas.pinned import PinnedMemory
 from parkd_engine.decoding import Decoder
 from parkd_engine.decoding import DraftCounts as DecoderCounts
-from parkd_engine.errors import SnapshotError
+from parkd_engine.failures import noticing_loss
 from parkd_engine.loading.loader import LoadedModel
 from parkd_engine.memory import free_bytes
 from parkd_engine.moves import snapshot
+from parkd_engine.moves.capture_in_flight import CaptureInFlight
 from parkd_engine.session import Session
 from parkd_engine.vision.tower import PromptImage
 from parkd_engine.words.sampling import Sampler
@@ -31,16 +32,8 @@ from parkd.engine_adapter.base import (
     Tokenizer,
 )
 from parkd.engine_adapter.torch_engine.loading import Progress, TorchEngineConfig, load_parts
-from parkd.engine_adapter.torch_engine.words import (
-    TranslatedCapture,
-    TranslatedImages,
-    TranslatedTemplate,
-    is_lost,
-    known_vectors,
-    lost_message,
-    translated,
-)
-from parkd.errors import EngineFailure, EngineLost, RestoreFailed
+from parkd.engine_adapter.torch_engine.words import KnownImages, RenderedTemplate
+from parkd.errors import EngineFailure
 from parkd.state import Checksums, Transfer
 from parkd.types import DraftCounts, TokenIds
 
@@ -63,8 +56,8 @@ class TorchEngine(Engine):
         choose; a request that chooses none is steered by their default scales."""
         self.info = info
         self.tokenizer: Tokenizer = loaded.tokenizer
-        self.template: ChatTemplate = TranslatedTemplate(loaded.template)
-        self.images: ImageReader | None = None if loaded.images is None else TranslatedImages(loaded.images)
+        self.template: ChatTemplate = RenderedTemplate(loaded.template)
+        self.images: ImageReader | None = None if loaded.images is None else KnownImages(loaded.images)
         self._chat = loaded.tokenizer
         self.template_source: str | None = loaded.template.source
         """The chat template's text."""
@@ -145,7 +138,7 @@ class TorchEngine(Engine):
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
     ) -> int:
-        with translated():
+        with noticing_loss():
             return self._session.extend(
                 token_ids,
                 cancel=cancel,
@@ -161,7 +154,7 @@ class TorchEngine(Engine):
         self._drafts = decoder.counts
         with closing(decoder.tokens(int(begun.token_ids[-1]))) as tokens:
             while True:
-                with translated():
+                with noticing_loss():
                     token = next(tokens, None)
                 if token is None:
                     return
@@ -172,13 +165,12 @@ class TorchEngine(Engine):
         return DraftCounts(self._drafts.drafted, self._drafts.accepted)
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
-        with known_vectors():
-            return self._vectors.digest(scales)
+        return self._vectors.digest(scales)
 
     def steer(self, scales: Mapping[str, float] | None) -> bytes:
         # The set is often the same for a whole conversation, so the summed directions are computed only on a change.
         if self.steering_digest(scales) != self._session.steering_digest:
-            with translated():
+            with noticing_loss():
                 self._session.steer(self._vectors.select(scales))
         return self._session.steering_digest
 
@@ -186,33 +178,27 @@ class TorchEngine(Engine):
         return self._chat.text()
 
     def capture(self, transfer: Transfer) -> Checksums:
-        with translated():
+        with noticing_loss():
             return snapshot.capture(self._session, transfer)
 
-    def start_capture(self, transfer: Transfer) -> TranslatedCapture | None:
-        with translated():
-            capture = snapshot.start_capture(self._session, transfer)
-        return None if capture is None else TranslatedCapture(capture)
+    def start_capture(self, transfer: Transfer) -> CaptureInFlight | None:
+        with noticing_loss():
+            return snapshot.start_capture(self._session, transfer)
 
     def restore(self, transfer: Transfer) -> None:
         with self._emptied_by_failures():
             snapshot.restore(self._session, transfer)
 
     def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
-        with self._emptied_by_failures(), translated():
+        with self._emptied_by_failures(), noticing_loss():
             snapshot.restore_and_read(self._session, transfer, token_ids, checkpoint_at=checkpoint_at)
 
     @contextmanager
     def _emptied_by_failures(self) -> Iterator[None]:
         try:
             yield
-        except SnapshotError as error:
-            # A mismatch leaves rows in place, but the caller needs an empty engine to read the prompt cold.
-            self._session.reset()
-            if is_lost(error):
-                raise EngineLost(lost_message(error)) from error
-            raise RestoreFailed(str(error)) from error
         except BaseException:
+            # A mismatch leaves rows in place, but the caller needs an empty engine to read the prompt cold.
             self._session.reset()
             raise
 

@@ -11,7 +11,6 @@ import torch
 from parkd_engine.account import ARENA_PARTS, WEIGHT_PARTS, ModelMemory, StageMemory, choose_context
 from parkd_engine.balance import choose_split
 from parkd_engine.config import EngineConfig
-from parkd_engine.errors import EngineError
 from parkd_engine.families.architectures import architecture_of
 from parkd_engine.loading.fingerprint import fingerprint
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
@@ -97,8 +96,6 @@ def load_parts(
         session.use_kernels(progress)
         if any(is_card(device) for device in layout.devices):
             torch.cuda.empty_cache()  # What tuning took and no prompt takes.
-    except EngineError as error:
-        raise ModelError(str(error)) from error
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"The weights do not fit the devices {','.join(layout.devices)}: {error} "

@@ -166,6 +166,18 @@ def test_damage_leaves_an_empty_engine_that_reads_cold(engine: TorchEngine) -> N
     assert answer(engine, ids, 8) == expected
 
 
+def test_damage_found_while_reading_on_is_a_failed_restore_not_a_failed_turn(engine: TorchEngine) -> None:
+    """A failed turn would reach the client; after a failed restore the prompt is read cold."""
+    ids = ids_of(engine, "A server holds one conversation in memory. " * 12)
+    expected = answer(engine, ids, 8)
+    parked = captured(engine)
+    parked.stages[1].rows[0].buffer[-5] ^= 1
+    with pytest.raises(RestoreFailed, match="checksum"):
+        engine.restore_and_read(parked, ids[:20])
+    assert engine.position == 0
+    assert answer(engine, ids, 8) == expected
+
+
 def test_a_foreign_snapshot_leaves_an_empty_engine(engine: TorchEngine, cache: Path) -> None:
     engine.extend(ids_of(engine, "some text"), cancel=NEVER)
     parked = captured(engine)

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from parkd_engine.errors import ModelLoadError
+from parkd.errors import ModelError
 from parkd_engine.families.records import FAMILY_BY_TYPE
 
 PREFIX = "random:"
@@ -384,16 +384,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def preset_of(model: str) -> Preset:
-    """The preset of `random:NAME`. Raises ModelLoadError for an unknown name."""
+    """The preset of `random:NAME`. Raises ModelError for an unknown name."""
     name = model.removeprefix(PREFIX)
     preset = PRESETS.get(name)
     if preset is None:
-        raise ModelLoadError(f"There is no random model {name!r}; these are: {', '.join(sorted(PRESETS))}.")
+        raise ModelError(f"There is no random model {name!r}; these are: {', '.join(sorted(PRESETS))}.")
     return preset
 
 
 def preset_config(model: str) -> Any:
-    """The library's configuration of `random:NAME`. Raises ModelLoadError for an unknown name."""
+    """The library's configuration of `random:NAME`. Raises ModelError for an unknown name."""
     preset = preset_of(model)
     ids = {"bos_token_id": None, "eos_token_id": END_TOKEN_ID, "pad_token_id": None}
     if "text_config" in preset.settings:

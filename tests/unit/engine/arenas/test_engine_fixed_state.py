@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine import SnapshotDamaged, SnapshotMismatch, capture, host_transfer, restore
+from parkd_engine import capture, host_transfer, restore
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.layout import build_layout
 from parkd_engine.session import Session
 
+from parkd.errors import EngineFailure, SnapshotDamaged, SnapshotMismatch
 from parkd.state import FixedPart, StageTransfer, Transfer
 from tests.unit.engine.kit.breakages import MemoryFor
 from tests.unit.engine.kit.core_models import tiny_config
@@ -77,7 +78,7 @@ def test_a_damaged_byte_of_it_reads_cold() -> None:
 
 def test_it_cannot_be_captured_or_restored_at_another_position() -> None:
     session = session_with_fixed_state()
-    with pytest.raises(SnapshotMismatch, match="that of position 70 only"):
+    with pytest.raises(EngineFailure, match="that of position 70 only"):
         capture(session, host_transfer(session, 64, block_tokens=32))
     plan = parked(session)
     moved = tuple(replace(stage, fixed=(replace(stage.fixed[0], position=69),)) for stage in plan.stages)

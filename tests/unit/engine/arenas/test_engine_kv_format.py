@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine import UnsupportedModel, capture, host_transfer, restore
+from parkd_engine import capture, host_transfer, restore
 from parkd_engine.arenas.kv_format import KV_FORMATS, QuantisedStates, quantise
 from parkd_engine.arenas.layout import _check_format, build_layout
 from parkd_engine.families.layer_state import FieldSpec, LayerState
 from parkd_engine.loading.fingerprint import fingerprint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parkd.errors import UnsupportedModel
 from tests.unit.engine.kit.core_models import (
     FAMILIES,
     eight_bit,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parkd_engine import OutOfMemory
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.layout import ROW_ALIGNMENT, build_layout
 
+from parkd.errors import OutOfMemory
 from parkd.state import StateLayout
 from tests.unit.engine.kit.core_models import tiny_config
 

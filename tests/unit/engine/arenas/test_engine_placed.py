@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine import EngineConfig, Session, StageFailed, open_session
+from parkd_engine import EngineConfig, Session, open_session
 from parkd_engine.families.presets.shapes import preset_config
 from parkd_engine.families.presets.weights import random_model
 from parkd_engine.forward.decode_graph import LibraryDecoder
 
+from parkd.errors import StageFailed
 from tests.unit.engine.kit.breakages import MemoryFor, windows_move_in
 from tests.unit.engine.kit.recordings import without_triton
 

@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from parkd_engine import BadLogits, EngineConfig, Session, StageFailed, capture, host_transfer, open_session, restore
+from parkd_engine import EngineConfig, Session, capture, host_transfer, open_session, restore
 from parkd_engine.arenas.step_history import StepHistory
 from parkd_engine.families.layer_state import WINDOW_FIELDS
 from parkd_engine.forward import attention as engine_attention
 from torch.nn import functional
 
+from parkd.errors import LogitsNotFinite, StageFailed
 from tests.unit.engine.kit.core_models import VOCAB, assert_same, token_ids
 from tests.unit.engine.kit.draft_models import (
     EXPERTS,
@@ -379,7 +380,7 @@ def test_behind_scores_of_no_use_nothing_is_gone_on_from(monkeypatch: pytest.Mon
         return usable(token_ids) * torch.nan
 
     monkeypatch.setattr(session, "verify", verify)
-    with pytest.raises(BadLogits):
+    with pytest.raises(LogitsNotFinite):
         say(decoder(session, ids), int(ids[-1]), 12)
     assert session.position == 0
     monkeypatch.undo()

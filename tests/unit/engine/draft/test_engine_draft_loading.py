@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine import EngineConfig, LoadConfig, LoadedModel, ModelLoadError, load_model, open_session
+from parkd_engine import EngineConfig, LoadConfig, LoadedModel, load_model, open_session
 from parkd_engine.draft.stream_head import StreamHead
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.presets.heads import random_head
@@ -21,6 +21,8 @@ from parkd_engine.loading.draft_loading import INDEX_FILE, drop_head
 from parkd_engine.loading.fingerprint import fingerprint
 from parkd_engine.plan import plan_model
 from safetensors.torch import load_file, save_file
+
+from parkd.errors import ModelError
 
 OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 """The library's names of a head's own parts -> those in Qwen's checkpoints."""
@@ -174,7 +176,7 @@ def test_a_head_with_weights_missing_is_refused_with_what_to_do(tmp_path: Path) 
     weights = load_file(file)
     del weights["mtp.fc.weight"]
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(ModelLoadError, match="--draft-tokens 0"):
+    with pytest.raises(ModelError, match="--draft-tokens 0"):
         load(tmp_path / "model")
     assert load(tmp_path / "model", draft=False).draft_model is None
 

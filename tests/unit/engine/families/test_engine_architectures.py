@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import transformers
-from parkd_engine import UnsupportedModel
 from parkd_engine.families.architectures import check_config
 from parkd_engine.families.presets.shapes import PRESETS, WITH_HEAD
 from parkd_engine.families.records import FAMILIES as FAMILIES_KNOWN
 from parkd_engine.families.records import FAMILY_BY_TYPE, Family
 from transformers import DeepseekV32Config, GemmaConfig, Mamba2Config, MistralConfig, Qwen4ExpTextConfig
 
+from parkd.errors import UnsupportedModel
 from tests.unit.engine.kit.core_models import FAMILIES, tiny_config
 from tests.unit.engine.kit.hybrid_models import hybrid_config
 

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from parkd_engine import EngineConfig, Session, StageFailed, capture, host_transfer, open_session, restore
+from parkd_engine import EngineConfig, Session, capture, host_transfer, open_session, restore
 from parkd_engine.arenas.layout import OFFSET_FIELD, build_layout
 from parkd_engine.families.architectures import check_config
 from parkd_engine.loading.draft_loading import declare_head
 from transformers import DynamicCache
 
+from parkd.errors import StageFailed
 from parkd.state import FixedPart, StageTransfer, Transfer
 from tests.unit.engine.kit.core_models import (
     FAMILIES,

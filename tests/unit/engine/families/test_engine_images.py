@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from parkd_engine.errors import UnreadableImage
 from parkd_engine.vision import images
 from parkd_engine.vision.images import ImageProcessor, ImageTokens, decode
 from PIL import Image
 
+from parkd.errors import UnreadableImage
 from tests.unit.engine.kit.hybrid_models import hybrid_config
 from tests.unit.engine.kit.vision_models import IMAGE_ID, png
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from parkd_engine import EngineConfig, EngineError, Session, StageFailed, capture, host_transfer, open_session, restore
-from parkd_engine.errors import UnreadableImage
+from parkd_engine import EngineConfig, Session, capture, host_transfer, open_session, restore
 from parkd_engine.vision.tower import PromptImage
 
+from parkd.errors import EngineFailure, StageFailed
 from tests.unit.engine.kit.core_models import assert_same, read_and_decode, tiny_session, token_ids
 from tests.unit.engine.kit.hybrid_models import hybrid_model
 from tests.unit.engine.kit.vision_models import IMAGE_ID, PICTURES, picture_logits, png, processor_of, put_pictures
@@ -169,10 +169,10 @@ def test_more_queries_than_a_block_beside_a_picture(window: int) -> None:
 @BOTH
 def test_a_picture_that_cannot_be_read_leaves_the_state_before_its_chunk(family: str) -> None:
     _, session, ids, (first, second) = opened(family, batch_tokens=16)
-    with pytest.raises(UnreadableImage):
+    with pytest.raises(EngineFailure, match="it is none of"):
         session.extend(ids[:129], images=(first, replace(second, data=b"no picture")))
     assert first.stop < session.position <= second.start
-    with pytest.raises(EngineError, match="positions, and the prompt leaves"):
+    with pytest.raises(EngineFailure, match="positions, and the prompt leaves"):
         session.extend(ids[session.position : 129], images=(replace(second, stop=second.stop + 1),))
     session.extend(ids[session.position : 129], images=(first, second))
     expected = session.step(int(ids[129]))

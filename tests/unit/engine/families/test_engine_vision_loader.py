@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from parkd_engine import EngineConfig, LoadConfig, LoadedModel, ModelLoadError, load_model, open_session
+from parkd_engine import EngineConfig, LoadConfig, LoadedModel, load_model, open_session
 from parkd_engine.families.presets.shapes import PRESETS, preset_config
 from parkd_engine.families.presets.weights import random_model
 from parkd_engine.families.presets.words import preset_processor, preset_tokenizer
 from parkd_engine.plan import plan_model
 from parkd_engine.vision.tower import PromptImage
 
+from parkd.errors import ModelError
 from tests.unit.engine.kit.vision_models import png
 
 EVERY_PRESET = pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_the_older_file_of_preprocessing_is_read_too(name: str, tmp_path: Path) 
     library = preset_processor(f"random:{name}", config)
     (folder / "preprocessor_config.json").unlink(missing_ok=True)
     (folder / "processor_config.json").unlink(missing_ok=True)
-    with pytest.raises(ModelLoadError, match=r"preprocessor_config\.json"):
+    with pytest.raises(ModelError, match=r"preprocessor_config\.json"):
         load_model(LoadConfig(str(folder), tmp_path / "cache"))
     older = {**library.to_dict(), "image_processor_type": f"{type(library).__name__.removesuffix('Pil')}Fast"}
     (folder / "preprocessor_config.json").write_text(json.dumps(older, default=int))

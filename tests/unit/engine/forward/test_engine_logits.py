@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from parkd_engine import UnsupportedModel
 from parkd_engine.forward import attention
 from parkd_engine.forward.attention import QUERY_BLOCK, arena_attention, lower_right_bias
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
+from parkd.errors import UnsupportedModel
 from tests.unit.engine.kit.core_models import (
     FAMILIES,
     assert_same,

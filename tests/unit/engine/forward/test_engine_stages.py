@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from parkd_engine import EngineConfig, InvalidSplit, layer_split
+from parkd_engine import EngineConfig, layer_split
 from parkd_engine.forward.stages import PassThrough, place
 from parkd_engine.layer_split import split_layers
 from parkd_engine.loading.layer_weights import ModelWeights, model_weights
 
+from parkd.errors import InvalidSplit
 from tests.unit.engine.kit.core_models import tiny_config, tiny_model
 from tests.unit.engine.kit.hybrid_models import hybrid_config, hybrid_model
 

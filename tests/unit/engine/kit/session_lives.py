@@ -10,10 +10,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from parkd_engine import ContextFull, Session, SnapshotDamaged, StageFailed, capture, restore_and_read
+from parkd_engine import Session, capture, restore_and_read
 from parkd_engine.moves.transfer import CopySteps
 from parkd_engine.words.steering import Steering
 
+from parkd.errors import ContextFull, SnapshotDamaged, StageFailed
 from tests.lives.life import Step
 from tests.unit.engine.kit.breakages import Fuse
 from tests.unit.engine.kit.core_models import step_with_guesses

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from parkd_engine import EngineConfig, InvalidSplit
+from parkd_engine import EngineConfig
 from parkd_engine.account import Part, StageMemory
 from parkd_engine.balance import balanced_split, choose_split
 from parkd_engine.families.presets.shapes import preset_config
+
+from parkd.errors import InvalidSplit
 
 GIB = 1 << 30
 

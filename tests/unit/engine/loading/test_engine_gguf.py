@@ -11,7 +11,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from parkd_engine.errors import ModelLoadError, UnsupportedModel
 from parkd_engine.families.presets.shapes import PRESETS, preset_config
 from parkd_engine.families.presets.weights import random_model
 from parkd_engine.families.presets.words import CHATML, SPECIAL_TOKENS, tiny_tokenizer
@@ -21,6 +20,8 @@ from parkd_engine.loading.gguf_tokenizer import save_tokenizer
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from tokenizers import Tokenizer
 from transformers.utils import logging as library_logging
+
+from parkd.errors import ModelError, UnsupportedModel
 
 
 def load(model: str | Path, cache: Path, **settings: Any) -> LoadedModel:
@@ -186,20 +187,20 @@ def test_a_tensor_without_a_place_is_refused(tmp_path: Path, cache: Path) -> Non
     """The library would leave it out and run another model."""
     bias = np.ones(64, dtype=np.float32)
     write_gguf(tmp_path / "m.gguf", "tiny-llama", change=lambda writer: writer.add_tensor("blk.0.attn_q.bias", bias))
-    with pytest.raises(ModelLoadError, match=r"blk\.0\.attn_q\.bias"):
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_q\.bias"):
         load(tmp_path / "m.gguf", cache)
 
 
 def test_a_missing_tensor_is_refused(tmp_path: Path, cache: Path) -> None:
     """The library would draw it at random."""
     write_gguf(tmp_path / "m.gguf", "tiny-qwen3", left_out="blk.1.attn_q_norm.weight")
-    with pytest.raises(ModelLoadError, match=r"layers\.1\.self_attn\.q_norm"):
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.q_norm"):
         load(tmp_path / "m.gguf", cache)
 
 
 def test_an_unknown_way_to_cut_text_is_refused(tmp_path: Path, cache: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "tiny-llama", change=lambda writer: writer.add_tokenizer_pre("mystery"))
-    with pytest.raises(ModelLoadError, match="mystery"):
+    with pytest.raises(ModelError, match="mystery"):
         load(tmp_path / "m.gguf", cache)
 
 
@@ -253,7 +254,7 @@ def test_a_cut_gguf_file_is_an_error_of_its_own(kept: int, tmp_path: Path, cache
     path = tmp_path / "m.gguf"
     write_gguf(path, "tiny-llama")
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ModelError):
         load(path, cache)
 
 

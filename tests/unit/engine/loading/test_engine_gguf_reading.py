@@ -9,9 +9,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from parkd_engine.errors import ModelLoadError
 from parkd_engine.loading.gguf_reading import QuickReader, quick_library_reader
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint, read_field
+
+from parkd.errors import ModelError
 
 WORDS = ["", "a", "\u2581word", "日本", "x" * 300] * 400
 
@@ -68,7 +69,7 @@ def test_a_text_that_passes_the_end_is_damage(length: int, tmp_path: Path) -> No
     with path.open("r+b") as file:
         file.seek(at)
         file.write(length.to_bytes(8, "little"))
-    with pytest.raises(ModelLoadError, match="passes the end"):
+    with pytest.raises(ModelError, match="passes the end"):
         QuickReader(path)
 
 

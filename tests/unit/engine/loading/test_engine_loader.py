@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from parkd_engine.errors import ModelLoadError, TemplateRefused, UnsupportedModel
 from parkd_engine.families.presets.shapes import preset_config
 from parkd_engine.families.presets.weights import random_model
 from parkd_engine.families.presets.words import tiny_tokenizer
@@ -21,6 +20,8 @@ from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.loading.model_cache import ModelCache
 from parkd_engine.words.chat import ChatTemplate
 from transformers import AutoModelForCausalLM
+
+from parkd.errors import InvalidRequest, ModelError, UnsupportedModel
 
 
 def load(model: str | Path, cache: Path, **settings: Any) -> LoadedModel:
@@ -67,7 +68,7 @@ def test_random_rotary_frequencies_are_those_of_the_configuration(cache: Path) -
 
 
 def test_an_unknown_preset_names_the_known_ones(cache: Path) -> None:
-    with pytest.raises(ModelLoadError, match="tiny-qwen3"):
+    with pytest.raises(ModelError, match="tiny-qwen3"):
         load("random:huge", cache)
 
 
@@ -84,7 +85,7 @@ def test_a_directory_loads_in_float32_with_a_digest_of_its_weights(folder: Path,
 
 def test_pickled_weights_are_refused(folder: Path, cache: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin.*safetensors"):
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin.*safetensors"):
         load(folder, cache)
 
 
@@ -106,13 +107,13 @@ def test_a_wrong_architecture_is_refused_before_weights_are_read(folder: Path, c
     ],
 )
 def test_what_is_no_model_is_named(make: Callable[[Path], Path], message: str, tmp_path: Path, cache: Path) -> None:
-    with pytest.raises(ModelLoadError, match=message):
+    with pytest.raises(ModelError, match=message):
         load(make(tmp_path / "thing"), cache)
 
 
 def test_a_directory_of_gguf_files_says_to_name_one(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"")
-    with pytest.raises(ModelLoadError, match=r"a\.gguf"):
+    with pytest.raises(ModelError, match=r"a\.gguf"):
         load(tmp_path, cache)
 
 
@@ -121,9 +122,9 @@ def test_a_failed_conversion_leaves_nothing_that_would_be_loaded(cache: Path) ->
 
     def fail(part: Path) -> None:
         (part / "config.json").write_text("{}")
-        raise ModelLoadError("no")
+        raise ModelError("no")
 
-    with pytest.raises(ModelLoadError, match="no"):
+    with pytest.raises(ModelError, match="no"):
         kept.converted("key", fail)
     assert [path.name for path in (cache / "models").iterdir() if path.is_dir()] == []
     done = kept.converted("key", lambda part: (part / "config.json").write_text("{}") and None)
@@ -195,7 +196,7 @@ def test_a_template_file_replaces_the_models_own(tmp_path: Path, cache: Path) ->
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}{{ mood }}")
     loaded = load("random:tiny-llama", cache, chat_template_file=tmp_path / "t.jinja")
     assert loaded.template.render([{"role": "user", "content": "a"}], [], {"mood": "!"}) == "a!"
-    with pytest.raises(ModelLoadError, match=r"none\.jinja"):
+    with pytest.raises(ModelError, match=r"none\.jinja"):
         load("random:tiny-llama", cache, chat_template_file=tmp_path / "none.jinja")
 
 
@@ -213,7 +214,7 @@ def test_a_template_file_replaces_the_models_own(tmp_path: Path, cache: Path) ->
 def test_a_template_that_refuses_is_heard(source: str | None, words: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(TemplateRefused, match=words):
+    with pytest.raises(InvalidRequest, match=words):
         ChatTemplate(tokenizer, source).render([{"role": "user", "content": "a"}], [], {})
 
 
@@ -241,7 +242,7 @@ def test_arguments_of_the_renderer_itself_are_not_the_requests_to_set(cache: Pat
 
 
 def test_no_messages_are_refused(cache: Path) -> None:
-    with pytest.raises(TemplateRefused, match="no messages"):
+    with pytest.raises(InvalidRequest, match="no messages"):
         load("random:tiny-llama", cache).template.render([], [], {})
 
 

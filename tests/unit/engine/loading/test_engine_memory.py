@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from parkd_engine.account import Part, StageMemory, choose_context
-from parkd_engine.errors import ModelLoadError
+
+from parkd.errors import ModelError
 
 GIB = 1 << 30
 
@@ -47,31 +48,31 @@ def test_stages_on_one_device_share_their_workspace() -> None:
 
 
 def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
-    with pytest.raises(ModelLoadError, match=r"1000000 tokens needs 1,907 MiB on cpu beside the weights.* \d+ tokens"):
+    with pytest.raises(ModelError, match=r"1000000 tokens needs 1,907 MiB on cpu beside the weights.* \d+ tokens"):
         choose_context(STAGES, 10**9, 10**6, free=always(GIB))
-    with pytest.raises(ModelLoadError, match="at most 4096"):
+    with pytest.raises(ModelError, match="at most 4096"):
         choose_context(STAGES, 4096, 5000, free=always(GIB))
-    with pytest.raises(ModelLoadError, match=" 0 tokens fit"):
+    with pytest.raises(ModelError, match=" 0 tokens fit"):
         choose_context(STAGES, 4096, None, free=always(1 << 20))
 
 
 def test_the_context_that_a_refusal_names_is_taken() -> None:
-    with pytest.raises(ModelLoadError, match="ctx-size of at most") as refused:
+    with pytest.raises(ModelError, match="ctx-size of at most") as refused:
         choose_context(STAGES, 10**9, 10**6, free=always(GIB))
     named = int(str(refused.value).split("--ctx-size of at most ")[1].split(",")[0])
     assert choose_context(STAGES, 10**9, named, free=always(GIB)) == named
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ModelError):
         choose_context(STAGES, 10**9, named + 1, free=always(GIB))
 
 
 @pytest.mark.parametrize("asked", [None, 4096])
 def test_a_budget_larger_than_memory_is_named_and_not_the_context(asked: int | None) -> None:
     """The message names a budget that is then accepted."""
-    with pytest.raises(ModelLoadError, match="Parked conversations are to have 20,480 MiB of the 8,192 MiB") as refused:
+    with pytest.raises(ModelError, match="Parked conversations are to have 20,480 MiB of the 8,192 MiB") as refused:
         choose_context(STAGES, 10**6, asked, reserved=lambda: 20 * GIB, free=always(8 * GIB))
     assert "0 tokens" not in str(refused.value).replace("4096", "")
     most_mib = int(str(refused.value).split("--conversation-cache-mib of at most ")[1].split(",")[0])
     chosen = choose_context(STAGES, 10**6, asked, reserved=lambda: most_mib << 20, free=always(8 * GIB))
     assert chosen >= (asked or 512)
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ModelError):
         choose_context(STAGES, 10**6, asked, reserved=lambda: (most_mib + 1) << 20, free=always(8 * GIB))

@@ -8,20 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine import (
-    EngineConfig,
-    Session,
-    SnapshotDamaged,
-    StageFailed,
-    capture,
-    host_transfer,
-    open_session,
-    restore,
-)
+from parkd_engine import EngineConfig, Session, capture, host_transfer, open_session, restore
 from parkd_engine.forward.graphs import recorded
 from parkd_engine.moves.transfer import CopySteps, copy_on_device
 from transformers import DynamicCache
 
+from parkd.errors import SnapshotDamaged, StageFailed
 from tests.unit.engine.kit.core_models import CONTEXT, FAMILIES, assert_same, read_and_decode, tiny_model, token_ids
 
 pytestmark = [

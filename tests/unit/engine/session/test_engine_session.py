@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from parkd_engine import BadLogits, ContextFull, EngineError, OutOfMemory, StageFailed
 from parkd_engine.decoding import Decoder
 from parkd_engine.words.sampling import Sampler
 from transformers import DynamicCache
 
+from parkd.errors import ContextFull, LogitsNotFinite, ModelError, OutOfMemory, StageFailed
 from parkd.types import SamplingParams
 from tests.unit.engine.kit.core_models import VOCAB, assert_same, read_and_decode, tiny_model, tiny_session, token_ids
 
@@ -152,7 +152,7 @@ def test_state_that_gives_no_scores_is_not_gone_on_from() -> None:
     session.extend(ids[:-1])
     session.arenas[0].field_view(session.arenas[0].layout.row_fields[1])[7].fill_(torch.nan)
     sampler = Sampler(SamplingParams(temperature=0.0), VOCAB, ids)
-    with pytest.raises(BadLogits):
+    with pytest.raises(LogitsNotFinite):
         next(Decoder(session, sampler).tokens(int(ids[-1])))
     assert session.position == 0
 
@@ -168,7 +168,7 @@ def test_a_mask_that_allows_nothing_is_not_the_states_fault() -> None:
     session, ids = tiny_session(2), token_ids(40)
     session.extend(ids[:-1])
     sampler = Sampler(SamplingParams(temperature=0.0), VOCAB, ids)
-    with pytest.raises(BadLogits):
+    with pytest.raises(LogitsNotFinite):
         next(Decoder(session, sampler, mask=Nothing()).tokens(int(ids[-1])))
     assert session.position == 40
 
@@ -185,6 +185,6 @@ def test_reset_forgets() -> None:
 def test_an_arena_that_cannot_fit_says_what_would() -> None:
     with pytest.raises(OutOfMemory, match="tokens would fit") as refusal:
         tiny_session(1, context=1 << 40)
-    assert isinstance(refusal.value, EngineError)
+    assert isinstance(refusal.value, ModelError)
     assert 0 < refusal.value.fitting_tokens < 1 << 40
     assert refusal.value.needed_bytes == (1 << 40) * 4 * 2 * 2 * 16 * 4

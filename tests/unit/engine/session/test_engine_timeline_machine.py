@@ -18,9 +18,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from parkd_engine import Session, StageFailed, capture, host_transfer, restore
+from parkd_engine import Session, capture, host_transfer, restore
 from parkd_engine.vision.tower import PromptImage
 
+from parkd.errors import StageFailed
 from parkd.state import Transfer
 from tests.unit.engine.kit.core_models import VOCAB, head_of, step_with_guesses, tiny_session
 from tests.unit.engine.kit.draft_models import oracle_guess

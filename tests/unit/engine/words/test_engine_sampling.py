@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from parkd_engine.errors import BadLogits
 from parkd_engine.words.sampling import Sampler
 
+from parkd.errors import LogitsNotFinite
 from parkd.types import SamplingParams
 
 
@@ -154,15 +154,15 @@ def test_a_row_in_memory_is_picked_from_as_a_tensor_is(settings: dict, mask: np.
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_row_without_a_usable_score_is_an_error(value: float) -> None:
-    with pytest.raises(BadLogits):
+    with pytest.raises(LogitsNotFinite):
         sampler(vocab=3, temperature=0.0).pick_row(np.full(3, value, dtype=np.float32))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_usable_score_is_an_error(temperature: float) -> None:
-    with pytest.raises(BadLogits):
+    with pytest.raises(LogitsNotFinite):
         sampler(vocab=3, temperature=temperature).pick(torch.full((3,), math.nan))
-    with pytest.raises(BadLogits):
+    with pytest.raises(LogitsNotFinite):
         sampler(vocab=3, temperature=temperature).pick(torch.zeros(3), np.zeros(3, dtype=np.bool_))
 
 

@@ -11,12 +11,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from parkd_engine.errors import ModelLoadError, UnknownVector
 from parkd_engine.forward.decode_graph import DecodeGraph
 from parkd_engine.forward.dense import DenseStage
 from parkd_engine.words.steering import Steering, SteeringBank, VectorFile, load_vector, load_vectors
 from safetensors.torch import save_file
 
+from parkd.errors import InvalidRequest, ModelError
 from tests.unit.engine.kit.core_models import (
     FAMILIES,
     LAYERS,
@@ -178,9 +178,9 @@ def test_the_digest_is_of_content_and_layers_not_of_names_and_formats(tmp_path: 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(bank: SteeringBank) -> None:
     for ask in (bank.select, bank.digest):
-        with pytest.raises(UnknownVector, match=r"'happy'.*calm, terse"):
+        with pytest.raises(InvalidRequest, match=r"'happy'.*calm, terse"):
             ask({"happy": 1.0})
-    with pytest.raises(UnknownVector, match="start with --control-vector"):
+    with pytest.raises(InvalidRequest, match="start with --control-vector"):
         SteeringBank().select({"happy": 1.0})
     with pytest.raises(ValueError, match="nan"):
         bank.select({"calm": float("nan")})
@@ -211,14 +211,14 @@ def test_files_that_do_not_fit_are_refused(
     tensors: dict[int, torch.Tensor], kind: str, message: str, tmp_path: Path
 ) -> None:
     path = write_gguf(tmp_path / "v.gguf", tensors, kind)
-    with pytest.raises(ModelLoadError, match=message):
+    with pytest.raises(ModelError, match=message):
         load_vector(path, HIDDEN, LAYERS)
 
 
 @pytest.mark.parametrize("name", ["v.gguf", "v.safetensors"])
 def test_damage_is_a_load_error(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(np.random.default_rng(1).bytes(300))
-    with pytest.raises(ModelLoadError, match="damaged or cannot be read"):
+    with pytest.raises(ModelError, match="damaged or cannot be read"):
         load_vector(tmp_path / name, HIDDEN, LAYERS)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parkd_engine.errors import ModelLoadError
 from parkd_engine.families.presets.words import tiny_tokenizer
 from parkd_engine.words.text import TextAssembler, TokenBytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from parkd.errors import ModelError
 
 SEED = 5
 
@@ -99,7 +100,7 @@ def test_a_leading_space_stays(fallback: Tokenizer, tiny: Tokenizer) -> None:
 
 
 def test_an_unknown_decoder_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="WordPiece"):
+    with pytest.raises(ModelError, match="WordPiece"):
         TokenBytes(LETTERS, {"type": "WordPiece"}, ())
 
 
