@@ -42,11 +42,16 @@ class Lane(Generic[W]):
         max_queue: int,
         monotonic: Callable[[], float],
         on_queued: Callable[[W], None] = lambda _turn: None,
+        owners: int = 1,
+        owner_of: Callable[[W], str] = lambda _turn: "",
     ) -> None:
-        """`on_queued` is called for each turn that has to wait for another one."""
+        """`on_queued` is called for each turn that has to wait for another one. If there are several `owners`, one of
+        them has at most half of the places."""
         self._run = run
         self._on_queued = on_queued
         self._max_queue = max_queue
+        self._share = max_queue if owners <= 1 else max(1, max_queue // 2)
+        self._owner_of = owner_of
         self._monotonic = monotonic
         self._waiting: deque[W] = deque()
         self._running: W | None = None
@@ -72,9 +77,9 @@ class Lane(Generic[W]):
     def closed(self) -> bool:
         return self._closed_by is not None
 
-    def check_room(self) -> None:
-        """Raises QueueFull if no turn may be queued, or the error with which the lane was closed: ShuttingDown,
-        EngineLost."""
+    def check_room(self, owner: str = "") -> None:
+        """Raises QueueFull if no turn of the owner may be queued, or the error with which the lane was closed:
+        ShuttingDown, EngineLost."""
         if self._closed_by is not None:
             raise self._closed_by
         if len(self._waiting) >= self._max_queue:
@@ -82,10 +87,17 @@ class Lane(Generic[W]):
                 f"{len(self._waiting)} requests are waiting, which is the limit of --max-queue. Try again later.",
                 retry_after_s=self.retry_after_s(),
             )
+        own = sum(self._owner_of(turn) == owner for turn in self._waiting)
+        if own >= self._share:
+            raise QueueFull(
+                f"{own} requests of this key are waiting, and one key has at most half of --max-queue "
+                f"({self._max_queue}). Try again later.",
+                retry_after_s=self.retry_after_s(),
+            )
 
     def submit(self, turn: W) -> None:
         """Queues `turn`. Raises as `check_room` does."""
-        self.check_room()
+        self.check_room(self._owner_of(turn))
         self._waiting.append(turn)
         self._arrived.set()
         if self._running is not None or len(self._waiting) > 1:

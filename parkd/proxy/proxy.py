@@ -90,8 +90,14 @@ class Proxy:
             remember=services.remember,
             log=self.log,
         )
+        owners = len(config.api_keys) + len(config.named_keys) + len(config.operator_keys)
         self.lane: Lane[Turn] = Lane(
-            self.runner.run, max_queue=config.max_queue, monotonic=services.monotonic, on_queued=self._queued
+            self._run,
+            max_queue=config.max_queue,
+            monotonic=services.monotonic,
+            on_queued=self._queued,
+            owners=owners,
+            owner_of=lambda turn: turn.explained.owner if turn.explained is not None else "",
         )
         self.requests = RequestMemory()
         self.resends = Resends(self.lane, config.resend_grace_s, self._give_up)
@@ -100,7 +106,7 @@ class Proxy:
             config.bodies_limit_bytes,
             self.lane.retry_after_s,
             self._large_body_gone,
-            owners=len(config.api_keys) + len(config.named_keys) + len(config.operator_keys),
+            owners=owners,
         )
         self._memory_return = MemoryReturn(services.return_memory)
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -133,9 +139,14 @@ class Proxy:
                 log.warning("the engine is still busy; the process ends without waiting for it")
             outlive_copies(self.services.store)
 
+    async def _run(self, turn: Turn) -> None:
+        self.resends.give_way()
+        await self.runner.run(turn)
+
     def _queued(self, turn: Turn) -> None:
         """Called when a turn has to wait. Until it runs, keeps the state that it will start from, and reads that state
         from disk."""
+        self.resends.give_way()
         if self.services.store is not None:
             turn.release_awaited = self.services.store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         if self.disk is not None and self._tasks is not None:
@@ -164,7 +175,7 @@ class Proxy:
         arrived_s = services.monotonic()
         caller = self.caller_of(request)
         if not len(self.resends):  # a repeated request may take over a turn, which needs no place in the queue
-            self.lane.check_room()
+            self.lane.check_room(caller.owner)
         with self.bodies.charge(caller.owner) as charge:
             body = await self.body_of(request, charge)
             model, created_s = str(body.get("model") or self.model_id), int(services.wall())

@@ -97,3 +97,41 @@ async def test_with_others_waiting_it_is_given_up_at_once() -> None:
         assert running_turn is not None
         await until(running_turn.channel.cancel.is_set)
         gate.opened.set()
+
+
+async def test_who_comes_while_a_left_turn_is_in_its_grace_does_not_wait_for_it() -> None:
+    """Found by use 31: who waits was looked at only when the client left, so a new message waited out the grace."""
+    gate = Gate("token", nth=2)
+    async with running(FakeEngine(hook=gate), config=GRACE) as server, anyio.create_task_group() as tasks:
+        await dropped(server, gate)
+        left = server.server.proxy.lane.running
+        assert left is not None
+        assert not left.channel.cancel.is_set()
+        tasks.start_soon(lambda: server.client.post("/v1/chat/completions", json=body_of(ASK, 2)))
+        await until(left.channel.cancel.is_set)
+        assert len(server.server.proxy.resends) == 0
+        gate.opened.set()
+
+
+async def test_a_left_turn_does_not_begin_while_others_wait() -> None:
+    """Found by use 31: a turn whose client left while it waited ran for its grace, though others waited behind it."""
+    gate = Gate("token", nth=2)
+    async with running(FakeEngine(hook=gate), config=GRACE) as server, anyio.create_task_group() as tasks:
+        proxy = server.server.proxy
+        tasks.start_soon(lambda: server.client.post("/v1/chat/completions", json=body_of(ASK, 4)))
+        await gate.wait_reached()
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as inner:
+                    inner.start_soon(lambda: client.post("/v1/chat/completions", json=body_of(ASK, 12, seed=1)))
+                    await until(lambda: proxy.lane.waiting == 1)
+                    scope.cancel()
+        await until(lambda: len(proxy.resends) == 1)
+        (left,) = proxy.resends._alone
+        tasks.start_soon(lambda: server.client.post("/v1/chat/completions", json=body_of(ASK, 2, seed=2)))
+        await until(lambda: proxy.lane.waiting == 2)
+        assert not left.channel.cancel.is_set(), "while it waits, its client may come back"
+        gate.opened.set()
+        await until(left.channel.cancel.is_set)
+        await server.settled()
+        assert left.timings.output_tokens == 0

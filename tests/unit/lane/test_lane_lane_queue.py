@@ -56,6 +56,28 @@ async def test_the_bound_counts_those_that_wait() -> None:
     assert lane.waiting == 2
 
 
+async def test_one_key_takes_at_most_half_of_the_queue() -> None:
+    """Found by use 3: one key could take every place of the queue, so that all others got a 503."""
+    owners: dict[Job, str] = {}
+    lane = Lane(until_stopped, max_queue=4, monotonic=lambda: 0.0, owners=2, owner_of=lambda job: owners[job])
+
+    def submit(owner: str) -> None:
+        job = Job()
+        owners[job] = owner
+        lane.submit(job)
+
+    submit("anna")
+    submit("anna")
+    lane.check_room("ben")
+    for refused in (lane.check_room, submit):
+        with pytest.raises(QueueFull, match="2 requests of this key are waiting"):
+            refused("anna")
+    submit("ben")
+    submit("ben")
+    with pytest.raises(QueueFull, match="4 requests are waiting"):
+        submit("carl")
+
+
 async def test_retry_after_follows_the_length_of_turns() -> None:
     now = [0.0]
 
