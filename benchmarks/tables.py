@@ -21,24 +21,25 @@ the tables.
 
 
 def section(document: dict[str, Any]) -> str:
+    """Results first, then how they were measured."""
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    parts = [
-        f"## {document['title']}",
-        document["how"],
-        f"`{document['command']}`, {document['measured_on']}, commit {document['commit']}. {machine['cpu']}, "
-        f"{machine['cores']} cores, {machine['memory_gib']} GiB; load average before the start "
-        f"{machine['load_average_1m']}. Python {machine['python']}, {versions}.",
-    ]
-    for table in document["tables"]:
-        rows = tuple(tuple(row) for row in table["rows"])
-        parts += [f"**{table['title']}**", Table(table["title"], tuple(table["columns"]), rows).markdown()]
+    parts = [f"## {document['title']}"]
     if document["goals"]:
         rows = tuple(
             (goal["claim"], goal["bound"], goal["measured"], "met" if goal["met"] else "**missed**")
             for goal in document["goals"]
         )
         parts.append(Table("", ("claim", "goal", "measured", ""), rows).markdown())
+    for table in document["tables"]:
+        rows = tuple(tuple(row) for row in table["rows"])
+        parts += [f"**{table['title']}**", Table(table["title"], tuple(table["columns"]), rows).markdown()]
+    parts += [
+        f"How: {document['how']}",
+        f"`{document['command']}`, {document['measured_on']}, commit {document['commit']}. {machine['cpu']}, "
+        f"{machine['cores']} cores, {machine['memory_gib']} GiB; load average before the start "
+        f"{machine['load_average_1m']}. Python {machine['python']}, {versions}.",
+    ]
     if document["notes"]:
         parts.append("\n".join(f"- {note}" for note in document["notes"]))
     return "\n\n".join(parts)
