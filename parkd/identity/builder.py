@@ -66,9 +66,13 @@ class IdentityBuilder:
         self._fingerprint = fingerprint
         self._text = tokenizer
         self._splicer = None if answers is None else Splicer(answers)
-        self._renderer = Renderer(template, Normaliser(normaliser or NormaliserConfig()))
+        placeholder = "" if images is None else images.tokens.placeholder
+        self._renderer = Renderer(template, Normaliser(normaliser or NormaliserConfig()), tokenizer, placeholder)
+        self._stand_ins = self._renderer.stand_ins
         self._chains = ChainMemo(block_tokens, memo_bytes // 4)
-        self._tokenizer = SegmentTokenizer(tokenizer, memo_bytes - memo_bytes // 4, OpenerMarks(self._renderer.profile))
+        self._tokenizer = SegmentTokenizer(
+            tokenizer, memo_bytes - memo_bytes // 4, OpenerMarks(self._renderer.profile), self._stand_ins
+        )
 
     @property
     def memo_bytes(self) -> int:
@@ -92,20 +96,21 @@ class IdentityBuilder:
         images = PromptImages(pictures, self._images)
         prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
         prompt = replace(prompt, text=images.wrapped(prompt.text))
+        plain = self._stand_ins.undo(prompt.text)
         if self._context_tokens is not None:
-            check_length(self._text, prompt.text, self._context_tokens)
+            check_length(self._text, plain, self._context_tokens)
         rendered_s = time.perf_counter()
         tokenised = images.expanded(self._tokenizer.tokenise(prompt.text))
         if not len(tokenised.ids):
             raise InvalidRequest("The prompt is empty. Send some text.", param="messages")
         key = ConversationKey(request.namespace, self._fingerprint, steering)
-        located = locate(prompt, tokenised)
+        located = locate(prompt, tokenised, plain)
         if self._splicer is not None:
-            tokenised = self._splicer.splice(prompt.turns, located.starts, tokenised, key.digest)
+            tokenised = self._splicer.splice(prompt.turns, located.starts, tokenised, plain, key.digest)
         tokenised_s = time.perf_counter()
         spans = images.spans(tokenised)
         units = units_of(tokenised.ids, spans)
-        prompt_map = map_prompt(prompt, tokenised, self._tokenizer, self._renderer.profile, located)
+        prompt_map = map_prompt(prompt, tokenised, plain, self._tokenizer, self._renderer.profile, located)
         identity = PromptIdentity(
             key=key,
             token_ids=tokenised.ids.copy(),  # the caller may change its copy; the cached array must not change
@@ -128,9 +133,10 @@ class IdentityBuilder:
         if last is None or last.label != GENERATION:
             return
         opener = self._text.decode(prompt.token_ids[last.start :].tolist())
-        self._tokenizer.expect(opener + self._text.decode(list(answer_ids)))
+        self._tokenizer.expect(opener + self._stand_ins.written(self._text.decode(list(answer_ids))))
         if said.reasoning:
-            self._tokenizer.expect(self._renderer.profile.openers.get("assistant", opener) + "".join(said.runs).strip())
+            answer = self._stand_ins.put("".join(said.runs).strip())
+            self._tokenizer.expect(self._renderer.profile.openers.get("assistant", opener) + answer)
 
     def render(self, request: TurnRequest) -> str:
         """The text that the model reads, with one placeholder for each image. Raises as `build` does."""
@@ -139,4 +145,4 @@ class IdentityBuilder:
         prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
         if prompt.proof is not None:
             prompt.proof()
-        return prompt.text
+        return self._stand_ins.undo(prompt.text)

@@ -14,7 +14,7 @@ an answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -30,6 +30,7 @@ _SYSTEM, _SYSTEM_2, _USER, _USER_2, _ANSWER, _RESULT = (
 )
 _CALL, _ARGUMENT, _VALUE = "qcallmark", "qargmark", "Qvalmark"
 
+_NO_KWARGS: Mapping[str, Any] = {}
 _TOOLS: tuple[Mapping[str, Any], ...] = (
     {
         "type": "function",
@@ -69,16 +70,19 @@ class TemplateProfile:
     """Role -> the text that opens its turn, if that is known."""
     generation_prompt: str = ""
     """The text that `add_generation_prompt` adds; may be empty."""
+    written: str = field(default="", repr=False)
+    """All that the template wrote for these conversations."""
 
 
 def probe_template(template: ChatTemplate) -> TemplateProfile:
-    """Profiles a template by rendering about fifteen small conversations. Never raises if the template refuses some."""
+    """Profiles a template by rendering about twenty small conversations. Never raises if the template refuses some."""
     probe = _Probe(template)
     as_text = probe.arguments_as_text()
     want_none = probe.calls_want_none(as_text)
+    probe.thoughts(as_text, want_none)
     system_first = probe.in_order([_say("system", _SYSTEM), _say("user", _USER)])
     lead = [_say("system", _SYSTEM)] if system_first else []
-    return TemplateProfile(
+    profile = TemplateProfile(
         arguments_as_text=as_text,
         calls_want_none=want_none,
         system_first=system_first,
@@ -87,6 +91,7 @@ def probe_template(template: ChatTemplate) -> TemplateProfile:
         openers=probe.openers(as_text, want_none),
         generation_prompt=probe.generation_prompt(),
     )
+    return replace(profile, written="\n".join(probe.written))
 
 
 def _say(role: str, content: str | None, **more: Any) -> dict[str, Any]:
@@ -102,16 +107,34 @@ def _call(as_text: bool, content: str | None) -> dict[str, Any]:
 class _Probe:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        self.written: list[str] = []
 
     def text(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: bool = False, generation: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: bool = False,
+        generation: bool = False,
+        kwargs: Mapping[str, Any] = _NO_KWARGS,
     ) -> str | None:
         """The rendered text; None if the template refuses."""
+        shown = _TOOLS if tools else ()
         try:
-            rendered = self._template.render(messages, _TOOLS if tools else (), {}, add_generation_prompt=generation)
-            return rendered.proven()
+            text = self._template.render(messages, shown, kwargs, add_generation_prompt=generation).proven()
         except Exception:  # a template may raise anything; a refusal is a result here
             return None
+        self.written.append(text)
+        return text
+
+    def thoughts(self, as_text: bool, want_none: bool) -> None:
+        """Renders what shows the marks of thinking, calls and results; `written` is all that is wanted of it."""
+        call = _call(as_text, None if want_none else "")
+        thought = {**call, "reasoning_content": _ANSWER, "thinking": _ANSWER}
+        result = _say("tool", _RESULT, tool_call_id="call_q", name=_CALL)
+        self.text([_say("user", _USER), thought, result], tools=True, generation=True)
+        self.text([_say("user", _USER), _say("assistant", _ANSWER, reasoning_content=_SYSTEM)])
+        for thinks in (True, False):
+            self.text([_say("user", _USER)], generation=True, kwargs={"enable_thinking": thinks, "thinking": thinks})
 
     def in_order(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Whether each message's content appears exactly once, in the order of the messages."""

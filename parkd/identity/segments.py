@@ -62,30 +62,31 @@ class OpenerMarks:
         return frozenset().union(*[self._roles[opener] for opener in self._openers if text.startswith(opener, cut)])
 
 
-def locate(prompt: RenderedPrompt, tokenised: TokenisedText) -> Located:
-    """Finds the turns of a prompt in its text, whose marks are those of `OpenerMarks`."""
+def locate(prompt: RenderedPrompt, tokenised: TokenisedText, plain: str) -> Located:
+    """Finds the turns of a prompt in its text, whose marks are those of `OpenerMarks`. `plain` is the same text
+    without stand-ins."""
     if not prompt.turns:
         return Located((), {})
     openers = _find_openers(tokenised)
-    return Located(openers, _find_turns(prompt.turns, tokenised.text, openers))
+    return Located(openers, _find_turns(prompt.turns, plain, openers))
 
 
 def map_prompt(
     prompt: RenderedPrompt,
     tokenised: TokenisedText,
+    plain: str,
     tokenizer: SegmentTokenizer,
     profile: TemplateProfile,
-    located: Located | None = None,
+    located: Located,
 ) -> PromptMap:
     """Segments cover the whole prompt without gaps; boundaries are ascending, inside `(0, n)`."""
     length = len(tokenised.ids)
     if not prompt.turns:
         return PromptMap((SegmentSpan(0, length, "prompt"),) if length else ())
-    located = located or locate(prompt, tokenised)
     openers, starts = located.openers, located.starts
     generation = _find_generation(tokenised.text, openers, starts, profile)
     lead = next((i for i, turn in enumerate(prompt.turns) if turn.role != "system"), len(prompt.turns))
-    head_end = _head_end(prompt.turns, lead, starts, tokenised.text)
+    head_end = _head_end(prompt.turns, lead, starts, plain)
     head_position = tokenizer.position_of(tokenised, head_end) if head_end is not None else None
     positions = {index: tokenizer.position_of(tokenised, char) for index, char in starts.items()}
     if head_position is not None:

@@ -74,9 +74,11 @@ class Splicer:
         turns: Sequence[CanonicalMessage],
         starts: Mapping[int, int],
         tokenised: TokenisedText,
+        plain: str,
         key_digest: bytes,
     ) -> TokenisedText:
-        """The same text with the ids of remembered answers. `starts` maps turns to the characters at which they begin.
+        """The same text with the ids of remembered answers. `plain` is the text without stand-ins; `starts` maps turns
+        to the characters at which they begin.
 
         A trail is made even if nothing is remembered yet: then its cost falls on the first prompt, which takes a
         hundred times as long to tokenise, and not on the next turn.
@@ -89,7 +91,7 @@ class Splicer:
         bounds = {index: starts[following] for index, following in pairwise(sorted(starts))}
         for index, first in places[len(steps) :]:
             bound = bounds.get(index, len(tokenised.text))
-            step = self._step(turns[index], index, first, bound, done, tokenised, hasher)
+            step = self._step(turns[index], index, first, bound, done, tokenised, plain, hasher)
             done = step.done
             steps.append(step)
         if known is None or len(steps) > len(held):
@@ -118,17 +120,18 @@ class Splicer:
         bound: int,
         done: int,
         tokenised: TokenisedText,
+        plain: str,
         hasher: Hasher,
     ) -> Step:
         """Looks up one turn, behind which the next begins at the character `bound`; `hasher` goes on with it."""
-        text, cuts, positions = tokenised.text, tokenised.cuts, tokenised.positions
+        cuts, positions = tokenised.cuts, tokenised.positions
         hasher.update(int32(tokenised.ids[positions[done] : positions[max(done, first)]]).data)
         prefix, answer, end = hasher.digest(), None, first
         answers = self._memory.found(prefix) if first >= done else ()
         done = max(done, first)
         if answers:
             end = self._end(tokenised, first, bound)
-            rendered = text[cuts[first] : cuts[end]]
+            rendered = plain[cuts[first] : cuts[end]]
             if end > first:
                 answer = next((one for one in reversed(answers) if _is_said(turn.message, rendered, one.said)), None)
         if answer is not None:

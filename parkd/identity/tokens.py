@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from parkd.engine_adapter.base import Tokenizer
 from parkd.identity.cuts import cuttable_tokens, token_pattern
+from parkd.identity.stand_ins import StandIns
 from parkd.types import TokenIds
 
 TEXTS_KEPT = 8
@@ -64,11 +65,17 @@ class SegmentTokenizer:
     """Thread-safe. `memo_bytes` bounds what is remembered: two thirds for pieces, the rest for whole prompts."""
 
     def __init__(
-        self, tokenizer: Tokenizer, memo_bytes: int, mark: Callable[[str, int], frozenset[str]] | None = None
+        self,
+        tokenizer: Tokenizer,
+        memo_bytes: int,
+        mark: Callable[[str, int], frozenset[str]] | None = None,
+        stand_ins: StandIns | None = None,
     ) -> None:
-        """`mark(text, cut)` returns what begins at a cut. It must look at no more than the longest special token plus
-        `MARK_CHARS` characters after the cut, because its result is used for all texts that are equal there."""
+        """Texts may have `stand_ins`. `mark(text, cut)` returns what begins at a cut. It must look at no more than the
+        longest special token plus `MARK_CHARS` characters after the cut, because its result is used for all texts that
+        are equal there."""
         self._tokenizer = tokenizer
+        self._stand_ins = stand_ins or StandIns()
         self._mark = mark or (lambda _text, _cut: _NOTHING)
         self._cuttable = cuttable_tokens(tokenizer)
         self._pattern = token_pattern(tokenizer.special_tokens) if self._cuttable else None
@@ -156,7 +163,11 @@ class SegmentTokenizer:
             if known is not None:
                 self._pieces.move_to_end(text)
                 return known
-        ids = np.asarray(self._tokenizer.encode(text), dtype=np.int32)
+        parts = self._stand_ins.split(text)
+        if parts is None:
+            ids = np.asarray(self._tokenizer.encode(self._stand_ins.undo(text)), dtype=np.int32)
+        else:
+            ids = np.asarray(self._tokenizer.encode_parts(parts, self._stand_ins.control), dtype=np.int32)
         cost = sys.getsizeof(text) + ids.nbytes + _PIECE_OVERHEAD_BYTES
         with self._lock:
             if cost <= self._piece_limit_bytes and text not in self._pieces:

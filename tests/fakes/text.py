@@ -27,6 +27,7 @@ class FakeTokenizer:
 
     def __init__(self, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> None:
         self.special_tokens = special_tokens
+        self.control_tokens = special_tokens
         self._pattern = re.compile("(" + "|".join(re.escape(token) for token in special_tokens) + ")")
 
     def encode(self, text: str) -> list[int]:
@@ -36,6 +37,13 @@ class FakeTokenizer:
                 ids.append(FIRST_SPECIAL_ID + self.special_tokens.index(piece))
             else:
                 ids.extend(piece.encode())
+        return ids
+
+    def encode_parts(self, parts: Sequence[str], control: frozenset[str]) -> list[int]:
+        ids: list[int] = []
+        for place, part in enumerate(parts):
+            assert place % 2 == 0 or part in control
+            ids += self.encode(part) if place % 2 else part.encode()
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -58,13 +66,14 @@ class FakeTemplate:
         add_generation_prompt: bool = True,
     ) -> Rendered:
         start, end = SPECIAL_TOKENS
-        parts = [f"{start}tools\n{json.dumps(list(tools), sort_keys=True)}{end}\n"] if tools else []
+        parts = [f"{start}tools\n{json.dumps(list(tools), sort_keys=True, ensure_ascii=False)}{end}\n"] if tools else []
         for message in messages:
             role = message["role"]
             if role not in ROLES:
                 raise InvalidRequest(f"The chat template knows no role {role!r}.", param="messages")
             calls = message.get("tool_calls")
-            text = f"{shown(message.get('content') or '')}{json.dumps(calls, sort_keys=True) if calls else ''}"
+            called = json.dumps(calls, sort_keys=True, ensure_ascii=False) if calls else ""
+            text = f"{shown(message.get('content') or '')}{called}"
             parts.append(f"{start}{role}\n{text}{end}\n")
         return Rendered("".join(parts) + (f"{start}assistant\n" if add_generation_prompt else ""))
 

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from parkd.errors import InvalidRequest, ModelError
+from parkd_engine.words.renamed import RenamedTokens
 from parkd_engine.words.responses import ResponseTemplate
 from parkd_engine.words.text import ANSWER_MARKS, TextAssembler, TokenBytes
 
@@ -44,6 +45,11 @@ class ChatTokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_tokens: tuple[str, ...] = tuple(added[number].content for number in sorted(added))
         """Tokens that are matched in text before tokenization, in the order of their ids."""
+        self.control_tokens: tuple[str, ...] = tuple(
+            added[number].content for number in sorted(added) if added[number].special
+        )
+        """Those of them that the model's files call special."""
+        self._renamed: RenamedTokens | None = None
         marks = frozenset() if self.responses is None else self.responses.marks(self.special_tokens)
         self._token_bytes = TokenBytes.of(self._backend, ANSWER_MARKS | marks)
 
@@ -52,6 +58,13 @@ class ChatTokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_parts(self, parts: Sequence[str], control: frozenset[str]) -> list[int]:
+        """Ids of a text in parts, in turns text in which no token of `control` is recognised, and one of `control`."""
+        renamed = self._renamed
+        if renamed is None or renamed.control != control:
+            renamed = self._renamed = RenamedTokens(self._backend, control)
+        return renamed.encode(parts)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)

@@ -15,9 +15,15 @@ class Tokenizer(Protocol):
     special_tokens: tuple[str, ...]
     """Texts that the tokenizer splits at before anything else, so that the text between two of them is tokenised
     alone."""
+    control_tokens: tuple[str, ...]
+    """Texts of the tokens that are no text by the model's own files, such as those between turns."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered prompt. Special tokens in the text are recognised; none is added."""
+
+    def encode_parts(self, parts: Sequence[str], control: frozenset[str]) -> list[int]:
+        """Ids of a rendered prompt in parts, which are in turns text and a token of `control`: in the text none of
+        `control` is recognised, but all other special tokens are."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, including special tokens. For reports, not for answers."""

@@ -12,6 +12,7 @@ from parkd_engine.words.chat import ChatTemplate as EngineTemplate
 from parkd_engine.words.text import ANSWER_MARKS
 
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
+from parkd.engine_adapter.parts import encode_parts_with
 from parkd.engine_adapter.torch_engine.words import RenderedTemplate
 from parkd.errors import EngineFailure
 
@@ -32,13 +33,21 @@ class LlamaTokenizer:
         strips = any(attributes[token] & _STRIPS for token in cut_out)
         texts = [self.piece(token).decode(errors="replace") for token in cut_out]
         self.special_tokens: tuple[str, ...] = () if strips else tuple(text for text in texts if text)
+        silent = {text for token, text in zip(cut_out, texts, strict=True) if attributes[token] & _SILENT}
+        self.control_tokens: tuple[str, ...] = tuple(text for text in texts if text in silent and text)
 
     def encode(self, text: str) -> list[int]:
+        return self._tokens(text, parse_special=True)
+
+    def encode_parts(self, parts: Sequence[str], control: frozenset[str]) -> list[int]:
+        return encode_parts_with(self._tokens, self.decode, parts, control)
+
+    def _tokens(self, text: str, *, parse_special: bool) -> list[int]:
         data = text.encode()
         room = len(data) + 8
         while True:
             tokens = (ctypes.c_int32 * room)()
-            count = low.llama_tokenize(self._vocab, data, len(data), tokens, room, False, True)
+            count = low.llama_tokenize(self._vocab, data, len(data), tokens, room, False, parse_special)
             if count >= 0:
                 return list(tokens[:count])
             room = -count

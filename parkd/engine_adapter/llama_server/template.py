@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import jinja2
+import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from parkd.engine_adapter.base import Rendered
@@ -34,6 +35,9 @@ MOST_KINDS = 256
 """Most kinds of requests that are remembered. The server renders requests of any further kind."""
 _CLOCKS = ("strftime_now", "date_string", "datetime")
 """Names in templates that write the date, which may differ between two renderings."""
+
+_PRIVATE = range(0xF0000, 0x10F800, 0x800)
+"""Where blocks of private characters begin, each with room for all surrogates."""
 
 Kind = tuple[object, ...]
 
@@ -79,13 +83,28 @@ class UpstreamTemplate:
 
     def _asked(self, body: Mapping[str, Any]) -> str:
         try:
-            text = self._opened(self._client.apply_template(body))
+            text = self._opened(self._rendered_there(body))
         except UpstreamRefused as refused:
             raise InvalidRequest(
                 f"The llama-server's chat template cannot take these messages: {refused.text}", param="messages"
             ) from refused
         assert text is not None
         return text
+
+    def _rendered_there(self, body: Mapping[str, Any]) -> str:
+        """The server's text. Surrogates in it, which a request cannot hold, travel as private characters that it does
+        not contain."""
+        try:
+            return self._client.apply_template(body)
+        except orjson.JSONEncodeError:
+            document = json.dumps(body, ensure_ascii=False)
+        used = {ord(char) & ~0x7FF for char in document}
+        base = next((base for base in _PRIVATE if base not in used), None)
+        if base is None:
+            raise InvalidRequest("The messages contain too many different private characters.", param="messages")
+        away = {code: base + code - 0xD800 for code in range(0xD800, 0xE000)}
+        text = self._client.apply_template(json.loads(document.translate(away)))
+        return text.translate({there: code for code, there in away.items()})
 
     def _opened(self, text: str | None) -> str | None:
         return text if text is None or text.startswith(self._first_text) else self._first_text + text

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from parkd.engine_adapter.llama_server.client import UpstreamClient
+from parkd.engine_adapter.parts import encode_parts_with
 
 MOST_SPECIAL_TOKENS = 64
 """Most candidates from the chat template that are tested at start, each with two requests."""
@@ -23,11 +24,15 @@ class UpstreamTokenizer:
     def __init__(self, client: UpstreamClient, special_tokens: tuple[str, ...]) -> None:
         self._client = client
         self.special_tokens = special_tokens
+        self.control_tokens = special_tokens
         self._decoded: OrderedDict[tuple[int, ...], str] = OrderedDict()
         self._lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
         return self._client.tokenize(text) if text else []
+
+    def encode_parts(self, parts: Sequence[str], control: frozenset[str]) -> list[int]:
+        return encode_parts_with(self._client.tokenize, self.decode, parts, control)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, cached: the end of a prompt is decoded in a worker thread first, and later on the event

@@ -296,7 +296,6 @@ async def test_what_is_no_picture_is_refused_with_advice(dialect: Dialect, url: 
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
-        ([{"role": "user", "content": chat_parts(["<|image|>", b"PIC"])}], "2 places for them"),
         ([{"role": "system", "content": chat_parts([b"PIC"])}, {"role": "user", "content": "x"}], "role 'system'"),
         ([{"role": "user", "content": chat_parts([b"PIC"] * 4)}], "at most 3 are allowed"),
     ],
@@ -310,6 +309,10 @@ async def test_pictures_that_have_no_place_are_refused(
         assert response.status_code == 400
         assert says in response.json()["error"]["message"]
         await server.chat([{"role": "user", "content": "<|image|> is a word where there are no images"}])
+        with_one = await server.chat([{"role": "user", "content": chat_parts(["<|image|>, and an image: ", b"PIC"])}])
+        alone = await server.chat([{"role": "user", "content": chat_parts([", and an image: ", b"PIC"])}])
+        spelled = with_one.usage["prompt_tokens"] - alone.usage["prompt_tokens"]
+        assert spelled == len("<|image|>"), "Found by use 9: it is letters there too"
 
 
 async def test_pictures_are_not_unpacked_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ class WordTokenizer:
 
     def __init__(self, special_tokens: Sequence[str] = ("<|start|>", "<|end|>", "<tool>")) -> None:
         self.special_tokens = tuple(special_tokens)
+        self.control_tokens = self.special_tokens
         self.texts_encoded: list[str] = []
         self._special = re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
         self._ids: dict[str, int] = {}
@@ -39,6 +40,12 @@ class WordTokenizer:
             words += [*self.split(text[start : match.start()]), match[0]]
             start = match.end()
         return [self._id(word) for word in words + self.split(text[start:])]
+
+    def encode_parts(self, parts: Sequence[str], control: frozenset[str]) -> list[int]:
+        assert all(part in control for part in parts[1::2])
+        return [
+            self._id(word) for place, part in enumerate(parts) for word in ([part] if place % 2 else self.split(part))
+        ]
 
     def split(self, text: str) -> list[str]:
         return re.findall(r" ?\w+|\s|[^\w\s]+", text)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parkd_engine.words.chat import ChatTokenizer
 
 from parkd.engine_adapter.base import Rendered
 from parkd.errors import InvalidRequest
@@ -34,11 +35,16 @@ _SNIPPETS = (
 class RealTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._words = ChatTokenizer(tokenizer)
         self.special_tokens = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
+        self.control_tokens = self._words.control_tokens
 
     def encode(self, text: str) -> list[int]:
         (encoding,) = self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return list(encoding.ids)
+
+    def encode_parts(self, parts: Sequence[str], control: frozenset[str]) -> list[int]:
+        return self._words.encode_parts(parts, control)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids))

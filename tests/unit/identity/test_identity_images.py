@@ -115,7 +115,6 @@ def test_a_picture_that_is_first_to_differ_is_named() -> None:
         ([{"type": "image", "image": ImageData("a", "p")}], "not valid base64"),
         ([{"type": "image", "image": ImageData("", "p", "is elsewhere.")}], "`p` is elsewhere"),
         ([picture(b"not one", "p")], "`p`: The image cannot be read"),
-        ([text("<|image|>"), picture(ONE)], "2 places"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(parts: list[dict[str, Any]], says: str) -> None:

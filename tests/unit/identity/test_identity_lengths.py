@@ -16,6 +16,7 @@ class Letters:
     """A token a character."""
 
     special_tokens: tuple[str, ...] = ()
+    control_tokens: tuple[str, ...] = ()
 
     def __init__(self, chars_a_token: int = 1) -> None:
         self.chars_a_token = chars_a_token
@@ -26,6 +27,9 @@ class Letters:
         self.longest = max(self.longest, len(text))
         self.seen += len(text)
         return [0] * (len(text) // self.chars_a_token)
+
+    def encode_parts(self, parts: Sequence[str], control: frozenset[str]) -> list[int]:
+        return self.encode("".join(parts))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "x" * len(token_ids)
