@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parkd.answers.base import CallIds, OutputEvent
-from parkd.answers.signals import is_name
+from parkd.answers.signals import Names
+from parkd.answers.xml_calls import tool_schemas
 from parkd.engine_adapter.base import ResponseReader
 from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, ToolChoiceMode, TurnRequest
 
@@ -30,6 +31,7 @@ class DeclaredParser:
         self._reader = reader
         self._call_ids = call_ids
         self._wants_calls = bool(request.tools) and request.tool_choice.mode is not ToolChoiceMode.NONE
+        self._names = Names(tool_schemas(request.tools))
         self._max_calls = None if request.parallel_tool_calls else 1
         self._calls_made = 0
         self._field: str | None = None
@@ -120,7 +122,7 @@ class DeclaredParser:
 
     def _close_calls(self, value: Any, out: list[OutputEvent]) -> None:
         values = value if isinstance(value, list) else [value]
-        calls = [call for call in map(_call, values) if call is not None]
+        calls = [call for value in values if (call := _call(value, self._names)) is not None]
         if not self._wants_calls or not calls or len(calls) < len(values):
             out.append(TextDelta(self._raw))
             return
@@ -130,7 +132,7 @@ class DeclaredParser:
                 self._calls_made += 1
 
 
-def _call(value: Any) -> tuple[str, str] | None:
+def _call(value: Any, names: Names) -> tuple[str, str] | None:
     """Name, and arguments as JSON text; None if `value` is not a call. Raises ValueError if JSON cannot represent the
     arguments."""
     function = value.get("function", value) if isinstance(value, Mapping) else None
@@ -143,6 +145,6 @@ def _call(value: Any) -> tuple[str, str] | None:
         except ValueError:
             return None
     arguments = {} if arguments is None else arguments
-    if not is_name(function["name"]) or not isinstance(arguments, Mapping):
+    if not names.accepts(function["name"]) or not isinstance(arguments, Mapping):
         return None
     return function["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)

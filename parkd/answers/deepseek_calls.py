@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from parkd.answers.json_machine import JsonArguments
-from parkd.answers.signals import NAME_LIMIT, CallOpened, Malformed, Signal, is_name
+from parkd.answers.signals import CallOpened, Malformed, Names, Signal
 
 
 def tag(words: str) -> str:
@@ -20,10 +20,10 @@ def tag(words: str) -> str:
 CALLS_BEGIN, CALLS_END = tag("tool calls begin"), tag("tool calls end")
 CALL_BEGIN, CALL_END, SEPARATOR = tag("tool call begin"), tag("tool call end"), tag("tool sep")
 FENCE = "```json"
-HEAD_LIMIT = NAME_LIMIT + 64
-"""The most characters before a call's arguments: its name and the tokens around it."""
+HEAD_ROOM = 64
+"""Characters of the tokens around a call's name."""
 _HEAD = re.compile(
-    rf"\s*{CALL_BEGIN}(?:function{SEPARATOR}(?P<fenced>[^\n]+)\n{FENCE}\s*|(?P<plain>.+?){SEPARATOR}\s*)"
+    rf"\s*{CALL_BEGIN}(?:function{SEPARATOR}(?P<fenced>.+?)\n{FENCE}\s*|(?P<plain>.+?){SEPARATOR}\s*)", re.DOTALL
 )
 _TAIL = re.compile(rf"\s*(?:```)?\s*{CALL_END}")
 
@@ -31,8 +31,9 @@ _TAIL = re.compile(rf"\s*(?:```)?\s*{CALL_END}")
 class DeepSeekCalls:
     """Reads from after `CALLS_BEGIN` to `CALLS_END`."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Names) -> None:
         self.done = False
+        self._names = names
         self._text = ""
         """Text since the section began or since the last arguments ended."""
         self._arguments: JsonArguments | None = None
@@ -44,11 +45,12 @@ class DeepSeekCalls:
             if self._arguments.done:
                 self._arguments, self._in_tail = None, True
             return signals
-        if ch == "{" and not self._in_tail:
+        begun = self._text.partition(CALL_BEGIN)[2].removeprefix(f"function{SEPARATOR}")
+        if ch == "{" and not self._in_tail and not self._names.goes_on(begun + ch):
             opened = CallOpened(self._name())
             self._arguments = JsonArguments()
             return [opened, *self._arguments.feed(ch)]
-        if ch == "{" or len(self._text) >= HEAD_LIMIT:
+        if (ch == "{" and self._in_tail) or len(self._text) >= self._names.limit + HEAD_ROOM:
             raise Malformed
         self._text += ch
         if self._in_tail and _TAIL.fullmatch(self._text):
@@ -59,8 +61,7 @@ class DeepSeekCalls:
     def _name(self) -> str:
         """Ends the head (the text before the arguments) and returns the name."""
         head = _HEAD.fullmatch(self._text)
-        name = "" if head is None else (head["fenced"] or head["plain"] or "").strip()
-        if not is_name(name):
+        if head is None:
             raise Malformed
         self._text = ""
-        return name
+        return self._names.read(head["fenced"] or head["plain"])

@@ -9,7 +9,8 @@ from parkd.answers.json_calls import Closing
 from parkd.answers.json_calls import Sequence as ReaderSequence
 from parkd.answers.json_machine import DEPTH_LIMIT, ESCAPES, LITERAL, WHITESPACE, escaped
 from parkd.answers.scan import held_tail
-from parkd.answers.signals import NAME_LIMIT, CallArguments, CallClosed, CallOpened, Malformed, Signal, is_name
+from parkd.answers.signals import CallArguments, CallClosed, CallOpened, Malformed, Names, Signal
+from parkd.answers.xml_calls import ToolSchemas
 
 HEAD = "call:"
 BARE_LIMIT = 4096
@@ -34,8 +35,12 @@ class _Place(Enum):
 class GemmaCall:
     """One call; `quote` is the text that opens and closes a string."""
 
-    def __init__(self, quote: str) -> None:
+    def __init__(self, quote: str, schemas: ToolSchemas) -> None:
         self.done = False
+        self._schemas = schemas
+        self._names = Names(schemas)
+        self._keys = Names()
+        """Of the call's own arguments, not of objects inside them."""
         self._quote = quote
         self._place = _Place.HEAD
         self._stack: list[str] = []
@@ -66,14 +71,17 @@ class GemmaCall:
     def _head(self, ch: str) -> list[Signal]:
         if not self._held and ch in WHITESPACE:
             return []
-        if ch != "{":
+        raw = self._held.removeprefix(HEAD)
+        if ch != "{" or self._names.goes_on(raw + ch):
             self._held += ch
-            if not (HEAD.startswith(self._held) or self._held.startswith(HEAD)) or len(self._held) > NAME_LIMIT:
+            is_head = HEAD.startswith(self._held) or self._held.startswith(HEAD)
+            if not is_head or len(self._held) > self._names.limit + len(HEAD):
                 raise Malformed
             return []
-        name = self._held.removeprefix(HEAD).strip()
-        if not self._held.startswith(HEAD) or not is_name(name):
+        if not self._held.startswith(HEAD):
             raise Malformed
+        name = self._names.read(raw)
+        self._keys = Names(self._schemas.get(name, ()))
         self._held = ""
         return [CallOpened(name), CallArguments(self._push("{"))]
 
@@ -91,11 +99,16 @@ class GemmaCall:
         return bracket
 
     def _key(self, ch: str) -> str:
+        if ch in ":{}[]," and len(self._stack) == 1 and self._keys.goes_on(self._held + ch):
+            self._held += ch
+            return ""
         if ch == "}" and self._place is _Place.KEY_OR_END and not self._held.strip():
             self._held = ""
             return self._pop(ch)
         if ch == ":":
-            key = self._held.strip().removeprefix(self._quote).removesuffix(self._quote).strip('"')
+            key = self._held
+            if len(self._stack) > 1 or not self._keys.accepts(key):
+                key = key.strip().removeprefix(self._quote).removesuffix(self._quote).strip('"')
             self._held = ""
             if not key:
                 raise Malformed
@@ -178,6 +191,6 @@ class GemmaCall:
         raise Malformed
 
 
-def gemma_section(quote: str, close: str) -> ReaderSequence:
+def gemma_section(quote: str, close: str, schemas: ToolSchemas) -> ReaderSequence:
     """Reads from after the marker of a call to `close`."""
-    return ReaderSequence(GemmaCall(quote), Closing(close))
+    return ReaderSequence(GemmaCall(quote, schemas), Closing(close))

@@ -20,6 +20,8 @@ Terms = Callable[[str], str]
 
 ANY_TEXT = r"/(.|\n)*/"
 NEWLINE = "\n"
+DEFINITIONS = ("$defs", "definitions")
+"""Keywords with parts that a schema refers to."""
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Only one spacing is allowed: with free white space, a model may write spaces until it reaches its limit."""
 
@@ -149,6 +151,8 @@ class _CallGrammar:
         pieces = [self._terms("<tool_call>"), literal(f"\n<function={name}>\n")]
         required = parameters.get("required") or ()
         for place, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
+            if isinstance(schema, Mapping):
+                schema = {**{name: parameters[name] for name in DEFINITIONS if name in parameters}, **schema}
             pair = f"{literal(f'<parameter={key}>{NEWLINE}')} {self._xml_value(schema, f'value_{index}_{place}')}"
             pieces.append(pair if key in required else f"({pair})?")
         return " ".join([*pieces, literal("</function>\n"), self._terms("</tool_call>")])

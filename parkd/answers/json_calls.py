@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parkd.answers.json_machine import WHITESPACE, JsonArguments, JsonCall
-from parkd.answers.signals import NAME_LIMIT, CallOpened, CallReader, Malformed, Signal, is_name
+from parkd.answers.signals import CallOpened, CallReader, Malformed, Names, Signal
+
+HEAD_ROOM = 64
+"""Characters of marks and of the model's call id beside a name."""
 
 
 class Closing:
@@ -60,7 +63,7 @@ class Padded:
         return signals
 
 
-def padded_call(accepts: Callable[[str], bool] = is_name, *, strict: bool = False) -> Padded:
+def padded_call(accepts: Callable[[str], bool], *, strict: bool = False) -> Padded:
     """Reads white space, then one call as a JSON object."""
     return Padded(lambda _: JsonCall(accepts, strict=strict))
 
@@ -68,9 +71,7 @@ def padded_call(accepts: Callable[[str], bool] = is_name, *, strict: bool = Fals
 class JsonCalls:
     """Reads calls as JSON objects with `separator` between them, up to `end`, or (None) up to any other character."""
 
-    def __init__(
-        self, separator: str, end: str | None, accepts: Callable[[str], bool] = is_name, *, strict: bool
-    ) -> None:
+    def __init__(self, separator: str, end: str | None, accepts: Callable[[str], bool], *, strict: bool) -> None:
         self.done = False
         self._separator = separator
         self._end = end
@@ -110,8 +111,9 @@ class MistralNamed:
     ARGS = "[ARGS]"
     CALL_ID = "[CALL_ID]"
 
-    def __init__(self) -> None:
+    def __init__(self, names: Names) -> None:
         self.done = False
+        self._names = names
         self._head = ""
         self._arguments: JsonArguments | None = None
 
@@ -120,30 +122,27 @@ class MistralNamed:
             signals = self._arguments.feed(ch)
             self.done = self._arguments.done
             return signals
-        if ch == "{":
+        if ch == "{" and not self._names.goes_on(self._head + ch):
             name = self._name()
             self._arguments = JsonArguments()
             return [CallOpened(name), *self._arguments.feed(ch)]
-        if len(self._head) >= NAME_LIMIT:
+        if len(self._head) >= self._names.limit + HEAD_ROOM:
             raise Malformed
         self._head += ch
         return []
 
     def _name(self) -> str:
-        head = self._head.strip()
-        head = head.removesuffix(self.ARGS).split(self.CALL_ID)[0].strip()
-        if not is_name(head):
-            raise Malformed
-        return head
+        head = self._head.rstrip().removesuffix(self.ARGS)
+        return self._names.read(head.split(self.CALL_ID)[0])
 
 
 class MistralArray:
     """Reads `[{...}, {...}]`."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Names) -> None:
         self.done = False
         self._opened = False
-        self._calls = JsonCalls(",", "]", strict=False)
+        self._calls = JsonCalls(",", "]", names.accepts, strict=False)
 
     def feed(self, ch: str) -> list[Signal]:
         if not self._opened:
@@ -154,6 +153,6 @@ class MistralArray:
         return signals
 
 
-def mistral_section() -> Padded:
+def mistral_section(names: Names) -> Padded:
     """Reads what follows `[TOOL_CALLS]`."""
-    return Padded(lambda ch: MistralArray() if ch == "[" else MistralNamed())
+    return Padded(lambda ch: MistralArray(names) if ch == "[" else MistralNamed(names))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-from parkd.answers.signals import CallArguments, CallClosed, CallOpened, Malformed, Signal, is_name
+from parkd.answers.signals import CallArguments, CallClosed, CallOpened, Malformed, Signal
 
 DEPTH_LIMIT = 128
 """The deepest nesting that is accepted. It bounds the stack."""
@@ -194,7 +194,7 @@ class JsonCall:
     ARGUMENT_KEYS = ("arguments", "parameters")
     STRICT_KEYS = ("name", "type", *ARGUMENT_KEYS)
 
-    def __init__(self, accepts: Callable[[str], bool] = is_name, *, strict: bool = False) -> None:
+    def __init__(self, accepts: Callable[[str], bool], *, strict: bool = False) -> None:
         self.done = False
         self._accepts = accepts
         self._strict = strict

@@ -12,6 +12,7 @@ from parkd.answers.formats import opens_reasoning
 from parkd.answers.gemma_calls import gemma_section
 from parkd.answers.json_calls import JsonCalls, LlamaBare, mistral_section
 from parkd.answers.reasoning import Piece, ReasoningSplitter
+from parkd.answers.signals import Names
 from parkd.answers.xml_calls import bare_function_section, tagged_section, tool_schemas
 from parkd.types import FinishReason, ReasoningDelta, ToolCallDelta, ToolChoiceMode, TurnRequest
 
@@ -87,6 +88,7 @@ def make_parser(output: OutputFormat, request: TurnRequest, prompt_tail: str, ca
 def _sections(tools: ToolFormat, request: TurnRequest) -> tuple[Mapping[str, Section], Section | None]:
     """Markers with the readers for the text after them, and the reader for an answer that is a call (or None)."""
     schemas = tool_schemas(request.tools)
+    names = Names(schemas)
     match tools:
         case ToolFormat.NONE:
             return {}, None
@@ -96,14 +98,14 @@ def _sections(tools: ToolFormat, request: TurnRequest) -> tuple[Mapping[str, Sec
                 sections["<function="] = lambda: bare_function_section(schemas)
             return sections, None
         case ToolFormat.LLAMA:
-            names = frozenset(schemas)
-            return {"<|python_tag|>": lambda: JsonCalls(";", None, strict=False)}, lambda: LlamaBare(names)
+            tagged = {"<|python_tag|>": lambda: JsonCalls(";", None, names.accepts, strict=False)}
+            return tagged, lambda: LlamaBare(frozenset(schemas))
         case ToolFormat.MISTRAL:
-            return {"[TOOL_CALLS]": mistral_section}, None
+            return {"[TOOL_CALLS]": lambda: mistral_section(names)}, None
         case ToolFormat.DEEPSEEK | ToolFormat.DEEPSEEK_FENCED:
-            return {CALLS_BEGIN: DeepSeekCalls}, None
+            return {CALLS_BEGIN: lambda: DeepSeekCalls(names)}, None
         case ToolFormat.GEMMA:
             return {
-                "<|tool_call>": lambda: gemma_section('<|"|>', "<tool_call|>"),
-                "<start_function_call>": lambda: gemma_section("<escape>", "<end_function_call>"),
+                "<|tool_call>": lambda: gemma_section('<|"|>', "<tool_call|>", schemas),
+                "<start_function_call>": lambda: gemma_section("<escape>", "<end_function_call>", schemas),
             }, None

@@ -35,6 +35,14 @@ def check_multiples(schema: Any, param: str) -> None:
         )
 
 
+def can_divide(divisor: Any) -> bool:
+    """Whether a `multipleOf` can be enforced alone; True for what is no divisor."""
+    is_number = isinstance(divisor, int | float) and not isinstance(divisor, bool)
+    if not is_number or not math.isfinite(divisor) or divisor <= 0:
+        return True
+    return not _is_too_large(math.lcm(*_without_fractions([divisor])))
+
+
 def _found(schema: Any, keyword: str) -> Iterator[Any]:
     """The values of a keyword anywhere in a schema; an unhashable one, which the library refuses, is skipped."""
     parts = [schema]

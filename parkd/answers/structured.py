@@ -13,8 +13,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from parkd.answers.base import OutputFormat, ToolFormat
-from parkd.answers.grammar import answer_grammar, json_rule, literal
-from parkd.answers.schema_multiples import check_multiples
+from parkd.answers.grammar import DEFINITIONS, answer_grammar, json_rule, literal
+from parkd.answers.schema_multiples import can_divide, check_multiples
 from parkd.errors import EngineFailure, InvalidRequest, SchemaTooComplex
 from parkd.types import TokenMask, ToolChoiceMode, TurnRequest
 
@@ -105,8 +105,7 @@ class StructuredOutput:
             return None
         if request.response_schema is not None:
             self._check_schema(request.response_schema)
-        for tool in tools:
-            self._check_tool(tool, output, f"tools[{request.tools.index(tool)}]")
+        tools = [self._checked_tool(tool, request, output) for tool in tools]
         grammar = answer_grammar(
             request.response_schema, tools, output, prompt_tail, self._terms, parallel=request.parallel_tool_calls
         )
@@ -149,17 +148,42 @@ class StructuredOutput:
                     rest = after
         return " ".join([*terms, *([literal(rest)] if rest else [])])
 
-    def _check_tool(self, tool: Mapping[str, Any], output: OutputFormat, param: str) -> None:
-        """Raises InvalidRequest for a tool whose calls cannot be enforced. Large ones are tried alone, since in the
-        grammar of the answer they may come after thinking, or after a choice among tools."""
+    def _checked_tool(self, tool: Mapping[str, Any], request: TurnRequest, output: OutputFormat) -> Mapping[str, Any]:
+        """The tool as its calls are enforced: without the keywords that cannot be, unless it is strict, which alone
+        promises that they hold. Raises InvalidRequest for a tool whose calls cannot be enforced. Large ones are tried
+        alone, since in the grammar of the answer they may come after thinking, or after a choice among tools."""
+        param = f"tools[{request.tools.index(tool)}]"
+        function = tool["function"]
+        if function["name"] not in request.strict_tools:
+            tool = {**tool, "function": {**function, "parameters": self._loosened(function.get("parameters"))}}
         parameters = tool["function"].get("parameters")
         check_multiples(parameters, param)
         if len(json.dumps(parameters)) < LARGE_TOOL_CHARACTERS:
-            return
+            return tool
         plain = replace(output, reasoning=None)
         matcher = self._matcher(answer_grammar(None, [tool], plain, "", self._terms, parallel=False))
         if not matcher.is_error():  # else so is the grammar of the answer
             self._tried(matcher, param)
+        return tool
+
+    def _loosened(self, schema: Any) -> Any:
+        """The schema without patterns and divisors that the library cannot enforce."""
+        if isinstance(schema, list):
+            return [self._loosened(part) for part in schema]
+        if not isinstance(schema, Mapping):
+            return schema
+        kept = {keyword: self._loosened(value) for keyword, value in schema.items()}
+        if isinstance(kept.get("pattern"), str) and not self._knows_pattern(kept["pattern"]):
+            del kept["pattern"]
+        if isinstance(kept.get("patternProperties"), Mapping):
+            known = {key: value for key, value in kept["patternProperties"].items() if self._knows_pattern(key)}
+            kept["patternProperties"] = known
+        if not can_divide(schema.get("multipleOf")):
+            del kept["multipleOf"]
+        return kept
+
+    def _knows_pattern(self, pattern: str) -> bool:
+        return not self._matcher(f"start: {json_rule({'type': 'string', 'pattern': pattern})}\n").is_error()
 
     def _check_schema(self, schema: Mapping[str, Any]) -> None:
         """Raises InvalidRequest that names the smallest part at fault, and SchemaTooComplex."""
@@ -182,7 +206,7 @@ class StructuredOutput:
 
     def _schema_error(self, part: Mapping[str, Any], root: Mapping[str, Any]) -> str | None:
         """What is wrong with a part of `root`, alone but with the definitions it may refer to."""
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root and part is not root}
+        definitions = {name: root[name] for name in DEFINITIONS if name in root and part is not root}
         matcher = self._matcher(f"start: {json_rule({**part, **definitions})}\n")
         if matcher.is_error():
             return " ".join(matcher.get_error().split()) + "."

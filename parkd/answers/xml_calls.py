@@ -13,14 +13,13 @@ from parkd.answers.json_calls import Closing, Padded
 from parkd.answers.json_calls import Sequence as ReaderSequence
 from parkd.answers.json_machine import WHITESPACE, JsonCall, escaped
 from parkd.answers.signals import (
-    NAME_LIMIT,
     CallArguments,
     CallClosed,
     CallOpened,
     CallReader,
     Malformed,
+    Names,
     Signal,
-    is_name,
 )
 
 FUNCTION = "<function="
@@ -67,8 +66,12 @@ class XmlCall:
         self.done = False
         self._schemas = schemas
         self._properties: Mapping[str, Any] = {}
+        self._names = Names(schemas)
+        """Of tools; then of the parameters of the one that is called."""
         self._tag = FUNCTION if opened else ""
         """The tag that is being read; empty between tags."""
+        self._is_open = False
+        """The name was read."""
         self._keys: set[str] = set()
         self._value: XmlValue | None = None
 
@@ -81,33 +84,28 @@ class XmlCall:
         if not self._tag and ch in WHITESPACE:
             return []
         self._tag += ch
-        expected = (FUNCTION,) if not self._name_read else (PARAMETER, FUNCTION_END)
+        expected = (PARAMETER, FUNCTION_END) if self._is_open else (FUNCTION,)
         if not any(tag.startswith(self._tag) or self._tag.startswith(tag) for tag in expected):
             raise Malformed
-        if len(self._tag) > NAME_LIMIT:
+        if len(self._tag) > self._names.limit + len(PARAMETER) + len(">"):
             raise Malformed
-        return self._tag_read() if ch == ">" else []
-
-    @property
-    def _name_read(self) -> bool:
-        return bool(self._keys)
+        ends = ch == ">" and not self._names.goes_on(self._tag.partition("=")[2])
+        return self._tag_read() if ends else []
 
     def _tag_read(self) -> list[Signal]:
         tag, self._tag = self._tag, ""
         if tag == FUNCTION_END:
             self.done = True
-            return [CallArguments("}" if len(self._keys) > 1 else "{}"), CallClosed()]
-        name = tag.partition("=")[2][:-1].strip().strip('"')
-        if not is_name(name):
-            raise Malformed
-        if tag.startswith(FUNCTION):
-            # The empty key, which no parameter can have, marks the call as opened.
-            self._keys.add("")
+            return [CallArguments("}" if self._keys else "{}"), CallClosed()]
+        name = self._names.read(tag.partition("=")[2][:-1])
+        if not self._is_open:
+            self._is_open = True
             self._properties = self._schemas.get(name, {})
+            self._names = Names(self._properties)
             return [CallOpened(name)]
         if name in self._keys:
             raise Malformed
-        first = len(self._keys) == 1
+        first = not self._keys
         self._keys.add(name)
         self._value = XmlValue(text=takes_text(self._properties.get(name)))
         return [CallArguments(("{" if first else ", ") + json.dumps(name, ensure_ascii=False) + ": ")]
@@ -178,8 +176,10 @@ def _refuse(word: str) -> Any:
 def tagged_section(schemas: ToolSchemas) -> ReaderSequence:
     """Reads what follows `<tool_call>`: JSON or XML, whichever the model writes, then `</tool_call>`."""
 
+    names = Names(schemas)
+
     def choose(ch: str) -> CallReader:
-        return JsonCall() if ch == "{" else XmlCall(schemas)
+        return JsonCall(names.accepts) if ch == "{" else XmlCall(schemas)
 
     return ReaderSequence(Padded(choose), Closing("</tool_call>"))
 

@@ -122,6 +122,8 @@ class TurnRequest:
     model: str = ""
     """As the client named it; echoed, never checked."""
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    strict_tools: frozenset[str] = frozenset()
+    """Names of the tools whose calls, if forced, must obey every keyword of their schemas."""
     parallel_tool_calls: bool = True
     response_schema: Mapping[str, Any] | None = None
     """A JSON schema the answer must obey; `{"type": "object"}` for any JSON object."""

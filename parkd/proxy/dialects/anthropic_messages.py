@@ -25,6 +25,7 @@ from parkd.proxy.dialects.nested import (
     objects,
     refuse_grammar,
     response_schema,
+    strict_names,
     text_at,
     wrong,
 )
@@ -79,6 +80,7 @@ class AnthropicMessages(TurnDialect):
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),
             tool_choice=choice,
+            strict_tools=strict_names((tool.get("name", ""), tool) for tool in fields.items(body, "tools")),
             parallel_tool_calls=parallel,
             response_schema=schema,
             reasoning=reasoning,

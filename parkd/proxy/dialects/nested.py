@@ -4,7 +4,7 @@ the whole path, so that the user knows which of a hundred messages to correct.""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from parkd.errors import InvalidRequest
@@ -90,6 +90,11 @@ def function_tool(name: str, tool: Mapping[str, Any], schema_name: str, path: st
         function["description"] = description
     function["parameters"] = object_at(tool, schema_name, path)
     return {"type": "function", "function": function}
+
+
+def strict_names(tools: Iterable[tuple[str, Mapping[str, Any]]]) -> frozenset[str]:
+    """Names of the tools that are `strict`, of (name, holder of the field)."""
+    return frozenset(name for name, holder in tools if holder.get("strict") is True)
 
 
 def check_named(name: str, tools: Sequence[Mapping[str, Any]], path: str) -> None:

@@ -26,6 +26,7 @@ from parkd.proxy.dialects.nested import (
     refuse_functions,
     refuse_grammar,
     response_schema,
+    strict_names,
     text_at,
     wrong,
 )
@@ -83,6 +84,7 @@ class OpenAIChat(TurnDialect):
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),
             tool_choice=choice,
+            strict_tools=strict_names((tool["function"]["name"], tool["function"]) for tool in tools),
             parallel_tool_calls=fields.flag(body, "parallel_tool_calls", default=True),
             response_schema=schema,
             reasoning=reasoning,

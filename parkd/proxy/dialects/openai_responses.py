@@ -22,6 +22,7 @@ from parkd.proxy.dialects.nested import (
     objects,
     refuse_grammar,
     response_schema,
+    strict_names,
     text_at,
     wrong,
 )
@@ -57,14 +58,15 @@ class OpenAIResponses(TurnDialect):
         wanted = object_at(fields.obj(body, "text"), "format", "text")
         return TurnRequest(
             messages=_messages(body),
-            tools=[tool for tool, _ in tools.values()],
+            tools=[tool for tool, _, _ in tools.values()],
             template_kwargs=template_words(body, reasoning),
             sampling=fields.sampling(body),
             stop=fields.stop_strings(body, "stop"),
             max_output_tokens=0 if _only_prewarms(body) else fields.limit(body, "max_output_tokens"),
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),
-            tool_choice=_tool_choice(body, [tool for tool, _ in tools.values()]),
+            strict_tools=strict_names((name, given) for name, (_, _, given) in tools.items()),
+            tool_choice=_tool_choice(body, [tool for tool, _, _ in tools.values()]),
             parallel_tool_calls=fields.flag(body, "parallel_tool_calls", default=True),
             response_schema=response_schema(wanted, wanted.get("schema"), "text.format"),
             reasoning=reasoning,
@@ -73,7 +75,7 @@ class OpenAIResponses(TurnDialect):
         )
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:
-        namespaces = {name: namespace for name, (_, namespace) in _tools(body).items() if namespace is not None}
+        namespaces = {name: namespace for name, (_, namespace, _) in _tools(body).items() if namespace is not None}
         seals = "reasoning.encrypted_content" in fields.items(body, "include")
         return ResponsesEncoder(meta, request, body, namespaces, seals_reasoning=seals)
 
@@ -196,17 +198,17 @@ def _joined(namespace: str, name: str) -> str:
     return namespace + ("" if namespace.endswith(NAMESPACE_SEPARATOR) else NAMESPACE_SEPARATOR) + name
 
 
-ToolTable = Mapping[str, tuple[Mapping[str, Any], tuple[str, str] | None]]
-"""The name that the model sees -> the tool, and its (namespace, name) if it has a namespace."""
+ToolTable = Mapping[str, tuple[Mapping[str, Any], tuple[str, str] | None, Mapping[str, Any]]]
+"""The name that the model sees -> the tool, its (namespace, name) if it has a namespace, and the tool as sent."""
 
 
 def _tools(body: Mapping[str, Any]) -> ToolTable:
     """Function tools, including those in namespaces. Tools that the vendor's servers run are skipped."""
-    table: dict[str, tuple[Mapping[str, Any], tuple[str, str] | None]] = {}
+    table: dict[str, tuple[Mapping[str, Any], tuple[str, str] | None, Mapping[str, Any]]] = {}
     for path, tool in _given_tools(body):
         if tool.get("type") == "function":
             name = name_at(tool, "name", path)
-            table[name] = (function_tool(name, tool, "parameters", path), None)
+            table[name] = (function_tool(name, tool, "parameters", path), None, tool)
         elif tool.get("type") == "namespace":
             namespace = name_at(tool, "name", path)
             for place, inner in enumerate(objects(tool.get("tools"), f"{path}.tools")):
@@ -215,7 +217,7 @@ def _tools(body: Mapping[str, Any]) -> ToolTable:
                 inner_path = f"{path}.tools[{place}]"
                 own = name_at(inner, "name", inner_path)
                 name = _joined(namespace, own)
-                table[name] = (function_tool(name, inner, "parameters", inner_path), (namespace, own))
+                table[name] = (function_tool(name, inner, "parameters", inner_path), (namespace, own), inner)
     return table
 
 

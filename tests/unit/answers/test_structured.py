@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -214,6 +215,62 @@ def test_a_tool_may_be_named_in_any_script(
     assert [called for called, _ in calls_in(sampled(words, mask, 1), request, OutputFormat(tools))] == [name]
 
 
+ODD_NAMES = ["a b", "a@b", "f()", "x😀", 'quo"te', "a>b", "f{}", "a:b", "two\nlines", " a ", "n" * 300]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("tools", FORMATS)
+def test_any_declared_name_is_forced_and_parsed(
+    made: tuple[Tokenizer, StructuredOutput], tools: ToolFormat, name: str
+) -> None:
+    """Of tools and of their parameters, beside one that begins with that name."""
+    words, structured = made
+    schema = {"type": "object", "properties": {name: {"enum": [1]}}, "required": [name], "additionalProperties": False}
+    declared = [
+        {"type": "function", "function": {"name": called, "parameters": schema}} for called in (name, name + "2")
+    ]
+    request = asked(tools=declared, tool_choice=ToolChoice(ToolChoiceMode.NAMED, name), parallel_tool_calls=False)
+    mask = structured.mask(request, OutputFormat(tools), "")
+    assert mask is not None
+    text = sampled(words, mask, 1)
+    if tools is ToolFormat.GEMMA:  # its grammar leaves the values free
+        text = text[: text.rindex(name + ":") + len(name) + 1] + "1}<tool_call|>"
+    assert calls_in(text, request, OutputFormat(tools)) == [(name, {name: 1})]
+
+
+def test_keywords_that_promise_nothing_are_dropped_unless_the_tool_is_strict(
+    made: tuple[Tokenizer, StructuredOutput],
+) -> None:
+    _, structured = made
+    parts: list[dict[str, Any]] = [
+        {"type": "string", "pattern": "(?=a)b"},
+        {"type": "integer", "multipleOf": 4000001},
+        {"type": "object", "patternProperties": {"^(?!x)": {"type": "null"}}},
+        {"anyOf": [{"type": "string", "pattern": "(?<!a)b"}, {"type": "null"}]},
+    ]
+    for part in parts:
+        parameters = {"type": "object", "properties": {"a": part}, "required": ["a"], "additionalProperties": False}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        request = asked(tools=[tool], tool_choice=REQUIRED)
+        assert structured.mask(request, OutputFormat(ToolFormat.HERMES), "") is not None
+        with pytest.raises(InvalidRequest):
+            structured.mask(
+                dataclasses.replace(request, strict_tools=frozenset({"f"})), OutputFormat(ToolFormat.HERMES), ""
+            )
+
+
+def test_a_parameter_may_refer_to_definitions_in_every_format(made: tuple[Tokenizer, StructuredOutput]) -> None:
+    words, structured = made
+    items = {"type": "array", "items": {"$ref": "#/$defs/one"}, "minItems": 1, "maxItems": 1}
+    parameters = {"type": "object", "properties": {"a": items}, "required": ["a"], "$defs": {"one": {"const": 1}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {**parameters, "additionalProperties": False}}}
+    for tools in (ToolFormat.HERMES, ToolFormat.QWEN_XML):
+        request = asked(tools=[tool], tool_choice=REQUIRED, parallel_tool_calls=False)
+        mask = structured.mask(request, OutputFormat(tools), "")
+        assert mask is not None
+        assert calls_in(sampled(words, mask, 2), request, OutputFormat(tools)) == [("f", {"a": [1]})]
+
+
 def test_a_schema_leaves_room_for_tools(made: tuple[Tokenizer, StructuredOutput]) -> None:
     words, structured = made
     request, output = asked(tools=TOOLS, response_schema=SCHEMA), OutputFormat(ToolFormat.HERMES)
@@ -297,7 +354,7 @@ def test_divisors_without_bound_are_refused(made: tuple[Tokenizer, StructuredOut
     tool = {"type": "function", "function": {"name": "count", "parameters": large}}
     for request, param in (
         (asked(response_schema=large), "response_format"),
-        (asked(tools=[tool], tool_choice=REQUIRED), "tools[0]"),
+        (asked(tools=[tool], tool_choice=REQUIRED, strict_tools=frozenset({"count"})), "tools[0]"),
     ):
         with pytest.raises(InvalidRequest, match="multipleOf") as caught:
             made[1].mask(request, OutputFormat(ToolFormat.HERMES), "")
