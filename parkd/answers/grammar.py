@@ -7,19 +7,35 @@ Only text is made here; `structured` compiles it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from llguidance.gbnf_to_lark import any_to_lark
 
 from parkd.answers.base import OutputFormat, ReasoningMarks, ToolFormat
 from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, FENCE, SEPARATOR
 from parkd.answers.formats import opens_reasoning
 from parkd.answers.xml_calls import takes_text
+from parkd.errors import InvalidRequest
+from parkd.types import FormKind, TextForm
 
 Terms = Callable[[str], str]
 """Converts a text to grammar terms: special tokens by id, the rest as literals."""
 
 ANY_TEXT = r"/(.|\n)*/"
 NEWLINE = "\n"
+REGEX_SIGNS = {"/": r"\/", "\n": r"\n"}
+OPENERS: Mapping[ToolFormat, Sequence[str]] = {
+    ToolFormat.HERMES: ("<tool_call>",),
+    ToolFormat.QWEN_XML: ("<tool_call>", "<function="),
+    ToolFormat.LLAMA: ("<|python_tag|>", "{"),
+    ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
+    ToolFormat.GEMMA: ("<|tool_call>", "<start_function_call>"),
+    ToolFormat.DEEPSEEK: (CALLS_BEGIN,),
+    ToolFormat.DEEPSEEK_FENCED: (CALLS_BEGIN,),
+}
+"""What begins calls in a text, for the parser. The first is what the grammar begins them with."""
 DEFINITIONS = ("$defs", "definitions")
 """Keywords with parts that a schema refers to."""
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -30,27 +46,65 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def form_rules(form: TextForm) -> list[str]:
+    """Rules that define `form_answer`. Raises InvalidRequest for a grammar in neither language."""
+    match form.kind:
+        case FormKind.CHOICE:
+            return [f"form_answer: {' | '.join(map(literal, form.source))}"]
+        case FormKind.REGEX:
+            # A slash ends an expression, and a rule is one line.
+            pieces = (piece if len(piece) > 1 else REGEX_SIGNS.get(piece, piece) for piece in _pieces(str(form.source)))
+            return [f"form_answer: FORM\nFORM: /{''.join(pieces)}/"]
+    try:
+        grammar = any_to_lark(str(form.source)).replace("%llguidance {}", "")
+    except Exception as error:  # the converter raises that, and less
+        raise InvalidRequest(f"The grammar cannot be read: {error}.", param=form.param) from None
+    return [f"form_answer: %lark {{\n{grammar}\n}}"]
+
+
+def _pieces(pattern: str) -> list[str]:
+    """The characters of a regular expression, with a backslash and what it escapes together."""
+    return re.findall(r"\\.|.", pattern, re.DOTALL)
+
+
 def answer_grammar(
     schema: Mapping[str, Any] | None,
+    form: TextForm | None,
     tools: Sequence[Mapping[str, Any]],
     output: OutputFormat,
     prompt_tail: str,
     terms: Terms,
     *,
     parallel: bool,
+    free: bool = False,
 ) -> str:
-    """The grammar of an answer that is JSON under `schema` (None: not allowed) or calls of `tools` (empty: no calls).
-    At least one of the two must be given."""
+    """The grammar of an answer that is JSON under `schema` (None: not allowed), a text of `form` (the same) or calls of
+    `tools` (empty: no calls); with `free`, also any text that begins no other call. One of the four must be given."""
     rules: list[str] = []
     bodies = []
     if schema is not None:
         rules.append(f"json_answer: {json_rule(schema)}")
         bodies.append("json_answer")
+    if form is not None:
+        rules += form_rules(form)
+        bodies.append("form_answer")
     if tools:
         rules += _CallGrammar(output.tools, terms).rules(tools, parallel=parallel)
         bodies.append("calls")
+    if free:
+        rules.append(f"FREE: {ANY_TEXT} & ~/{_with_any(OPENERS[output.tools])}/")
+        # Only where a special token begins calls can a text end there: else the text would go on over the mark.
+        calls_follow = tools and terms(OPENERS[output.tools][0]).startswith("<[")
+        bodies.append("FREE calls?" if calls_follow else "FREE")
     head = _thinking(output.reasoning, prompt_tail, terms, rules)
     return "\n".join([f"start: {head}({' | '.join(bodies)})", *rules]) + "\n"
+
+
+def _with_any(openers: Sequence[str]) -> str:
+    """A regular expression for texts that contain one of the marks; of Llama's bare calls, that begin with a brace."""
+    inside = "|".join(re.escape(mark).replace("/", r"\/") for mark in openers if mark != "{")
+    bare = r"|[ \t\n\r]*\{(.|\n)*" if "{" in openers else ""
+    return rf"(.|\n)*({inside})(.|\n)*{bare}"
 
 
 def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:

@@ -101,23 +101,32 @@ class StructuredOutput:
         with the faulty part, and for a forced call if the model's format of calls is not known.
         """
         tools = _tools_to_allow(request, output)
-        if request.response_schema is None and not tools:
+        schema, form = request.response_schema, request.response_form
+        free = not _is_forced(request.tool_choice.mode) and schema is None and form is None
+        if free and not tools and not _forbids_all(request, output):
             return None
-        if request.response_schema is not None:
-            self._check_schema(request.response_schema)
+        if request.prompt is not None:
+            output = replace(output, reasoning=None)
+        if schema is not None:
+            self._check_schema(schema)
         tools = [self._checked_tool(tool, request, output) for tool in tools]
+        param = form.param if form is not None else "tools" if schema is None else "response_format"
         grammar = answer_grammar(
-            request.response_schema, tools, output, prompt_tail, self._terms, parallel=request.parallel_tool_calls
+            schema, form, tools, output, prompt_tail, self._terms, parallel=request.parallel_tool_calls, free=free
         )
-        param = "tools" if tools else "response_format"
-        matcher = self._matcher(grammar)
+        matcher = self._matcher(grammar, param)
+        if matcher.is_error() and form is not None:
+            raise InvalidRequest(
+                f"`{param}` cannot be enforced: {_first_line(matcher)}. Change it, or describe the form in a message.",
+                param=param,
+            )
         if matcher.is_error():
             raise InvalidRequest(
                 f"The tools cannot be turned into a grammar: {matcher.get_error()} Simplify them, or use `tool_choice: "
                 f"auto`.",
-                param=param,
+                param="tools",
             )
-        return self._tried(matcher, param)
+        return self._tried(matcher, "tools" if tools else param)
 
     def _tried(self, matcher: LLMatcher, param: str) -> GrammarMask:
         """The mask of a compiled grammar, after the beginning of a trial answer under a copy of it: some limits of the
@@ -131,9 +140,9 @@ class StructuredOutput:
             raise SchemaTooComplex(_first_line(trial), param=param)
         return GrammarMask(matcher, self._vocab_size, param)
 
-    def _matcher(self, grammar: str) -> LLMatcher:
+    def _matcher(self, grammar: str, param: str = "response_format") -> LLMatcher:
         if len(grammar) > GRAMMAR_CHARACTERS_LIMIT:
-            raise InvalidRequest("The schema is too long to be enforced. Send a smaller one.", param="response_format")
+            raise InvalidRequest("The schema is too long to be enforced. Send a smaller one.", param=param)
         return LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=LLParserLimits())
 
     def _terms(self, text: str) -> str:
@@ -161,7 +170,7 @@ class StructuredOutput:
         if len(json.dumps(parameters)) < LARGE_TOOL_CHARACTERS:
             return tool
         plain = replace(output, reasoning=None)
-        matcher = self._matcher(answer_grammar(None, [tool], plain, "", self._terms, parallel=False))
+        matcher = self._matcher(answer_grammar(None, None, [tool], plain, "", self._terms, parallel=False))
         if not matcher.is_error():  # else so is the grammar of the answer
             self._tried(matcher, param)
         return tool
@@ -227,16 +236,35 @@ def _first_line(matcher: LLMatcher) -> str:
 
 def _tools_to_allow(request: TurnRequest, output: OutputFormat) -> Sequence[Mapping[str, Any]]:
     """The tools that a constrained answer may call; none where calls need no constraint."""
-    mode, tools = request.tool_choice.mode, request.tools
-    forced = mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)
+    choice, tools = request.tool_choice, request.tools
+    forced = _is_forced(choice.mode)
     if forced and (not tools or output.tools is ToolFormat.NONE):
         why = "this model's chat template has no tools" if tools else "there are no `tools`"
         raise InvalidRequest(f"`tool_choice` forces a call, but {why}. Use `auto`.", param="tool_choice")
-    if mode is ToolChoiceMode.NAMED:
-        return [tool for tool in tools if tool["function"]["name"] == request.tool_choice.name]
-    if forced or (request.response_schema is not None and mode is ToolChoiceMode.AUTO):
-        return tools if output.tools is not ToolFormat.NONE else ()
+    if choice.mode is ToolChoiceMode.NAMED:
+        return [tool for tool in tools if tool["function"]["name"] == choice.name]
+    has_form = request.response_schema is not None or request.response_form is not None
+    restricted = choice.allowed is not None and len(choice.allowed) < len(tools)
+    if forced or (choice.mode is ToolChoiceMode.AUTO and (has_form or restricted)):
+        allowed = [tool for tool in tools if choice.allowed is None or tool["function"]["name"] in choice.allowed]
+        return allowed if output.tools is not ToolFormat.NONE else ()
     return ()
+
+
+def _is_forced(mode: ToolChoiceMode) -> bool:
+    return mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)
+
+
+def _forbids_all(request: TurnRequest, output: OutputFormat) -> bool:
+    """Whether no tool may be called although the model is free to answer with text."""
+    choice = request.tool_choice
+    return bool(
+        choice.mode is ToolChoiceMode.AUTO
+        and choice.allowed is not None
+        and not choice.allowed
+        and request.tools
+        and output.tools is not ToolFormat.NONE
+    )
 
 
 def _children(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -25,7 +25,8 @@ class Prompts:
     async def build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
         """The prompt's identity, and the mask for its answer. Raises InvalidRequest, and ContextOverflow for a prompt
         that is far too long; `check_fits` finds those that are slightly too long."""
-        if request.response_schema is not None and self._services.build_mask is None:
+        has_form = request.response_schema is not None or request.response_form is not None
+        if has_form and self._services.build_mask is None:
             advice = "This server gives free text only. Leave out `response_format` and ask for JSON in the messages."
             raise InvalidRequest(advice, param="response_format")
         return await anyio.to_thread.run_sync(self._build, request, limiter=self.limiter)

@@ -237,7 +237,7 @@ class Proxy:
         with self.bodies.charge(caller.owner) as charge:
             body = await self.body_of(request, charge)
             parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
-            counted = dataclasses.replace(parsed, response_schema=None, tool_choice=ToolChoice())
+            counted = dataclasses.replace(parsed, response_schema=None, response_form=None, tool_choice=ToolChoice())
             prompt, _ = await self.prompts.build(counted)
             if prompt.proof is not None:
                 await anyio.to_thread.run_sync(prompt.proof, limiter=self.prompts.limiter)

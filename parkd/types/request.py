@@ -66,6 +66,26 @@ class ToolChoice:
     mode: ToolChoiceMode = ToolChoiceMode.AUTO
     name: str | None = None
     """The tool that must be called; set exactly when `mode` is `NAMED`."""
+    allowed: frozenset[str] | None = None
+    """The tools that may be called, all of which are in the prompt; None: every tool."""
+
+
+class FormKind(StrEnum):
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class TextForm:
+    """A form that the answer must have, other than JSON under a schema."""
+
+    kind: FormKind
+    source: str | tuple[str, ...]
+    """A regular expression that matches the whole answer; the texts to choose from; or a grammar, in llama.cpp's GBNF
+    or llguidance's Lark."""
+    param: str
+    """The field of the request, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +147,8 @@ class TurnRequest:
     parallel_tool_calls: bool = True
     response_schema: Mapping[str, Any] | None = None
     """A JSON schema the answer must obey; `{"type": "object"}` for any JSON object."""
+    response_form: TextForm | None = None
+    """None if `response_schema` is given."""
     reasoning: ReasoningParams = field(default_factory=ReasoningParams)
     cache: CacheHints = field(default_factory=CacheHints)
     continues: bool = False

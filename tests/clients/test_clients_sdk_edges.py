@@ -154,7 +154,7 @@ def test_tools_that_are_narrowed_by_name_are_still_tools() -> None:
 
 
 @pytest.mark.parametrize("api", ["responses", "messages"])
-def test_a_grammar_is_refused_by_every_api(api: str) -> None:
+def test_a_grammar_without_its_rules_is_refused_by_every_api(api: str) -> None:
     extra = {"grammar": "root ::= x"}
     with serving("x") as served, openai_of(served) as client, anthropic_of(served) as claude:
         if api == "responses":

@@ -51,6 +51,15 @@ def check_enforceable(request: TurnRequest, *, thinks: bool) -> None:
             "`tool_choice` forces a call, which cannot be enforced on a llama-server. Use `auto`.",
             param="tool_choice",
         )
+    form = request.response_form
+    if request.tool_choice.allowed is not None and mode is ToolChoiceMode.AUTO:
+        raise InvalidRequest(
+            "`allowed_tools` cannot be enforced on a llama-server. Send only those tools.", param="tool_choice"
+        )
+    if form is not None:
+        raise InvalidRequest(
+            f"`{form.param}` cannot be enforced on a llama-server. Ask for JSON under a schema.", param=form.param
+        )
     if request.response_schema is None:
         return
     if request.tools and mode is ToolChoiceMode.AUTO:

@@ -15,6 +15,8 @@ from parkd.proxy.dialects.anthropic_errors import error_document, error_status
 from parkd.proxy.dialects.anthropic_stream import MessagesEncoder
 from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.nested import (
+    Form,
+    asked_form,
     cache_hints,
     check_named,
     continues,
@@ -23,8 +25,6 @@ from parkd.proxy.dialects.nested import (
     name_at,
     object_at,
     objects,
-    refuse_grammar,
-    response_schema,
     strict_names,
     text_at,
     wrong,
@@ -64,13 +64,12 @@ class AnthropicMessages(TurnDialect):
         messages = [*_system(body), *_messages(body)]
         if not body.get("messages"):
             raise InvalidRequest("`messages` is missing or empty. Send at least one message.", param="messages")
-        refuse_grammar(body)
         config = fields.obj(body, "output_config")
         fields.obj(body, "thinking")
         reasoning = reasoning_of(body, text_at(config, "effort", "output_config") or None)
         tools = _tools(body)
         choice, parallel = _tool_choice(body, tools)
-        schema = _schema(body, config)
+        form = _form(body, config)
         return TurnRequest(
             messages=messages,
             tools=tools,
@@ -82,10 +81,11 @@ class AnthropicMessages(TurnDialect):
             tool_choice=choice,
             strict_tools=strict_names((tool.get("name", ""), tool) for tool in fields.items(body, "tools")),
             parallel_tool_calls=parallel,
-            response_schema=schema,
+            response_schema=form[0],
+            response_form=form[1],
             reasoning=reasoning,
             cache=cache_hints(body, headers, min_retention_s=_longest_ttl_s(body)),
-            continues=continues(messages, choice, schema),
+            continues=continues(messages, choice, form),
             steering=fields.steering(body),
         )
 
@@ -226,13 +226,12 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
     return ToolChoice(CHOICES[kind], name), not choice.get("disable_parallel_tool_use")
 
 
-def _schema(body: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The schema in `output_config.format`, or in its older name `output_format`."""
+def _form(body: Mapping[str, Any], config: Mapping[str, Any]) -> Form:
+    """The form in `output_config.format`, or in its older name `output_format`."""
     wanted = object_at(config, "format", "output_config")
     if wanted:
-        return response_schema(wanted, wanted.get("schema"), "output_config.format")
-    wanted = fields.obj(body, "output_format")
-    return response_schema(wanted, wanted.get("schema"), "output_format")
+        return asked_form(body, wanted, "output_config.format")
+    return asked_form(body, fields.obj(body, "output_format"), "output_format")
 
 
 def _longest_ttl_s(body: Mapping[str, Any]) -> float | None:

@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from parkd.errors import InvalidRequest
 from parkd.proxy.dialects import fields
-from parkd.types import CacheHints, CacheMode, ImageData, ToolChoice, ToolChoiceMode
+from parkd.types import CacheHints, CacheMode, FormKind, ImageData, TextForm, ToolChoice, ToolChoiceMode
 
 SEND_DATA = "Send the image itself, as data:image/png;base64,... or in the dialect's base64 form."
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
@@ -124,36 +126,110 @@ def refuse_functions(body: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_grammar(body: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest for a grammar. If it were ignored, the answer would not have the form that the client
-    relies on."""
-    if body.get("grammar"):
-        advice = "Ask for JSON under a schema, or describe the form in the messages."
-        raise InvalidRequest(f"`grammar` is not supported. {advice}", param="grammar")
+Form = tuple[Mapping[str, Any] | None, TextForm | None]
+"""A JSON schema, or another form that the answer must have; at most one."""
+FORM_NAMES = {"json": "json", "json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+GUIDED = ("json", "regex", "choice", "grammar")
+MOST_CHOICES = 4096
+MOST_FORM_CHARACTERS = 64 * 1024
 
 
-def response_schema(wanted: Mapping[str, Any], schema: Any, path: str) -> Mapping[str, Any] | None:
-    """The JSON schema that a response format asks for; None for text. `schema` is the dialect's schema field. Raises
-    InvalidRequest."""
+def asked_form(body: Mapping[str, Any], wanted: Mapping[str, Any], path: str) -> Form:
+    """The form that the answer must have, by the dialect's own format `wanted` at `path`, or by the fields of
+    llama-server, vLLM and SGLang, which all dialects take. Raises InvalidRequest: if one were ignored, the answer would
+    not have the form that the client relies on."""
+    found = [_own_form(wanted, path)]
+    if path != "response_format":
+        found.append(_own_form(fields.obj(body, "response_format"), "response_format"))
+    outputs = fields.obj(body, "structured_outputs")
+    found += [_named_form(outputs.get(name), name, f"structured_outputs.{name}") for name in GUIDED]
+    if outputs.get("structural_tag") is not None:
+        raise InvalidRequest("`structured_outputs.structural_tag` is not supported.", param="structured_outputs")
+    if outputs.get("json_object"):
+        found.append(({"type": "object"}, None))
+    found += [_named_form(body.get(f"guided_{name}"), name, f"guided_{name}") for name in GUIDED]
+    found += [_named_form(body.get(name), FORM_NAMES[name], name) for name in ("json_schema", "regex", "grammar")]
+    forms = [form for form in found if form != (None, None)]
+    if len(forms) > 1:
+        raise InvalidRequest("The request asks for several forms of its answer. Ask for one.", param=path)
+    return forms[0] if forms else (None, None)
+
+
+def _own_form(wanted: Mapping[str, Any], path: str) -> Form:
+    """The form of an OpenAI or Anthropic response format. The schema is in it, or in its `json_schema`."""
     kind = wanted.get("type", "text")
     if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
-        raise wrong(f"{path}.type", "`text`, `json_object` or `json_schema`")
+        return None, None
+    if kind == "grammar":
+        return _named_form(name_at(wanted, "grammar", path), "grammar", f"{path}.grammar")
+    schema = wanted.get("schema")
+    if schema is None:
+        schema = object_at(wanted, "json_schema", path).get("schema")
+    if kind == "json_object" and schema is None:
+        return {"type": "object"}, None
+    if kind not in ("json_object", "json_schema"):
+        raise wrong(f"{path}.type", "`text`, `json_object`, `json_schema` or `grammar`")
     if not isinstance(schema, dict):
         raise wrong(f"{path}.schema", "a JSON schema")
-    return schema
+    return schema, None
 
 
-def continues(messages: Sequence[Mapping[str, Any]], choice: ToolChoice, schema: Mapping[str, Any] | None) -> bool:
+def _named_form(value: Any, name: str, path: str) -> Form:
+    if value is None or (value == "" and name != "json"):
+        return None, None
+    if name == "json":
+        if isinstance(value, str):
+            try:
+                value = orjson.loads(value)
+            except orjson.JSONDecodeError:
+                raise wrong(path, "a JSON schema") from None
+        if not isinstance(value, dict):
+            raise wrong(path, "a JSON schema")
+        return value, None
+    if name == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+            raise wrong(path, "a list of strings")
+        if len(value) > MOST_CHOICES:
+            raise wrong(path, f"a list of at most {MOST_CHOICES} strings")
+        return None, TextForm(FormKind.CHOICE, tuple(value), path)
+    if not isinstance(value, str) or len(value) > MOST_FORM_CHARACTERS:
+        raise wrong(path, f"a string of at most {MOST_FORM_CHARACTERS} characters")
+    return None, TextForm(FormKind(name), value, path)
+
+
+def allowed_names(tools: Sequence[Mapping[str, Any]], given: Any, path: str) -> frozenset[str]:
+    """The names in a list of allowed tools, in the form of chat or of Responses. Tools that only the vendor's servers
+    run are skipped. Raises InvalidRequest for one that is not in `tools`."""
+    names: set[str] = set()
+    for index, tool in enumerate(objects(given, path)):
+        place = f"{path}[{index}]"
+        if tool.get("type", "function") == "function":
+            holder = object_at(tool, "function", place) or tool
+            names.add(name_at(holder, "name", place))
+            check_named(name_at(holder, "name", place), tools, f"{place}.name")
+    return frozenset(names)
+
+
+def allowed_choice(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    """A choice of type `allowed_tools`, as chat nests it or as Responses has it."""
+    nested = object_at(choice, "allowed_tools", "tool_choice")
+    holder, path = (nested, "tool_choice.allowed_tools") if nested else (choice, "tool_choice")
+    mode = text_at(holder, "mode", path) or "auto"
+    if mode not in ("auto", "required"):
+        raise wrong(f"{path}.mode", "`auto` or `required`")
+    names = allowed_names(tools, holder.get("tools"), f"{path}.tools")
+    if mode == "required" and not names:
+        raise wrong(f"{path}.tools", "a list with at least one function of `tools`")
+    return ToolChoice(ToolChoiceMode(mode), allowed=names)
+
+
+def continues(messages: Sequence[Mapping[str, Any]], choice: ToolChoice, form: Form) -> bool:
     """Whether the last message is the beginning of the answer: the assistant's, with text alone. Never where the
-    answer must obey a schema or call a tool, which only a whole answer can."""
+    answer must have a form or call a tool, which only a whole answer can."""
     last = messages[-1]
     forced = choice.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)
     whole = bool(last.get("tool_calls") or last.get("reasoning_content"))
-    return last["role"] == "assistant" and not whole and not forced and schema is None
+    return last["role"] == "assistant" and not whole and not forced and form == (None, None)
 
 
 def cache_hints(

@@ -16,6 +16,8 @@ from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
 from parkd.proxy.dialects.nested import (
+    allowed_choice,
+    asked_form,
     cache_hints,
     check_named,
     continues,
@@ -24,8 +26,6 @@ from parkd.proxy.dialects.nested import (
     object_at,
     objects,
     refuse_functions,
-    refuse_grammar,
-    response_schema,
     strict_names,
     text_at,
     wrong,
@@ -63,7 +63,6 @@ class OpenAIChat(TurnDialect):
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         """Raises InvalidRequest."""
         fields.only_one(body, "n")
-        refuse_grammar(body)
         refuse_functions(body)
         given = fields.items(body, "messages")
         if not given:
@@ -72,7 +71,8 @@ class OpenAIChat(TurnDialect):
         fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
         tools = _tools(body)
         reasoning = reasoning_of(body, fields.text(body, "reasoning_effort") or None)
-        choice, schema = _tool_choice(body, tools), _response_schema(body)
+        choice = _tool_choice(body, tools)
+        form = asked_form(body, fields.obj(body, "response_format"), "response_format")
         may_continue = fields.flag(body, "continue_final_message", default=True)
         return TurnRequest(
             messages=messages,
@@ -86,10 +86,11 @@ class OpenAIChat(TurnDialect):
             tool_choice=choice,
             strict_tools=strict_names((tool["function"]["name"], tool["function"]) for tool in tools),
             parallel_tool_calls=fields.flag(body, "parallel_tool_calls", default=True),
-            response_schema=schema,
+            response_schema=form[0],
+            response_form=form[1],
             reasoning=reasoning,
             cache=cache_hints(body, headers),
-            continues=may_continue and continues(messages, choice, schema),
+            continues=may_continue and continues(messages, choice, form),
             steering=fields.steering(body),
         )
 
@@ -243,12 +244,6 @@ def _finish_reason(finished: Finished) -> str:
     return "stop" if finished.reason is FinishReason.CANCELLED else finished.reason.value
 
 
-def _response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    wanted = fields.obj(body, "response_format")
-    schema = object_at(wanted, "json_schema", "response_format").get("schema")
-    return response_schema(wanted, schema, "response_format")
-
-
 def _checked_message(message: Any, where: str) -> Mapping[str, Any]:
     """The message with its images in the form that turns use. Raises InvalidRequest."""
     if not isinstance(message, dict):
@@ -294,9 +289,7 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
     if choice is None:
         return ToolChoice()
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        # parkd cannot restrict the model to some of the tools, so only the mode is used.
-        allowed = object_at(choice, "allowed_tools", "tool_choice")
-        choice = text_at(allowed, "mode", "tool_choice.allowed_tools") or "auto"
+        return allowed_choice(choice, tools)
     if isinstance(choice, str) and choice in {"auto", "none", "required"}:
         return ToolChoice(ToolChoiceMode(choice))
     if not isinstance(choice, dict):

@@ -12,7 +12,7 @@ from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
-from parkd.proxy.dialects.nested import cache_hints, refuse_grammar
+from parkd.proxy.dialects.nested import asked_form, cache_hints
 from parkd.proxy.dialects.openai_chat import timings_of, usage_of
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
 from parkd.types import Event, Finished, FinishReason, Progress, ReasoningDelta, TextDelta, TurnRequest
@@ -33,7 +33,7 @@ class OpenAICompletions(TurnDialect):
         for name, advice in REFUSED.items():
             if body.get(name) not in (None, False, "", 0):
                 raise InvalidRequest(f"`{name}` is not supported: {advice}", param=name)
-        refuse_grammar(body)
+        form = asked_form(body, fields.obj(body, "response_format"), "response_format")
         for name in ("n", "best_of"):
             fields.only_one(body, name)
         fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
@@ -45,6 +45,8 @@ class OpenAICompletions(TurnDialect):
             max_output_tokens=DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else limit,
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),
+            response_schema=form[0],
+            response_form=form[1],
             cache=cache_hints(body, headers),
             steering=fields.steering(body),
         )

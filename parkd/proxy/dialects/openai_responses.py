@@ -13,6 +13,8 @@ from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.nested import (
+    allowed_choice,
+    asked_form,
     cache_hints,
     check_named,
     function_tool,
@@ -20,8 +22,6 @@ from parkd.proxy.dialects.nested import (
     name_at,
     object_at,
     objects,
-    refuse_grammar,
-    response_schema,
     strict_names,
     text_at,
     wrong,
@@ -52,10 +52,9 @@ class OpenAIResponses(TurnDialect):
         for name, advice in REFUSED.items():
             if body.get(name) not in (None, False):
                 raise InvalidRequest(f"`{name}` cannot be used: {advice}", param=name)
-        refuse_grammar(body)
         tools = _tools(body)
         reasoning = reasoning_of(body, text_at(fields.obj(body, "reasoning"), "effort", "reasoning") or None)
-        wanted = object_at(fields.obj(body, "text"), "format", "text")
+        form = asked_form(body, object_at(fields.obj(body, "text"), "format", "text"), "text.format")
         return TurnRequest(
             messages=_messages(body),
             tools=[tool for tool, _, _ in tools.values()],
@@ -68,7 +67,8 @@ class OpenAIResponses(TurnDialect):
             strict_tools=strict_names((name, given) for name, (_, _, given) in tools.items()),
             tool_choice=_tool_choice(body, [tool for tool, _, _ in tools.values()]),
             parallel_tool_calls=fields.flag(body, "parallel_tool_calls", default=True),
-            response_schema=response_schema(wanted, wanted.get("schema"), "text.format"),
+            response_schema=form[0],
+            response_form=form[1],
             reasoning=reasoning,
             cache=cache_hints(body, headers),
             steering=fields.steering(body),
@@ -242,9 +242,10 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
             name = _joined(namespace, name)
         check_named(name, tools, "tool_choice.name")
         return ToolChoice(ToolChoiceMode.NAMED, name)
-    if isinstance(choice, dict):
-        # `allowed_tools`: parkd cannot restrict the model to some of the tools, so only the mode is used.
-        choice = choice.get("mode", "auto")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return allowed_choice(choice, tools)
+    if isinstance(choice, dict):  # names a tool that only the vendor's servers run
+        return ToolChoice()
     if choice not in ("auto", "none", "required"):
         raise wrong("tool_choice", "`auto`, `none`, `required` or an object that names a function")
     return ToolChoice(ToolChoiceMode(choice))

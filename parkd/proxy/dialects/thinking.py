@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from parkd.errors import InvalidRequest
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.nested import text_at
 from parkd.types import ReasoningParams
 
 BUDGET_NAMES = ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget")
 """Names in Qwen's API, vLLM and llama-server."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Those of all vendors. A template with others takes them in `chat_template_kwargs`."""
 ENABLED_TYPES = {"enabled": True, "adaptive": True, "auto": None, "disabled": False}
 
 
@@ -21,6 +24,8 @@ def reasoning_of(body: Mapping[str, Any], effort: str | None) -> ReasoningParams
     """`effort` is the value of the dialect's own field. Raises InvalidRequest if a budget is not a whole number."""
     thinking, reasoning, kwargs = (_mapping(body, name) for name in ("thinking", "reasoning", "chat_template_kwargs"))
     effort = effort or text_at(reasoning, "effort", "reasoning") or None
+    if effort is not None and effort not in EFFORTS:
+        raise InvalidRequest(f"The reasoning effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")
     budget = fields.whole(thinking, "budget_tokens", 0, fields.MAX_TOKENS)
     if budget is None:
         budget = fields.whole(reasoning, "max_tokens", 0, fields.MAX_TOKENS)

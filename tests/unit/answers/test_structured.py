@@ -19,8 +19,10 @@ from parkd.answers.structured import StructuredOutput
 from parkd.errors import EngineFailure, InvalidRequest, SchemaTooComplex
 from parkd.types import (
     FinishReason,
+    FormKind,
     ReasoningDelta,
     TextDelta,
+    TextForm,
     TokenMask,
     ToolCallDelta,
     ToolChoice,
@@ -269,6 +271,94 @@ def test_a_parameter_may_refer_to_definitions_in_every_format(made: tuple[Tokeni
         mask = structured.mask(request, OutputFormat(tools), "")
         assert mask is not None
         assert calls_in(sampled(words, mask, 2), request, OutputFormat(tools)) == [("f", {"a": [1]})]
+
+
+FORMS = [
+    (TextForm(FormKind.REGEX, "[0-9]{2}/[ab]+", "regex"), ["12/ab", "00/b"], ["1/a", "12/", "12/ab."]),
+    (TextForm(FormKind.REGEX, r"a\/b\n|c", "regex"), ["a/b\n", "c"], ["a/b", "d"]),
+    (
+        TextForm(FormKind.CHOICE, ("yes", 'n"o\n', "yesterday"), "guided_choice"),
+        ["yes", 'n"o\n', "yesterday"],
+        ["y", "no"],
+    ),
+    (TextForm(FormKind.GRAMMAR, 'root ::= "a" item+\nitem ::= [0-9] | "x"', "grammar"), ["a1", "ax9x"], ["a", "1"]),
+    (TextForm(FormKind.GRAMMAR, 'start: "a" B?\nB: /b+/', "grammar"), ["a", "abb"], ["b", "aa"]),
+]
+
+
+@pytest.mark.parametrize(("form", "good", "bad"), FORMS)
+def test_a_form_that_is_not_json_is_held(
+    made: tuple[Tokenizer, StructuredOutput], form: TextForm, good: list[str], bad: list[str]
+) -> None:
+    words, structured = made
+    for request, head in (
+        (asked(response_form=form), "<think>Hm.</think>\n"),
+        (asked(response_form=form, prompt="x"), ""),
+    ):
+        output = OutputFormat(reasoning=THINK)
+        for text in good:
+            assert accepts(words, structured.mask(request, output, ""), head + text), text
+        for text in bad:
+            assert not accepts(words, structured.mask(request, output, ""), head + text), text
+    assert not accepts(
+        words, structured.mask(asked(response_form=form, prompt="x"), output, ""), "<think>Hm.</think>\n" + good[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        TextForm(FormKind.REGEX, "(?=a)b", "guided_regex"),
+        TextForm(FormKind.GRAMMAR, "root ::= nothing", "grammar"),
+        TextForm(FormKind.GRAMMAR, "root ::= (", "grammar"),
+        TextForm(FormKind.GRAMMAR, "hello", "grammar"),
+    ],
+)
+def test_a_form_that_cannot_be_enforced_is_refused_by_its_field(
+    made: tuple[Tokenizer, StructuredOutput], form: TextForm
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        made[1].mask(asked(response_form=form), OutputFormat(), "")
+    assert caught.value.param == form.param
+
+
+CALL_TEXTS = {
+    ToolFormat.HERMES: '<tool_call>\n{"name": "NAME", "arguments": {"on": true}}\n</tool_call>',
+    ToolFormat.QWEN_XML: (
+        "<tool_call>\n<function=NAME>\n<parameter=on>\ntrue\n</parameter>\n</function>\n</tool_call>"
+    ),
+    ToolFormat.LLAMA: '{"name": "NAME", "parameters": {"on": true}}',
+    ToolFormat.GEMMA: "<|tool_call>call:NAME{on:true}<tool_call|>",
+    ToolFormat.DEEPSEEK: f'{CALLS_BEGIN}{CALL_BEGIN}NAME{SEPARATOR}{{"on": true}}{CALL_END}{CALLS_END}',
+}
+
+
+@pytest.mark.parametrize("tools", CALL_TEXTS)
+@pytest.mark.parametrize("mode", [ToolChoiceMode.AUTO, ToolChoiceMode.REQUIRED])
+def test_only_allowed_tools_can_be_called(
+    made: tuple[Tokenizer, StructuredOutput], tools: ToolFormat, mode: ToolChoiceMode
+) -> None:
+    words, structured = made
+    output = OutputFormat(tools)
+    request = asked(tools=TOOLS, tool_choice=ToolChoice(mode, allowed=frozenset({"push"})))
+    call = CALL_TEXTS[tools]
+    assert accepts(words, structured.mask(request, output, ""), call.replace("NAME", "push"))
+    assert not accepts(words, structured.mask(request, output, ""), call.replace("NAME", "look"))
+    is_free = mode is ToolChoiceMode.AUTO
+    assert accepts(words, structured.mask(request, output, ""), "No {call} is < needed.") == is_free
+    assert not accepts(words, structured.mask(request, output, ""), "So: " + call.replace("NAME", "look")) or (
+        tools is ToolFormat.LLAMA  # which is a call at the beginning only
+    )
+
+
+def test_a_choice_of_no_tool_leaves_text(made: tuple[Tokenizer, StructuredOutput]) -> None:
+    words, structured = made
+    request = asked(tools=TOOLS, tool_choice=ToolChoice(allowed=frozenset()))
+    output = OutputFormat(ToolFormat.HERMES)
+    assert accepts(words, structured.mask(request, output, ""), "Hi <there>.")
+    assert not accepts(
+        words, structured.mask(request, output, ""), CALL_TEXTS[ToolFormat.HERMES].replace("NAME", "look")
+    )
 
 
 def test_a_schema_leaves_room_for_tools(made: tuple[Tokenizer, StructuredOutput]) -> None:

@@ -257,7 +257,11 @@ def test_reasoning_survives_a_client_that_keeps_it_sealed() -> None:
         ("required", ToolChoiceMode.REQUIRED, None),
         ({"type": "function", "name": "look"}, ToolChoiceMode.NAMED, "look"),
         ({"type": "function", "namespace": "mcp__files", "name": "read"}, ToolChoiceMode.NAMED, "mcp__files__read"),
-        ({"type": "allowed_tools", "mode": "required", "tools": []}, ToolChoiceMode.REQUIRED, None),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]},
+            ToolChoiceMode.REQUIRED,
+            None,
+        ),
         ({"type": "web_search"}, ToolChoiceMode.AUTO, None),
     ],
 )
@@ -284,7 +288,8 @@ def test_a_client_is_told_to_send_the_history() -> None:
         ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].name"),
         ({"tool_choice": {"type": "function", "name": "gone"}}, "tool_choice.name"),
         ({"tool_choice": "maybe"}, "tool_choice"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.grammar"),
+        ({"text": {"format": {"type": "python"}}}, "text.format.type"),
         ({"background": True}, "background"),
     ],
 )
