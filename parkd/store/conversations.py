@@ -193,12 +193,19 @@ class Conversations:
             self.in_ram[conversation.id] = self.in_ram.pop(conversation.id)
 
     def lease(self, conversation: Conversation) -> Callable[[], None]:
-        """Keeps the bytes in RAM. Returns the function that ends the lease; call it once."""
+        """Keeps the bytes in RAM for someone who continues from them. Returns the function that ends the lease; call it
+        once."""
+        ram = conversation.ram
+        assert ram is not None
+        ram.history = ram.history.forked(self.clock() - conversation.parked.last_used_s)
+        self.used(conversation)
+        return self.hold(conversation)
+
+    def hold(self, conversation: Conversation) -> Callable[[], None]:
+        """The same for a write to disk, which is no use of the conversation."""
         ram = conversation.ram
         assert ram is not None
         ram.leases += 1
-        ram.history = ram.history.forked(self.clock() - conversation.parked.last_used_s)
-        self.used(conversation)
 
         def release() -> None:
             ram.leases -= 1

@@ -92,12 +92,12 @@ class WriteQueue:
         if not worth or is_broken or is_full:
             self.not_written += 1
             return
-        self._waiting[parked.id] = _Waiting(conversation, size, self._table.lease(conversation))
+        self._waiting[parked.id] = _Waiting(conversation, size, self._table.hold(conversation))
         self.on_work()
 
     def adopt(self, conversation: Conversation, ref: ExtentRef) -> None:
         """Queues a conversation whose file is already written and charged, so that it gets its manifest."""
-        self._waiting[conversation.id] = _Waiting(conversation, 0, self._table.lease(conversation), ref)
+        self._waiting[conversation.id] = _Waiting(conversation, 0, self._table.hold(conversation), ref)
         self.allowance.spend(ref.taken_bytes)
         self.on_work()
 

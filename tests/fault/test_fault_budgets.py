@@ -7,9 +7,11 @@ import pytest
 from parkd.state import Costs
 from parkd.store.disk_jobs import MarkJob, mark
 from parkd.store.eviction import rated
+from parkd.store.history import History
 from parkd.store.policy import GdsfPolicy, ValuePolicy
 from parkd.store.records import ConversationGone, Parked, Refused, Tier
 from tests.fault.tier_kit import away, evict, on_disk, parked, promote, pump, rows_of, started
+from tests.fault.workload import LAYOUTS
 from tests.unit.store.store_kit import (
     KEY,
     assert_same_rows,
@@ -241,6 +243,16 @@ def test_pinned_stays_on_disk() -> None:
     assert there.id in on_disk(store)
 
 
+def test_pinned_stays_pinned_when_it_is_read_from_disk() -> None:
+    machine, store = started()
+    there, _ = away(machine, store, 1)
+    store.pin(there.id)
+    promote(store, machine.fs, there)
+    assert store.stats().pinned == 1
+    store.unpin(there.id)
+    assert store.stats().pinned == 0
+
+
 COSTS = Costs(read_s=1e-3, bytes_per_s=8e9, disk_bytes_per_s=1e9)
 
 
@@ -264,6 +276,17 @@ def test_what_is_on_disk_leaves_memory_first(policy) -> None:
     rating = _rated(store, there, policy)
     assert not rating.candidate.is_on_disk
     assert rating.score > scores[there.id]
+
+
+@pytest.mark.parametrize("layout", ["rows", "file"])
+def test_waiting_for_the_disk_is_no_use_of_a_conversation(layout: str) -> None:
+    """It counted as a conversation that began from it, at once: so nobody was expected to come back after longer."""
+    machine, store = started(layout=LAYOUTS[layout])
+    there, _ = parked(machine, store, 1)
+    assert store.has_writes
+    assert store.table.known(there.id).ram.history == History()
+    pump(store, machine.fs)
+    assert store.table.known(there.id).ram.history == History()
 
 
 def _rated(store, parked, policy):
