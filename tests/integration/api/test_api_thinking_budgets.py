@@ -126,12 +126,11 @@ def test_every_budget_ends_the_thinking_of_random_weights(random_model: TorchEng
         prompt = identity.build(request)
         mask = limits.over(request, tail, structured.mask(request, output, tail))
         engine.reset()
+        engine.begin(prompt.token_ids, request.sampling, mask=mask)
         engine.extend(prompt.token_ids[:-1], cancel=threading.Event())
         events: list[Any] = []
         parser = make_parser(output, request, tail, lambda: "call")
-        loop = AnswerLoop(
-            engine, prompt, request, 300, parser, threading.Event(), events.append, lambda: 0.0, mask=mask
-        )
+        loop = AnswerLoop(engine, request, 300, parser, threading.Event(), events.append, lambda: 0.0)
         loop.run()
         assert loop.answer.reason is not FinishReason.LENGTH, budget
         texts = [event.text for event in events if isinstance(event, TextDelta)]
