@@ -81,7 +81,6 @@ def capture_request(lane: GpuLane) -> CaptureRequest:
         lineage=(),
         layout_digest=lane.engine.info.layout.digest,
         checkpoints=(live.position,) if lane.engine.info.layout.resume.needs_checkpoints else (),
-        rewindable=not lane.engine.info.layout.resume.needs_checkpoints,
     )
 
 

@@ -140,7 +140,7 @@ class LiveConversation:
 
     async def checkpoint(self) -> None:
         """Takes a checkpoint at the engine's position, if the model has fixed state."""
-        if self.engine.info.layout.fixed_bytes and self._rows.position not in self.checkpoints:
+        if self.engine.info.layout.resume.needs_checkpoints and self._rows.position not in self.checkpoints:
             await self._call_and_refresh(self.engine.checkpoint)
 
     async def reset(self) -> None:
@@ -304,7 +304,6 @@ class LiveConversation:
                 lineage=rows.lineage,
                 layout_digest=self.engine.info.layout.digest,
                 checkpoints=checkpoints,
-                rewindable=not self.engine.info.layout.resume.needs_checkpoints,
                 namespace=rows.key.namespace,
                 sizes=sizes,
                 covered=rows.covered,

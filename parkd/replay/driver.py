@@ -168,7 +168,6 @@ class Replayer:
             lineage,
             self._layout.digest,
             self._live_checkpoints,
-            rewindable=not self._layout.resume.needs_checkpoints,
         )
         capture = self.store.begin_capture(request)
         if isinstance(capture, Refused):

@@ -111,8 +111,6 @@ class CaptureRequest:
     layout_digest: bytes
     checkpoints: tuple[int, ...] = ()
     """Ascending positions in (0, n] at which the engine holds the fixed state of all stages."""
-    rewindable: bool = True
-    """True: any token is a resumable position. False: only checkpoints are."""
     namespace: str = ""
     """The cache namespace of the key, for `parkd forget`."""
     sizes: StateSizes | None = None

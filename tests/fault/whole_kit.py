@@ -51,7 +51,7 @@ class WholeEngine(CopyEngine):
         super().extend(units, checkpoint=checkpoint)
         self.lineage = lineage
 
-    def request(self, key: bytes = KEY, *, rewindable: bool | None = None, width: int = 16) -> CaptureRequest:
+    def request(self, key: bytes = KEY, *, width: int = 16) -> CaptureRequest:
         has_fixed = self.layout.fixed_bytes > 0
         places = tuple(sorted(self.fixed)) if has_fixed else ()
         sizes = tuple(0 if place == self.position else FIXED_BYTES for place in places)
@@ -62,7 +62,6 @@ class WholeEngine(CopyEngine):
             lineage=self.lineage,
             layout_digest=self.layout.digest,
             checkpoints=places,
-            rewindable=not has_fixed,
             sizes=StateSizes(self.position * ROW_BYTES + self.spare_bytes, sizes),
             covered=self.covered,
         )

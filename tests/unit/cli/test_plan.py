@@ -35,9 +35,7 @@ def park(store: ConversationStore, seed: int, tokens: int) -> int:
     units = np.full(tokens, seed, np.uint64)
     hashes = tuple(bytes([seed]) * 8 + block.to_bytes(8, "big") for block in range(tokens // 256))
     fixed = store.layout.fixed_bytes > 0
-    request = CaptureRequest(
-        b"k" * 16, units, hashes, (), store.layout.digest, (tokens,) if fixed else (), rewindable=not fixed
-    )
+    request = CaptureRequest(b"k" * 16, units, hashes, (), store.layout.digest, (tokens,) if fixed else ())
     capture = store.begin_capture(request)
     if not isinstance(capture, Capture):
         return 0
@@ -216,9 +214,7 @@ def park_whole(store: ConversationStore, seed: int, tokens: int, fixed: int) -> 
     hashes = tuple(bytes([seed]) * 8 + block.to_bytes(8, "big") for block in range(tokens // 256))
     places = (tokens // 2, tokens) if fixed else ()
     sizes = StateSizes(tokens * 4096 + fixed, (fixed, 0) if fixed else ())
-    request = CaptureRequest(
-        b"k" * 16, units, hashes, (), store.layout.digest, places, rewindable=not fixed, sizes=sizes
-    )
+    request = CaptureRequest(b"k" * 16, units, hashes, (), store.layout.digest, places, sizes=sizes)
     capture = store.begin_capture(request)
     if not isinstance(capture, Capture):
         return 0

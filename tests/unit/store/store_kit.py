@@ -189,9 +189,7 @@ class CopyEngine:
         self.extend(units, checkpoint=checkpoint)
         return self
 
-    def request(self, key: bytes = KEY, *, rewindable: bool | None = None, width: int = 16) -> CaptureRequest:
-        if rewindable is None:
-            rewindable = not self.layout.fixed_bytes
+    def request(self, key: bytes = KEY, *, width: int = 16) -> CaptureRequest:
         return CaptureRequest(
             key_digest=key,
             units=self.units,
@@ -199,7 +197,6 @@ class CopyEngine:
             lineage=self.lineage,
             layout_digest=self.layout.digest,
             checkpoints=tuple(sorted(self.fixed)),
-            rewindable=rewindable,
         )
 
     def capture(self, transfer: Transfer) -> Checksums:

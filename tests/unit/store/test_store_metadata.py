@@ -35,7 +35,7 @@ def park(store: ConversationStore, number: int, blocks: int, shared: int, lineag
     units[: shared * BLOCK_TOKENS] = 0
     places = (len(units),) if store.layout.fixed_bytes else ()
     hashes = prefix_hashes(number, blocks, shared)
-    request = CaptureRequest(b"k" * 16, units, hashes, lineage, store.layout.digest, places, rewindable=not places)
+    request = CaptureRequest(b"k" * 16, units, hashes, lineage, store.layout.digest, places)
     capture = store.begin_capture(request)
     fresh, stages = blocks - capture.transfer.start // BLOCK_TOKENS, len(store.layout.stages)
     sums = Checksums(np.zeros((fresh, stages), np.uint64), np.zeros((len(places), stages), np.uint64))

@@ -41,7 +41,6 @@ def request_of(units: np.ndarray, whole: int, *, fixed: dict[int, int] | None = 
         more.pop("lineage", ()),
         more.pop("layout", opaque_layout(sum(fixed.values()))).digest,
         checkpoints=tuple(sorted(fixed)),
-        rewindable=not fixed,
         sizes=StateSizes(whole, tuple(fixed[place] for place in sorted(fixed))),
         **more,
     )
