@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from parkd.errors import InvalidRequest, NotFound, ParkdError, UpgradeRefused
@@ -17,6 +17,7 @@ from parkd.proxy.access import check_origin
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect
+from parkd.proxy.dialects.frames import encoded
 from parkd.proxy.dialects.ollama import OllamaChat
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.foreign_paths import advice
@@ -76,9 +77,8 @@ def spoken_by(request: Request) -> Dialect:
 
 def _error_response(dialect: Dialect, error: ParkdError, request_id: str) -> Response:
     answer = dialect.error(error, request_id)
-    return JSONResponse(
-        dict(answer.body), status_code=answer.status, headers={**id_headers(request_id), **answer.headers}
-    )
+    headers = {**id_headers(request_id), **answer.headers}
+    return Response(encoded(answer.body), answer.status, headers, "application/json")
 
 
 def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Response]]:

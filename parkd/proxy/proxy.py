@@ -16,7 +16,6 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -40,6 +39,7 @@ from parkd.proxy.bodies import BodyRoom, Charge, MemoryReturn
 from parkd.proxy.config import Services
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect, ResponseMeta
+from parkd.proxy.dialects.frames import encoded
 from parkd.proxy.guard import note_refused
 from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
@@ -182,7 +182,7 @@ class Proxy:
             document = dialect.at_once(body, ResponseMeta(request_id, model, created_s))
             if document is not None:
                 return Response(
-                    orjson.dumps(document) + b"\n", headers=id_headers(request_id), media_type="application/json"
+                    encoded(document) + b"\n", headers=id_headers(request_id), media_type="application/json"
                 )
             parsed = dialect.parse(body, request.headers)
             turn_request = dataclasses.replace(parsed, namespace=narrowed(caller.namespace, parsed.cache.salt))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 import anyio
-import orjson
 from starlette.types import Message, Receive, Scope, Send
 
 from parkd.errors import EngineFailure, ParkdError
@@ -20,6 +19,7 @@ from parkd.lane.turn import Turn
 from parkd.lane.turn_log import TurnLog
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.base import Dialect, Encoder
+from parkd.proxy.dialects.frames import encoded
 from parkd.proxy.requests import id_headers
 from parkd.types import CacheReport, Finished, Started
 
@@ -52,7 +52,7 @@ def header_text(text: str) -> str:
 
 
 async def send_document(send: Send, status: int, document: Mapping[str, object], headers: Mapping[str, str]) -> None:
-    body = orjson.dumps(document)
+    body = encoded(document)
     sized = {"content-type": "application/json", **headers, "content-length": str(len(body))}
     await send({"type": "http.response.start", "status": status, "headers": _raw(sized)})
     await send({"type": "http.response.body", "body": body})

@@ -17,11 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import orjson
-
 from parkd.errors import InvalidRequest, ParkdError, QueueFull
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta, TurnDialect
+from parkd.proxy.dialects.frames import encoded
 from parkd.proxy.dialects.nested import objects, wrong
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
@@ -164,7 +163,7 @@ class OllamaEncoder:
 
 
 def _json_line(document: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(document) + b"\n"
+    return encoded(document) + b"\n"
 
 
 def _head(meta: ResponseMeta) -> Mapping[str, Any]:
