@@ -90,6 +90,10 @@ def main(words: Sequence[str] | None = None) -> int:
             from parkd.cli import forget
 
             return forget.run(words[1:])
+        if words[:1] == ["completion"]:
+            from parkd.cli import completion
+
+            return completion.run(words[1:])
         if words[:1] == ["replay"]:
             from parkd.replay import command
 

@@ -21,6 +21,7 @@ Every flag is also a variable (--ctx-size is PARKD_CTX_SIZE) and a key of the TO
 `parkd plan` prints how much of a model's state the parking budget holds, without loading the weights. Both take the
 flags above. `parkd replay` runs a recorded trace through the store without a model, and `parkd forget` removes
 conversations from a park directory. They have their own flags: `parkd replay --help`, `parkd forget --help`.
+`parkd completion bash` (or zsh, tcsh) prints a script with which the shell completes all this.
 """
 
 _GROUPS_OF_A_MODEL = {"model", "llama.cpp", "parking"}
@@ -44,7 +45,9 @@ _HELP = {
 """Usage, description and last lines of each command's help."""
 
 COMMANDS = ("serve", "demo", "plan")
-"""Commands that take the settings; `forget` and `replay` have their own flags."""
+"""Commands that take the settings."""
+OTHER_COMMANDS = ("forget", "replay", "completion")
+"""Commands with flags of their own."""
 
 _SHORT_FLAG = re.compile(r"-[A-Za-z]")
 
@@ -73,7 +76,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
     if command.lower().endswith(".gguf") or "/" in command:
         raise ConfigError(f"a model is named with --model: parkd --model {command}")
     if command not in COMMANDS:
-        others = [*COMMANDS, "forget", "replay"]
+        others = [*COMMANDS, *OTHER_COMMANDS]
         raise ConfigError(f"unknown command {command!r}{nearest(command, others)} (there are {', '.join(others)})")
     _check_short(words)
     parsed, rest = _parser(command).parse_known_args(words)
