@@ -158,7 +158,7 @@ class Conversations:
     def find(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...], limit: int) -> list[tuple[Conversation, int]]:
         """At most `limit` conversations of the key, each with the number of full blocks that it shares with the prompt:
         most shared first; among equals those in RAM first, then the latest."""
-        found = dict(self._index.find(key_digest, prefix_hashes, limit, self.in_ram))
+        found = dict(self._index.find(key_digest, prefix_hashes, limit, self.in_ram) if self.in_ram else ())
         if len(self._rows) > len(self.in_ram):
             found |= self._index.find(key_digest, prefix_hashes, limit)
         pairs = [(self._rows[conversation_id], shared) for conversation_id, shared in found.items()]
