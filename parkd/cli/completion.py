@@ -23,7 +23,7 @@ def run(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="parkd")
     parser.add_argument("command", nargs="?", choices=[*COMMANDS, *OTHER_COMMANDS])
     kinds = {"FILE": shtab.FILE, "PATH|ID": shtab.FILE, "[NAME=]FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
-    flags = [("--config", (), "FILE", "a TOML file of settings")]
+    flags: list[tuple[str, tuple[str, ...], str, str]] = [("--config", (), "FILE", "a TOML file of settings")]
     flags += [(f"--{setting.name}", setting.short, setting.metavar, setting.help) for setting in SETTINGS]
     for name, short, metavar, text in flags:
         value = {"metavar": metavar} if metavar else {"action": "store_true"}
