@@ -19,6 +19,7 @@ def model_entry(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[
         "object": "model",
         "created": created_s,
         "owned_by": "parkd",
+        "max_model_len": info.context_tokens,
         "meta": {"n_ctx": info.context_tokens, "n_vocab": info.vocab_size, "architecture": info.architecture},
     }
 

@@ -221,18 +221,31 @@ def timings_of(finished: Finished) -> Mapping[str, Any]:
     timings, report = finished.timings, finished.report
     drafts = timings.drafts
     guessed = {"draft_n": drafts.drafted, "draft_n_accepted": drafts.accepted} if drafts.drafted else {}
+    read_tokens = report.prompt_tokens - report.reused_tokens
     return {
         "cache_n": report.reused_tokens,
-        "prompt_n": report.prompt_tokens - report.reused_tokens,
+        "prompt_n": read_tokens,
         "prompt_ms": _ms(timings.prefill_s),
+        **_pace("prompt", read_tokens, timings.prefill_s),
         "predicted_n": timings.output_tokens,
         "predicted_ms": _ms(timings.decode_s),
+        # As in llama.cpp, the time of decoding begins at the first token, which belongs to the prompt's.
+        **_pace("predicted", timings.output_tokens - 1, timings.decode_s),
         **guessed,
         "cache": report.outcome.value,
         "why": report.why,
         "wait_ms": _ms(timings.wait_s),
         "restore_ms": _ms(timings.restore_s),
         "ttft_ms": _ms(timings.first_token_s),
+    }
+
+
+def _pace(what: str, tokens: int, seconds: float) -> Mapping[str, float]:
+    """Milliseconds a token and tokens a second; 0 where nothing was computed or measured."""
+    known = tokens > 0 and seconds > 0
+    return {
+        f"{what}_per_token_ms": _ms(seconds / tokens) if known else 0.0,
+        f"{what}_per_second": round(tokens / seconds, 3) if known else 0.0,
     }
 
 

@@ -18,6 +18,7 @@ KEYS = ProxyConfig(named_keys=(NamedKey("anna", "k1"), NamedKey("ben", "k2")))
 async def test_models_in_the_shape_of_who_asks() -> None:
     async with running(FakeEngine(), config=ProxyConfig(alias="mine")) as server:
         openai = (await server.client.get("/v1/models")).json()
+        assert openai["data"][0]["max_model_len"] == server.engine.info.context_tokens
         assert openai["object"] == "list"
         assert openai["data"][0]["id"] == "mine"
         assert isinstance(openai["data"][0]["created"], int)

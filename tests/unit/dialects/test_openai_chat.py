@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parkd.errors import EngineFailure, InvalidRequest, QueueFull
+from parkd.errors import ContextOverflow, EngineFailure, InvalidRequest, QueueFull
 from parkd.proxy.dialects.base import ResponseMeta
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
@@ -154,8 +154,12 @@ def test_usage_and_timings_say_what_was_measured() -> None:
         "cache_n": 90,
         "prompt_n": 10,
         "prompt_ms": 250.0,
+        "prompt_per_token_ms": 25.0,
+        "prompt_per_second": 40.0,
         "predicted_n": 7,
         "predicted_ms": 3000.0,
+        "predicted_per_token_ms": 500.0,
+        "predicted_per_second": 2.0,
         "cache": "restored-ram",
         "why": "because",
         "wait_ms": 1000.0,
@@ -163,6 +167,25 @@ def test_usage_and_timings_say_what_was_measured() -> None:
         "ttft_ms": 2000.0,
     }
     assert document["system_fingerprint"] == "print"
+
+
+def test_nothing_measured_has_no_pace() -> None:
+    _, encoder = feed(Started(REPORT), Finished(FinishReason.STOP, REPORT, Timings()))
+    timings = encoder.document()["timings"]
+    assert {timings[f"{what}_per_{unit}"] for what in ("prompt", "predicted") for unit in ("token_ms", "second")} == {
+        0.0
+    }
+
+
+def test_too_long_a_prompt_has_the_numbers_that_llama_servers_clients_read() -> None:
+    answer = OpenAIChat().error(ContextOverflow(900, 100, 512), "req")
+    error = answer.body["error"]
+    assert (answer.status, error["code"], error["type"]) == (
+        400,
+        "context_length_exceeded",
+        "exceed_context_size_error",
+    )
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (900, 512)
 
 
 def test_errors_have_openais_shape() -> None:
