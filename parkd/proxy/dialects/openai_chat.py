@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from parkd.errors import ParkdError
+from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
@@ -74,6 +74,11 @@ class OpenAIChat(TurnDialect):
         choice = _tool_choice(body, tools)
         form = asked_form(body, fields.obj(body, "response_format"), "response_format")
         may_continue = fields.flag(body, "continue_final_message", default=True)
+        if body.get("continue_final_message") and fields.flag(body, "add_generation_prompt", default=False):
+            raise InvalidRequest(
+                "`continue_final_message` and `add_generation_prompt` contradict each other. Send one of them.",
+                param="continue_final_message",
+            )
         return TurnRequest(
             messages=messages,
             tools=tools,
@@ -313,6 +318,7 @@ def _tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) ->
 
 
 def _max_output_tokens(body: Mapping[str, Any]) -> int | None:
-    """`max_completion_tokens`, or its older name. 0: read the prompt and generate nothing."""
-    newer, older = fields.limit(body, "max_completion_tokens"), fields.limit(body, "max_tokens")
-    return older if newer is None else newer
+    """`max_completion_tokens`, its older name, or llama-server's. 0: read the prompt and generate nothing."""
+    names = ("max_completion_tokens", "max_tokens", "n_predict")
+    limits = [fields.limit(body, name) for name in names]
+    return next((limit for limit in limits if limit is not None), None)

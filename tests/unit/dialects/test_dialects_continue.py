@@ -57,3 +57,18 @@ def test_a_client_of_chat_may_ask_for_a_new_message() -> None:
     assert not chat([ASK, BEGUN], continue_final_message=False).continues
     with pytest.raises(InvalidRequest, match="continue_final_message"):
         chat([ASK, BEGUN], continue_final_message="no")
+
+
+def test_a_new_message_and_the_last_one_continued_is_a_contradiction() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Yes"}]}
+    with pytest.raises(InvalidRequest, match="contradict"):
+        OpenAIChat().parse({**body, "continue_final_message": True, "add_generation_prompt": True}, {})
+    for several in ({"add_generation_prompt": True}, {"continue_final_message": False, "add_generation_prompt": True}):
+        OpenAIChat().parse({**body, **several}, {})
+
+
+def test_n_predict_is_a_limit() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert OpenAIChat().parse({**body, "n_predict": 7}, {}).max_output_tokens == 7
+    assert OpenAIChat().parse({**body, "n_predict": -1}, {}).max_output_tokens is None
+    assert OpenAIChat().parse({**body, "n_predict": 7, "max_tokens": 3}, {}).max_output_tokens == 3
