@@ -134,7 +134,7 @@ def serve(config: Config) -> int:
         from parkd.proxy import server
 
         memory, background = MemoryShare(config.cache.budget_bytes), BackgroundWork()
-        files = open_files(config)
+        files = open_files(config, lambda note: print(f"note: {note}", file=sys.stderr))
         engine = open_engine(config, model, memory, files, is_demo=is_demo)
         store_config = store_config_of(config, memory)
         services = compose(config, engine, store_config, named_keys, files, rules, background=background)

@@ -70,10 +70,11 @@ def _submit(background: BackgroundWork, work: Callable[..., None], *given: Any) 
     background.submit(partial(work, *given))
 
 
-def open_files(config: Config) -> FileSystem | None:
+def open_files(config: Config, say: Callable[[str], None] = lambda _note: None) -> FileSystem | None:
     """The file system for parked conversations; None if they are in memory only. Raises ConfigError.
 
-    Also raises the limit of open files, which clients' connections need as well.
+    Also raises the limit of open files, which clients' connections need as well. `say` is told of a directory that was
+    created.
     """
     from parkd.store.fs import UnlinkedFs, allow_most_files, open_directory
 
@@ -81,7 +82,12 @@ def open_files(config: Config) -> FileSystem | None:
     disk = config.cache.disk
     if not disk.budget_bytes:
         return None
-    return UnlinkedFs() if disk.directory is None else open_directory(disk.directory)
+    if disk.directory is None:
+        return UnlinkedFs()
+    files = open_directory(disk.directory)
+    if files.is_new:
+        say(f"--park-dir {disk.directory} did not exist and was created")
+    return files
 
 
 def open_store(

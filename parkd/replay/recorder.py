@@ -7,6 +7,7 @@ searched for a guessed text, and two traces cannot be matched.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import secrets
 import threading
@@ -37,14 +38,18 @@ class _Seen:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _private(path: str, flags: int) -> int:
+    # There is no text in it, but who asked what when is its owner's business.
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
 class Recorder:
     """A trace file and the thread that writes it."""
 
     def __init__(self, path: Path, header: TraceHeader, began_s: float, *, secret: bytes | None = None) -> None:
         """`began_s` is time 0 of the trace. Raises ConfigError if the file exists or cannot be created."""
         try:
-            path.touch(mode=0o600, exist_ok=False)  # no text, but who asked what when is its owner's business
-            self._file = path.open("w", encoding="utf-8")
+            self._file = open(path, "x", encoding="utf-8", opener=_private)  # noqa: SIM115 - closed by `close`
         except FileExistsError:
             raise ConfigError(f"--record {path}: the file exists already; name another one") from None
         except OSError as error:

@@ -14,7 +14,9 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import resource
+import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +32,11 @@ GRAIN_BYTES = 4096
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 LOCK_NAME = "lock"
+MARKER_NAME = "parkd-directory"
+"""The file by which a park directory is recognised. Those of earlier versions have none."""
+MARKER_TEXT = b"This directory belongs to parkd (--park-dir), which removes files in it. See docs/FORMAT.md.\n"
+_STATE_NAME = re.compile(r"[0-9a-f]{16}\.extent|[0-9a-f]{32}\.manifest(\.tmp)?")
+_OTHER_NAME = re.compile(r"lock|split\.json(\.new)?|answers(\.part)?")
 MOST_VECTORS = 512
 """Most buffers in one call; the system's limit is 1024."""
 
@@ -164,17 +171,19 @@ class PosixFile:
 class PosixFs:
     """A directory and its lock. Made by `open_directory`."""
 
-    def __init__(self, directory_fd: int, lock_fd: int, *, direct: bool) -> None:
+    def __init__(self, directory_fd: int, lock_fd: int, *, direct: bool, is_new: bool = False) -> None:
         self._directory = directory_fd
         self._lock = lock_fd
         self._direct = direct
+        self.is_new = is_new
+        """The directory was created for this."""
 
     def sizes(self) -> dict[str, int]:
         with os.scandir(self._directory) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
 
     def create(self, name: str) -> PosixFile:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         return PosixFile(os.open(name, flags, FILE_MODE, dir_fd=self._directory), direct=self._direct)
 
     def open(self, name: str) -> PosixFile:
@@ -208,30 +217,81 @@ class PosixFs:
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-def open_directory(path: Path, *, direct: bool = True) -> PosixFs:
-    """Creates the directory if it is missing, and locks it. Raises ConfigError if it cannot be used."""
+def open_directory(path: Path, *, direct: bool = True, creates: bool = True) -> PosixFs:
+    """Opens and locks a park directory: one that has parkd's marker, one of an earlier version, or an empty one.
+
+    `creates`: makes a directory that is missing, and takes one that is empty. Changes nothing in a directory before it
+    is recognised and locked. Raises ConfigError if it cannot be used.
+    """
     try:
-        path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        is_new = creates and _make(path)
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"--park-dir {path} cannot be used: {error.strerror}") from error
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, directory)
         try:
-            names = os.listdir(directory)  # noqa: PTH208 - a descriptor
-            if names and LOCK_NAME not in names:
-                raise ConfigError(
-                    f"--park-dir {path} holds files that are not parkd's, since none is named {LOCK_NAME}: name an "
-                    f"empty or a new directory, or create an empty file of that name if its lock was deleted"
-                )
-            os.fchmod(directory, DIRECTORY_MODE)
-            lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE, dir_fd=directory)
+            _check_ours(directory, path, may_be_empty=creates)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            lock = os.open(LOCK_NAME, flags, FILE_MODE, dir_fd=directory)
             undo.callback(os.close, lock)
+            _check_plain(os.fstat(lock), LOCK_NAME, path)
             _take_lock(lock, path)
+            _mark_ours(directory, path)
+            os.fchmod(directory, DIRECTORY_MODE)
         except OSError as error:
             raise ConfigError(f"--park-dir {path} cannot be used: {error.strerror}") from error
         undo.pop_all()
-    return PosixFs(directory, lock, direct=direct)
+    return PosixFs(directory, lock, direct=direct, is_new=is_new)
+
+
+def _make(path: Path) -> bool:
+    """Makes a directory, and those above it. False if it is there already. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=DIRECTORY_MODE)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _check_ours(directory: int, path: Path, *, may_be_empty: bool) -> None:
+    """Raises ConfigError unless the directory is a park directory, or may become one. Only looks."""
+    names = set(os.listdir(directory))
+    for name in names & {LOCK_NAME, MARKER_NAME}:
+        _check_plain(os.stat(name, dir_fd=directory, follow_symlinks=False), name, path)
+    if MARKER_NAME in names or (not names and may_be_empty):
+        return
+    # Earlier versions left no marker: known by their lock, and state beside it, or by nothing that is not theirs.
+    has_state = any(_STATE_NAME.fullmatch(name) for name in names)
+    if LOCK_NAME in names and (has_state or all(_OTHER_NAME.fullmatch(name) for name in names)):
+        return
+    if not names:
+        raise ConfigError(f"--park-dir {path} is empty: nothing was parked there")
+    raise ConfigError(
+        f"--park-dir {path} holds files that are not parkd's, and no file {MARKER_NAME}: name an empty or a new "
+        f"directory. If it is a park directory that lost that file, create an empty one of that name in it"
+    )
+
+
+def _check_plain(seen: os.stat_result, name: str, path: Path) -> None:
+    """Raises ConfigError unless it is a plain file of one name, so that nothing elsewhere is written through it."""
+    if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1:
+        raise ConfigError(
+            f"--park-dir {path}: {name} in it is a link or no plain file, so it is not parkd's: name another directory"
+        )
+
+
+def _mark_ours(directory: int, path: Path) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    marker = os.open(MARKER_NAME, flags, FILE_MODE, dir_fd=directory)
+    try:
+        seen = os.fstat(marker)
+        _check_plain(seen, MARKER_NAME, path)
+        if not seen.st_size:
+            os.pwrite(marker, MARKER_TEXT, 0)
+    finally:
+        os.close(marker)
 
 
 def _take_lock(lock: int, path: Path) -> None:

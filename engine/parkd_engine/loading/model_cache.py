@@ -95,7 +95,9 @@ class ModelCache:
         note = self._note_of(path)
         draft = note.with_suffix(f".{os.getpid()}.part")
         with suppress(OSError):  # If it cannot be cached, the next start takes longer.
-            draft.write_text(json.dumps({"look": look or _look(path), "digest": digest.hex()}))
+            draft.unlink(missing_ok=True)  # what is left of it, or a link to something else
+            with draft.open("x") as file:
+                file.write(json.dumps({"look": look or _look(path), "digest": digest.hex()}))
             draft.replace(note)
 
     def _is_whole(self, folder: Path, progress: Progress | None) -> bool:
@@ -158,6 +160,11 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
+    with open(path, "a", opener=_no_link) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Opens a file, but never through a link to another."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -7,6 +7,7 @@ server that cannot save or writes elsewhere before the first request, and gives 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ FILE_PREFIX = "parkd-"
 FILE_SUFFIX = ".slot"
 """Prefix and suffix of parkd's temporary files in the slot directory. Those that a killed process left are removed at
 start."""
+_NAME_BYTES = 8
+_FILE_NAME = re.compile(rf"{FILE_PREFIX}[0-9a-f]{{{2 * _NAME_BYTES}}}{re.escape(FILE_SUFFIX)}")
 _TEXT = "One two three four five six seven eight nine ten eleven twelve. " * 16
 
 T = TypeVar("T")
@@ -98,14 +101,15 @@ def named(what: str, flag: str, call: Callable[[], T]) -> T:
 
 
 def new_file_name() -> str:
-    return f"{FILE_PREFIX}{secrets.token_hex(8)}{FILE_SUFFIX}"
+    return f"{FILE_PREFIX}{secrets.token_hex(_NAME_BYTES)}{FILE_SUFFIX}"
 
 
 def remove_leftovers(slot_dir: Path) -> None:
     """Removes temporary files that a killed process left. Raises ModelError."""
     try:
-        for path in slot_dir.glob(f"{FILE_PREFIX}*{FILE_SUFFIX}"):
-            path.unlink(missing_ok=True)
+        for path in slot_dir.iterdir():
+            if _FILE_NAME.fullmatch(path.name):  # a slot that the user saved may begin and end alike
+                path.unlink(missing_ok=True)
     except OSError as error:
         raise ModelError(f"--slot-save-path {slot_dir} cannot be used: {error.strerror}.") from error
 

@@ -105,7 +105,9 @@ def _store(cache_dir: Path, known: dict[str, str]) -> None:
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         part = cache_dir / f"{DIGESTS_NAME}.part"
-        part.write_text(json.dumps(known), encoding="utf-8")
+        part.unlink(missing_ok=True)  # what is left of it, or a link to something else
+        with part.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(known))
         part.replace(cache_dir / DIGESTS_NAME)
     except OSError:
         pass  # The next start reads the file again.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
+from parkd.engine_adapter.llama_server.probe import new_file_name, remove_leftovers
 from parkd.errors import EngineFailure, EngineLost, ModelError, RestoreFailed, UpstreamFailed
 from parkd.state import RowRun, StageTransfer, StateFile, Transfer
 from parkd.types import SamplingParams, TokenIds
@@ -353,3 +354,13 @@ def test_a_server_that_clears_idle_slots_is_told_by_its_flag(server: FakeLlama) 
     server.answers["/completion"] = clearing
     with pytest.raises(ModelError, match="--cache-ram 0"):
         server.engine()
+
+
+def test_found_by_use_15_only_its_own_files_are_removed_from_the_slot_directory(tmp_path: Path) -> None:
+    """Issue 22, item 15, its kind: a slot that the user saved under a name that begins and ends alike."""
+    for name in ("parkd-notes.slot", "parkd-0123456789abcdef.slot.old", "slot"):
+        (tmp_path / name).touch()
+    left = new_file_name()
+    (tmp_path / left).touch()
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"parkd-notes.slot", "parkd-0123456789abcdef.slot.old", "slot"}

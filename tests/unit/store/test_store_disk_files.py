@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import stat
 import struct
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import xxhash
 
 from parkd.cli.compose import open_files
 from parkd.config import load
+from parkd.errors import ConfigError
 from parkd.store.fs import GRAIN_BYTES, PosixFile, UnlinkedFs, aligned_zeros, open_directory
 from parkd.store.manifest import (
     DamagedManifest,
@@ -203,3 +205,79 @@ def test_a_server_without_a_disk_tier_may_open_more_files_too() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def folder(path: Path, *names: str) -> Path:
+    """A directory of mode 0755 with files of these names, each with some text."""
+    path.mkdir(mode=0o755)
+    for name in names:
+        (path / name).write_text("precious")
+    return path
+
+
+def looks(path: Path) -> dict[str, object]:
+    """All that opening could change: modes, names and contents."""
+    found: dict[str, object] = {".": stat.S_IMODE(path.stat().st_mode)}
+    for each in path.iterdir():
+        found[each.name] = (each.lstat().st_mode, each.lstat().st_nlink, each.read_text())
+    return found
+
+
+MANIFEST, EXTENT = "0" * 32 + ".manifest", "0" * 16 + ".extent"
+
+
+@pytest.mark.parametrize("names", [["letter"], ["lock", "letter"], ["lock", "answers", "letter"], [MANIFEST]])
+def test_found_by_use_15_a_folder_that_is_not_parkds_is_left_as_it_is(tmp_path: Path, names: list[str]) -> None:
+    """Issue 22, item 15: a lock beside anything was enough, and the mode was set."""
+    path = folder(tmp_path / "d", *names)
+    before = looks(path)
+    with pytest.raises(ConfigError, match="not parkd's"):
+        open_directory(path)
+    assert looks(path) == before
+
+
+@pytest.mark.parametrize("name", ["lock", "parkd-directory"])
+@pytest.mark.parametrize("kind", ["symbolic", "hard", "directory", "pipe"])
+def test_found_by_use_15_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path, name: str, kind: str) -> None:
+    """Issue 22, item 15: the target of a link named `lock` was emptied."""
+    target = tmp_path / "target"
+    target.write_text("precious")
+    path = folder(tmp_path / "d")
+    if kind == "symbolic":
+        (path / name).symlink_to(target)
+    elif kind == "hard":
+        (path / name).hardlink_to(target)
+    elif kind == "directory":
+        (path / name).mkdir()
+    else:
+        os.mkfifo(path / name)
+    with pytest.raises(ConfigError, match=f"{name} in it is a link or no plain file"):
+        open_directory(path)
+    assert target.read_text() == "precious"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    assert [each.name for each in path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("names", [["lock"], ["lock", "answers", "split.json"], ["lock", MANIFEST, EXTENT, "notes"]])
+def test_found_by_use_15_directories_of_earlier_versions_open_and_are_marked(tmp_path: Path, names: list[str]) -> None:
+    path = folder(tmp_path / "d", *names)
+    fs = open_directory(path)
+    assert not fs.is_new
+    fs.close()
+    assert {each.name for each in path.iterdir()} == {*names, "parkd-directory"}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    for name in set(names) - {"lock"}:
+        assert (path / name).read_text() == "precious"
+    (path / "lock").unlink()
+    open_directory(path).close()  # the marker is enough
+
+
+def test_found_by_use_15_an_empty_folder_and_a_new_one_become_park_directories(tmp_path: Path) -> None:
+    open_directory(folder(tmp_path / "empty")).close()
+    fs = open_directory(tmp_path / "a" / "new")
+    assert fs.is_new
+    fs.close()
+    for path in (tmp_path / "empty", tmp_path / "a" / "new"):
+        assert {each.name for each in path.iterdir()} == {"lock", "parkd-directory"}
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) != 0o700

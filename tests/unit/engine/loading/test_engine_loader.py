@@ -250,3 +250,22 @@ def test_loading_shows_no_bars_of_the_library(folder: Path, cache: Path, capfd: 
     capfd.readouterr()
     load(folder, cache)
     assert "Loading weights" not in capfd.readouterr().err
+
+
+def test_found_by_use_15_links_in_the_model_cache_are_not_followed(tmp_path: Path) -> None:
+    """Issue 22, item 15, its kind: names that parkd chooses in a folder may be links to something precious."""
+    precious, read = tmp_path / "precious", tmp_path / "weights"
+    precious.write_text("precious")
+    read.write_text("weights")
+    cache = ModelCache(tmp_path / "cache")
+    digest = cache.file_digest(read)
+    (note,) = (tmp_path / "cache" / "digests").iterdir()
+    note.unlink()
+    note.with_suffix(f".{os.getpid()}.part").symlink_to(precious)
+    assert cache.file_digest(read) == digest
+    assert not note.is_symlink()
+    (tmp_path / "cache" / "models" / "key.lock").symlink_to(tmp_path / "made")
+    with pytest.raises(ModelLoadError, match="cannot be stored"):
+        cache.converted("key", lambda part: (part / "model").write_text("x") and None)
+    assert not (tmp_path / "made").exists()
+    assert precious.read_text() == "precious"
