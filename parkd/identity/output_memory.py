@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from parkd.identity.surrogates import mended
-from parkd.types import HASH_BYTES, PromptIdentity
+from parkd.identity.units import IMAGE_BIT
+from parkd.types import HASH_BYTES, PromptIdentity, Units
 
 ANSWERS_A_PREFIX = 4
 """Answers that are kept for one prompt, since the same prompt can be answered again and differently."""
@@ -56,6 +57,8 @@ class RememberedAnswer:
     ids: npt.NDArray[np.int32]
     """Generation prompt and answer, without the end token."""
     said: Said
+    namespace: str | None = None
+    """The cache namespace of the key that asked; None: read from a file of an earlier version, which did not say."""
 
     @property
     def bytes(self) -> int:
@@ -104,9 +107,9 @@ class OutputMemory:
         last = prompt.segments[-1] if prompt.segments else None
         if last is None or last.label != GENERATION or not len(answer_ids):
             return
-        hasher = blake2b(int32(prompt.token_ids[: last.start]).data, key=prompt.key.digest, digest_size=HASH_BYTES)
+        prefix = _hasher(prompt.token_ids[: last.start], prompt.key.digest).digest()
         ids = np.concatenate([prompt.token_ids[last.start :], np.asarray(answer_ids)]).astype(np.int32)
-        answer = RememberedAnswer(hasher.digest(), ids, said)
+        answer = RememberedAnswer(prefix, ids, said, prompt.key.namespace)
         if self.keep(answer):
             self._on_new(answer)
 
@@ -141,6 +144,39 @@ class OutputMemory:
     def ends(self, text: str, char: int) -> bool:
         """Whether one of the end texts is at `char`."""
         return text.startswith(self._end_texts, char)
+
+
+def is_within(units: Units, key_digest: bytes, namespace: str) -> Callable[[RememberedAnswer], bool]:
+    """A function that tells whether an answer was given within a conversation: to a prompt that is a prefix of it.
+
+    `units` are the conversation's, `[n]`, and `key_digest` and `namespace` those of its key. Units of an image do not
+    tell the ids in their place, so beyond the first image an answer is known by its own ids.
+    """
+    images = np.flatnonzero(units & IMAGE_BIT)
+    known = int(images[0]) if len(images) else len(units)
+    hasher = _hasher(np.zeros(0, np.int32), key_digest)
+    prefixes = {hasher.digest()}
+    stream = int32(units[:known]).tobytes()
+    for at in range(0, len(stream), 4):
+        hasher.update(stream[at : at + 4])
+        prefixes.add(hasher.digest())
+    rest = units[known:].astype("<u8").tobytes()
+
+    def test(answer: RememberedAnswer) -> bool:
+        if answer.prefix in prefixes:
+            return True
+        wanted, place = answer.ids.astype("<u8").tobytes(), -1
+        while answer.namespace in (namespace, None) and (place := rest.find(wanted, place + 1)) >= 0:
+            if place % 8 == 0:
+                return True
+        return False
+
+    return test
+
+
+def _hasher(ids: npt.NDArray[Any], key_digest: bytes) -> blake2b:
+    """The hash of everything before an answer, over its ids."""
+    return blake2b(int32(ids).data, key=key_digest, digest_size=HASH_BYTES)
 
 
 def int32(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:

@@ -239,10 +239,10 @@ def _epoch(seen: set[int]) -> int:
     return epoch
 
 
-def forget(fs: FileSystem, chosen: Callable[[Manifest], bool]) -> tuple[list[ConversationId], list[str]]:
+def forget(fs: FileSystem, chosen: Callable[[Manifest], bool]) -> tuple[list[Manifest], list[str]]:
     """Removes the `chosen` conversations, and files that nothing needs then.
 
-    Returns the ids of the removed conversations, and the names of files that could not be removed. Raises OSError if
+    Returns the removed conversations, and the names of files that could not be removed. Raises OSError if
     the directory cannot be read.
     """
     going = [manifest for manifest, _ in scan(fs).manifests if chosen(manifest)]
@@ -252,7 +252,7 @@ def forget(fs: FileSystem, chosen: Callable[[Manifest], bool]) -> tuple[list[Con
     for name, _ in scan(fs).garbage:
         _remove(fs, name, left)
     fs.sync()
-    return [manifest.id for manifest in going], left
+    return going, left
 
 
 def _remove(fs: FileSystem, name: str, left: list[str]) -> None:

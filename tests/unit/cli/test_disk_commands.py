@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +15,11 @@ import pytest
 
 from parkd import cli
 from parkd.cli import split_memory, startup
+from parkd.cli.compose import open_files
 from parkd.config import MIB, load
 from parkd.errors import ConfigError, ModelError
+from parkd.identity.answer_file import AnswerFile
+from parkd.identity.output_memory import OutputMemory, RememberedAnswer, Said
 from parkd.proxy.access import namespace_of
 from parkd.store.fs import PosixFs, open_directory
 from parkd.store.manifest import Manifest, encode
@@ -79,6 +85,10 @@ def put(fs: PosixFs, name: str, data: bytes) -> None:
     file.close()
 
 
+def digest_of(namespace: str) -> bytes:
+    return namespace.encode().ljust(16, b"k")[:16]
+
+
 def park(directory: Path, **namespaces: str) -> None:
     """A conversation of no blocks each, by id and namespace."""
     fs = open_directory(directory)
@@ -86,7 +96,7 @@ def park(directory: Path, **namespaces: str) -> None:
         manifest = Manifest(
             id=conversation_id,
             namespace=namespace,
-            key_digest=b"k" * 16,
+            key_digest=digest_of(namespace),
             fingerprint=b"f" * 16,
             layout_digest=b"l" * 16,
             block_tokens=256,
@@ -112,7 +122,7 @@ def test_forget_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "d" / "0123456789abcdef.extent").write_bytes(b"of nobody")
     assert cli.main(["forget", "--park-dir", str(tmp_path / "d"), "--all"]) == 0
     assert "forgot 2 conversations" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "d").iterdir()] == ["lock"]
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["lock", "parkd-directory"]
 
 
 def test_forget_one(tmp_path: Path) -> None:
@@ -132,6 +142,96 @@ def test_forget_what_is_parked_under_a_key(tmp_path: Path, asked: str, stay: int
     words = ["forget", "--park-dir", str(tmp_path / "d"), "--key", asked, "--api-key-file", str(keys)]
     cli.main(words)
     assert left(tmp_path / "d") == stay
+
+
+def answered(tokens: int, namespace: str) -> RememberedAnswer:
+    """An answer to a prompt of the tokens 0, 1, ..., hashed as docs/FORMAT.md says."""
+    prefix = blake2b(np.arange(tokens, dtype="<i4").tobytes(), key=digest_of(namespace), digest_size=16).digest()
+    return RememberedAnswer(prefix, np.arange(tokens, tokens + 3, dtype=np.int32), Said((namespace,)), namespace)
+
+
+def save_answers(directory: Path, *answers: RememberedAnswer) -> None:
+    file, memory = AnswerFile(directory / "answers", 1 << 20), OutputMemory(1 << 20, [])
+    file.open(memory)
+    for answer in answers:
+        file.append(answer, memory)
+    file.close()
+
+
+def answers_left(directory: Path) -> list[str]:
+    file, memory = AnswerFile(directory / "answers", 1 << 20), OutputMemory(1 << 20, [])
+    file.open(memory)
+    file.close()
+    return [answer.said.runs[0] for answer in memory.all()]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "left"),
+    [
+        (["--conversation", "nobody"], 1, ["=a", "=a/salt", "=b"]),
+        (["--key", "nobody"], 1, ["=a", "=a/salt", "=b"]),
+        (["--key", "a"], 0, ["=b"]),
+        (["--key", "b"], 0, ["=a", "=a/salt"]),
+        (["--conversation", "first"], 0, ["=a/salt", "=b"]),
+        (["--all"], 0, []),
+    ],
+)
+def test_found_by_use_16_only_answers_that_match_are_forgotten(
+    tmp_path: Path, words: list[str], code: int, left: list[str]
+) -> None:
+    """Issue 22, item 16: every call of `parkd forget` deleted everybody's remembered answers."""
+    directory = tmp_path / "d"
+    park(directory, first="=a", second="=b")
+    save_answers(
+        directory,
+        answered(2, "=a"),  # to a prefix of the conversation `first`
+        answered(9, "=a/salt"),
+        answered(5, "=b"),
+    )
+    assert cli.main(["forget", "--park-dir", str(directory), *words]) == code
+    assert answers_left(directory) == left
+
+
+def test_found_by_use_16_ids_and_whose_they_are_can_be_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 22, item 16: nothing told the id that `--conversation` takes."""
+    directory, keys = tmp_path / "d", tmp_path / "keys"
+    park(directory, c1=namespace_of("the-key-of-ann"), c2="=team/salt", c3="=other", c4="")
+    for path in directory.glob("*.manifest"):
+        os.utime(path, (1_800_000_000, 1_800_000_000))
+    keys.write_text("ann:the-key-of-ann\nbob:the-key-of-bob:team\ncarol:the-key-of-carol:team\n")
+    assert cli.main(["forget", "--park-dir", str(directory), "--list", "--api-key-file", str(keys)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ID  TOKENS  LAST USED (UTC)   KEY",
+        "c1       3  2027-01-15 08:00  ann",
+        "c2       3  2027-01-15 08:00  bob,carol (salted)",
+        "c3       3  2027-01-15 08:00  other",
+        "c4       3  2027-01-15 08:00  -",
+    ]
+    assert left(directory) == 4
+
+
+def test_found_by_use_15_forget_takes_no_other_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path / "empty", tmp_path / "letters"):
+        path.mkdir(mode=0o755)
+    (tmp_path / "letters" / "dear").touch()
+    for name in ("empty", "letters"):
+        assert cli.main(["forget", "--park-dir", str(tmp_path / name), "--all"]) == cli.EXIT_USAGE
+        assert str(tmp_path / name) in capsys.readouterr().err
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o755
+        assert not (tmp_path / name / "lock").exists()
+
+
+def test_found_by_use_15_a_directory_that_was_created_is_told(tmp_path: Path) -> None:
+    """Issue 22, item 15: a mistyped path was created without a word."""
+    flags = {"park-dir": str(tmp_path / "typo" / "d"), "conversation-cache-disk-mib": "10"}
+    for expected in ([f"--park-dir {tmp_path}/typo/d did not exist and was created"], []):
+        notes: list[str] = []
+        files = open_files(load(flags, {}), notes.append)
+        assert files is not None
+        files.close()
+        assert notes == expected
 
 
 def test_forget_waits_for_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

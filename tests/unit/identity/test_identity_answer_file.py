@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 
 from parkd.identity.answer_file import AnswerFile
@@ -99,3 +102,34 @@ def test_a_folder_that_cannot_be_written_only_costs_the_file(tmp_path: Path) -> 
     file.append(remembered(1), held)
     held.keep(remembered(1))
     assert len(held.all()) == 1
+
+
+def test_found_by_use_15_a_link_in_place_of_the_answers_is_not_followed(tmp_path: Path) -> None:
+    """Issue 22, item 15: what a link named `answers` leads to is neither read nor written."""
+    written(tmp_path / "elsewhere", 3)
+    before = (tmp_path / "elsewhere").read_bytes()
+    (tmp_path / "answers").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "answers.part").symlink_to(tmp_path / "elsewhere")
+    assert read(tmp_path / "answers") == []
+    written(tmp_path / "answers", 1)
+    assert (tmp_path / "elsewhere").read_bytes() == before
+    assert len(read(tmp_path / "answers")) == 1
+    assert not (tmp_path / "answers").is_symlink()
+
+
+def test_answers_of_version_1_are_read_and_written_anew(tmp_path: Path) -> None:
+    """They do not tell their namespace."""
+    path, answer = tmp_path / "answers", remembered(7)
+    told = orjson.dumps([list(answer.said.runs), answer.said.reasoning, [list(call) for call in answer.said.calls]])
+    body = answer.prefix + struct.pack("<I", len(answer.ids)) + answer.ids.astype("<i4").tobytes() + told
+    checksum = blake2b(body, digest_size=16, person=b"parkd-answers").digest()
+    path.write_bytes(b"PARKDANS" + struct.pack("<I", 1) + struct.pack("<I", len(body)) + checksum + body)
+    (back,) = read(path)
+    assert same(back, answer)
+    assert back.namespace is None
+    assert path.read_bytes()[8:12] == struct.pack("<I", 2)
+    (again,) = read(path)
+    assert same(again, answer)
+    assert again.namespace is None
+    written(path, 2)
+    assert len(read(path)) == 3
