@@ -172,6 +172,7 @@ def compose(
         build_identity=identity.build,
         store=store,
         files=files,
+        disk_bytes_per_s=None if store is None or files is None else _disk_speed(store, files),
         output=output,
         render=identity.render,
         remember=None if answers is None else partial(_remember, answers, identity, background),
@@ -181,6 +182,13 @@ def compose(
         return_memory=return_freed_memory,
         config=replace(config.server, named_keys=named_keys, resend_grace_s=RESEND_GRACE_S),
     )
+
+
+def _disk_speed(store: ConversationStore, files: FileSystem) -> float | None:
+    from parkd.store.disk_speed import read_bytes_per_s
+
+    stats = store.disk_stats()
+    return read_bytes_per_s(files, stats.budget_bytes - stats.bytes_in_use)
 
 
 def _remember(

@@ -56,6 +56,8 @@ class Services:
     """The source of the chat template, for `/props`."""
     files: FileSystem | None = None
     """The file system of a store with a disk; None: the store is in RAM only."""
+    disk_bytes_per_s: float | None = None
+    """How fast the files were read at start; None: not measured."""
     trace: TurnTrace | None = None
     """Called for each turn; None: nothing is recorded."""
     return_memory: Callable[[], None] = lambda: None

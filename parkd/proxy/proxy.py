@@ -68,8 +68,9 @@ class Proxy:
         self.on_lost: Callable[[], None] = lambda: None
         """Called once if the engine is lost: the process must end with an error."""
         self.thread = EngineThread()
-        costs = CostMeter()
+        costs = CostMeter(services.disk_bytes_per_s, services.monotonic)
         self.metrics = Metrics(waiting=lambda: self.lane.waiting, store_stats=store.stats if store else None)
+        self.metrics.watch("parkd_cost", lambda: costs.measured)
         self.disk: DiskWorker | None = None
         if store is not None and store.has_disk and services.files is not None:
             self.disk = DiskWorker(store, services.files, costs, services.monotonic)

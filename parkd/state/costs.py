@@ -18,6 +18,12 @@ class Costs:
     """Bandwidth of a restore."""
     disk_bytes_per_s: float = 1e9
     """Bandwidth of a promotion, which comes before the restore."""
+    best_bytes_per_s: float = float("inf")
+    """The bandwidth of restores when nothing slows them down: never less than `bytes_per_s`."""
+    best_disk_bytes_per_s: float = float("inf")
+    doubt_s: float = 0.0
+    """Seconds by which a restore may be faster than `bytes_per_s` says, since that was measured some time ago."""
+    disk_doubt_s: float = 0.0
 
     def reading_s(self, start: int, stop: int) -> float:
         """Seconds to read the tokens `[start, stop)`."""
@@ -25,5 +31,10 @@ class Costs:
         return count * (self.read_s + self.read_growth_s * (start + stop - 1) / 2)
 
     def moving_s(self, size_bytes: int, *, from_disk: bool) -> float:
-        """Seconds to restore `size_bytes`, or to promote them."""
-        return size_bytes / (self.disk_bytes_per_s if from_disk else self.bytes_per_s)
+        """Seconds to restore `size_bytes`, or to promote them: as measured, less the doubt in it, and at best speed at
+        least."""
+        if from_disk:
+            speed, best, doubt_s = self.disk_bytes_per_s, self.best_disk_bytes_per_s, self.disk_doubt_s
+        else:
+            speed, best, doubt_s = self.bytes_per_s, self.best_bytes_per_s, self.doubt_s
+        return max(size_bytes / best, size_bytes / speed - doubt_s)

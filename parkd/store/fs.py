@@ -63,6 +63,9 @@ class File(Protocol):
         """Returns when the content is on the device. Raises OSError, after which the content on the device is
         unknown."""
 
+    def drop_cached(self) -> None:
+        """Drops what the system has cached of the file, so that it is read from the device."""
+
     def close(self) -> None: ...
 
 
@@ -148,6 +151,10 @@ class PosixFile:
 
     def sync(self) -> None:
         os.fsync(self._fd)
+
+    def drop_cached(self) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -40,9 +40,9 @@ class Evictable(NamedTuple):
     def saved_s(self, costs: Costs) -> float:
         """Seconds a return would save by finding in memory what only this conversation holds; never negative."""
         start = self.position - self.freed_tokens
-        saved_s = costs.reading_s(start, self.position) - self.freed_bytes / costs.bytes_per_s
+        saved_s = costs.reading_s(start, self.position) - costs.moving_s(self.freed_bytes, from_disk=False)
         if self.is_on_disk:
-            saved_s = min(saved_s, self.freed_bytes / costs.disk_bytes_per_s)
+            saved_s = min(saved_s, costs.moving_s(self.freed_bytes, from_disk=True))
         return max(0.0, saved_s)
 
 

@@ -246,6 +246,9 @@ class FaultFile:
                 raise OSError(errno.ENODATA, "the file ends too early")
             offset += buffer.nbytes
 
+    def drop_cached(self) -> None:
+        pass
+
     def sync(self) -> None:
         kind = "sync extent" if self._name.endswith(".extent") else "sync manifest"
         try:
