@@ -225,7 +225,8 @@ async def test_reading_is_chosen_where_it_is_cheaper_than_the_disk(tmp_path: Pat
         first = await server.chat(a1)
     async with running_on(tmp_path / "park") as server:
         costs = server.server.proxy.disk._costs
-        costs._bytes_per_s = dict.fromkeys(costs._bytes_per_s, 1.0)
+        for speed in costs._speeds.values():
+            speed.bytes_per_s = speed.best = 1.0
         a2 = turn_after(a1, first.text, "And then?")
         second = await server.chat(a2)
         assert (second.cache, second.text) == ("cold", never_parked(a2))

@@ -265,7 +265,7 @@ def test_found_by_use_15_links_in_the_model_cache_are_not_followed(tmp_path: Pat
     assert cache.file_digest(read) == digest
     assert not note.is_symlink()
     (tmp_path / "cache" / "models" / "key.lock").symlink_to(tmp_path / "made")
-    with pytest.raises(ModelLoadError, match="cannot be stored"):
+    with pytest.raises(ModelError, match="cannot be stored"):
         cache.converted("key", lambda part: (part / "model").write_text("x") and None)
     assert not (tmp_path / "made").exists()
     assert precious.read_text() == "precious"
