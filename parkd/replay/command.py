@@ -13,8 +13,9 @@ from parkd.replay.bound import clairvoyant_bound_s
 from parkd.replay.curve import plot, table
 from parkd.replay.driver import replay
 from parkd.replay.generators import GENERATORS, generate
+from parkd.replay.measured import measured_reading
 from parkd.replay.result import ReplayConfig, ReplayResult
-from parkd.replay.trace import Trace, TraceError, TraceHeader, read_trace, write_trace
+from parkd.replay.trace import Trace, TraceError, TraceHeader, TurnRecord, read_trace, write_trace
 from parkd.state import Costs
 from parkd.store.policy import POLICIES, policy_named
 
@@ -23,6 +24,8 @@ GENERATE = "generate:"
 DEFAULT_BUDGETS = (1024, 2048, 4096, 8192, 16384)
 DEFAULT_READ_MS = 0.38
 DEFAULT_GROWTH_NS = 10.0
+DEFAULT_RESTORE_GB_PER_S = 8.0
+DEFAULT_DISK_GB_PER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         help="disk budgets, each with each --budgets",
     )
     parser.add_argument("--disk-write-gib-per-day", metavar="GIB", type=_positive, default=200, help="(200)")
-    parser.add_argument("--disk-gb-per-s", metavar="GB", type=_positive, default=1, help="from disk to memory (1)")
+    parser.add_argument("--disk-gb-per-s", metavar="GB", type=_positive, help="from disk to memory (1)")
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -105,11 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tflops", metavar="N", type=_positive, default=40, help="of the device while it reads (40)")
     parser.add_argument("--bytes-per-token", metavar="BYTES,...", type=_sizes, help="a stage each (the trace's own)")
     parser.add_argument("--slots", metavar="N", type=int, help="most conversations parked (no bound)")
-    parser.add_argument("--read-ms", metavar="MS", type=_positive, help="to read one token (0.38, or --model's)")
     parser.add_argument(
-        "--read-growth-ns", metavar="NS", type=_positive, help="more a token of depth (10, or --model's)"
+        "--read-ms", metavar="MS", type=_positive, help="to read one token (as recorded, 0.38, or --model's)"
     )
-    parser.add_argument("--restore-gb-per-s", metavar="GB", type=_positive, default=8, help="from memory (8)")
+    parser.add_argument(
+        "--read-growth-ns", metavar="NS", type=_positive, help="more a token of depth (as recorded, 10, or --model's)"
+    )
+    parser.add_argument("--restore-gb-per-s", metavar="GB", type=_positive, help="from memory (8)")
     parser.add_argument("--limit", metavar="N", type=int, help="only the first turns")
     parser.add_argument("--bound", action="store_true", help="also the most that any policy could have saved")
     parser.add_argument("--plot", metavar="PNG", type=Path, help="draw the curve; needs matplotlib")
@@ -133,7 +138,8 @@ def run(words: Sequence[str], say: Callable[[str], None] = print, sizes_of: Size
             write_trace(given.save, trace)
         except OSError as error:
             raise ConfigError(f"--save {given.save}: {error.strerror}") from error
-    costs, daily = _costs(given, model), int(given.disk_write_gib_per_day * 1024) * MIB
+    costs, said = _costs(given, model, trace.turns)
+    daily = int(given.disk_write_gib_per_day * 1024) * MIB
     budgets = [(ram * MIB, disk * MIB) for ram in given.budgets for disk in given.disk_budgets]
     results: list[ReplayResult] = []
     for ram, disk in budgets:
@@ -145,7 +151,8 @@ def run(words: Sequence[str], say: Callable[[str], None] = print, sizes_of: Size
         (ram, disk): clairvoyant_bound_s(trace.header, trace.turns, costs, ram + disk)
         for ram, disk in (budgets if given.bound else ())
     }
-    say(f"{trace.name}: {len(trace.turns):,} turns, {sum(turn.prompt_tokens for turn in trace.turns):,} prompt tokens")
+    tokens = sum(turn.prompt_tokens for turn in trace.turns)
+    say("\n".join((f"{trace.name}: {len(trace.turns):,} turns, {tokens:,} prompt tokens", *said)))
     say(table(results, bounds))
     if given.plot is not None:
         plot(given.plot, trace.name, results, bounds)
@@ -162,16 +169,33 @@ def _header(header: TraceHeader, given: argparse.Namespace, model: ModelSizes | 
     return header
 
 
-def _costs(given: argparse.Namespace, model: ModelSizes | None) -> Costs:
+def _costs(
+    given: argparse.Namespace, model: ModelSizes | None, turns: Sequence[TurnRecord]
+) -> tuple[Costs, tuple[str, ...]]:
+    """The costs, and lines that say of each where it is from."""
     read_s, growth_s = DEFAULT_READ_MS / 1e3, DEFAULT_GROWTH_NS / 1e9
+    origin = "assumed (--read-ms, --read-growth-ns)"
+    measured = measured_reading(turns)
     if model is not None:
         rate = given.tflops * 1e12
         read_s, growth_s = model.read_flop / rate, model.growth_flop / rate
+        origin = f"computed for {given.model} at {given.tflops:g} TFLOP/s"
+    elif measured is not None:
+        read_s, growth_s = measured.read_s, measured.growth_s
+        origin = f"measured: {measured.seconds:,.0f} s in {measured.turns:,} turns of the recording"
+    read_origin = growth_origin = origin
     if given.read_ms is not None:
-        read_s = given.read_ms / 1e3
+        read_s, read_origin = given.read_ms / 1e3, "as given"
     if given.read_growth_ns is not None:
-        growth_s = given.read_growth_ns / 1e9
-    return Costs(read_s, growth_s, given.restore_gb_per_s * 1e9, given.disk_gb_per_s * 1e9)
+        growth_s, growth_origin = given.read_growth_ns / 1e9, "as given"
+    ram, disk = given.restore_gb_per_s or DEFAULT_RESTORE_GB_PER_S, given.disk_gb_per_s or DEFAULT_DISK_GB_PER_S
+    lines = (
+        f"reading a token   {read_s * 1e3:.3g} ms, {read_origin}",
+        f"a token of depth  {growth_s * 1e9:.3g} ns more, {growth_origin}",
+        f"memory            {ram:g} GB/s, {'as given' if given.restore_gb_per_s else 'assumed (--restore-gb-per-s)'}",
+        f"disk              {disk:g} GB/s, {'as given' if given.disk_gb_per_s else 'assumed (--disk-gb-per-s)'}",
+    )
+    return Costs(read_s, growth_s, ram * 1e9, disk * 1e9), lines
 
 
 def _trace(text: str, limit: int | None) -> Trace:

@@ -54,6 +54,10 @@ class TurnRecord:
     chain: tuple[bytes, ...]
     """`[live_tokens // block_tokens]`"""
     end: str = "stop"
+    reused_tokens: int = 0
+    """Of the prompt, in the server that recorded it: read were the others."""
+    read_s: float | None = None
+    """Seconds that it read for; None: not recorded."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ def turn_line(turn: TurnRecord, extra: Mapping[str, Any] | None = None) -> str:
         "chain": b"".join(turn.chain).hex(),
         "end": turn.end,
     }
+    if turn.read_s is not None:
+        values |= {"reused": turn.reused_tokens, "prefill_s": turn.read_s}
     return json.dumps(values | dict(extra or {}), separators=(",", ":"))
 
 
@@ -158,7 +164,9 @@ def _turn(number: int, values: dict[str, Any], block_tokens: int) -> TurnRecord:
         raw = bytes.fromhex(values["chain"])
         chain = tuple(raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES))
         prompt, live, at_s = int(values["prompt"]), int(values["live"]), float(values["at"])
-        turn = TurnRecord(at_s, str(values["key"]), prompt, live, chain, str(values.get("end", "")))
+        reused, read_s = int(values.get("reused", 0)), values.get("prefill_s")
+        read_s = None if read_s is None else float(read_s)
+        turn = TurnRecord(at_s, str(values["key"]), prompt, live, chain, str(values.get("end", "")), reused, read_s)
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(f"line {number}: {error!r}") from None
     if prompt < 1 or live < 0 or len(raw) % HASH_BYTES or len(chain) != live // block_tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from parkd.replay import command
 from parkd.replay.bound import clairvoyant_bound_s
 from parkd.replay.driver import Replayer, replay
 from parkd.replay.generators import GENERATORS, generate
+from parkd.replay.measured import measured_reading
 from parkd.replay.recorder import Recorder
 from parkd.replay.result import DEFAULT_COSTS, ReplayConfig
 from parkd.replay.trace import (
@@ -379,3 +381,68 @@ def test_a_line_is_one_line_without_text():
     line = turn_line(turn(1.23456, range(2)))
     assert "\n" not in line
     assert json.loads(line)["at"] == 1.235
+
+
+def _recorded(path, turns):
+    """A recording whose turns read `(prompt, reused, seconds)`."""
+    lines = ['{"parkd_trace": 1, "block_tokens": 256, "row_bytes": [1024], "fixed_bytes": [0]}']
+    for at, (prompt, reused, seconds) in enumerate(turns):
+        chain = "".join(f"{at * 1000 + block:016x}" for block in range(prompt // 256))
+        line = {"at": at, "key": "a", "prompt": prompt, "live": prompt, "chain": chain, "end": "stop"}
+        lines.append(json.dumps(line | {"reused": reused, "prefill_s": seconds, "cache": "cold"}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _line_s(prompt, reused, read_s, growth_s):
+    """Seconds to read the tokens `[reused, prompt)`, one by one."""
+    return sum(read_s + depth * growth_s for depth in range(reused, prompt))
+
+
+SHAPES = [(1000, 0), (9000, 512), (3000, 2900), (20_000, 0), (600, 0), (30_000, 25_600)]
+
+
+@pytest.mark.parametrize(("read_s", "growth_s"), [(0.02, 0.0), (0.004, 3e-7), (0.0, 1e-6)])
+def test_found_by_use_23_reading_costs_what_it_cost_in_the_recording(tmp_path, read_s, growth_s):
+    """Issue 22, item 23: 177 s of reading in a recording became 4."""
+    turns = [(prompt, reused, _line_s(prompt, reused, read_s, growth_s)) for prompt, reused in SHAPES]
+    trace, said = _recorded(tmp_path / "t.jsonl", turns), []
+    assert command.run([str(trace), "--policy", "lru", "--budgets", "64"], said.append) == 0
+    assert f"{read_s * 1e3:.3g} ms, measured: {sum(s for *_, s in turns):,.0f} s in 6 turns" in said[0]
+    assert f"{growth_s * 1e9:.3g} ns more, measured" in said[0]
+    assert "8 GB/s, assumed (--restore-gb-per-s)" in said[0]
+    assert "1 GB/s, assumed (--disk-gb-per-s)" in said[0]
+    saved = tmp_path / "saved.jsonl"
+    assert command.run([str(trace), "--policy", "lru", "--budgets", "64", "--save", str(saved)], said.append) == 0
+    assert read_trace(saved).turns == read_trace(trace).turns
+
+
+def test_found_by_use_23_as_many_seconds_as_were_recorded_however_they_scatter(tmp_path):
+    rng = random.Random(3)
+    turns = [(prompt, reused, rng.uniform(0.1, 20.0)) for prompt, reused in SHAPES * 5]
+    measured = measured_reading(read_trace(_recorded(tmp_path / "t.jsonl", turns)).turns)
+    assert measured.read_s >= 0
+    assert measured.growth_s >= 0
+    modelled = sum(_line_s(prompt, reused, measured.read_s, measured.growth_s) for prompt, reused, _ in turns)
+    assert modelled == pytest.approx(sum(seconds for *_, seconds in turns), rel=1e-6)
+
+
+def test_found_by_use_23_what_is_given_and_what_is_assumed_is_said(tmp_path):
+    said = []
+    words = ["generate:round-robin?agents=2&turns=2&tokens=2000", "--budgets", "64", "--policy", "lru"]
+    assert command.run([*words, "--read-ms", "2", "--disk-gb-per-s", "3"], said.append) == 0
+    assert said[0].splitlines()[1:] == [
+        "reading a token   2 ms, as given",
+        "a token of depth  10 ns more, assumed (--read-ms, --read-growth-ns)",
+        "memory            8 GB/s, assumed (--restore-gb-per-s)",
+        "disk              3 GB/s, as given",
+    ]
+
+
+def test_found_by_use_23_turns_that_did_not_read_their_prompt_tell_nothing():
+    turns = [
+        TurnRecord(0.0, "a", 1000, 1000, (b"h" * 8,) * 3, "stop", 0, None),  # not told
+        TurnRecord(1.0, "a", 1000, 400, (b"h" * 8,), "cancelled", 0, 5.0),  # cut while it read
+        TurnRecord(2.0, "a", 1000, 1000, (b"h" * 8,) * 3, "stop", 1000, 0.0),  # all reused
+    ]
+    assert measured_reading(turns) is None
