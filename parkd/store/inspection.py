@@ -304,6 +304,7 @@ def ram_stats(
         superseded_total=totals["superseded"],
         dropped_total=totals["dropped"],
         captured_tokens_total=totals["captured_tokens"],
+        kept_tokens_total=totals["kept_tokens"],
         reused_tokens_total=totals["reused_tokens"],
         refusals_total=MappingProxyType(dict(refusals)),
     )

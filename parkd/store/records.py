@@ -222,8 +222,10 @@ class StoreStats:
     superseded_total: int
     dropped_total: int
     captured_tokens_total: int
-    reused_tokens_total: int
+    kept_tokens_total: int
     """Tokens of committed captures that were stored before and not copied again."""
+    reused_tokens_total: int
+    """Tokens that were leased to be made live."""
     refusals_total: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """By `RefusalReason` value."""
 

@@ -177,6 +177,7 @@ class ConversationStore:
         parked = conversation.parked
         conversation.parked = replace(parked, tier=Tier.RAM)
         self._totals["leases"] += 1
+        self._totals["reused_tokens"] += stop - start
         if file is not None:
             file.readers += 1
 
@@ -501,7 +502,7 @@ class ConversationStore:
         self.queue.cancel_superseded()
         self._totals["captures"] += 1
         self._totals["captured_tokens"] += flight.position
-        self._totals["reused_tokens"] += flight.plan.start(flight.position)
+        self._totals["kept_tokens"] += flight.plan.start(flight.position)
         return ram
 
     def _publish_read(self, flight: Flight, source: Conversation) -> Parked:

@@ -76,7 +76,7 @@ def test_a_grown_conversation_copies_only_new_blocks_and_supersedes(engine):
     assert store.stats().conversations == 1
     assert store.stats().superseded_total == 1
     assert store.stats().blocks == 13
-    assert store.stats().reused_tokens_total == 40
+    assert store.stats().kept_tokens_total == 40
     assert_same_rows(leased_rows(store, grown), engine.rows())
     assert_counts(store)
 
@@ -285,3 +285,14 @@ def test_a_machine_without_memory_refuses(engine, monkeypatch):
     monkeypatch.undo()
     assert isinstance(store.begin_capture(engine.request()), Capture)
     assert_counts(store)
+
+
+def test_found_by_use_24_tokens_that_a_restore_takes_from_the_store_are_counted(engine):
+    """Issue 22, item 24: `parkd_store_reused_tokens_total` stayed 0 after restores."""
+    store = make_store(AMPLE)
+    parked = engine.read(make_units(1, 42)).park(store)
+    assert store.stats().reused_tokens_total == 0
+    store.lease(parked.id, 42).release()
+    store.lease(parked.id, 42, 40).release()
+    assert store.stats().reused_tokens_total == 42 + 2
+    assert store.stats().kept_tokens_total == 0
