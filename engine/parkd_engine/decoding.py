@@ -24,6 +24,7 @@ from parkd.errors import LogitsNotFinite
 from parkd_engine.draft.pace import DraftPace
 from parkd_engine.session import Session
 from parkd_engine.words.distribution import Distribution
+from parkd_engine.words.logprobs import TokenLogprobs, logprobs_of
 from parkd_engine.words.sampling import Sampler
 
 Allowed = npt.NDArray[np.bool_]
@@ -56,12 +57,17 @@ class Decoder:
         *,
         mask: Mask | None = None,
         end_token_ids: frozenset[int] = frozenset(),
+        top_logprobs: int | None = None,
     ) -> None:
-        """An accepted guess among `end_token_ids` ends its step: tokens after it are rarely wanted."""
+        """An accepted guess among `end_token_ids` ends its step: tokens after it are rarely wanted. With `top_logprobs`
+        logprobs of every token are kept, with those of so many others."""
         self._session = session
         self._sampler = sampler
         self._mask = mask
         self._end_token_ids = end_token_ids
+        self._top_logprobs = top_logprobs
+        self.logprobs: list[TokenLogprobs] = []
+        """Of each token that `tokens` yielded, and of those that it will yield next; empty if not asked for."""
         self.counts = DraftCounts()
         self._pace = DraftPace() if session.draft_pauses else None
 
@@ -91,7 +97,7 @@ class Decoder:
         if not guesses:
             scores = session.step(token_id)
             with self._emptied_by(scores[None]):
-                return [self._said(self._sampler.pick(scores, allowed))]
+                return [self._said(self._sampler.pick(scores, allowed), scores)]
         start, accepted = session.position, self.counts.accepted
         logits = session.verify([token_id, *(guess for guess, _ in guesses)])
         self.counts.drafted += len(guesses)
@@ -125,14 +131,14 @@ class Decoder:
         for (guess, guessed_from), scores in zip(guesses, logits, strict=False):
             wanted = self._sampler.distribution(scores, allowed)
             token = self._sampler.remember(self._sampler.judge(guess, guessed_from, wanted))
-            said.append(self._said(token))
+            said.append(self._said(token, scores))
             if token != guess:
                 return
             self.counts.accepted += 1
             if token in self._end_token_ids:
                 return
             allowed = None if self._mask is None else self._mask.allowed()
-        said.append(self._said(self._sampler.pick(logits[-1], allowed)))
+        said.append(self._said(self._sampler.pick(logits[-1], allowed), logits[-1]))
 
     def _guesses(self, token_id: int, allowed: Allowed | None) -> list[tuple[int, Distribution]]:
         """The guesses, each with the distribution it was drawn from. The mask is known for the first only; the model
@@ -149,7 +155,10 @@ class Decoder:
             self._session.guess(token_id, self._session.draft_tokens, choose)
         return list(zip(ahead, sources, strict=True))
 
-    def _said(self, token_id: int) -> int:
+    def _said(self, token_id: int, scores: torch.Tensor) -> int:
+        """Notes that the token was sampled from these logits, and returns it."""
+        if self._top_logprobs is not None:
+            self.logprobs.append(logprobs_of(scores.float().cpu().numpy(), token_id, self._top_logprobs))
         if self._mask is not None:
             self._mask.accept(token_id)
         return token_id

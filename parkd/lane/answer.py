@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from parkd.answers.base import Parser
 from parkd.answers.stops import StopStrings
-from parkd.engine_adapter.base import Cancel, Engine
-from parkd.types import DraftCounts, Event, FinishReason, TurnRequest
+from parkd.answers.token_trail import TokenTrail
+from parkd.engine_adapter.base import Cancel, Engine, TextStream
+from parkd.lane.events import joined_events
+from parkd.types import DraftCounts, Event, FinishReason, TextDelta, TokenLogprob, TurnRequest
 
 Emit = Callable[[Event], None]
 
@@ -48,6 +50,7 @@ class AnswerLoop:
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.request.stop)
+        self._trail = None if self.request.sampling.top_logprobs is None else TokenTrail()
 
     def run(self) -> None:
         """Ends at an end token, a stop string in the answer's text, the limit, the context's end, or when `cancel` is
@@ -63,6 +66,8 @@ class AnswerLoop:
             _, answer.reason = self.parser.finish(FinishReason.STOP)
         else:
             rest, answer.reason = self.parser.finish(answer.reason)
+            if self._trail is not None:
+                self._trail.parsed(rest, in_reasoning=self.parser.in_reasoning, fed=0)
             self._emit_all(self._stops.over(rest))
             self._emit_all(self._stops.flush())
             if self._stops.met is not None and answer.reason is FinishReason.LENGTH:
@@ -78,12 +83,13 @@ class AnswerLoop:
             for step in steps:
                 if answer.first_token_at_s is None:
                     answer.first_token_at_s = self.monotonic()
+                known = len(answer.token_ids)
                 answer.token_ids.extend(step)
                 left = None if self.limit is None else self.limit - answer.output_tokens
                 visible, ended = visible_ids(step, engine.info.end_token_ids, left)
                 answer.output_tokens += len(visible) + (ended is FinishReason.STOP)
                 answer.reasoning_tokens += len(visible) if self.parser.in_reasoning else 0
-                self._take(stream.push(visible))
+                self._take(self._text_of(visible, known, stream))
                 if ended is not None or self.parser.satisfied or self._stops.met is not None:
                     answer.reason = ended or FinishReason.STOP
                     break
@@ -95,16 +101,51 @@ class AnswerLoop:
             if close is not None:
                 close()
             answer.drafts = engine.drafts
-        return stream.flush()
+        rest = stream.flush()
+        if self._trail is not None:
+            self._trail.ended(rest)
+        return rest
+
+    def _text_of(self, ids: Sequence[int], known: int, stream: TextStream) -> str:
+        """The text of the ids, of which the first is the answer's token number `known`."""
+        if self._trail is None:
+            return stream.push(ids)
+        whole = ""
+        for number, token_id in enumerate(ids, known):
+            text = stream.push([token_id])
+            self._trail.wrote(number, text, mid_character=stream.mid_character)
+            whole += text
+        return whole
 
     def _take(self, text: str) -> None:
         """Parses a piece of text and emits what can be sent of it, unless a stop string came before."""
-        if self._stops.met is None:
+        if self._stops.met is not None:
+            return
+        if self._trail is None:
             self._emit_all(self._stops.over(self.parser.push(text)))
+            return
+        ready: list[Event] = []
+        for left, character in zip(range(len(text) - 1, -1, -1), text, strict=True):
+            events = self.parser.push(character)
+            self._trail.parsed(events, in_reasoning=self.parser.in_reasoning, fed=left)
+            for event in self._stops.over(events):
+                joined = joined_events(ready[-1] if ready else None, event)
+                ready[-1 if joined is not None else len(ready) :] = [event if joined is None else joined]
+            if self._stops.met is not None:
+                break
+        self._emit_all(ready)
 
     def _emit_all(self, events: Iterable[Event]) -> None:
         for event in events:
+            if self._trail is not None and isinstance(event, TextDelta):
+                event = TextDelta(event.text, tuple(map(self._scored, self._trail.sent(event.text))))
             self.emit(event)
+
+    def _scored(self, number: int) -> TokenLogprob:
+        """The logprobs of a token of the answer."""
+        scored, piece = self.engine.logprobs[number], self.engine.piece
+        top = tuple((piece(token_id), logprob) for token_id, logprob in scored.top)
+        return TokenLogprob(piece(scored.token_id), scored.logprob, top)
 
 
 def visible_ids(

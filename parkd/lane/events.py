@@ -19,6 +19,8 @@ from parkd.types import Event, Finished, Progress, ReasoningDelta, TextDelta, To
 UNREAD_LIMIT_CHARACTERS = 256 * 1024
 EVENT_CHARACTERS = 64
 """What an unread event counts besides its text."""
+LOGPROB_CHARACTERS = 16
+"""What a token with its logprob counts in an unread event."""
 HISTORY_CHARACTERS = 16
 """What an event in the history counts besides its text."""
 
@@ -58,7 +60,7 @@ class EventChannel:
             self.on_overflow()
             return
         self._record(event)
-        joined = _joined(self._unread[-1] if self._unread else None, event)
+        joined = joined_events(self._unread[-1] if self._unread else None, event)
         if joined is not None:
             self._join(joined)
         else:
@@ -122,10 +124,10 @@ class EventChannel:
         self._unread[-1] = event
 
 
-def _joined(last: Event | None, event: Event) -> Event | None:
+def joined_events(last: Event | None, event: Event) -> Event | None:
     """One event that means the same as both; None if there is none."""
     if isinstance(last, TextDelta) and isinstance(event, TextDelta):
-        return TextDelta(last.text + event.text)
+        return TextDelta(last.text + event.text, last.logprobs + event.logprobs)
     if isinstance(last, ReasoningDelta) and isinstance(event, ReasoningDelta):
         return ReasoningDelta(last.text + event.text)
     if isinstance(last, Progress) and isinstance(event, Progress):
@@ -135,7 +137,10 @@ def _joined(last: Event | None, event: Event) -> Event | None:
 
 def _characters(event: Event) -> int:
     match event:
-        case TextDelta(text) | ReasoningDelta(text):
+        case TextDelta(text, logprobs):
+            scores = sum(1 + len(each.top) for each in logprobs)
+            return EVENT_CHARACTERS + len(text) + LOGPROB_CHARACTERS * scores
+        case ReasoningDelta(text):
             return EVENT_CHARACTERS + len(text)
         case ToolCallDelta(arguments=arguments):
             return EVENT_CHARACTERS + len(arguments)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio.to_thread
@@ -29,7 +29,7 @@ from parkd.types import ConversationKey
 APIS = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/messages", "/v1/models")
 """Paths shown at `/`."""
 PIECE_LIMIT = 200_000
-"""Most tokens that `/tokenize` spells out one by one."""
+"""Most tokens that `/tokenize` and `/detokenize` spell out one by one."""
 
 
 class Endpoints:
@@ -64,6 +64,7 @@ class Endpoints:
         """Handlers of POST requests by path."""
         return {
             "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
             "/apply-template": self.apply_template,
             "/api/show": self.ollama_model,
         }
@@ -179,26 +180,41 @@ class Endpoints:
         return _json(explain.document(found), request_id)
 
     async def tokenize(self, request: Request, request_id: str) -> ASGIApp:
-        """As in llama-server: special tokens in the text are recognised, none is added."""
+        """As in llama-server: special tokens in the text are recognised unless `parse_special` is false, and those that
+        open a text are added if `add_special` asks for them."""
         self._caller(request)
         body = await self._body(request)
         content = fields.text(body, "content")
-        if not fields.flag(body, "parse_special", default=True):
-            raise InvalidRequest(
-                "`parse_special` must be true: special tokens in a text are always recognised.", param="parse_special"
-            )
         with_pieces = fields.flag(body, "with_pieces", default=False)
-        tokenizer = self._services.engine.tokenizer
-        ids = await self._proxy.prompts.tokenise(content)
+        engine = self._services.engine
+        special = fields.flag(body, "parse_special", default=True)
+        ids = await self._proxy.prompts.tokenise(content, special=special)
+        if fields.flag(body, "add_special", default=False):
+            ids = [*await self._in_thread(lambda: engine.opening_ids), *ids]
         if not with_pieces:
             return _json({"tokens": ids}, request_id)
         if len(ids) > PIECE_LIMIT:
             raise InvalidRequest(f"`with_pieces` takes at most {PIECE_LIMIT} tokens.", param="with_pieces")
-        pieces = await anyio.to_thread.run_sync(
-            lambda: [{"id": token_id, "piece": tokenizer.decode([token_id])} for token_id in ids],
-            limiter=self._proxy.prompts.limiter,
+        pieces = await self._in_thread(
+            lambda: [{"id": token_id, "piece": _shown(engine.piece(token_id))} for token_id in ids]
         )
         return _json({"tokens": pieces}, request_id)
+
+    async def detokenize(self, request: Request, request_id: str) -> ASGIApp:
+        """As in llama-server: ids to their text, special tokens included."""
+        self._caller(request)
+        body = await self._body(request)
+        engine, tokens = self._services.engine, fields.items(body, "tokens")
+        known = range(engine.info.vocab_size)
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token in known for token in tokens):
+            raise InvalidRequest(f"`tokens` must be a list of token ids from 0 to {known.stop - 1}.", param="tokens")
+        if len(tokens) > PIECE_LIMIT:
+            raise InvalidRequest(f"`tokens` takes at most {PIECE_LIMIT} ids.", param="tokens")
+        text = await self._in_thread(lambda: engine.text_of(tokens))
+        return _json({"content": text}, request_id)
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await anyio.to_thread.run_sync(work, limiter=self._proxy.prompts.limiter)
 
     async def apply_template(self, request: Request, request_id: str) -> ASGIApp:
         caller = self._caller(request)
@@ -216,6 +232,14 @@ class Endpoints:
 
     def _caller(self, request: Request) -> Caller:
         return self._proxy.caller_of(request)
+
+
+def _shown(piece: bytes) -> str | list[int]:
+    """A piece as llama-server shows it: its bytes, if they are no text by themselves."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 def _json(document: object, request_id: str) -> JSONResponse:

@@ -21,7 +21,6 @@ ADVICE: Mapping[str, str] = {
     "/infill": "Infilling is not supported; raw text is POST /v1/completions.",
     "/completion": f"Raw text is POST /v1/completions, the chat {CHAT}.",
     "/completions": f"Raw text is POST /v1/completions, the chat {CHAT}.",
-    "/detokenize": "POST /tokenize with `with_pieces` shows ids with their texts.",
     "/lora-adapters": "Adapters are not loaded at run time; control vectors steer by `steering` in a request.",
     "/messages": "Anthropic's API is at POST /v1/messages: its base URL has no /v1 at the end.",
     "/responses": "The Responses API is POST /v1/responses: its base URL ends in /v1.",

@@ -31,14 +31,18 @@ class Prompts:
             raise InvalidRequest(advice, param="response_format")
         return await anyio.to_thread.run_sync(self._build, request, limiter=self.limiter)
 
-    async def tokenise(self, text: str) -> list[int]:
-        """The ids of a plain text. Raises ContextOverflow for a text that is far too long for any prompt."""
-        return await anyio.to_thread.run_sync(self._tokenise, text, limiter=self.limiter)
+    async def tokenise(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a plain text; without `special`, control tokens in it are letters. Raises ContextOverflow for a
+        text that is far too long for any prompt."""
+        return await anyio.to_thread.run_sync(self._tokenise, text, special, limiter=self.limiter)
 
-    def _tokenise(self, text: str) -> list[int]:
+    def _tokenise(self, text: str, special: bool) -> list[int]:
         engine = self._services.engine
-        check_length(engine.tokenizer, text, engine.info.context_tokens)
-        return engine.tokenizer.encode(text)
+        tokenizer = engine.tokenizer
+        check_length(tokenizer, text, engine.info.context_tokens)
+        if special:
+            return tokenizer.encode(text)
+        return tokenizer.encode_parts([text], frozenset(tokenizer.control_tokens))
 
     def _build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
         services = self._services

@@ -12,6 +12,7 @@ from parkd.types.events import (
     ReasoningDelta,
     Started,
     TextDelta,
+    TokenLogprob,
     ToolCallDelta,
 )
 from parkd.types.identity import (
@@ -82,6 +83,7 @@ __all__ = [
     "TextForm",
     "Timings",
     "TokenIds",
+    "TokenLogprob",
     "TokenMask",
     "ToolCallDelta",
     "ToolChoice",

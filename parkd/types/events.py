@@ -47,8 +47,21 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of the answer's text with the logarithm of its probability, and the most probable ones in its place."""
+
+    piece: bytes
+    """What it writes; part of a character, if the character takes several tokens."""
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+    """Most probable first."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens that begin in this text; empty unless the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)

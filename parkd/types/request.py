@@ -48,6 +48,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None
+    """Logprobs of the answer's tokens are wanted, and of so many others in each place; None: none are."""
 
 
 Message = Mapping[str, Any]

@@ -54,6 +54,24 @@ def check_thinking(client: openai.OpenAI) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
 
 
+def test_logprobs_are_read_by_the_sdk() -> None:
+    """Found by use 25. Thinking is not in the answer's text, so its tokens are not told."""
+    with serving("<think>\nA greeting.\n</think>\n\nHéllo 😀.") as served, client_of(served) as client:
+        choice = client.chat.completions.create(model="m", messages=HELLO, logprobs=True, top_logprobs=2).choices[0]
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        written = b"".join(bytes(token.bytes or ()) for token in choice.logprobs.content)
+        assert written.decode() == choice.message.content == "Héllo 😀."
+        assert {len(token.top_logprobs) for token in choice.logprobs.content} == {2}
+        with client.chat.completions.stream(model="m", messages=HELLO, logprobs=True, top_logprobs=2) as stream:
+            for _ in stream:
+                pass
+            streamed = stream.get_final_completion().choices[0].logprobs
+        assert streamed is not None
+        assert streamed.content is not None
+        assert [token.logprob for token in streamed.content] == [token.logprob for token in choice.logprobs.content]
+
+
 def test_streamed_tool_calls_are_put_together_by_the_sdk() -> None:
     with serving(CALLS) as served, client_of(served) as client:
         with client.chat.completions.stream(model="m", messages=HELLO, tools=[TOOL]) as stream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -42,6 +43,13 @@ def _allowed(mask: TokenMask, token_id: int) -> int:
     if allowed[token_id]:
         return token_id
     return END_TOKEN_ID if allowed[END_TOKEN_ID] else int(np.flatnonzero(allowed)[-1])
+
+
+@dataclass(frozen=True)
+class FakeScored:
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 class FakeEngine(Engine):
@@ -80,6 +88,7 @@ class FakeEngine(Engine):
         """Each finished move as (`capture` | `restore`, start, stop)."""
         self.read_tokens = 0
         """Tokens read by `extend`, over the engine's life."""
+        self._logprobs: list[FakeScored] = []
         self._batch = batch_tokens
         self._end_odds = end_odds
         self._default_steering = dict(steering or {})
@@ -153,6 +162,7 @@ class FakeEngine(Engine):
 
     def generate(self) -> Iterator[Sequence[int]]:
         begun, mask = self.begun, self.begun.mask
+        self._logprobs, top = [], begun.sampling.top_logprobs
         token_id = int(begun.token_ids[-1])
         text = None if self.script is None else self.script(self.tokenizer.decode(begun.token_ids.tolist()))
         written = None if text is None else deque([*self.tokenizer.encode(text), END_TOKEN_ID])
@@ -163,7 +173,23 @@ class FakeEngine(Engine):
             if mask is not None:
                 token_id = _allowed(mask, token_id)
                 mask.accept(token_id)
+            if top is not None:
+                self._logprobs.append(self._scored(token_id, top))
             yield [token_id]
+
+    @property
+    def logprobs(self) -> Sequence[FakeScored]:
+        return self._logprobs
+
+    def piece(self, token_id: int) -> bytes:
+        if token_id < FIRST_SPECIAL_ID:
+            return bytes([token_id])
+        return self.tokenizer.special_tokens[token_id - FIRST_SPECIAL_ID].encode()
+
+    def _scored(self, token_id: int, top: int) -> FakeScored:
+        """Logprobs that follow from the state, as tokens do; none of them is a probability's."""
+        seen = int(self.rows.mixed(self._position)[0])
+        return FakeScored(token_id, -(seen % 997) / 64, tuple((seen % 89 + n, -n / 4) for n in range(top)))
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
         chosen = self._default_steering if scales is None else scales

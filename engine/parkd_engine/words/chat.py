@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -69,6 +70,22 @@ class ChatTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
         return text
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that the token writes; for a special token its text, and none outside the vocabulary."""
+        return self._pieces[token_id]
+
+    @cached_property
+    def _pieces(self) -> TokenBytes:
+        return TokenBytes.of(self._backend, frozenset(self.special_tokens))
+
+    @property
+    def opening_ids(self) -> tuple[int, ...]:
+        """The tokens that the tokenizer's own rule puts before a text."""
+        (plain,) = self._backend.encode_batch_fast(["a"], add_special_tokens=False)
+        (opened,) = self._backend.encode_batch_fast(["a"], add_special_tokens=True)
+        places = [place for place, token_id in enumerate(opened.ids) if token_id == plain.ids[0]]
+        return tuple(opened.ids[: places[0]]) if places else ()
 
     def to_json(self) -> str:
         """The content of `tokenizer.json`."""

@@ -18,6 +18,7 @@ from parkd.engine_adapter.base.engine import (
     CaptureInFlight,
     Engine,
     EngineInfo,
+    ScoredToken,
 )
 from parkd.engine_adapter.base.text import (
     ChatTemplate,
@@ -43,6 +44,7 @@ __all__ = [
     "ImageTokens",
     "Rendered",
     "ResponseReader",
+    "ScoredToken",
     "TextStream",
     "Tokenizer",
 ]

@@ -67,6 +67,18 @@ class CaptureInFlight(Protocol):
         """
 
 
+class ScoredToken(Protocol):
+    """A generated token with its logprob: the log-softmax of the model's logits before anything shapes them."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def top(self) -> Sequence[tuple[int, float]]:
+        """The most probable ids in its place with their logprobs, most probable first."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BegunPrompt:
     """What `Engine.begin` was given."""
@@ -206,6 +218,24 @@ class Engine(ABC):
     def drafts(self) -> DraftCounts:
         """How many tokens of the last answer a draft head guessed, and how many of these were right."""
         return DraftCounts()
+
+    @property
+    def logprobs(self) -> Sequence[ScoredToken]:
+        """Of each id that `generate` yielded since it was called, if `sampling.top_logprobs` asks for them."""
+        return ()
+
+    def piece(self, token_id: int) -> bytes:
+        """What the token writes, also if that is part of a character or the text of a special token. Thread-safe."""
+        return self.tokenizer.decode([token_id]).encode()
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """What the tokens write together; U+FFFD for parts of characters. Thread-safe."""
+        return b"".join(map(self.piece, token_ids)).decode(errors="replace")
+
+    @property
+    def opening_ids(self) -> Sequence[int]:
+        """The tokens that the vocabulary puts before plain text, such as the one for a beginning."""
+        return ()
 
     @abstractmethod
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:

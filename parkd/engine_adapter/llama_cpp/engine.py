@@ -13,11 +13,21 @@ from typing import Any
 
 import llama_cpp.llama_cpp as low
 import numpy as np
+from parkd_engine.words.logprobs import TokenLogprobs, logprobs_of
 from parkd_engine.words.sampling import Sampler
 from parkd_engine.words.steering import SteeringBank, load_vectors
 from parkd_engine.words.text import TextAssembler
 
-from parkd.engine_adapter.base import Cancel, ChatTemplate, Engine, EngineInfo, ImageReader, TextStream, Tokenizer
+from parkd.engine_adapter.base import (
+    Cancel,
+    ChatTemplate,
+    Engine,
+    EngineInfo,
+    ImageReader,
+    ScoredToken,
+    TextStream,
+    Tokenizer,
+)
 from parkd.engine_adapter.llama_cpp.config import LlamaCppConfig
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL, WHOLE
@@ -62,6 +72,7 @@ class LlamaCppEngine(Engine):
         self._answer_bytes = AnswerBytes(self._vocabulary, model.vocab)
         self._vectors = _vectors(model)
         self._steered = self._steer_by(None)
+        self._logprobs: list[TokenLogprobs] = []
         self.info = self._describe()
 
     @classmethod
@@ -128,6 +139,8 @@ class LlamaCppEngine(Engine):
     def generate(self) -> Iterator[Sequence[int]]:
         begun, mask = self.begun, self.begun.mask
         sampler = Sampler(begun.sampling, self.info.vocab_size, begun.token_ids, fresh_seed=self._fresh_seed())
+        self._logprobs = []
+        top_logprobs = begun.sampling.top_logprobs
         token = int(begun.token_ids[-1])
         while self.position < self.info.context_tokens:
             self._timeline.decode(np.array([token], dtype=np.int64), None)
@@ -141,7 +154,20 @@ class LlamaCppEngine(Engine):
                 raise
             if mask is not None:
                 mask.accept(token)
+            if top_logprobs is not None:
+                self._logprobs.append(logprobs_of(logits, token, top_logprobs))
             yield (token,)
+
+    @property
+    def logprobs(self) -> Sequence[ScoredToken]:
+        return self._logprobs
+
+    def piece(self, token_id: int) -> bytes:
+        return self._vocabulary.piece(token_id)
+
+    @property
+    def opening_ids(self) -> Sequence[int]:
+        return self._model.opening_tokens()
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
         return self._vectors.digest(scales)

@@ -132,6 +132,10 @@ class LlamaModel:
     def end_tokens(self) -> frozenset[int]:
         return frozenset(t for t in range(self.vocab_size) if low.llama_vocab_is_eog(self.vocab, t))
 
+    def opening_tokens(self) -> tuple[int, ...]:
+        """The tokens that the vocabulary puts before plain text."""
+        return (low.llama_vocab_bos(self.vocab),) if low.llama_vocab_get_add_bos(self.vocab) else ()
+
     def fingerprint(self) -> bytes:
         """A digest of 16 bytes over the weights, KV types, adapters with their scales, the library's build, and the
         settings that shape a written state. Control vectors are in each request's key instead."""

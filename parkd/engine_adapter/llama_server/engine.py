@@ -26,7 +26,7 @@ from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
 from parkd.engine_adapter.llama_server.start import LlamaServerConfig, Upstream, connect
 from parkd.engine_adapter.llama_server.states import SlotFiles
 from parkd.engine_adapter.llama_server.template import HereTemplate, UpstreamTemplate
-from parkd.engine_adapter.llama_server.text import UpstreamText, UpstreamTokenizer
+from parkd.engine_adapter.llama_server.text import UpstreamText, UpstreamTokenizer, first_tokens
 from parkd.engine_adapter.llama_server.watch import RunWatch
 from parkd.engine_adapter.llama_server.weights import Progress
 from parkd.errors import (
@@ -209,6 +209,13 @@ class LlamaServerEngine(Engine):
         finally:
             if self._completion is completion:
                 self._drop()
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids)
+
+    @property
+    def opening_ids(self) -> Sequence[int]:
+        return first_tokens(self._client)
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
         if scales:

@@ -45,6 +45,12 @@ def check_enforceable(request: TurnRequest, *, thinks: bool) -> None:
     `thinks`: the answer begins, or may begin, with thinking. The server's grammars apply from the first token, so they
     cannot be used after thinking, nor for calls in the model's own format.
     """
+    if request.sampling.top_logprobs is not None:
+        raise InvalidRequest(
+            "`logprobs` cannot be had from a llama-server, which leaves out those of tokens that end inside a "
+            "character. Leave it out, or let parkd run the GGUF file itself (--model).",
+            param="logprobs",
+        )
     mode = request.tool_choice.mode
     if mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
         raise InvalidRequest(

@@ -28,6 +28,7 @@ from parkd.engine_adapter.base import (
     EngineInfo,
     ImageReader,
     ResponseReader,
+    ScoredToken,
     TextStream,
     Tokenizer,
 )
@@ -65,6 +66,7 @@ class TorchEngine(Engine):
         self._fresh_seed = fresh_seed
         self._vectors = vectors or SteeringBank()
         self._drafts = DecoderCounts()
+        self._logprobs: Sequence[ScoredToken] = ()
 
     @classmethod
     def load(
@@ -150,8 +152,14 @@ class TorchEngine(Engine):
     def generate(self) -> Iterator[Sequence[int]]:
         begun = self.begun
         sampler = Sampler(begun.sampling, self.info.vocab_size, begun.token_ids, fresh_seed=self._fresh_seed())
-        decoder = Decoder(self._session, sampler, mask=begun.mask, end_token_ids=self.info.end_token_ids)
-        self._drafts = decoder.counts
+        decoder = Decoder(
+            self._session,
+            sampler,
+            mask=begun.mask,
+            end_token_ids=self.info.end_token_ids,
+            top_logprobs=begun.sampling.top_logprobs,
+        )
+        self._drafts, self._logprobs = decoder.counts, decoder.logprobs
         with closing(decoder.tokens(int(begun.token_ids[-1]))) as tokens:
             while True:
                 with noticing_loss():
@@ -163,6 +171,17 @@ class TorchEngine(Engine):
     @property
     def drafts(self) -> DraftCounts:
         return DraftCounts(self._drafts.drafted, self._drafts.accepted)
+
+    @property
+    def logprobs(self) -> Sequence[ScoredToken]:
+        return self._logprobs
+
+    def piece(self, token_id: int) -> bytes:
+        return self._chat.piece(token_id)
+
+    @property
+    def opening_ids(self) -> Sequence[int]:
+        return self._chat.opening_ids
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
         return self._vectors.digest(scales)

@@ -26,6 +26,7 @@ RANDOM_SEED = -1
 MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)
 TOKEN_ID_DIGITS = 9
+MAX_TOP_LOGPROBS = 20
 MAX_STEERING_VECTORS = 64
 MAX_STEERING_SCALE = 1000.0
 """A larger scale is more likely a typing error than intended."""
@@ -158,6 +159,15 @@ def sampling(body: Body) -> SamplingParams:
         seed=None if seed == RANDOM_SEED else seed,
         logit_bias=_logit_bias(body),
     )
+
+
+def top_logprobs(body: Body, *, asked: bool) -> int | None:
+    """How many tokens are wanted with their logprobs in each place besides the answer's own; None if `asked` is
+    False."""
+    others = whole(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if others and not asked:
+        raise InvalidRequest("`top_logprobs` needs `logprobs: true`.", param="top_logprobs")
+    return (others or 0) if asked else None
 
 
 def _logit_bias(body: Body) -> Mapping[int, float]:

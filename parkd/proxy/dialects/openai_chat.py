@@ -9,12 +9,14 @@ llama.cpp's `timings`, with fields of parkd's own. Unknown fields of a request a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
+from parkd.proxy.dialects.logprobs import chat_logprobs
 from parkd.proxy.dialects.nested import (
     allowed_choice,
     asked_form,
@@ -40,6 +42,7 @@ from parkd.types import (
     ReasoningDelta,
     Started,
     TextDelta,
+    TokenLogprob,
     ToolCallDelta,
     ToolChoice,
     ToolChoiceMode,
@@ -83,7 +86,10 @@ class OpenAIChat(TurnDialect):
             messages=messages,
             tools=tools,
             template_kwargs=template_words(body, reasoning),
-            sampling=fields.sampling(body),
+            sampling=replace(
+                fields.sampling(body),
+                top_logprobs=fields.top_logprobs(body, asked=fields.flag(body, "logprobs", default=False)),
+            ),
             stop=fields.stop_strings(body, "stop"),
             max_output_tokens=_max_output_tokens(body),
             stream=fields.flag(body, "stream", default=False),
@@ -108,6 +114,7 @@ class OpenAIChat(TurnDialect):
             self._system_fingerprint,
             include_usage=include_usage,
             include_progress=fields.flag(body, "return_progress", default=False),
+            include_logprobs=request.sampling.top_logprobs is not None,
         )
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it is a header
@@ -118,7 +125,13 @@ class ChatEncoder:
     """Implements `Encoder`."""
 
     def __init__(
-        self, meta: ResponseMeta, system_fingerprint: str, *, include_usage: bool, include_progress: bool
+        self,
+        meta: ResponseMeta,
+        system_fingerprint: str,
+        *,
+        include_usage: bool,
+        include_progress: bool,
+        include_logprobs: bool,
     ) -> None:
         self._head = {
             "id": f"chatcmpl-{meta.request_id}",
@@ -128,6 +141,8 @@ class ChatEncoder:
         }
         self._include_usage = include_usage
         self._include_progress = include_progress
+        self._include_logprobs = include_logprobs
+        self._logprobs: list[TokenLogprob] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
@@ -137,9 +152,10 @@ class ChatEncoder:
         match event:
             case Started():
                 return [self._chunk({"role": "assistant", "content": ""})]
-            case TextDelta(text):
+            case TextDelta(text, logprobs):
                 self._text.append(text)
-                return [self._chunk({"content": text})]
+                self._logprobs += logprobs
+                return [self._chunk({"content": text}, logprobs=logprobs)]
             case ReasoningDelta(text):
                 self._reasoning.append(text)
                 return [self._chunk({"reasoning_content": text})]
@@ -168,7 +184,8 @@ class ChatEncoder:
             message["reasoning_content"] = "".join(self._reasoning)
         if self._calls:
             message["tool_calls"] = [call for _, call in sorted(self._calls.items())]
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(finished)}
+        logprobs = chat_logprobs(self._logprobs) if self._include_logprobs else None
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": _finish_reason(finished)}
         return {
             **self._head,
             "object": "chat.completion",
@@ -186,9 +203,14 @@ class ChatEncoder:
         return [*frames, DONE]
 
     def _chunk(
-        self, delta: Mapping[str, Any], finish_reason: str | None = None, extra: Mapping[str, Any] | None = None
+        self,
+        delta: Mapping[str, Any],
+        finish_reason: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
     ) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        scores = chat_logprobs(logprobs) if logprobs else None
+        choice = {"index": 0, "delta": delta, "logprobs": scores, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
         return json_frame(
             {**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage, **(extra or {})}

@@ -1,21 +1,20 @@
-"""OpenAI's legacy completions: raw text in, raw text out, no template.
-
-`logprobs` is ignored and answered with null, as in chat: clients that only display them continue without.
-"""
+"""OpenAI's legacy completions: raw text in, raw text out, no template."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
+from parkd.proxy.dialects.logprobs import LegacyLogprobs
 from parkd.proxy.dialects.nested import asked_form, cache_hints
 from parkd.proxy.dialects.openai_chat import timings_of, usage_of
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
-from parkd.types import Event, Finished, FinishReason, Progress, ReasoningDelta, TextDelta, TurnRequest
+from parkd.types import Event, Finished, FinishReason, Progress, ReasoningDelta, TextDelta, TokenLogprob, TurnRequest
 
 DEFAULT_MAX_TOKENS = 16
 """The default of OpenAI's API."""
@@ -40,7 +39,9 @@ class OpenAICompletions(TurnDialect):
         limit = fields.limit(body, "max_tokens")
         return TurnRequest(
             prompt=_prompt(body),
-            sampling=fields.sampling(body),
+            sampling=replace(
+                fields.sampling(body), top_logprobs=fields.whole(body, "logprobs", 0, fields.MAX_TOP_LOGPROBS)
+            ),
             stop=fields.stop_strings(body, "stop"),
             max_output_tokens=DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else limit,
             stream=fields.flag(body, "stream", default=False),
@@ -51,10 +52,15 @@ class OpenAICompletions(TurnDialect):
             steering=fields.steering(body),
         )
 
-    def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:  # noqa: ARG002
+    def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:
         include_usage = fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
         include_progress = fields.flag(body, "return_progress", default=False)
-        return CompletionsEncoder(meta, include_usage=include_usage, include_progress=include_progress)
+        return CompletionsEncoder(
+            meta,
+            include_usage=include_usage,
+            include_progress=include_progress,
+            include_logprobs=request.sampling.top_logprobs is not None,
+        )
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it is a header
         return error_answer(error)
@@ -63,7 +69,9 @@ class OpenAICompletions(TurnDialect):
 class CompletionsEncoder:
     """Implements `Encoder`."""
 
-    def __init__(self, meta: ResponseMeta, *, include_usage: bool, include_progress: bool) -> None:
+    def __init__(
+        self, meta: ResponseMeta, *, include_usage: bool, include_progress: bool, include_logprobs: bool
+    ) -> None:
         self._head = {
             "id": "cmpl-" + meta.request_id.removeprefix("req_"),
             "object": "text_completion",
@@ -72,12 +80,19 @@ class CompletionsEncoder:
         }
         self._include_usage = include_usage
         self._include_progress = include_progress
+        self._legacy = LegacyLogprobs() if include_logprobs else None
+        self._logprobs: list[TokenLogprob] = []
         self._text: list[str] = []
         self._finished: Finished | None = None
 
     def feed(self, event: Event) -> Iterable[bytes]:
         match event:
-            case TextDelta(text) | ReasoningDelta(text):
+            case TextDelta(text, logprobs):
+                self._text.append(text)
+                self._logprobs += logprobs
+                scores = self._legacy.of(logprobs) if self._legacy is not None else None
+                return [self._chunk(text, None, logprobs=scores)]
+            case ReasoningDelta(text):
                 # Without a template there is no thinking: what was parsed as such is ordinary text.
                 self._text.append(text)
                 return [self._chunk(text, None)]
@@ -101,22 +116,29 @@ class CompletionsEncoder:
     def document(self) -> Mapping[str, Any]:
         finished = self._finished
         assert finished is not None, "the turn has not finished"
+        scores = LegacyLogprobs().of(self._logprobs) if self._legacy is not None else None
         return {
             **self._head,
-            "choices": [_choice("".join(self._text), finished)],
+            "choices": [_choice("".join(self._text), finished, scores)],
             "usage": usage_of(finished),
             "timings": timings_of(finished),
         }
 
-    def _chunk(self, text: str, finished: Finished | None, extra: Mapping[str, Any] | None = None) -> bytes:
-        return json_frame({**self._head, "choices": [_choice(text, finished)], **(extra or {})})
+    def _chunk(
+        self,
+        text: str,
+        finished: Finished | None,
+        extra: Mapping[str, Any] | None = None,
+        logprobs: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        return json_frame({**self._head, "choices": [_choice(text, finished, logprobs)], **(extra or {})})
 
 
-def _choice(text: str, finished: Finished | None) -> Mapping[str, Any]:
+def _choice(text: str, finished: Finished | None, logprobs: Mapping[str, Any] | None) -> Mapping[str, Any]:
     reason = None
     if finished is not None:
         reason = "length" if finished.reason is FinishReason.LENGTH else "stop"
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+    return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _prompt(body: Mapping[str, Any]) -> str:

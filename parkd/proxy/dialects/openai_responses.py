@@ -7,6 +7,7 @@ message for the template. Unknown items, fields and tools are ignored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parkd.errors import InvalidRequest, ParkdError
@@ -59,7 +60,9 @@ class OpenAIResponses(TurnDialect):
             messages=_messages(body),
             tools=[tool for tool, _, _ in tools.values()],
             template_kwargs=template_words(body, reasoning),
-            sampling=fields.sampling(body),
+            sampling=replace(
+                fields.sampling(body), top_logprobs=fields.top_logprobs(body, asked=_wants_logprobs(body))
+            ),
             stop=fields.stop_strings(body, "stop"),
             max_output_tokens=0 if _only_prewarms(body) else fields.limit(body, "max_output_tokens"),
             stream=fields.flag(body, "stream", default=False),
@@ -81,6 +84,10 @@ class OpenAIResponses(TurnDialect):
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it goes out as a header
         return error_answer(error)
+
+
+def _wants_logprobs(body: Mapping[str, Any]) -> bool:
+    return bool(body.get("top_logprobs")) or "message.output_text.logprobs" in fields.items(body, "include")
 
 
 def _only_prewarms(body: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from parkd.errors import ParkdError
 from parkd.proxy.dialects.base import ResponseMeta
 from parkd.proxy.dialects.frames import json_frame
+from parkd.proxy.dialects.logprobs import scored
 from parkd.types import (
     CacheReport,
     DiagnosisKind,
@@ -68,6 +69,8 @@ class ResponsesEncoder:
         self._items: list[dict[str, Any]] = []
         self._pieces: list[str] = []
         """Pieces of the open item's text or arguments."""
+        self._logprobs: list[Mapping[str, Any]] = []
+        """Of the open message's tokens."""
         self._open = False
         self._open_call: int | None = None
         self._document: dict[str, Any] | None = None
@@ -92,6 +95,7 @@ class ResponsesEncoder:
             "tool_choice": "auto",
             "tools": [],
             "top_p": request.sampling.top_p,
+            "top_logprobs": request.sampling.top_logprobs or 0,
             "truncation": "disabled",
             "usage": None,
             "metadata": {},
@@ -122,9 +126,11 @@ class ResponsesEncoder:
         match event:
             case Started() | Progress():
                 pass
-            case TextDelta(text):
+            case TextDelta(text, logprobs):
                 yield from self._ensure("message")
-                yield self._delta("response.output_text.delta", text, content_index=0, logprobs=[])
+                told = scored(logprobs)
+                self._logprobs += told
+                yield self._delta("response.output_text.delta", text, content_index=0, logprobs=told)
             case ReasoningDelta(text):
                 yield from self._ensure("reasoning")
                 yield self._delta("response.reasoning_text.delta", text, content_index=0)
@@ -181,7 +187,7 @@ class ResponsesEncoder:
     def _add(self, item: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close("completed")
         self._items.append(item)
-        self._pieces = []
+        self._pieces, self._logprobs = [], []
         self._open = True
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
@@ -196,7 +202,7 @@ class ResponsesEncoder:
             yield self._about_item("response.function_call_arguments.done", arguments=text, name=item["name"])
         else:
             if item["type"] == "message":
-                yield self._about_item("response.output_text.done", content_index=0, text=text, logprobs=[])
+                yield self._about_item("response.output_text.done", content_index=0, text=text, logprobs=self._logprobs)
             else:
                 yield self._about_item("response.reasoning_text.done", content_index=0, text=text)
                 if self._seals_reasoning:
@@ -208,7 +214,7 @@ class ResponsesEncoder:
     def _part_object(self, text: str) -> dict[str, Any]:
         if self._items[-1]["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
 
     def _part(self, kind: str, text: str) -> bytes:
         return self._about_item(kind, content_index=0, part=self._part_object(text))

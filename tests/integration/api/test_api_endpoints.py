@@ -8,6 +8,7 @@ import pytest
 from parkd.proxy.config import ProxyConfig
 from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
+from tests.fakes.text import END_TOKEN_ID
 from tests.integration.api.api_harness import Gate, Running, running
 
 pytestmark = pytest.mark.anyio
@@ -70,8 +71,43 @@ async def test_props_and_tokens_are_the_engines() -> None:
         assert plain.json()["tokens"] == server.engine.tokenizer.encode(text)
         pieces = await server.client.post("/tokenize", json={"content": "ab", "with_pieces": True})
         assert pieces.json()["tokens"] == [{"id": 97, "piece": "a"}, {"id": 98, "piece": "b"}]
-        refused = await server.client.post("/tokenize", json={"content": "a", "parse_special": False})
-        assert refused.status_code == 400
+        letters = await server.client.post("/tokenize", json={"content": text, "parse_special": False})
+        assert letters.json()["tokens"] == list(text.encode())
+
+
+async def test_tokens_go_back_to_their_text() -> None:
+    """Found by use 25: llama-server's `/detokenize` was a 404."""
+    async with running(FakeEngine()) as server:
+        text = "<|im_start|>user\n\u5abd \U0001f917"
+        ids = (await server.client.post("/tokenize", json={"content": text})).json()["tokens"]
+        back = await server.client.post("/detokenize", json={"tokens": ids})
+        assert (back.status_code, back.json()) == (200, {"content": text})
+        assert (await server.client.post("/detokenize", json={"tokens": []})).json() == {"content": ""}
+        cut = list("\u5abd".encode())[:2]
+        assert (await server.client.post("/detokenize", json={"tokens": cut})).json() == {"content": "\ufffd"}
+        for wrong in ([-1], [True], ["a"], [server.engine.info.vocab_size], [1.5], "abc"):
+            refused = await server.client.post("/detokenize", json={"tokens": wrong})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_add_special_opens_the_text_as_the_vocabulary_does() -> None:
+    """Found by use 33: the field was passed over."""
+
+    class Opening(FakeEngine):
+        opening_ids = (END_TOKEN_ID,)
+
+    async with running(Opening()) as server:
+        for asked, opened in ((True, [END_TOKEN_ID]), (False, [])):
+            answer = await server.client.post("/tokenize", json={"content": "ab", "add_special": asked})
+            assert answer.json()["tokens"] == [*opened, 97, 98]
+
+
+async def test_the_pieces_of_a_character_cut_in_two_are_bytes() -> None:
+    """Found by use 32: each of them was a replacement mark, so that nobody could put the text together again."""
+    async with running(FakeEngine()) as server:
+        asked = {"content": "a\u5abd<|im_end|>", "with_pieces": True}
+        pieces = (await server.client.post("/tokenize", json=asked)).json()["tokens"]
+        assert [each["piece"] for each in pieces] == ["a", [0xE5], [0xAA], [0xBD], "<|im_end|>"]
 
 
 async def test_the_applied_template_is_the_prompt_of_a_turn() -> None:

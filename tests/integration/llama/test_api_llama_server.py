@@ -134,6 +134,8 @@ async def test_a_schema_is_the_servers_to_enforce_and_a_forced_call_is_refused(u
         )
         assert forced.status_code == 400
         assert forced.json()["error"]["param"] == "tool_choice"
+        scored = await server.client.post("/v1/chat/completions", json=body_of(opening("a", 60), logprobs=True))
+        assert (scored.status_code, scored.json()["error"]["param"]) == (400, "logprobs")
 
 
 async def test_report_1_a_branch_does_not_consume_its_parent(upstream: FakeLlama) -> None:

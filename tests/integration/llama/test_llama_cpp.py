@@ -60,6 +60,26 @@ async def uninterrupted(engine, *turns) -> list[str]:
     return texts
 
 
+async def test_logprobs_after_a_restore_are_those_from_before(engine) -> None:
+    """Found by use 25: and they are those of the library's logits."""
+    asked = body_of(opening("a"), max_tokens=4, logprobs=True, top_logprobs=3)
+    async with running(engine) as server:
+
+        async def scores() -> list:
+            return (await server.client.post("/v1/chat/completions", json=asked)).json()["choices"][0]["logprobs"]
+
+        before = (await scores())["content"]
+        await server.settled()
+        await server.chat(opening("b"), max_tokens=4)
+        await server.settled()
+        assert (await scores())["content"] == before
+    assert before
+    for token in before:
+        best = token["top_logprobs"][0]
+        assert (best["bytes"], best["logprob"]) == (token["bytes"], token["logprob"]), "greedy: the best was taken"
+        assert 0 < sum(np.exp(each["logprob"]) for each in token["top_logprobs"]) <= 1 + 1e-6
+
+
 async def test_a_b_a_resumes_at_the_end_of_the_answer(engine) -> None:
     """Reports 1, 4, 5 and 16: each state comes back whole and is its own, nothing of it is read again, and a branch
     leaves it parked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx2
@@ -11,7 +12,17 @@ import pytest
 from parkd.errors import EngineFailure, InvalidRequest
 from parkd.proxy.dialects.base import ResponseMeta
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
-from parkd.types import CacheOutcome, CacheReport, Finished, FinishReason, Started, TextDelta, Timings, TurnRequest
+from parkd.types import (
+    CacheOutcome,
+    CacheReport,
+    Finished,
+    FinishReason,
+    Started,
+    TextDelta,
+    Timings,
+    TokenLogprob,
+    TurnRequest,
+)
 
 META = ResponseMeta("req_abc", "some-model", 1700000000)
 REPORT = CacheReport(CacheOutcome.LIVE, prompt_tokens=100, reused_tokens=90)
@@ -63,11 +74,30 @@ def test_the_prompt_is_raw_text() -> None:
     assert parse(max_tokens=0).max_output_tokens == 0
 
 
-def test_log_probabilities_are_answered_with_null() -> None:
-    encoder = OpenAICompletions().encoder(parse(logprobs=3), {}, META)
+def test_logprobs_are_in_the_legacy_form_streamed_and_whole() -> None:
+    """Found by use 25: they were answered with null."""
+    deltas = [
+        TextDelta("a\u5abd", (TokenLogprob(b"a", -0.5, ((b"b", -0.25),)), TokenLogprob(b"\xe5\xaa", -1.0))),
+        TextDelta("x", (TokenLogprob(b"\xbdx", float("-inf"), ((b"\xbdx", float("-inf")),)),)),
+    ]
+    encoder = OpenAICompletions().encoder(parse(logprobs=1), {}, META)
+    frames = [json.loads(frame[6:]) for delta in deltas for frame in encoder.feed(delta)]
     for event in ANSWER:
-        encoder.feed(event)
-    assert encoder.document()["choices"][0]["logprobs"] is None
+        if not isinstance(event, TextDelta):
+            encoder.feed(event)
+    whole = encoder.document()["choices"][0]["logprobs"]
+    assert whole == {
+        "tokens": ["a", "bytes:\\xe5\\xaa", "bytes:\\xbd\\x78"],
+        "token_logprobs": [-0.5, -1.0, -9999.0],
+        "top_logprobs": [{"b": -0.25, "a": -0.5}, {"bytes:\\xe5\\xaa": -1.0}, {"bytes:\\xbd\\x78": -9999.0}],
+        "text_offset": [0, 1, 1],
+    }
+    parts = [frame["choices"][0]["logprobs"] for frame in frames]
+    assert {name: parts[0][name] + parts[1][name] for name in parts[0]} == whole
+    silent = OpenAICompletions().encoder(parse(), {}, META)
+    for event in ANSWER:
+        silent.feed(event)
+    assert silent.document()["choices"][0]["logprobs"] is None
 
 
 @pytest.mark.parametrize(
