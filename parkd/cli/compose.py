@@ -177,11 +177,20 @@ def compose(
         render=identity.render,
         remember=None if answers is None else partial(_remember, answers, identity, background),
         chat_template=engine.template_source,
+        remembered=partial(remembered_bytes, config, identity, answers),
         build_mask=build_mask,
         prepare=prepare,
         return_memory=return_freed_memory,
         config=replace(config.server, named_keys=named_keys, resend_grace_s=RESEND_GRACE_S),
     )
+
+
+def remembered_bytes(
+    config: Config, identity: IdentityBuilder, answers: OutputMemory | None
+) -> dict[str, tuple[int, int]]:
+    """Bytes of what is remembered of prompts and answers, and the most they may be, by kind."""
+    kinds = {"prompts": (identity.memo_bytes, config.cache.memo_bytes)}
+    return kinds if answers is None else kinds | {"answers": (answers.memory_bytes, config.cache.answer_bytes)}
 
 
 def _disk_speed(store: ConversationStore, files: FileSystem) -> float | None:

@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from parkd.identity.matcher import common_prefix
+from parkd.lane.groups import HASH_BYTES
 from parkd.lane.live_rows import no_units
 from parkd.types import (
     CacheReport,
@@ -32,7 +33,9 @@ from parkd.types import (
 
 EXPLAINED_LIMIT = 512
 EXPLAINED_BYTES = 32 * 1024 * 1024
-"""Most bytes of units over all remembered requests."""
+"""Most bytes of tokens, prefix hashes and segments over all remembered requests."""
+SEGMENT_BYTES = 250
+"""Bytes of a prompt's segment with its label and of the boundary after it, about."""
 ID_PREFIXES = ("msg_", "resp_", "chatcmpl-", "cmpl-")
 """Prefixes that dialects put before a request's id to make the id of its answer."""
 SYSTEM_ROLES = ("system", "developer")
@@ -75,8 +78,9 @@ class Explained:
 
     @property
     def bytes(self) -> int:
-        answered_bytes = 0 if self.answered is None else self.answered.nbytes
-        return self.prompt.units.nbytes + self.prompt.token_ids.nbytes + answered_bytes
+        prompt, answered_bytes = self.prompt, 0 if self.answered is None else self.answered.nbytes
+        described = len(prompt.prefix_hashes) * HASH_BYTES + len(prompt.segments) * SEGMENT_BYTES
+        return prompt.units.nbytes + prompt.token_ids.nbytes + described + answered_bytes
 
     @property
     def said(self) -> Units:

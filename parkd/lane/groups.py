@@ -16,6 +16,10 @@ from parkd.types import PromptIdentity
 GROUPS_LIMIT = 64
 MEMBERS_LIMIT = 16
 """Conversations in one group; the least recently used leave it."""
+HASHES_LIMIT = 64 * 1024
+"""Prefix hashes over all members of all groups: of long conversations, fewer groups are remembered."""
+HASH_BYTES = 72
+"""Bytes of a hash and of its place in a tuple."""
 
 
 class Groups:
@@ -24,9 +28,16 @@ class Groups:
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
         self._groups: OrderedDict[tuple[bytes, str], OrderedDict[tuple[bytes, ...], None]] = OrderedDict()
+        self._hashes = 0
+        """Over all members."""
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the remembered hashes: at most those of HASHES_LIMIT, or of one conversation that has more."""
+        return self._hashes * HASH_BYTES
 
     def used(self, group: str, prompt: PromptIdentity) -> None:
         """Notes that a turn of the group ran. Call it before the turn is parked, so that its own conversation is the
@@ -35,16 +46,19 @@ class Groups:
         if not hashes:
             return
         members = self._groups.pop((key_digest, group), OrderedDict())
+        self._hashes -= sum(map(len, members))
         for earlier in [member for member in members if member == hashes[: len(member)]]:
             del members[earlier]  # an earlier turn of this conversation, or a prefix that it continues
         for member in members:
             self._touch(key_digest, member)
         members[hashes] = None
-        while len(members) > MEMBERS_LIMIT:
+        while len(members) > 1 and (len(members) > MEMBERS_LIMIT or sum(map(len, members)) > HASHES_LIMIT):
             members.popitem(last=False)
         self._groups[key_digest, group] = members
-        while len(self._groups) > GROUPS_LIMIT:
-            self._groups.popitem(last=False)
+        self._hashes += sum(map(len, members))
+        while len(self._groups) > 1 and (len(self._groups) > GROUPS_LIMIT or self._hashes > HASHES_LIMIT):
+            _, gone = self._groups.popitem(last=False)
+            self._hashes -= sum(map(len, gone))
 
     def _touch(self, key_digest: bytes, hashes: tuple[bytes, ...]) -> None:
         for parked, shared in self._store.candidates(key_digest, hashes):

@@ -16,6 +16,21 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remembered:
+    """What is remembered outside the parking budget, by kind."""
+
+    bytes: Mapping[str, int]
+    """Bytes held now, as each memory counts them."""
+    limit_bytes: Mapping[str, int]
+    """The most that each may hold."""
+
+    @classmethod
+    def of(cls, kinds: Mapping[str, tuple[int, int]]) -> Remembered:
+        """`kinds`: kind -> (bytes, limit in bytes)."""
+        return cls({kind: held for kind, (held, _) in kinds.items()}, {kind: most for kind, (_, most) in kinds.items()})
+
+
 class Metrics:
     """Counters of the lane and the cache. The store's own numbers are read when `/metrics` is requested."""
 

@@ -76,7 +76,7 @@ class TurnRunner:
         self._log = log
         self._remember = remember
         self._retention = None if store is None else Retention(store)
-        self._groups = None if store is None else Groups(store)
+        self.groups = None if store is None else Groups(store)
         self._store = store
         self._metrics = metrics
         self._costs = costs
@@ -266,8 +266,8 @@ class TurnRunner:
             if self._store is not None:
                 self._store.measured(self._costs.measured)
             if turn.request.cache.mode is CacheMode.USE:
-                if self._groups is not None and turn.request.cache.group is not None:
-                    self._groups.used(turn.request.cache.group, turn.prompt)
+                if self.groups is not None and turn.request.cache.group is not None:
+                    self.groups.used(turn.request.cache.group, turn.prompt)
                 await live.park()
                 self._retain(turn)
             else:

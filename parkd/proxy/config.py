@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,6 +58,8 @@ class Services:
     """The file system of a store with a disk; None: the store is in RAM only."""
     disk_bytes_per_s: float | None = None
     """How fast the files were read at start; None: not measured."""
+    remembered: Callable[[], Mapping[str, tuple[int, int]]] = dict
+    """Bytes of what is remembered of prompts and answers, and the most they may be, by kind."""
     trace: TurnTrace | None = None
     """Called for each turn; None: nothing is recorded."""
     return_memory: Callable[[], None] = lambda: None

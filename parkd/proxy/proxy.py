@@ -25,11 +25,12 @@ from parkd.errors import Cancelled, ContextOverflow, EngineLost
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.engine_thread import EngineThread
-from parkd.lane.explain import Explained, PromptParts, RequestMemory
+from parkd.lane.explain import EXPLAINED_BYTES, Explained, PromptParts, RequestMemory
+from parkd.lane.groups import HASH_BYTES, HASHES_LIMIT
 from parkd.lane.lane import Lane
 from parkd.lane.late_copies import outlive_copies
 from parkd.lane.live_conversation import LiveConversation
-from parkd.lane.metrics import Metrics
+from parkd.lane.metrics import Metrics, Remembered
 from parkd.lane.resend import Resends
 from parkd.lane.turn import Turn
 from parkd.lane.turn_log import TurnLog
@@ -71,6 +72,7 @@ class Proxy:
         costs = CostMeter(services.disk_bytes_per_s, services.monotonic)
         self.metrics = Metrics(waiting=lambda: self.lane.waiting, store_stats=store.stats if store else None)
         self.metrics.watch("parkd_cost", lambda: costs.measured)
+        self.metrics.watch("parkd_remembered", self._remembered)
         self.disk: DiskWorker | None = None
         if store is not None and store.has_disk and services.files is not None:
             self.disk = DiskWorker(store, services.files, costs, services.monotonic)
@@ -219,6 +221,13 @@ class Proxy:
         if caller.shares_namespace:
             turn.own_nearest = partial(self.requests.own_nearest, turn.explained)
             turn.note_answer = partial(self.requests.note_answer, turn.explained)
+
+    def _remembered(self) -> Remembered:
+        kinds = {**self.services.remembered(), "requests": (self.requests.bytes, EXPLAINED_BYTES)}
+        if self.services.store is not None and self.runner.groups is not None:
+            kinds["histories"] = self.services.store.histories_bytes
+            kinds["groups"] = (self.runner.groups.memory_bytes, HASHES_LIMIT * HASH_BYTES)
+        return Remembered.of(kinds)
 
     def caller_of(self, request: Request) -> Caller:
         """Who sends the request; from now on its log line names the caller. Raises Unauthorized."""

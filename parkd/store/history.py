@@ -17,14 +17,17 @@ GAP_WEIGHT = 0.3
 LEAST_GAP_S = 1e-3
 LEAST_JITTER = 0.15
 GHOST_LIMIT = 4096
-"""Conversations that are remembered after they are gone, at about 300 bytes each, outside the budget."""
+"""Conversations that are remembered after they are gone, outside the budget."""
+GHOST_BYTES = 500
+"""Bytes of each, about: two tuples, their numbers, the hash and its place."""
 LEAST_KINSHIP = 0.5
 """A conversation continues another if that is at least this share of it; otherwise they only share a beginning."""
 GONE_LIMIT = 128
 """Conversations remembered."""
 GONE_HASHES = 16
-"""Prefix hashes remembered of each: evenly spaced, always including the last. Under 200 KiB in all, outside the
-budget."""
+"""Prefix hashes remembered of each: evenly spaced, always including the last."""
+GONE_BYTES = 400 + GONE_HASHES * 72
+"""Most bytes of each, about, outside the budget."""
 
 
 class History(NamedTuple):
@@ -108,6 +111,9 @@ class GoneMemory:
 
     def __init__(self) -> None:
         self._gone: deque[_Gone] = deque(maxlen=GONE_LIMIT)
+
+    def __len__(self) -> int:
+        return len(self._gone)
 
     def remember(self, key_digest: bytes, hashes: tuple[bytes, ...], verb: str, reason: str, at_s: float) -> None:
         """`verb` is what happened (`evicted`), `reason` why. Ignores conversations shorter than a block."""

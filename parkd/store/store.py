@@ -45,7 +45,7 @@ from parkd.store.flights import (
     open_flight,
     release_flight,
 )
-from parkd.store.history import History
+from parkd.store.history import GHOST_BYTES, GHOST_LIMIT, GONE_BYTES, GONE_LIMIT, History
 from parkd.store.inspection import Inspection, disk_stats, inspect, ram_stats
 from parkd.store.manifest import ExtentRef
 from parkd.store.memory import Memory
@@ -187,6 +187,13 @@ class ConversationStore:
             end()
 
         return Lease(parked, start, stop, transfer, lineage_of(self.table, parked, stop), release)
+
+    @property
+    def histories_bytes(self) -> tuple[int, int]:
+        """Bytes that the memory of conversations that are gone takes outside the budget, about, and the most it may
+        take."""
+        held = len(self.table.ghosts) * GHOST_BYTES + len(self.table.gone) * GONE_BYTES
+        return held, GHOST_LIMIT * GHOST_BYTES + GONE_LIMIT * GONE_BYTES
 
     def why_gone(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...]) -> str:
         """What happened to the conversation that shared most blocks with this prompt and is no longer parked; or

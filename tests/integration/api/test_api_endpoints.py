@@ -5,6 +5,9 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from parkd.cli.compose import remembered_bytes
+from parkd.config import load
+from parkd.identity.output_memory import OutputMemory
 from parkd.proxy.config import ProxyConfig
 from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
@@ -139,3 +142,23 @@ async def test_a_slot_shows_its_request_to_its_own_key_only() -> None:
         assert isinstance(parked, list)
         assert len(parked) == 1
         assert (await slot(server, "k2"))["parked"] == []
+
+
+async def test_found_by_use_memory_over_a_day_is_shown_with_its_ceilings() -> None:
+    """Issue 22: nothing told what a server remembers outside the budgets, and how much that may become."""
+    async with running(FakeEngine()) as server:
+        for number in range(3):
+            await server.chat([{"role": "user", "content": f"{number} " * 400}], prompt_cache_key=f"group {number}")
+        await server.settled()
+        page = (await server.client.get("/metrics")).text
+        lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("parkd_"))
+        for kind in ("requests", "histories", "groups"):
+            held = float(lines[f'parkd_remembered_bytes{{kind="{kind}"}}'])
+            assert 0 < held < float(lines[f'parkd_remembered_limit_bytes{{kind="{kind}"}}']), kind
+        config = load({"prompt-memory-mib": "1", "answer-memory-mib": "2"}, {})
+        answers = OutputMemory(config.cache.answer_bytes, [])
+        told = remembered_bytes(config, server.identity, answers)
+        assert told == {"prompts": (server.identity.memo_bytes, 1 << 20), "answers": (0, 2 << 20)}
+        assert server.identity.memo_bytes > 0
+        for field in ("read_s", "bytes_per_s", "disk_bytes_per_s", "doubt_s"):
+            assert float(lines[f"parkd_cost_{field}"]) >= 0

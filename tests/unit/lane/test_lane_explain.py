@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parkd.lane.explain import Explained, PromptParts, RequestMemory, diagnose
+from parkd.lane.explain import SEGMENT_BYTES, Explained, PromptParts, RequestMemory, diagnose
 from parkd.types import ConversationKey, Diagnosis, DiagnosisKind, PromptIdentity, SegmentSpan, TurnRequest
 
 KEY = ConversationKey("", b"f" * 16)
@@ -42,12 +42,12 @@ def test_nobody_finds_or_pushes_out_anothers_request_by_choosing_its_id() -> Non
 
 
 def test_count_and_bytes_are_bounded_and_the_oldest_go() -> None:
-    memory = RequestMemory(limit=3, limit_bytes=16 * 25)
+    memory = RequestMemory(limit=3, limit_bytes=16 * 25 + 2 * SEGMENT_BYTES)
     for number in range(5):
         memory.add(explained(f"r{number}", [1]))
     assert [number for number in range(5) if memory.get(f"r{number}", "")] == [2, 3, 4]
     memory.add(explained("large", [1] * 24))
-    assert memory.bytes == 16 * 25
+    assert memory.bytes == 16 * 25 + 2 * SEGMENT_BYTES
     assert memory.get("r3", "") is None
     assert memory.get("r4", "") is not None
     memory.add(explained("larger", [1] * 100))
