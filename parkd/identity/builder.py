@@ -120,6 +120,7 @@ class IdentityBuilder:
             images=spans,
             boundaries=prompt_map.boundaries,
             generation_stays=prompt_map.generation_stays,
+            template_tokens=prompt_map.template_tokens,
             rewrites=prompt.rewrites,
             proof=prompt.proof,
         )

@@ -11,7 +11,7 @@ answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parkd.identity.canonical import CanonicalMessage
@@ -34,6 +34,7 @@ class PromptMap:
     segments: tuple[SegmentSpan, ...] = ()
     boundaries: tuple[int, ...] = ()
     generation_stays: bool = False
+    template_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,23 @@ def map_prompt(
         _spans(marks, head_label, length),
         tuple(sorted(position for position in boundaries if 0 < position < length)),
         stays,
+        _template_tokens(prompt, tokenised, tokenizer, profile, starts),
     )
+
+
+def _template_tokens(
+    prompt: RenderedPrompt,
+    tokenised: TokenisedText,
+    tokenizer: SegmentTokenizer,
+    profile: TemplateProfile,
+    starts: Mapping[int, int],
+) -> int:
+    """Tokens before the first message's content. 0 with tools, which are the client's own and may stand there."""
+    if prompt.has_tools or 0 not in starts:
+        return 0
+    opener = profile.openers.get(prompt.turns[0].message["role"], "")
+    end = starts[0] + len(opener) if tokenised.text.startswith(opener, starts[0]) else starts[0]
+    return tokenizer.position_of(tokenised, end)
 
 
 def _find_openers(tokenised: TokenisedText) -> list[tuple[int, frozenset[str]]]:

@@ -120,8 +120,8 @@ def decide_start(
         deepest_position = max(deepest_position, position)
         if position > 0:
             starts.append(_restore(parked, position, live, layout, block_tokens))
-    if deepest_common == min(deepest_known, length):
-        nearest = None
+    if deepest_common == min(deepest_known, length) or deepest_common <= prompt.template_tokens:
+        nearest = None  # the head of the other, or none of its own words in common: nothing diverged
     best = cheapest(starts, length, cost)
     return replace(best, common=deepest_common, known=deepest_known, resumable=deepest_position, nearest=nearest)
 
@@ -159,9 +159,11 @@ def explain(prompt: PromptIdentity, start: Start, gone: str) -> str:
         return ""
     if gone:
         return gone
+    if start.common <= prompt.template_tokens:
+        return ""
     if position < start.resumable:
         return f"reading is cheaper than restoring {start.resumable} tokens"
-    if 0 < start.common < min(start.known, length):
+    if start.common < min(start.known, length):
         label = next((span.label for span in prompt.segments if span.start <= start.common < span.stop), "the prompt")
         image = image_at(prompt, start.common)
         return f"differs from token {start.common} in {f'{image} of ' if image else ''}{label}"

@@ -17,7 +17,7 @@ from parkd.lane.start import Start, as_known_to_key, cold_start, decide_start, e
 from parkd.lane.turn import Turn
 from parkd.store.records import Tier
 from parkd.store.store import ConversationStore
-from parkd.types import CacheMode, CacheReport
+from parkd.types import CacheMode, CacheOutcome, CacheReport
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,9 @@ class TurnStarter:
             await live.start_from(start, turn.prompt.key)
             restore_s = self._monotonic() - began_s
         assert live.rows.position in (start.position, tail.stop)
-        return CacheReport(start.outcome, len(turn.prompt), start.position, why), restore_s
+        # What every conversation shares is no part of this one: who has said nothing of it before calls it cold.
+        outcome = start.outcome if start.position > turn.prompt.template_tokens else CacheOutcome.COLD
+        return CacheReport(outcome, len(turn.prompt), start.position, why), restore_s
 
     @contextmanager
     def trusting(self, start: Start, live: LiveConversation) -> Iterator[None]:

@@ -107,6 +107,9 @@ class PromptIdentity:
     generation_stays: bool = False
     """The last boundary is the start of the generation prompt, and later prompts contain all of it in the same place,
     because the template opens earlier answers with the same text. So they fork after it."""
+    template_tokens: int = 0
+    """Tokens at the start that the template writes before anything the client said, so that every conversation shares
+    them; 0 if that is not known."""
     rewrites: tuple[Rewrite, ...] = ()
     proof: Proof | None = field(default=None, compare=False, repr=False)
     """Nothing of an answer may be sent before this has ended without an error; None: nothing to confirm."""

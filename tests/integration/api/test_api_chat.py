@@ -123,7 +123,6 @@ async def test_no_output_asked_for_reads_the_prompt_only() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
         ({"tool_choice": 7}, "tool_choice"),
-        ({"grammar": "root ::= x"}, "grammar"),
         ({"functions": [{"name": "look", "parameters": {}}]}, "functions"),
         ({"function_call": {"name": "look"}}, "function_call"),
         ({"messages": [{"role": "function", "name": "look", "content": "found"}]}, "messages[0].role"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from parkd.identity.normalise import NormaliserConfig, RewriteRule
 from parkd.proxy.config import ProxyConfig
 from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
-from tests.integration.api.api_harness import MIB, Running, running
+from tests.integration.api.api_harness import MIB, Running, body_of, running
 
 pytestmark = pytest.mark.anyio
 LONG = "The quick brown fox. " * 60
@@ -154,3 +155,22 @@ async def test_responses_clients_are_told_hit_or_miss() -> None:
         assert miss["cache_missed_tokens"] > 0
         lost = await response(LONG, comparison_response_id="resp_nobody")
         assert lost["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
+
+
+async def test_what_every_conversation_shares_is_no_part_of_one() -> None:
+    """Found by use 22: a first turn that shared the template's first tokens was `live`, and `differs` as by a fault."""
+    async with running(FakeEngine()) as server:
+
+        async def headers_of(text: str) -> Mapping[str, str]:
+            body = body_of([{"role": "user", "content": text}])
+            return (await server.client.post("/v1/chat/completions", json=body)).headers
+
+        await headers_of("One thing.")
+        other = await headers_of("Another.")
+        assert other["x-parkd-cache"] == "cold"
+        assert 0 < int(other["x-parkd-reused-tokens"]) < 20
+        assert "x-parkd-why" not in other
+        assert "x-parkd-divergence" not in other
+        begun = await headers_of("Anon.")
+        assert begun["x-parkd-cache"] == "live", "it begins with the same letters"
+        assert "differs" in begun["x-parkd-why"]
