@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,13 +14,16 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from parkd.answers.base import OutputFormat, ToolFormat
-from parkd.answers.grammar import DEFINITIONS, answer_grammar, json_rule, literal
+from parkd.answers.grammar import DEFINITIONS, answer_grammar, form_rules, json_rule, literal
 from parkd.answers.schema_multiples import can_divide, check_multiples
+from parkd.answers.trials import Trials, is_costly
 from parkd.errors import EngineFailure, InvalidRequest, SchemaTooComplex
-from parkd.types import TokenMask, ToolChoiceMode, TurnRequest
+from parkd.types import FormKind, TextForm, TokenMask, ToolChoiceMode, TurnRequest
 
 SCHEMA_DEPTH_LIMIT = 32
 """How deep a faulty part of a schema is searched for."""
+FAULT_SEARCH_S = 2.0
+"""Seconds of CPU that the search may take. After that, the smallest part that is known to be at fault is named."""
 
 GRAMMAR_CHARACTERS_LIMIT = 512 * 1024
 """Longer schemas, and longer tools of a forced call, are refused before they are compiled."""
@@ -75,6 +79,7 @@ class StructuredOutput:
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
+        self._trials = Trials()
         self._building = threading.Lock()
         self._built: LLTokenizer | None = None
 
@@ -107,9 +112,13 @@ class StructuredOutput:
             return None
         if request.prompt is not None:
             output = replace(output, reasoning=None)
+        params = [f"tools[{request.tools.index(tool)}]" for tool in tools]
+        tools = [self._enforceable(tool, request, param) for tool, param in zip(tools, params, strict=True)]
+        self._check_cost(schema, form, tools)
         if schema is not None:
             self._check_schema(schema)
-        tools = [self._checked_tool(tool, request, output) for tool in tools]
+        for tool, param in zip(tools, params, strict=True):
+            self._try_large(tool, output, param)
         param = form.param if form is not None else "tools" if schema is None else "response_format"
         grammar = answer_grammar(
             schema, form, tools, output, prompt_tail, self._terms, parallel=request.parallel_tool_calls, free=free
@@ -157,23 +166,54 @@ class StructuredOutput:
                     rest = after
         return " ".join([*terms, *([literal(rest)] if rest else [])])
 
-    def _checked_tool(self, tool: Mapping[str, Any], request: TurnRequest, output: OutputFormat) -> Mapping[str, Any]:
+    def _check_cost(
+        self, schema: Mapping[str, Any] | None, form: TextForm | None, tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Compiles what may keep the library busy for long in another process. Raises SchemaTooComplex if that does not
+        end in time, and InvalidRequest for a text that is too long, or a form that cannot be enforced."""
+        rules: dict[str, str] = {}
+        if schema is not None:
+            check_multiples(schema, "response_format")
+            if is_costly(schema):
+                rules["json_answer"] = f"json_answer: {json_rule(schema)}"
+        if form is not None and form.kind is not FormKind.CHOICE:
+            rules["form_answer"] = "\n".join(form_rules(form))
+        for index, tool in enumerate(tools):
+            parameters = tool["function"].get("parameters")
+            if is_costly(parameters):
+                rules[f"arguments_{index}"] = f"arguments_{index}: {json_rule(parameters, lenient=True)}"
+        if not rules:
+            return
+        param = form.param if form is not None else "tools" if schema is None else "response_format"
+        grammar = "\n".join([f"start: {' | '.join(rules)}", *rules.values(), ""])
+        if len(grammar) > GRAMMAR_CHARACTERS_LIMIT:
+            raise InvalidRequest("The schema is too long to be enforced. Send a smaller one.", param=param)
+        error = self._trials.check(grammar, param)
+        # What is wrong with a schema is said when it is compiled here. A form could name a token that the trial does not
+        # know, and so end before its costly part.
+        if error and form is not None:
+            raise InvalidRequest(
+                f"`{param}` cannot be enforced: {error}. Change it, or describe the form in a message.", param=param
+            )
+
+    def _enforceable(self, tool: Mapping[str, Any], request: TurnRequest, param: str) -> Mapping[str, Any]:
         """The tool as its calls are enforced: without the keywords that cannot be, unless it is strict, which alone
-        promises that they hold. Raises InvalidRequest for a tool whose calls cannot be enforced. Large ones are tried
-        alone, since in the grammar of the answer they may come after thinking, or after a choice among tools."""
-        param = f"tools[{request.tools.index(tool)}]"
+        promises that they hold. Raises InvalidRequest for a tool whose calls cannot be enforced."""
         function = tool["function"]
         if function["name"] not in request.strict_tools:
             tool = {**tool, "function": {**function, "parameters": self._loosened(function.get("parameters"))}}
-        parameters = tool["function"].get("parameters")
-        check_multiples(parameters, param)
-        if len(json.dumps(parameters)) < LARGE_TOOL_CHARACTERS:
-            return tool
+        check_multiples(tool["function"].get("parameters"), param)
+        return tool
+
+    def _try_large(self, tool: Mapping[str, Any], output: OutputFormat, param: str) -> None:
+        """Tries a large tool alone, since in the grammar of the answer it may come after thinking, or after a choice
+        among tools. Raises SchemaTooComplex."""
+        if len(json.dumps(tool["function"].get("parameters"))) < LARGE_TOOL_CHARACTERS:
+            return
         plain = replace(output, reasoning=None)
         matcher = self._matcher(answer_grammar(None, None, [tool], plain, "", self._terms, parallel=False))
         if not matcher.is_error():  # else so is the grammar of the answer
             self._tried(matcher, param)
-        return tool
 
     def _loosened(self, schema: Any) -> Any:
         """The schema without patterns and divisors that the library cannot enforce."""
@@ -196,22 +236,36 @@ class StructuredOutput:
 
     def _check_schema(self, schema: Mapping[str, Any]) -> None:
         """Raises InvalidRequest that names the smallest part at fault, and SchemaTooComplex."""
-        check_multiples(schema, "response_format")
         error = self._schema_error(schema, schema)
         if error is None:
             return
         path = "schema"
         part: Mapping[str, Any] = schema
+        until_s = time.thread_time() + FAULT_SEARCH_S
         for _ in range(SCHEMA_DEPTH_LIMIT):
-            for name, child in _children(part):
-                if (inner := self._schema_error(child, schema)) is not None:
-                    path, part, error = f"{path}.{name}", child, inner
-                    break
-            else:
+            faulty = self._first_faulty(list(_children(part)), schema, until_s)
+            if faulty is None:
                 break
+            name, part, error = faulty
+            path = f"{path}.{name}"
         raise InvalidRequest(
             f"The response format cannot be enforced: at `{path}`: {error} Change or remove that part.", param=path
         )
+
+    def _first_faulty(
+        self, children: Sequence[tuple[str, Mapping[str, Any]]], root: Mapping[str, Any], until_s: float
+    ) -> tuple[str, Mapping[str, Any], str] | None:
+        """The first of these parts of `root` with an error, by halving, and the error; None if there is none or the
+        time is up. Several are tried together as the items of a list, where none is combined with another."""
+        while children and time.thread_time() < until_s:
+            if len(children) == 1:
+                name, child = children[0]
+                error = self._schema_error(child, root)
+                return None if error is None else (name, child, error)
+            half = children[: len(children) // 2]
+            together = {"type": "array", "prefixItems": [child for _, child in half], "items": False}
+            children = half if self._schema_error(together, root) is not None else children[len(half) :]
+        return None
 
     def _schema_error(self, part: Mapping[str, Any], root: Mapping[str, Any]) -> str | None:
         """What is wrong with a part of `root`, alone but with the definitions it may refer to."""

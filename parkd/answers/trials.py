@@ -1,0 +1,93 @@
+"""Bounds the time that the grammar library may take for what a client sends.
+
+Nothing can stop the library once it compiles, and some short schemas take it minutes or longer: patterns that must hold
+together, remainders, objects of thousands of properties. So a schema that may be one of these is compiled in another
+process first, which is ended when its time is up; the server compiles only what ended in time there.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from parkd.errors import SchemaTooComplex
+
+log = logging.getLogger(__name__)
+
+TRIAL_CPU_S = 3
+"""Seconds of CPU that a trial may take. Real schemas take milliseconds."""
+TRIAL_WALL_S = 20.0
+"""Longest wait for a trial on a busy machine."""
+TRIED_KEPT = 1024
+"""Schemas whose trial is remembered, since agents send their tools with every turn."""
+PLAIN_NODES = 500
+"""Objects in a schema without costly keywords up to which compiling it takes milliseconds."""
+COSTLY = frozenset({"pattern", "patternProperties", "multipleOf", "allOf", "oneOf"})
+"""Keywords that the library turns into automata, or combines with others."""
+_SCRIPT = Path(__file__).with_name("trial_compile.py")
+
+
+class Trials:
+    """Thread-safe."""
+
+    def __init__(self, cpu_s: int = TRIAL_CPU_S, wall_s: float = TRIAL_WALL_S) -> None:
+        self._cpu_s = cpu_s
+        self._wall_s = wall_s
+        self._tried: OrderedDict[bytes, str | None] = OrderedDict()
+        """What the library said of the grammar of this digest; None if it did not end in time."""
+        self._lock = threading.Lock()
+        self.count = 0
+        """Processes that were started."""
+
+    def check(self, grammar: str, param: str) -> str:
+        """The library's error about a grammar, or an empty text. Raises SchemaTooComplex if compiling it takes too long
+        or too much memory."""
+        text = grammar.encode("utf-8", "surrogatepass")
+        digest = blake2b(text, digest_size=16).digest()
+        with self._lock:
+            is_known, said = digest in self._tried, self._tried.get(digest)
+        if not is_known:
+            said = self._try(text)
+            with self._lock:
+                self._tried[digest] = said
+                while len(self._tried) > TRIED_KEPT:
+                    self._tried.popitem(last=False)
+        if said is None:
+            raise SchemaTooComplex(f"compiling it takes more than {self._cpu_s} s", param=param)
+        return said
+
+    def _try(self, grammar: bytes) -> str | None:
+        self.count += 1
+        command = [sys.executable, "-I", str(_SCRIPT), str(self._cpu_s)]
+        try:
+            ended = subprocess.run(  # noqa: S603 - our own script
+                command, input=grammar, capture_output=True, timeout=self._wall_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return None
+        except OSError as error:
+            log.warning("a schema is compiled without a trial, since no process could be started: %s", error)
+            return ""
+        return None if ended.returncode < 0 else ended.stdout.decode("utf-8", "replace")
+
+
+def is_costly(schema: Any) -> bool:
+    """Whether a schema may take the library long: it has one of the costly keywords, or very many parts."""
+    nodes, parts = 0, [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            nodes += 1
+            if nodes > PLAIN_NODES or not COSTLY.isdisjoint(part):
+                return True
+            parts.extend(part.values())
+        elif isinstance(part, list):
+            parts.extend(part)
+    return False
