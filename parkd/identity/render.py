@@ -11,6 +11,7 @@ from typing import Any
 from parkd.engine_adapter.base import ChatTemplate, Rendered, Tokenizer
 from parkd.errors import InvalidRequest, ParkdError
 from parkd.identity.canonical import CanonicalMessage, canonical_content, canonical_messages, canonical_tools
+from parkd.identity.fill import fill_prompt
 from parkd.identity.normalise import Normaliser
 from parkd.identity.profile import SystemInside, TemplateProfile, probe_template
 from parkd.identity.stand_ins import StandIns, needed, over_texts, texts_of
@@ -57,6 +58,7 @@ class Renderer:
         self.profile: TemplateProfile = probe_template(template)
         self.stand_ins = StandIns()
         self._structure: frozenset[str] = frozenset()
+        self._special_tokens = () if tokenizer is None else tokenizer.special_tokens
         if tokenizer is not None:
             # Many files call tokens ordinary that are not: some in the form of control tokens, and the marks of calls,
             # results and thinking.
@@ -68,6 +70,8 @@ class Renderer:
 
     def render(self, request: TurnRequest) -> RenderedPrompt:
         """Raises InvalidRequest if the template refuses the messages, or if there are none."""
+        if request.infill is not None:
+            return RenderedPrompt(fill_prompt(request.infill, self._special_tokens, self.stand_ins.put))
         if request.prompt is not None:
             return RenderedPrompt(request.prompt)
         if not request.messages:

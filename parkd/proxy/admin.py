@@ -13,19 +13,27 @@ OLLAMA_VERSION = "0.12.0"
 _NEVER = "9999-12-31T23:59:59Z"
 
 
-def model_entry(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[str, Any]:
+def capabilities(abilities: Mapping[str, bool]) -> list[str]:
+    """What the model can do, in Ollama's and llama-server's words."""
+    return ["completion", *(name for name, has in abilities.items() if has)]
+
+
+def model_entry(
+    info: EngineInfo, alias: str | None, created_s: int, abilities: Mapping[str, bool]
+) -> Mapping[str, Any]:
     return {
         "id": alias or info.model_name,
         "object": "model",
         "created": created_s,
         "owned_by": "parkd",
         "max_model_len": info.context_tokens,
+        "capabilities": capabilities(abilities),
         "meta": {"n_ctx": info.context_tokens, "n_vocab": info.vocab_size, "architecture": info.architecture},
     }
 
 
-def model_list(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[str, Any]:
-    return {"object": "list", "data": [model_entry(info, alias, created_s)]}
+def model_list(info: EngineInfo, alias: str | None, created_s: int, abilities: Mapping[str, bool]) -> Mapping[str, Any]:
+    return {"object": "list", "data": [model_entry(info, alias, created_s, abilities)]}
 
 
 def anthropic_model_entry(info: EngineInfo, alias: str | None, created_s: int) -> Mapping[str, Any]:
@@ -71,7 +79,7 @@ def ollama_model(info: EngineInfo, chat_template: str | None, abilities: Mapping
             "general.architecture": info.architecture,
             f"{info.architecture}.context_length": info.context_tokens,
         },
-        "capabilities": ["completion", *(name for name, has in abilities.items() if has)],
+        "capabilities": capabilities(abilities),
     }
 
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from parkd.proxy.config import Services
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect
+from parkd.proxy.dialects.llama_server import LlamaCompletion, LlamaInfill
 from parkd.proxy.dialects.ollama import OllamaChat, OllamaGenerate
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
@@ -25,6 +26,7 @@ from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.proxy import Proxy
 from parkd.proxy.requests import id_headers
 
+Counter = AnthropicMessages | OpenAIResponses
 FINGERPRINT_CHARACTERS = 12
 """Characters of the model's fingerprint in `system_fingerprint`."""
 
@@ -36,6 +38,9 @@ def default_dialects(services: Services) -> Mapping[str, Dialect]:
         "/v1/chat/completions": chat,
         "/chat/completions": chat,
         "/v1/completions": OpenAICompletions(),
+        "/completion": LlamaCompletion(),
+        "/completions": LlamaCompletion(),
+        "/infill": LlamaInfill(),
         "/v1/responses": OpenAIResponses(),
         "/v1/messages": AnthropicMessages(),
         "/api/chat": OllamaChat(),
@@ -50,9 +55,13 @@ def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None
         Route(path, guarded(proxy.config, proxy.metrics, dialect, _turn(proxy, dialect)), methods=["POST"])
         for path, dialect in (default_dialects(services) if dialects is None else dialects).items()
     ]
-    counter = AnthropicMessages()
-    count_route = guarded(proxy.config, proxy.metrics, counter, _count(proxy, counter))
-    routes.append(Route("/v1/messages/count_tokens", count_route, methods=["POST"]))
+    counters: Mapping[str, Counter] = {
+        "/v1/messages/count_tokens": AnthropicMessages(),
+        "/v1/responses/input_tokens": OpenAIResponses(),
+    }
+    for path, counter in counters.items():
+        counted = guarded(proxy.config, proxy.metrics, counter, _count(proxy, counter))
+        routes.append(Route(path, counted, methods=["POST"]))
     endpoints = Endpoints(proxy)
     for method, handlers in (("GET", endpoints.reading()), ("POST", endpoints.asking())):
         for path, handler in handlers.items():
@@ -79,9 +88,11 @@ def _turn(proxy: Proxy, dialect: Dialect) -> Handler:
     return handler
 
 
-def _count(proxy: Proxy, dialect: AnthropicMessages) -> Handler:
+def _count(proxy: Proxy, dialect: Counter) -> Handler:
+    kind = {"object": "response.input_tokens"} if isinstance(dialect, OpenAIResponses) else {}
+
     async def handler(request: Request, request_id: str) -> ASGIApp:
         count = await proxy.count_tokens(request, dialect)
-        return JSONResponse({"input_tokens": count}, headers=id_headers(request_id))
+        return JSONResponse({**kind, "input_tokens": count}, headers=id_headers(request_id))
 
     return handler

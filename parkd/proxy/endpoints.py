@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from parkd.answers.base import ToolFormat
 from parkd.errors import InvalidRequest, NotFound
+from parkd.identity.fill import fill_marks
 from parkd.lane import explain, metrics
 from parkd.proxy import admin
 from parkd.proxy.access import Caller, check_operator
@@ -74,12 +75,12 @@ class Endpoints:
         info, alias, created_s = self._info, self._config.alias, self._proxy.created_s
         if "anthropic-version" in request.headers:
             return _json(admin.anthropic_model_list(info, alias, created_s), request_id)
-        return _json(admin.model_list(info, alias, created_s), request_id)
+        return _json(admin.model_list(info, alias, created_s, self._abilities()), request_id)
 
     async def model(self, request: Request, request_id: str) -> ASGIApp:
         self._caller(request)
         info, alias, created_s = self._info, self._config.alias, self._proxy.created_s
-        entry = admin.model_entry(info, alias, created_s)
+        entry = admin.model_entry(info, alias, created_s, self._abilities())
         if request.path_params["name"] != entry["id"]:
             raise NotFound(f"This server has one model, {entry['id']!r}.", param="model")
         if "anthropic-version" in request.headers:
@@ -97,13 +98,16 @@ class Endpoints:
         """Any name is accepted, as in requests of turns."""
         self._caller(request)
         await self._body(request)
-        output, images = self._services.output, self._services.engine.images
-        abilities = {
+        return _json(admin.ollama_model(self._info, self._services.chat_template, self._abilities()), request_id)
+
+    def _abilities(self) -> Mapping[str, bool]:
+        output, engine = self._services.output, self._services.engine
+        return {
             "tools": output.tools is not ToolFormat.NONE or output.reader is not None,
             "thinking": output.reasoning is not None,
-            "vision": images is not None,
+            "vision": engine.images is not None,
+            "insert": fill_marks(engine.tokenizer.special_tokens) is not None,
         }
-        return _json(admin.ollama_model(self._info, self._services.chat_template, abilities), request_id)
 
     async def ollama_version(self, _request: Request, request_id: str) -> ASGIApp:
         return _json({"version": admin.OLLAMA_VERSION}, request_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import anyio
 import anyio.to_thread
 
@@ -46,6 +48,9 @@ class Prompts:
 
     def _build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
         services = self._services
+        if request.infill is not None:
+            opening = services.engine.text_of(services.engine.opening_ids)
+            request = replace(request, infill=replace(request.infill, opening=opening))
         prompt = services.build_identity(request, steering=services.engine.steering_digest(request.steering))
         mask = services.build_mask(request, prompt_tail(services.engine, prompt)) if services.build_mask else None
         return prompt, mask

@@ -41,6 +41,7 @@ from parkd.proxy.config import Services
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect, ResponseMeta
 from parkd.proxy.dialects.frames import encoded
+from parkd.proxy.dialects.openai_responses import OpenAIResponses
 from parkd.proxy.guard import note_refused
 from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
@@ -241,7 +242,7 @@ class Proxy:
         config = self.config
         return await parse_object(await read_body(request, config.body_limit_bytes, config.body_silence_s, charge))
 
-    async def count_tokens(self, request: Request, dialect: AnthropicMessages) -> int:
+    async def count_tokens(self, request: Request, dialect: AnthropicMessages | OpenAIResponses) -> int:
         """The number of tokens of the prompt that this body would give. Raises ParkdError."""
         caller = self.caller_of(request)
         with self.bodies.charge(caller.owner) as charge:

@@ -126,6 +126,22 @@ class CacheHints:
     """The client will compare this request with another, so its parts are remembered."""
 
 
+@dataclass(frozen=True, slots=True)
+class Infill:
+    """A text with a gap, which the answer is to fill."""
+
+    prefix: str
+    suffix: str
+    files: tuple[tuple[str, str], ...] = ()
+    """Names and texts of other files of the project."""
+    begun: str = ""
+    """The beginning of what is in the gap."""
+    opening: str = ""
+    """What the vocabulary puts before every text."""
+    param: str = "suffix"
+    """The field that asked for it, for errors."""
+
+
 @dataclass(frozen=True)
 class TurnRequest:
     """One request, independent of the API dialect."""
@@ -133,6 +149,8 @@ class TurnRequest:
     messages: Sequence[Message] = ()
     prompt: str | None = None
     """Raw text of a legacy completion; `messages` is then empty."""
+    infill: Infill | None = None
+    """What the prompt is made of instead; `prompt` is then empty."""
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     sampling: SamplingParams = field(default_factory=SamplingParams)

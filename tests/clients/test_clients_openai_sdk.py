@@ -72,6 +72,15 @@ def test_logprobs_are_read_by_the_sdk() -> None:
         assert [token.logprob for token in streamed.content] == [token.logprob for token in choice.logprobs.content]
 
 
+def test_the_sdk_counts_the_tokens_of_an_input() -> None:
+    """Found by use 34."""
+    with serving("Hi.") as served, client_of(served) as client:
+        counted = client.responses.input_tokens.count(model="m", input="Hello")
+        answered = client.responses.create(model="m", input="Hello")
+        assert answered.usage is not None
+        assert counted.input_tokens == answered.usage.input_tokens > 0
+
+
 def test_streamed_tool_calls_are_put_together_by_the_sdk() -> None:
     with serving(CALLS) as served, client_of(served) as client:
         with client.chat.completions.stream(model="m", messages=HELLO, tools=[TOOL]) as stream:

@@ -79,14 +79,12 @@ class OllamaGenerate(Ollama):
     """`POST /api/generate`: one prompt, through the template unless `raw` is set."""
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
-        for name in ("suffix", "template"):
-            if body.get(name):
-                advice = "POST /infill fills in the middle" if name == "suffix" else "use --chat-template-file"
-                raise InvalidRequest(f"`{name}` is not supported: {advice}.", param=name)
-        prompt, common = fields.text(body, "prompt"), _common(body)
-        if fields.flag(body, "raw", default=False):
+        if body.get("template"):
+            raise InvalidRequest("`template` is not supported: use --chat-template-file.", param="template")
+        prompt, suffix, common = fields.text(body, "prompt"), fields.text(body, "suffix"), _common(body)
+        if suffix or fields.flag(body, "raw", default=False):
             limit = {} if "max_tokens" in common else {"max_tokens": fields.MAX_TOKENS}
-            return OpenAICompletions().parse({**common, **limit, "prompt": prompt}, headers)
+            return OpenAICompletions().parse({**common, **limit, "prompt": prompt, "suffix": suffix}, headers)
         message: dict[str, Any] = {"role": "user", "content": prompt, "images": body.get("images")}
         system = fields.text(body, "system")
         messages = [*([{"role": "system", "content": system}] if system else []), message]

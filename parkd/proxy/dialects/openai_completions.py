@@ -14,14 +14,26 @@ from parkd.proxy.dialects.logprobs import LegacyLogprobs
 from parkd.proxy.dialects.nested import asked_form, cache_hints
 from parkd.proxy.dialects.openai_chat import timings_of, usage_of
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
-from parkd.types import Event, Finished, FinishReason, Progress, ReasoningDelta, TextDelta, TokenLogprob, TurnRequest
+from parkd.types import (
+    Event,
+    Finished,
+    FinishReason,
+    Infill,
+    Progress,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    TurnRequest,
+)
 
 DEFAULT_MAX_TOKENS = 16
 """The default of OpenAI's API."""
 
+INFILL_ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|cursor|>")
+"""With these tokens models end what they fill in. Many files call them ordinary ones, whose text is then shown."""
+
 REFUSED = {
     "echo": "the answer holds generated text only. Put the prompt before it yourself.",
-    "suffix": "write the model's own fill-in-the-middle tokens into `prompt`.",
 }
 
 
@@ -37,7 +49,7 @@ class OpenAICompletions(TurnDialect):
             fields.only_one(body, name)
         fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
         limit = fields.limit(body, "max_tokens")
-        return TurnRequest(
+        request = TurnRequest(
             prompt=_prompt(body),
             sampling=replace(
                 fields.sampling(body), top_logprobs=fields.whole(body, "logprobs", 0, fields.MAX_TOP_LOGPROBS)
@@ -51,6 +63,8 @@ class OpenAICompletions(TurnDialect):
             cache=cache_hints(body, headers),
             steering=fields.steering(body),
         )
+        suffix = fields.text(body, "suffix")
+        return infilled(request, Infill(request.prompt or "", suffix)) if suffix else request
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:
         include_usage = fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
@@ -64,6 +78,11 @@ class OpenAICompletions(TurnDialect):
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it is a header
         return error_answer(error)
+
+
+def infilled(request: TurnRequest, infill: Infill) -> TurnRequest:
+    """The request with this gap to fill in place of its prompt."""
+    return replace(request, prompt="", infill=infill, stop=(*request.stop, *INFILL_ENDS))
 
 
 class CompletionsEncoder:

@@ -77,6 +77,10 @@ class OpenAIResponses(TurnDialect):
             steering=fields.steering(body),
         )
 
+    def parse_count(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
+        """A body of `/v1/responses/input_tokens`. Raises InvalidRequest."""
+        return self.parse(body, headers)
+
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:
         namespaces = {name: namespace for name, (_, namespace, _) in _tools(body).items() if namespace is not None}
         seals = "reasoning.encrypted_content" in fields.items(body, "include")

@@ -97,7 +97,6 @@ def test_no_flag_is_both_ours_and_anothers() -> None:
         ("/api/embeddings", "another one beside it"),
         ("/v1/embeddings", "another one beside it"),
         ("/v1/audio/speech", "another one beside it"),
-        ("/completion", "POST /v1/completions"),
         ("/v1/v1/messages", "one /v1 too many"),
         ("/messages", "POST /v1/messages"),
         ("/api/delete", "--model"),

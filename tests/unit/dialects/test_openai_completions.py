@@ -110,7 +110,7 @@ def test_logprobs_are_in_the_legacy_form_streamed_and_whole() -> None:
         ({"echo": True}, "echo"),
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
+        ({"suffix": 1}, "suffix"),
         ({"stream_options": {"include_usage": 1}}, "include_usage"),
     ],
 )
