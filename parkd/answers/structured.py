@@ -189,8 +189,8 @@ class StructuredOutput:
         if len(grammar) > GRAMMAR_CHARACTERS_LIMIT:
             raise InvalidRequest("The schema is too long to be enforced. Send a smaller one.", param=param)
         error = self._trials.check(grammar, param)
-        # What is wrong with a schema is said when it is compiled here. A form could name a token that the trial does not
-        # know, and so end before its costly part.
+        # What is wrong with a schema is said when it is compiled here. A form could name a token that the trial does
+        # not know, and so end before its costly part.
         if error and form is not None:
             raise InvalidRequest(
                 f"`{param}` cannot be enforced: {error}. Change it, or describe the form in a message.", param=param

@@ -93,7 +93,7 @@ class IdentityBuilder:
         """As `build`, and how long each phase took."""
         began_s = time.perf_counter()
         messages, pictures = take_out(request.messages)
-        images = PromptImages(pictures, self._images)
+        images = PromptImages(pictures, self._images, self._context_tokens)
         prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
         prompt = replace(prompt, text=images.wrapped(prompt.text))
         plain = self._stand_ins.undo(prompt.text)
@@ -142,7 +142,7 @@ class IdentityBuilder:
     def render(self, request: TurnRequest) -> str:
         """The text that the model reads, with one placeholder for each image. Raises as `build` does."""
         messages, pictures = take_out(request.messages)
-        PromptImages(pictures, self._images)  # raises for images that a turn would refuse
+        PromptImages(pictures, self._images, self._context_tokens)  # raises for images that a turn would refuse
         prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
         if prompt.proof is not None:
             prompt.proof()

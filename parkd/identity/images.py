@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import base64
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from parkd.engine_adapter.base import ImageReader
-from parkd.errors import InvalidRequest
+from parkd.errors import ContextOverflow, InvalidRequest
 from parkd.identity.tokens import TokenisedText
 from parkd.types import ImageData, ImageSpan, Message, TokenIds
 
 MAX_IMAGES = 100
-"""Most images in one request, since each is decoded before the length of the prompt is known."""
+"""Most images in one request."""
+MOST_PIXELS = 1 << 28
+"""Most pixels that are decoded for one request: about six seconds of CPU. A hundred screenshots have fewer."""
 IMAGE_ROLES = ("user", "tool", "function")
 
 
@@ -37,8 +40,11 @@ class _Read:
 class PromptImages:
     """The images of one prompt. Call `wrapped`, then `expanded`, then `spans`. Without images they change nothing."""
 
-    def __init__(self, pictures: Sequence[ImageData], reader: ImageReader | None) -> None:
-        """Decodes and measures the images, which is slow. Raises InvalidRequest, which names the image."""
+    def __init__(
+        self, pictures: Sequence[ImageData], reader: ImageReader | None, context_tokens: int | None = None
+    ) -> None:
+        """Decodes and measures the images, which is slow, unless their headers show that they are too many. Raises
+        InvalidRequest, which names the image, and ContextOverflow."""
         self._reader = reader
         self._images: list[_Read] = []
         self._expanded: TokenisedText | None = None
@@ -57,7 +63,9 @@ class PromptImages:
                 f"The request has {len(pictures)} images; at most {MAX_IMAGES} are allowed. Leave older ones out.",
                 param="messages",
             )
-        self._images = [_read(picture, reader) for picture in pictures]
+        files = [_file(picture) for picture in pictures]
+        _check_sizes(pictures, files, reader, context_tokens)
+        self._images = [_read(picture, data, reader) for picture, data in zip(pictures, files, strict=True)]
 
     def wrapped(self, text: str) -> str:
         """The rendered text, with each placeholder as the model expects it. Raises InvalidRequest if the numbers of
@@ -141,18 +149,48 @@ def take_out(messages: Sequence[Message]) -> tuple[list[Message], list[ImageData
     return result, pictures
 
 
-def _read(picture: ImageData, reader: ImageReader) -> _Read:
+def _file(picture: ImageData) -> bytes:
     if picture.refusal:
         raise InvalidRequest(f"`{picture.where}` {picture.refusal}", param=picture.where)
     try:
-        data = base64.b64decode("".join(picture.base64.split()), validate=True)
+        return base64.b64decode("".join(picture.base64.split()), validate=True)
     except ValueError as error:
         raise InvalidRequest(f"`{picture.where}` is not valid base64 ({error}).", param=picture.where) from error
-    try:
+
+
+def _check_sizes(
+    pictures: Sequence[ImageData], files: Sequence[bytes], reader: ImageReader, context_tokens: int | None
+) -> None:
+    """Raises InvalidRequest for images that have too many pixels together, and ContextOverflow for images that do not
+    fit. None is decoded for that."""
+    pixels = tokens = 0
+    for picture, data in zip(pictures, files, strict=True):
+        with _naming(picture):
+            size = reader.size(data)
+        pixels, tokens = pixels + size.pixels, tokens + size.tokens
+    if context_tokens is not None and tokens > context_tokens:
+        raise ContextOverflow(tokens, 0, context_tokens)
+    if pixels > MOST_PIXELS:
+        raise InvalidRequest(
+            f"The images have {pixels} pixels together; at most {MOST_PIXELS} are decoded for one request. Send "
+            "smaller ones, or leave older ones out.",
+            param="messages",
+        )
+
+
+def _read(picture: ImageData, data: bytes, reader: ImageReader) -> _Read:
+    with _naming(picture):
         facts = reader.facts(data)
+    return _Read(data, facts.digest, facts.tokens)
+
+
+@contextmanager
+def _naming(picture: ImageData) -> Iterator[None]:
+    """Errors in the context name the image."""
+    try:
+        yield
     except InvalidRequest as error:
         raise InvalidRequest(f"`{picture.where}`: {error.message}", param=picture.where) from error
-    return _Read(data, facts.digest, facts.tokens)
 
 
 def _holds_image(part: object) -> bool:

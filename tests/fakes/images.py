@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from parkd.engine_adapter.base import ImageFacts, ImageTokens
+from parkd.engine_adapter.base import ImageFacts, ImageSize, ImageTokens
 from parkd.errors import InvalidRequest
 from parkd.types import ImageSpan, TokenIds
 
@@ -23,10 +23,17 @@ class FakeImages:
     def __init__(self, token_id: int) -> None:
         self.tokens = ImageTokens(IMAGE_TOKEN, IMAGE_TOKEN, token_id)
 
+    def size(self, data: bytes) -> ImageSize:
+        self._check(data)
+        return ImageSize(len(data), len(data))
+
     def facts(self, data: bytes) -> ImageFacts:
+        self._check(data)
+        return ImageFacts(sha256(data).digest(), len(data))
+
+    def _check(self, data: bytes) -> None:
         if not data.startswith(b"PIC"):
             raise InvalidRequest("The image cannot be read: it is no picture.")
-        return ImageFacts(sha256(data).digest(), len(data))
 
 
 def shown(content: Any) -> str:

@@ -13,6 +13,8 @@ import io
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -88,6 +90,17 @@ class ImageProcessor:
         self._facts: OrderedDict[bytes, ImageFacts] = OrderedDict()
         self._lock = threading.Lock()
 
+    def size(self, data: bytes) -> tuple[int, int]:
+        """What the file's header promises: the pixels that `facts` has to decode, and the least length. Raises
+        UnreadableImage."""
+        with self._lock:
+            known = self._facts.get(sha256(data).digest())
+        if known is not None:
+            return 0, known.tokens
+        width, height = size_of(data)
+        # Which side is up is not known without decoding some files.
+        return width * height, min(self._length(width, height), self._length(height, width))
+
     def facts(self, data: bytes) -> ImageFacts:
         """Digest and length of an image file. Decodes it, unless the same file was seen recently.
 
@@ -100,7 +113,7 @@ class ImageProcessor:
                 self._facts.move_to_end(file)
                 return known
         image = decode(data)
-        facts = ImageFacts(self._digest(image), self._length(image))
+        facts = ImageFacts(self._digest(image), self._length(image.width, image.height))
         with self._lock:
             self._facts[file] = facts
             while len(self._facts) > FACTS_KEPT:
@@ -129,18 +142,32 @@ class ImageProcessor:
             hasher.update(part)
         return hasher.digest()
 
-    def _length(self, image: Image.Image) -> int:
+    def _length(self, width: int, height: int) -> int:
         if self._fixed_tokens:
             return self._fixed_tokens
         try:
-            patches = self._processor.get_number_of_image_patches(image.height, image.width)
+            patches = self._processor.get_number_of_image_patches(height, width)
         except ValueError as error:
             raise UnreadableImage(f"the model's processor refuses it: {error}") from error
         return int(patches) // int(self._processor.merge_size) ** 2
 
 
+def size_of(data: bytes) -> tuple[int, int]:
+    """Width and height by the header of an image file. Raises UnreadableImage."""
+    with _opened(data) as file:
+        return file.size
+
+
 def decode(data: bytes) -> Image.Image:
     """The first frame of an image file, upright, RGB with 8 bits per channel. Raises UnreadableImage."""
+    with _opened(data) as file:
+        file.load()
+        return _plain(ImageOps.exif_transpose(file))
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """An image file of a size that may be decoded. What fails in the context is the file's fault: UnreadableImage."""
     if len(data) > MAX_IMAGE_BYTES:
         raise UnreadableImage(f"its file has {len(data)} bytes and may have {MAX_IMAGE_BYTES}; send a smaller one")
     try:
@@ -148,8 +175,7 @@ def decode(data: bytes) -> Image.Image:
             width, height = file.size
             if width * height > MAX_PIXELS:
                 raise UnreadableImage(_too_many(width, height))
-            file.load()
-            return _plain(ImageOps.exif_transpose(file))
+            yield file
     except UnreadableImage:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

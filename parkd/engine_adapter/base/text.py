@@ -81,12 +81,25 @@ class ImageFacts:
     """Positions that it takes."""
 
 
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """What the header of an image file promises, before the file is decoded."""
+
+    pixels: int
+    """Pixels that must be decoded; 0 if the facts of this file are known."""
+    tokens: int
+    """The least number of positions that it takes."""
+
+
 class ImageReader(Protocol):
     """What identifies images before they are read. Thread-safe, and too slow for the event loop."""
 
     tokens: ImageTokens
     sees_itself: bool
     """State inside an image depends on all of it, so nothing can resume there."""
+
+    def size(self, data: bytes) -> ImageSize:
+        """The size of an image file by its header, without decoding it. Raises InvalidRequest as `facts` does."""
 
     def facts(self, data: bytes) -> ImageFacts:
         """The facts of an image file. Raises InvalidRequest if it cannot be read or is too large."""

@@ -8,7 +8,7 @@ from typing import Any
 from parkd_engine.vision.images import ImageProcessor
 from parkd_engine.words.chat import ChatTemplate as EngineTemplate
 
-from parkd.engine_adapter.base import ImageFacts, ImageTokens, Rendered
+from parkd.engine_adapter.base import ImageFacts, ImageSize, ImageTokens, Rendered
 
 
 class RenderedTemplate:
@@ -36,6 +36,10 @@ class KnownImages:
         self._processor = processor
         self.tokens = ImageTokens(tokens.placeholder, tokens.wrapped, tokens.token_id)
         self.sees_itself = processor.family.sees_itself
+
+    def size(self, data: bytes) -> ImageSize:
+        pixels, tokens = self._processor.size(data)
+        return ImageSize(pixels, tokens)
 
     def facts(self, data: bytes) -> ImageFacts:
         facts = self._processor.facts(data)

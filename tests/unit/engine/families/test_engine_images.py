@@ -175,3 +175,19 @@ def test_a_shape_that_the_processor_refuses_is_the_clients_fault() -> None:
     for asked in (qwen().facts, qwen().pixels):
         with pytest.raises(UnreadableImage, match="aspect ratio"):
             asked(png(5, 1, 201))
+
+
+def test_the_header_tells_the_size_before_a_picture_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by use 4: nothing was known of a picture before all of it was decoded."""
+    processor = qwen()
+    data = saved(Image.fromarray(NOISE))
+    height, width = NOISE.shape[:2]
+    tokens = processor.facts(data).tokens
+    assert processor.size(data) == (0, tokens), "its facts are known"
+    with monkeypatch.context() as patched:
+        patched.setattr(images, "decode", lambda _data: pytest.fail("it was decoded"))
+        assert qwen().size(data) == (width * height, tokens)
+        with pytest.raises(UnreadableImage, match="pixels"):
+            processor.size(png_head(20_000, 20_000))
+        with pytest.raises(UnreadableImage, match="none of"):
+            processor.size(b"nothing")
