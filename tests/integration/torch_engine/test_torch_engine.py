@@ -82,6 +82,26 @@ def captured(engine: Engine) -> Transfer:
     return replace(transfer, checksums=engine.capture(transfer).rows)
 
 
+def test_logprobs_stand_beside_the_tokens_that_were_sampled(engine: TorchEngine) -> None:
+    """Found by use 25: they are the same after the conversation was away."""
+    ids = ids_of(engine, "A cat says meow and drinks milk. " * 8)
+    asked = replace(GREEDY, top_logprobs=3)
+    said = answer(engine, ids, 6, asked)
+    before = list(engine.logprobs)
+    assert [each.token_id for each in before] == said
+    assert all(each.top[0] == (each.token_id, each.logprob) and len(each.top) == 3 for each in before)
+    engine.truncate(len(ids) - 1)
+    parked = captured(engine)
+    engine.reset()
+    answer(engine, ids_of(engine, "Something else entirely."), 2)
+    assert engine.logprobs == []
+    engine.reset()
+    engine.restore(parked)
+    assert answer(engine, ids, 6, asked) == said
+    assert list(engine.logprobs) == before
+    assert engine.text_of(ids.tolist()) == "A cat says meow and drinks milk. " * 8
+
+
 @pytest.mark.model
 @pytest.mark.timeout(600)  # The first of them converts the weights, which takes a minute or two.
 @pytest.mark.parametrize("stages", [1, 2])

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parkd_engine.families.presets.words import tiny_tokenizer
+from parkd_engine.words.chat import ChatTokenizer
 from parkd_engine.words.text import TextAssembler, TokenBytes
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from parkd.errors import ModelError
 
@@ -110,3 +111,37 @@ def test_each_token_is_looked_up_once() -> None:
     assembler = TextAssembler(TokenBytes(table, BYTE_LEVEL, ()))
     assert push_all(assembler, [97] * 5000) == "a" * 5000
     assert table.asked == 1
+
+
+class Library:
+    """What `ChatTokenizer` uses of the library's tokenizer."""
+
+    is_fast = True
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend_tokenizer = backend
+
+
+def test_pieces_are_bytes_also_of_special_tokens_and_halves_of_characters(tiny: Tokenizer, fallback: Tokenizer) -> None:
+    """Found by use 32: joined pieces of "\u5abd \U0001f917" gave replacement marks."""
+    text = "\u5abd \U0001f917"
+    for backend in (tiny, fallback):
+        words = ChatTokenizer(Library(backend), declares=False)
+        pieces = [words.piece(token_id) for token_id in words.encode(text)]
+        assert b"".join(pieces) == text.encode()
+        assert any(not piece.isascii() and len(piece) < 3 for piece in pieces)
+        assert words.piece(10**6) == b""
+    words = ChatTokenizer(Library(tiny), declares=False)
+    assert [words.piece(tiny.token_to_id(mark)) for mark in words.special_tokens] == [
+        mark.encode() for mark in words.special_tokens
+    ]
+    assert words.special_tokens
+
+
+def test_the_opening_tokens_are_those_of_the_tokenizers_own_rule(tiny: Tokenizer) -> None:
+    assert ChatTokenizer(Library(tiny), declares=False).opening_ids == ()
+    opened = Tokenizer.from_str(tiny.to_str())
+    mark = ChatTokenizer(Library(tiny), declares=False).special_tokens[0]
+    begins, closes = (mark, tiny.token_to_id(mark)), ("b", tiny.token_to_id("b"))
+    opened.post_processor = processors.TemplateProcessing(f"{mark} $A b", special_tokens=[begins, closes])
+    assert ChatTokenizer(Library(opened), declares=False).opening_ids == (begins[1],)
