@@ -77,7 +77,7 @@ def gone() -> tuple[Callable[[int], None], Callable[[], int], int]:
 def groups() -> tuple[Callable[[int], None], Callable[[], int], int]:
     memory = Groups(NoStore())  # type: ignore[arg-type]
     return (
-        lambda number: memory.used(f"group {number % 100}", prompt(256 * 300)),
+        lambda number: memory.used(f"group {number % 40}", prompt(256 * 300)),
         lambda: memory.memory_bytes,
         HASHES_LIMIT * HASH_BYTES,
     )
