@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
@@ -186,27 +186,27 @@ class Endpoints:
     async def tokenize(self, request: Request, request_id: str) -> ASGIApp:
         """As in llama-server: special tokens in the text are recognised unless `parse_special` is false, and those that
         open a text are added if `add_special` asks for them."""
-        self._caller(request)
+        owner = self._caller(request).owner
         body = await self._body(request)
         content = fields.text(body, "content")
         with_pieces = fields.flag(body, "with_pieces", default=False)
         engine = self._services.engine
         special = fields.flag(body, "parse_special", default=True)
-        ids = await self._proxy.prompts.tokenise(content, special=special)
+        ids = await self._proxy.prompts.tokenise(content, owner, special=special)
         if fields.flag(body, "add_special", default=False):
-            ids = [*await self._in_thread(lambda: engine.opening_ids), *ids]
+            ids = [*await self._in_thread(owner, lambda: engine.opening_ids), *ids]
         if not with_pieces:
             return _json({"tokens": ids}, request_id)
         if len(ids) > PIECE_LIMIT:
             raise InvalidRequest(f"`with_pieces` takes at most {PIECE_LIMIT} tokens.", param="with_pieces")
         pieces = await self._in_thread(
-            lambda: [{"id": token_id, "piece": _shown(engine.piece(token_id))} for token_id in ids]
+            owner, lambda: [{"id": token_id, "piece": _shown(engine.piece(token_id))} for token_id in ids]
         )
         return _json({"tokens": pieces}, request_id)
 
     async def detokenize(self, request: Request, request_id: str) -> ASGIApp:
         """As in llama-server: ids to their text, special tokens included."""
-        self._caller(request)
+        owner = self._caller(request).owner
         body = await self._body(request)
         engine, tokens = self._services.engine, fields.items(body, "tokens")
         known = range(engine.info.vocab_size)
@@ -214,11 +214,11 @@ class Endpoints:
             raise InvalidRequest(f"`tokens` must be a list of token ids from 0 to {known.stop - 1}.", param="tokens")
         if len(tokens) > PIECE_LIMIT:
             raise InvalidRequest(f"`tokens` takes at most {PIECE_LIMIT} ids.", param="tokens")
-        text = await self._in_thread(lambda: engine.text_of(tokens))
+        text = await self._in_thread(owner, lambda: engine.text_of(tokens))
         return _json({"content": text}, request_id)
 
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        return await anyio.to_thread.run_sync(work, limiter=self._proxy.prompts.limiter)
+    async def _in_thread(self, owner: str, work: Callable[[], Any]) -> Any:
+        return await self._proxy.prompts.run(owner, work)
 
     async def apply_template(self, request: Request, request_id: str) -> ASGIApp:
         caller = self._caller(request)
@@ -227,7 +227,7 @@ class Endpoints:
         render = self._services.render
         if render is None:
             raise NotFound("This server renders no templates.")
-        text = await anyio.to_thread.run_sync(render, asked, limiter=self._proxy.prompts.limiter)
+        text = await self._in_thread(caller.owner, partial(render, asked))
         return _json({"prompt": text}, request_id)
 
     async def _body(self, request: Request) -> Mapping[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -16,27 +19,40 @@ from parkd.types import PromptIdentity, TokenMask, TurnRequest
 BUILD_THREADS = 2
 """Prompts that are rendered and tokenised at the same time."""
 
+T = TypeVar("T")
+
 
 class Prompts:
     """Builds prompts. Must be created and used on the event loop."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, owners: int = 1) -> None:
+        """If there are several `owners`, one of them has at most half of the threads."""
         self._services = services
-        self.limiter = anyio.CapacityLimiter(BUILD_THREADS)
+        self._limiter = anyio.CapacityLimiter(BUILD_THREADS)
+        self._share = BUILD_THREADS if owners <= 1 else max(1, BUILD_THREADS // 2)
+        self._limiter_of: dict[str, anyio.CapacityLimiter] = {}
+        """By owner, of which there are as many as keys."""
 
-    async def build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
+    async def run(self, owner: str, work: Callable[[], T]) -> T:
+        """Runs `work`, which may take long, in a worker thread, as soon as one is free for this owner."""
+        if owner not in self._limiter_of:
+            self._limiter_of[owner] = anyio.CapacityLimiter(self._share)
+        async with self._limiter_of[owner]:
+            return await anyio.to_thread.run_sync(work, limiter=self._limiter)
+
+    async def build(self, request: TurnRequest, owner: str) -> tuple[PromptIdentity, TokenMask | None]:
         """The prompt's identity, and the mask for its answer. Raises InvalidRequest, and ContextOverflow for a prompt
         that is far too long; `check_fits` finds those that are slightly too long."""
         has_form = request.response_schema is not None or request.response_form is not None
         if has_form and self._services.build_mask is None:
             advice = "This server gives free text only. Leave out `response_format` and ask for JSON in the messages."
             raise InvalidRequest(advice, param="response_format")
-        return await anyio.to_thread.run_sync(self._build, request, limiter=self.limiter)
+        return await self.run(owner, partial(self._build, request))
 
-    async def tokenise(self, text: str, *, special: bool = True) -> list[int]:
+    async def tokenise(self, text: str, owner: str, *, special: bool = True) -> list[int]:
         """The ids of a plain text; without `special`, control tokens in it are letters. Raises ContextOverflow for a
         text that is far too long for any prompt."""
-        return await anyio.to_thread.run_sync(self._tokenise, text, special, limiter=self.limiter)
+        return await self.run(owner, partial(self._tokenise, text, special))
 
     def _tokenise(self, text: str, special: bool) -> list[int]:
         engine = self._services.engine

@@ -105,7 +105,7 @@ class Proxy:
         )
         self.requests = RequestMemory()
         self.resends = Resends(self.lane, config.resend_grace_s, self._give_up)
-        self.prompts = Prompts(services)
+        self.prompts = Prompts(services, owners)
         self.bodies = BodyRoom(
             config.bodies_limit_bytes,
             self.lane.retry_after_s,
@@ -195,7 +195,7 @@ class Proxy:
             encoder = dialect.encoder(turn_request, body, meta)
             if turn is None:
                 try:
-                    prompt, mask = await self.prompts.build(turn_request)
+                    prompt, mask = await self.prompts.build(turn_request, caller.owner)
                     self.prompts.check_fits(len(prompt), turn_request)
                 except ContextOverflow as overflow:
                     if turn_request.stream and overflow.code in dialect.streamed_errors:
@@ -249,9 +249,9 @@ class Proxy:
             body = await self.body_of(request, charge)
             parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
             counted = dataclasses.replace(parsed, response_schema=None, response_form=None, tool_choice=ToolChoice())
-            prompt, _ = await self.prompts.build(counted)
+            prompt, _ = await self.prompts.build(counted, caller.owner)
             if prompt.proof is not None:
-                await anyio.to_thread.run_sync(prompt.proof, limiter=self.prompts.limiter)
+                await self.prompts.run(caller.owner, prompt.proof)
         return len(prompt)
 
     @property
