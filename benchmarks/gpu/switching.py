@@ -42,7 +42,7 @@ def pretend_read(lane: GpuLane, prompt: PromptIdentity) -> None:
     last = session.fixed_state.at(len(prompt))
     if last is not None:
         for place in checkpoints_to_take(prompt, 0, 0, lane.engine.info.ctx_checkpoints - 1):
-            session.fixed_state._kept[place] = [copy.clone() for copy in last]
+            session.fixed_state._kept.keep(place, lambda _: [copy.clone() for copy in last])
 
 
 def state_of(lane: GpuLane) -> list[torch.Tensor]:
