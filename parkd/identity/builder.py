@@ -13,7 +13,7 @@ from parkd.engine_adapter.base import ChatTemplate, ImageReader, Tokenizer
 from parkd.errors import InvalidRequest
 from parkd.identity.chain import ChainMemo
 from parkd.identity.images import PromptImages, take_out
-from parkd.identity.lengths import check_length
+from parkd.identity.lengths import check_length, check_messages
 from parkd.identity.normalise import Normaliser, NormaliserConfig
 from parkd.identity.output_memory import GENERATION, OutputMemory, Said
 from parkd.identity.render import Renderer
@@ -92,6 +92,8 @@ class IdentityBuilder:
     def build_timed(self, request: TurnRequest, *, steering: bytes = b"") -> tuple[PromptIdentity, BuildTimings]:
         """As `build`, and how long each phase took."""
         began_s = time.perf_counter()
+        if self._context_tokens is not None:
+            check_messages(len(request.messages), self._context_tokens)
         messages, pictures = take_out(request.messages)
         images = PromptImages(pictures, self._images, self._context_tokens)
         prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)

@@ -23,6 +23,13 @@ CERTAIN_CONTEXTS = 2
 changes how a long run without spaces is tokenised, but that changes the count by far less than this factor."""
 
 
+def check_messages(count: int, context_tokens: int) -> None:
+    """Raises ContextOverflow for more than twice as many messages as tokens fit, before they are rendered: that takes
+    ten seconds for as many as a body can have, and each is at least a token."""
+    if count > CERTAIN_CONTEXTS * context_tokens:
+        raise ContextOverflow(count, 0, context_tokens)
+
+
 def check_length(tokenizer: Tokenizer, text: str, context_tokens: int) -> None:
     """Raises ContextOverflow, with an estimate of the prompt's tokens, if `text` has more than twice as many as fit."""
     if len(text) <= max(LEAST_CHARS, CHARS_A_TOKEN * context_tokens):
