@@ -206,7 +206,26 @@ class Proxy:
                 turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)
                 self._remember(turn, caller)
                 turn.release_body = charge.keep()
-        return TurnResponse(turn, self.lane, self.log, self.resends, dialect, encoder, config, services.monotonic)
+        again = partial(self._again, turn)
+        return TurnResponse(
+            turn, self.lane, self.log, self.resends, dialect, encoder, config, services.monotonic, again
+        )
+
+    async def _again(self, first: Turn, number: int) -> Turn:
+        """The turn of one more answer to the same request. It finds the prompt live, or parked by the turn before it.
+        With a seed, it has the seed `number` above the request's. Raises ParkdError."""
+        sampling = first.request.sampling
+        if sampling.seed is not None:
+            sampling = dataclasses.replace(sampling, seed=sampling.seed + number)
+        request = dataclasses.replace(first.request, sampling=sampling)
+        now_s = self.services.monotonic()
+        assert first.explained is not None
+        prompt, mask = await self.prompts.build(request, first.explained.owner)
+        turn = Turn(first.request_id, first.caller, request, prompt, now_s, self.services.monotonic(), mask)
+        turn.explained = dataclasses.replace(first.explained)  # its own: what is remembered tells of the first answer
+        turn.release_body, turn.own_nearest = first.release_body, first.own_nearest
+        turn.note_answer = first.note_answer
+        return turn
 
     def _remember(self, turn: Turn, caller: Caller) -> None:
         """Remembers the turn for `/parkd/explain` and for comparison with later requests."""

@@ -7,7 +7,7 @@ When the client disconnects, its turn is handed to `Resends`, which gives it up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import anyio
 from starlette.types import Message, Receive, Scope, Send
@@ -71,8 +71,12 @@ class TurnResponse:
         encoder: Encoder,
         config: ProxyConfig,
         monotonic: Callable[[], float],
+        again: Callable[[int], Awaitable[Turn]],
     ) -> None:
+        """`again` makes the turn of another answer to the request, by its number."""
         self._turn = turn
+        self._again = again
+        self._number = 0
         self._lane = lane
         self._log = log
         self._resends = resends
@@ -104,7 +108,19 @@ class TurnResponse:
             if done:
                 turn.release_body()
             else:
-                self._resends.left(turn)
+                self._resends.left(self._turn)
+
+    async def _goes_on(self) -> bool:
+        """After an answer: queues the turn of the next one. False if it was the last. Raises ParkdError."""
+        ended = self._turn
+        self._number += 1
+        if self._number >= ended.request.answers:
+            return False
+        turn = await self._again(self._number)
+        turn.channel.on_overflow, turn.submitted = ended.channel.on_overflow, True
+        self._turn = turn
+        self._lane.submit(turn)
+        return True
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
         while True:
@@ -116,13 +132,15 @@ class TurnResponse:
     async def _document(self, send: Send) -> None:
         report: CacheReport | None = None
         try:
-            while not isinstance(report, CacheReport):
+            while True:
                 event = await self._turn.channel.next(DOCUMENT_POLL_S)
                 if event is not None:
                     for _ in self._encoder.feed(event):
                         pass  # the frames are for streams; feeding the encoder fills the document
                 if isinstance(event, Finished):
-                    report = event.report
+                    report = report or event.report
+                    if not await self._goes_on():
+                        break
             document = self._encoder.document()
         except ParkdError as error:
             self._record_unstarted(error)
@@ -131,9 +149,8 @@ class TurnResponse:
         await send_document(send, 200, document, {**id_headers(self._turn.request_id), **cache_headers(report)})
 
     async def _stream(self, send: Send) -> None:
-        channel = self._turn.channel
         try:
-            event = await channel.next(self._config.first_byte_deadline_s)
+            event = await self._turn.channel.next(self._config.first_byte_deadline_s)
         except ParkdError as error:
             self._record_unstarted(error)
             await self._send_error(send, error)
@@ -153,10 +170,11 @@ class TurnResponse:
                 if frames:
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
                     sent_s = self._monotonic()
-                if isinstance(event, Finished):
+                if isinstance(event, Finished) and not await self._goes_on():
                     break
                 report = event.report if isinstance(event, Started) else report
-                event = await channel.next(max(0.0, self._config.keep_alive_s - (self._monotonic() - sent_s)))
+                silence_s = max(0.0, self._config.keep_alive_s - (self._monotonic() - sent_s))
+                event = await self._turn.channel.next(silence_s)
         except ParkdError as error:
             self._record_unstarted(error)
             last = _joined(self._encoder.failure(error))

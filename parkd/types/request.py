@@ -157,6 +157,8 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
     max_output_tokens: int | None = None
     """None: up to the server's limit and the context's end. 0: the prompt is read and kept, nothing is generated."""
+    answers: int = 1
+    """How many are generated, one after the other."""
     stream: bool = False
     namespace: str = ""
     model: str = ""

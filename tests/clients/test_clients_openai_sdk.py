@@ -81,6 +81,18 @@ def test_the_sdk_counts_the_tokens_of_an_input() -> None:
         assert counted.input_tokens == answered.usage.input_tokens > 0
 
 
+def test_several_answers_are_told_apart_by_the_sdk() -> None:
+    """Found by use 25."""
+    with serving("Hi.") as served, client_of(served) as client:
+        whole = client.chat.completions.create(model="m", messages=HELLO, n=3)
+        assert [(choice.index, choice.message.content) for choice in whole.choices] == [(n, "Hi.") for n in range(3)]
+        with client.chat.completions.stream(model="m", messages=HELLO, n=2) as stream:
+            for _ in stream:
+                pass
+            streamed = stream.get_final_completion().choices
+        assert [(choice.index, choice.message.content) for choice in streamed] == [(0, "Hi."), (1, "Hi.")]
+
+
 def test_streamed_tool_calls_are_put_together_by_the_sdk() -> None:
     with serving(CALLS) as served, client_of(served) as client:
         with client.chat.completions.stream(model="m", messages=HELLO, tools=[TOOL]) as stream:
@@ -186,7 +198,7 @@ def test_errors_are_the_sdks_own() -> None:
             assert refused.value.code == "context_length_exceeded"
             assert "This model's maximum context length is 64 tokens" in str(refused.value)
             with pytest.raises(openai.BadRequestError) as several:
-                client.chat.completions.create(model="m", messages=HELLO, n=2)
+                client.chat.completions.create(model="m", messages=HELLO, n=9)
             assert several.value.param == "n"
             with pytest.raises(openai.BadRequestError) as grammar:
                 client.chat.completions.create(model="m", messages=HELLO, extra_body={"grammar": "root ::= x"})

@@ -27,6 +27,7 @@ MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)
 TOKEN_ID_DIGITS = 9
 MAX_TOP_LOGPROBS = 20
+MAX_ANSWERS = 8
 MAX_STEERING_VECTORS = 64
 MAX_STEERING_SCALE = 1000.0
 """A larger scale is more likely a typing error than intended."""
@@ -67,6 +68,11 @@ def only_one(body: Body, name: str) -> None:
     if whole(body, name, 1, MAX_TOKENS) not in (None, 1):
         advice = "this server gives one answer a request. Send more requests for more."
         raise InvalidRequest(f"`{name}` must be 1: {advice}", param=name)
+
+
+def answers(body: Body) -> int:
+    """`n`: how many answers are wanted."""
+    return whole(body, "n", 1, MAX_ANSWERS) or 1
 
 
 def flag(body: Body, name: str, *, default: bool) -> bool:

@@ -36,6 +36,7 @@ class LlamaCompletion(TurnDialect):
         for name, advice in REFUSED.items():
             if body.get(name) not in (None, False, 0):
                 raise InvalidRequest(f"`{name}` is not supported here: {advice}", param=name)
+        fields.only_one(body, "n")
         own = ("n_predict", "max_tokens", "logprobs", "suffix")
         common = {name: value for name, value in body.items() if name not in own}
         limit = fields.limit(body, "n_predict")

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
-from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta, TurnDialect
+from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta, TurnDialect
+from parkd.proxy.dialects.choices import Choices
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
 from parkd.proxy.dialects.logprobs import chat_logprobs
 from parkd.proxy.dialects.nested import (
@@ -65,7 +66,6 @@ class OpenAIChat(TurnDialect):
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         """Raises InvalidRequest."""
-        fields.only_one(body, "n")
         refuse_functions(body)
         given = fields.items(body, "messages")
         if not given:
@@ -92,6 +92,7 @@ class OpenAIChat(TurnDialect):
             ),
             stop=fields.stop_strings(body, "stop"),
             max_output_tokens=_max_output_tokens(body),
+            answers=fields.answers(body),
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),
             tool_choice=choice,
@@ -105,17 +106,22 @@ class OpenAIChat(TurnDialect):
             steering=fields.steering(body),
         )
 
-    def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> ChatEncoder:
+    def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:
         include_usage = request.stream and fields.flag(
             fields.obj(body, "stream_options"), "include_usage", default=False
         )
-        return ChatEncoder(
-            meta,
-            self._system_fingerprint,
-            include_usage=include_usage,
-            include_progress=fields.flag(body, "return_progress", default=False),
-            include_logprobs=request.sampling.top_logprobs is not None,
-        )
+        encoders = [
+            ChatEncoder(
+                meta,
+                self._system_fingerprint,
+                index=index,
+                include_usage=include_usage,
+                include_progress=fields.flag(body, "return_progress", default=False),
+                include_logprobs=request.sampling.top_logprobs is not None,
+            )
+            for index in range(request.answers)
+        ]
+        return encoders[0] if len(encoders) == 1 else Choices(encoders)
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it is a header
         return error_answer(error)
@@ -129,10 +135,13 @@ class ChatEncoder:
         meta: ResponseMeta,
         system_fingerprint: str,
         *,
+        index: int,
         include_usage: bool,
         include_progress: bool,
         include_logprobs: bool,
     ) -> None:
+        """`index` is the choice's."""
+        self._index = index
         self._head = {
             "id": f"chatcmpl-{meta.request_id}",
             "created": meta.created_s,
@@ -165,7 +174,7 @@ class ChatEncoder:
                 return [self._chunk({}, None, {"prompt_progress": event.shown})]
             case Finished():
                 self._finished = event
-                return self._last_frames(event)
+                return [self.choice_end(event), *self.stream_end(event)]
         return []
 
     def keep_alive(self) -> bytes:
@@ -185,22 +194,30 @@ class ChatEncoder:
         if self._calls:
             message["tool_calls"] = [call for _, call in sorted(self._calls.items())]
         logprobs = chat_logprobs(self._logprobs) if self._include_logprobs else None
-        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": _finish_reason(finished)}
+        choice = {
+            "index": self._index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": _finish_reason(finished),
+        }
         return {
             **self._head,
             "object": "chat.completion",
             "choices": [choice],
-            "usage": usage_of(finished),
-            "timings": timings_of(finished),
+            **self.totals(finished),
         }
 
-    def _last_frames(self, finished: Finished) -> list[bytes]:
-        timings = {"timings": timings_of(finished)}
-        frames = [self._chunk({}, _finish_reason(finished), timings)]
+    def choice_end(self, finished: Finished) -> bytes:
+        return self._chunk({}, _finish_reason(finished), {"timings": timings_of(finished)})
+
+    def stream_end(self, finished: Finished) -> Iterable[bytes]:
         if self._include_usage:
-            usage = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(finished)}
-            frames.append(json_frame({**usage, **timings}))
-        return [*frames, DONE]
+            told = {**self._head, "object": "chat.completion.chunk", "choices": [], **self.totals(finished)}
+            yield json_frame(told)
+        yield DONE
+
+    def totals(self, finished: Finished) -> Mapping[str, Any]:
+        return {"usage": usage_of(finished), "timings": timings_of(finished)}
 
     def _chunk(
         self,
@@ -210,7 +227,7 @@ class ChatEncoder:
         logprobs: Sequence[TokenLogprob] = (),
     ) -> bytes:
         scores = chat_logprobs(logprobs) if logprobs else None
-        choice = {"index": 0, "delta": delta, "logprobs": scores, "finish_reason": finish_reason}
+        choice = {"index": self._index, "delta": delta, "logprobs": scores, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
         return json_frame(
             {**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage, **(extra or {})}

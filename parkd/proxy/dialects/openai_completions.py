@@ -9,6 +9,7 @@ from typing import Any
 from parkd.errors import InvalidRequest, ParkdError
 from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import Encoder, ErrorAnswer, ResponseMeta, TurnDialect
+from parkd.proxy.dialects.choices import Choices
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
 from parkd.proxy.dialects.logprobs import LegacyLogprobs
 from parkd.proxy.dialects.nested import asked_form, cache_hints
@@ -45,8 +46,7 @@ class OpenAICompletions(TurnDialect):
             if body.get(name) not in (None, False, "", 0):
                 raise InvalidRequest(f"`{name}` is not supported: {advice}", param=name)
         form = asked_form(body, fields.obj(body, "response_format"), "response_format")
-        for name in ("n", "best_of"):
-            fields.only_one(body, name)
+        fields.only_one(body, "best_of")
         fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
         limit = fields.limit(body, "max_tokens")
         request = TurnRequest(
@@ -56,6 +56,7 @@ class OpenAICompletions(TurnDialect):
             ),
             stop=fields.stop_strings(body, "stop"),
             max_output_tokens=DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else limit,
+            answers=fields.answers(body),
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),
             response_schema=form[0],
@@ -69,12 +70,17 @@ class OpenAICompletions(TurnDialect):
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:
         include_usage = fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
         include_progress = fields.flag(body, "return_progress", default=False)
-        return CompletionsEncoder(
-            meta,
-            include_usage=include_usage,
-            include_progress=include_progress,
-            include_logprobs=request.sampling.top_logprobs is not None,
-        )
+        encoders = [
+            CompletionsEncoder(
+                meta,
+                index=index,
+                include_usage=include_usage,
+                include_progress=include_progress,
+                include_logprobs=request.sampling.top_logprobs is not None,
+            )
+            for index in range(request.answers)
+        ]
+        return encoders[0] if len(encoders) == 1 else Choices(encoders)
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it is a header
         return error_answer(error)
@@ -89,8 +95,10 @@ class CompletionsEncoder:
     """Implements `Encoder`."""
 
     def __init__(
-        self, meta: ResponseMeta, *, include_usage: bool, include_progress: bool, include_logprobs: bool
+        self, meta: ResponseMeta, *, index: int, include_usage: bool, include_progress: bool, include_logprobs: bool
     ) -> None:
+        """`index` is the choice's."""
+        self._index = index
         self._head = {
             "id": "cmpl-" + meta.request_id.removeprefix("req_"),
             "object": "text_completion",
@@ -119,11 +127,7 @@ class CompletionsEncoder:
                 return [self._chunk("", None, {"prompt_progress": event.shown})]
             case Finished():
                 self._finished = event
-                timings = {"timings": timings_of(event)}
-                frames = [self._chunk("", event, timings)]
-                if self._include_usage:
-                    frames.append(json_frame({**self._head, "choices": [], "usage": usage_of(event), **timings}))
-                return [*frames, DONE]
+                return [self.choice_end(event), *self.stream_end(event)]
         return []
 
     def keep_alive(self) -> bytes:
@@ -138,10 +142,20 @@ class CompletionsEncoder:
         scores = LegacyLogprobs().of(self._logprobs) if self._legacy is not None else None
         return {
             **self._head,
-            "choices": [_choice("".join(self._text), finished, scores)],
-            "usage": usage_of(finished),
-            "timings": timings_of(finished),
+            "choices": [self._choice("".join(self._text), finished, scores)],
+            **self.totals(finished),
         }
+
+    def choice_end(self, finished: Finished) -> bytes:
+        return self._chunk("", finished, {"timings": timings_of(finished)})
+
+    def stream_end(self, finished: Finished) -> Iterable[bytes]:
+        if self._include_usage:
+            yield json_frame({**self._head, "choices": [], **self.totals(finished)})
+        yield DONE
+
+    def totals(self, finished: Finished) -> Mapping[str, Any]:
+        return {"usage": usage_of(finished), "timings": timings_of(finished)}
 
     def _chunk(
         self,
@@ -150,14 +164,13 @@ class CompletionsEncoder:
         extra: Mapping[str, Any] | None = None,
         logprobs: Mapping[str, Any] | None = None,
     ) -> bytes:
-        return json_frame({**self._head, "choices": [_choice(text, finished, logprobs)], **(extra or {})})
+        return json_frame({**self._head, "choices": [self._choice(text, finished, logprobs)], **(extra or {})})
 
-
-def _choice(text: str, finished: Finished | None, logprobs: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    reason = None
-    if finished is not None:
-        reason = "length" if finished.reason is FinishReason.LENGTH else "stop"
-    return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _choice(self, text: str, finished: Finished | None, logprobs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        reason = None
+        if finished is not None:
+            reason = "length" if finished.reason is FinishReason.LENGTH else "stop"
+        return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _prompt(body: Mapping[str, Any]) -> str:

@@ -108,7 +108,7 @@ async def test_no_output_asked_for_reads_the_prompt_only() -> None:
             "messages[0].content[0].image_url",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text"),
-        ({"n": 2}, "n"),
+        ({"n": 9}, "n"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
@@ -295,7 +295,7 @@ async def test_the_official_sdk_streams_asks_and_reads_errors() -> None:
             assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
             assert [model.id for model in client.models.list()] == ["fake"]
             with pytest.raises(openai.BadRequestError) as refused:
-                client.chat.completions.create(model="m", messages=HELLO, n=2)
+                client.chat.completions.create(model="m", messages=HELLO, n=9)
             assert refused.value.param == "n"
             with pytest.raises(openai.BadRequestError) as long:
                 client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 9000}])

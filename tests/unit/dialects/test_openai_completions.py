@@ -108,7 +108,7 @@ def test_logprobs_are_in_the_legacy_form_streamed_and_whole() -> None:
         ({"prompt": [[1]]}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"echo": True}, "echo"),
-        ({"n": 2}, "n"),
+        ({"n": 9}, "n"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": 1}, "suffix"),
         ({"stream_options": {"include_usage": 1}}, "include_usage"),

@@ -1,0 +1,75 @@
+"""Several answers to one prompt (`n`), which are generated one after the other: one encoder each, and one for all.
+
+events    Started text ... Finished | Started text ... Finished
+frames    index 0 ...               | index 1 ...                 usage of all, [DONE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from parkd.errors import ParkdError
+from parkd.proxy.dialects.base import Encoder
+from parkd.types import DraftCounts, Event, Finished
+
+
+class ChoiceEncoder(Encoder, Protocol):
+    """An encoder of one choice."""
+
+    def choice_end(self, finished: Finished) -> bytes:
+        """The choice's last frame."""
+
+    def stream_end(self, finished: Finished) -> Iterable[bytes]:
+        """The frames that end the stream."""
+
+    def totals(self, finished: Finished) -> Mapping[str, Any]:
+        """The fields of the document about all choices together."""
+
+
+class Choices:
+    """Implements `Encoder` over the encoders of the choices."""
+
+    def __init__(self, encoders: Sequence[ChoiceEncoder]) -> None:
+        self._encoders = encoders
+        self._ended: list[Finished] = []
+
+    def feed(self, event: Event) -> Iterable[bytes]:
+        encoder = self._encoders[len(self._ended)]
+        frames = encoder.feed(event)
+        if not isinstance(event, Finished):
+            return frames
+        self._ended.append(event)
+        last = encoder.choice_end(event)
+        if len(self._ended) < len(self._encoders):
+            return [last]
+        return [last, *encoder.stream_end(in_all(self._ended))]
+
+    def keep_alive(self) -> bytes:
+        return self._encoders[0].keep_alive()
+
+    def failure(self, error: ParkdError) -> Iterable[bytes]:
+        return self._encoders[0].failure(error)
+
+    def document(self) -> Mapping[str, Any]:
+        documents = [encoder.document() for encoder in self._encoders]
+        choices = [choice for document in documents for choice in document["choices"]]
+        return {**documents[0], "choices": choices, **self._encoders[0].totals(in_all(self._ended))}
+
+
+def in_all(ended: Sequence[Finished]) -> Finished:
+    """The counts of all answers. The prompt is that of the first."""
+    first, timings = ended[0], [finished.timings for finished in ended]
+    return replace(
+        first,
+        reasoning_tokens=sum(finished.reasoning_tokens for finished in ended),
+        timings=replace(
+            first.timings,
+            output_tokens=sum(each.output_tokens for each in timings),
+            decode_s=sum(each.decode_s for each in timings),
+            drafts=DraftCounts(
+                sum(each.drafts.drafted for each in timings), sum(each.drafts.accepted for each in timings)
+            ),
+        ),
+    )
