@@ -137,24 +137,33 @@ def _find_openers(tokenised: TokenisedText) -> list[tuple[int, frozenset[str]]]:
 def _find_turns(
     turns: Sequence[CanonicalMessage], text: str, openers: Sequence[tuple[int, frozenset[str]]]
 ) -> dict[int, int]:
-    """Turn index to the character its turn starts at, ascending in both, for those that are found."""
+    """Turn index to the character its turn starts at, ascending in both, for those that are found.
+
+    A turn without an opener of its own, as a second tool result has in some templates, is not looked for beyond the
+    next answer: turns are written in order, so what contains its text there is another turn.
+    """
     starts: dict[int, int] = {}
     ends = [char for char, _ in openers[1:]] + [len(text)]
-    reached = 0
+    reached = answers_before = 0
     for index, turn in enumerate(turns):
         head = _head(turn.message["content"])
-        tried = 0
+        tried = answers_passed = 0
         for place in range(reached, len(openers)):
             char, roles = openers[place]
             if turn.message["role"] not in roles:
+                answers_passed += "assistant" in roles
+                if answers_passed > answers_before and turn.message["role"] != "assistant":
+                    break
                 continue
             if text.find(head, char, ends[place]) >= 0:
                 starts[index] = char
-                reached = place + 1
+                reached, answers_before = place + 1, 0
                 break
             tried += 1
             if tried == _LOOK_AHEAD:
                 break
+        if index not in starts:
+            answers_before += turn.message["role"] == "assistant"
     return starts
 
 

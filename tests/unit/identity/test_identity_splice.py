@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.types import PromptIdentity
 from tests.fakes.text import FakeTemplate, FakeTokenizer
-from tests.unit.identity.identity_fakes import WordTokenizer, make_builder, say, talk
+from tests.unit.identity.identity_fakes import ChatMl, WordTokenizer, make_builder, say, talk
 
 WORDS = ("one", "two", "three", "<|start|>", "<|end|>", "user", "assistant", " ", "\n", "</think>")
 
@@ -140,3 +141,57 @@ def test_an_answer_ends_before_the_next_turn(question: str) -> None:
     identity = builder.build(talk(*messages, {"role": "tool", "content": "seen", "tool_call_id": "c"}))
     assert f"<|im_start|>user\n{question}." in tokenizer.decode(identity.token_ids.tolist())
     assert memory.spliced == 0
+
+
+class OneOpenerForResults(ChatMl):
+    """Puts consecutive tool results under one opener, that of a user, as Qwen's template does."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> Rendered:
+        joined: list[dict[str, Any]] = []
+        for message in messages:
+            if message["role"] != "tool":
+                joined.append(dict(message))
+                continue
+            result = f"<tool>{message['content']}"
+            if joined and joined[-1].get("results"):
+                joined[-1]["content"] += result
+            else:
+                joined.append({"role": "user", "content": result, "results": True})
+        return super().render(joined, tools, kwargs, add_generation_prompt=add_generation_prompt)
+
+
+def contains(ids: list[int], part: list[int]) -> bool:
+    return any(ids[start : start + len(part)] == part for start in range(len(ids)))
+
+
+def call(place: int) -> dict[str, Any]:
+    return {"id": f"call_{place}", "type": "function", "function": {"name": "write", "arguments": {"n": place}}}
+
+
+@pytest.mark.parametrize("calls", range(1, 6))
+def test_answers_behind_parallel_results_of_equal_text_are_found(calls: int) -> None:
+    """Found by use 30: the second result `ok` was looked for in a later turn, and the answers up to there were lost."""
+    tokenizer, memory = WordTokenizer(), OutputMemory(1 << 20, ["<|end|>"])
+    builder = make_builder(tokenizer, OneOpenerForResults(), answers=memory)
+    messages, answers = [say("user", "go")], []
+    for turn in range(6):
+        prompt = builder.build(talk(*messages))
+        name = f"answer {turn}"
+        answers.append(odd_ids(tokenizer, name))
+        memory.remember(prompt, answers[-1], heard(name))
+        messages.append(say("assistant", name))
+        for one in (builder, make_builder(tokenizer, OneOpenerForResults(), answers=memory)):
+            told = one.build(talk(*messages, say("user", "and"))).token_ids.tolist()
+            lost = [answer for answer in answers if not contains(told, answer)]
+            assert not lost, turn
+        made = [call(place) for place in range(calls if turn == 0 else 1)]
+        messages.append(say("assistant", f"call {turn}", tool_calls=made))
+        texts = ["wrote a.txt", *["ok"] * (len(made) - 1)] if turn == 0 else ["ok"]
+        messages += [say("tool", text, tool_call_id=one["id"]) for text, one in zip(texts, made, strict=True)]
