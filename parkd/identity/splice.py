@@ -26,6 +26,7 @@ from parkd.identity.canonical import CanonicalMessage
 from parkd.identity.output_memory import OutputMemory, RememberedAnswer, Said, int32, json_key
 from parkd.identity.tokens import MARK_CHARS, TokenisedText, common_chars
 from parkd.types import HASH_BYTES
+from parkd.types.identical import identical
 
 TRAILS_KEPT = 8
 """As many as the tokenizer remembers whole texts; a trail is of no use without its text."""
@@ -190,7 +191,7 @@ class Splicer:
                 count < len(places)
                 and places[count] == (step.turn, step.first)
                 and step.reach < shared
-                and (turns[step.turn].message is step.message or turns[step.turn].message == step.message)
+                and identical(turns[step.turn].message, step.message)
                 and self._memory.found(step.prefix) is step.answers
             )
             if not holds:

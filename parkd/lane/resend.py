@@ -15,6 +15,7 @@ import anyio
 from parkd.lane.lane import Lane
 from parkd.lane.turn import Turn
 from parkd.types import TurnRequest
+from parkd.types.identical import identical
 
 
 class Resends:
@@ -63,7 +64,7 @@ class Resends:
         such turn."""
         for turn, scope in self._alone.items():
             sent_by = turn.explained.owner if turn.explained is not None else None
-            if sent_by == owner and turn.request == request and turn.channel.rewind():
+            if sent_by == owner and identical(turn.request, request) and turn.channel.rewind():
                 del self._alone[turn]
                 scope.cancel()
                 self.joined += 1

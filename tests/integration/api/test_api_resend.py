@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import httpx
 import pytest
@@ -16,9 +18,9 @@ ASK: Messages = [{"role": "user", "content": "Tell me. " * 50}]
 GRACE = ProxyConfig(resend_grace_s=20.0)
 
 
-async def dropped(server: Running, gate: Gate, headers: dict[str, str] | None = None) -> None:
+async def dropped(server: Running, gate: Gate, headers: dict[str, str] | None = None, **more: Any) -> None:
     """Asks, and leaves once the engine is at the gate."""
-    body = body_of(ASK, stream=True, max_tokens=12)
+    body = body_of(ASK, stream=True, max_tokens=12, **more)
     async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
@@ -135,3 +137,14 @@ async def test_a_left_turn_does_not_begin_while_others_wait() -> None:
         await until(left.channel.cancel.is_set)
         await server.settled()
         assert left.timings.output_tokens == 0
+
+
+async def test_a_request_that_only_python_calls_equal_does_not_take_over() -> None:
+    """Found by use 13: `{"n": true}` got the answer to `{"n": 1}`."""
+    gate = Gate("token", nth=4)
+    async with running(FakeEngine(hook=gate), config=GRACE) as server:
+        await dropped(server, gate, chat_template_kwargs={"n": 1})
+        gate.opened.set()
+        body = body_of(ASK, stream=True, max_tokens=12, chat_template_kwargs={"n": True})
+        assert (await server.client.post("/v1/chat/completions", json=body)).status_code == 200
+        assert server.server.proxy.resends.joined == 0
