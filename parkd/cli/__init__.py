@@ -39,7 +39,7 @@ from parkd.config import Config, load
 from parkd.config.keys import read_key_file
 from parkd.config.rewrite_rules import read_rules
 from parkd.config.spinning import bound_spinning
-from parkd.errors import ConfigError, ModelError
+from parkd.errors import ConfigError, ModelError, UnsupportedModel
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.cli.model import AnyEngine
@@ -49,6 +49,11 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mi
 __all__ = ["MemoryShare", "find_model", "load_engine", "main"]
 
 EXIT_USAGE = 2
+WAYS_OUT = (
+    "Other ways to serve it: a GGUF file of it on llama.cpp (--model FILE.gguf, docs/LLAMA_CPP.md), or a llama-server "
+    "that runs it (--upstream URL, docs/LLAMA_SERVER.md)."
+)
+"""What a refusal of a model ends with."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C before the server runs, as shells report it. Once it runs, Ctrl-C is an orderly stop."""
 
@@ -106,7 +111,8 @@ def main(words: Sequence[str] | None = None) -> int:
         config = load(invocation.flags)
         return plan(config) if invocation.command == "plan" else serve(config)
     except (ConfigError, ModelError) as error:
-        print(f"parkd: {error.message}", file=sys.stderr)
+        ways = f". {WAYS_OUT}" if isinstance(error, UnsupportedModel) else ""
+        print(f"parkd: {error.message.rstrip('.') if ways else error.message}{ways}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

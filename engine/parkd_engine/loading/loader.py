@@ -6,6 +6,7 @@ run.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import (
@@ -24,8 +26,9 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from parkd.errors import ModelError
+from parkd.errors import ModelError, UnsupportedModel
 from parkd_engine.families.architectures import check_config
 from parkd_engine.families.layer_state import draft_layers
 from parkd_engine.families.multimodal import language_config
@@ -226,8 +229,13 @@ def checked_config(folder: Path) -> Any:
         hint = f" Name one of its GGUF files: {', '.join(files)}." if files else ""
         raise ModelError(f"{folder} contains no config.json, so it is not a model directory.{hint}")
     try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+            raise UnsupportedModel(
+                f"{folder} is a model of the kind {kind!r}, which transformers {transformers.__version__} does not know"
+            )
         settings = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"The configuration in {folder} cannot be read: {error}") from error
     check_config(settings)
     return settings

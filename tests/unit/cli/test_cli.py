@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import socket
@@ -198,6 +199,26 @@ def test_a_model_that_this_user_may_not_read_is_told_in_one_line(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
     assert all("may not read" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"model_type": "nowhere_9", "architectures": ["Nowhere9ForCausalLM"]}, "'nowhere_9'"),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+    ],
+)
+def test_a_refusal_of_a_model_names_the_ways_out(
+    settings: dict[str, object], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found by use 21: it passed on the advice to install transformers from git."""
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert cli.main(["--model", str(tmp_path), "--port", "0", "--devices", "cpu"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert reason in said
+    assert "--upstream URL" in said
+    assert "--model FILE.gguf" in said
+    assert "git" not in said
 
 
 def test_a_card_that_is_not_there_is_named() -> None:
