@@ -165,7 +165,7 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_would(
 ) -> None:
     huge = {**COMMON, "max_position_embeddings": 1 << 28}
     monkeypatch.setattr(shapes, "PRESETS", {"dense": Preset("qwen3", huge)})
-    with pytest.raises(ModelError, match=r"needs [\d,]+ MiB on cuda:0; \d+ tokens .* fit there"):
+    with pytest.raises(ModelError, match=r"needs [\d,]+ MiB on cuda:0 .*: \d+ tokens fit"):
         opened(("cuda:0",), tmp_path, context_tokens=1 << 28)
 
 
