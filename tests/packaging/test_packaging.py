@@ -90,7 +90,7 @@ def test_the_unit_starts_parkd_with_flags_that_exist() -> None:
     assert unit["Service"]["Environment"] == "XDG_CACHE_HOME=/var/cache/" + unit["Service"]["CacheDirectory"]
 
 
-def test_the_container_runs_the_script_that_the_install_test_runs() -> None:
+def test_the_container_installs_by_the_script_and_starts_parkd() -> None:
     lines = (PACKAGING / "Containerfile").read_text().splitlines()
     assert any(line.startswith("RUN bash /install.sh /opt/parkd /wheels/") for line in lines)
     [entry] = [line.removeprefix("ENTRYPOINT ") for line in lines if line.startswith("ENTRYPOINT")]
