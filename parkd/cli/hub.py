@@ -52,7 +52,7 @@ def choose_gguf(files: Sequence[str], quantisation: str | None) -> tuple[str, ..
 
 
 def quantisations(files: Sequence[str]) -> tuple[str, ...]:
-    """The names of the GGUF files without what all of them have in common, for a message."""
+    """The names of the GGUF files, a split one once, for a message."""
     return tuple(sorted({_PART.sub(".gguf", name) for name in files if name.lower().endswith(".gguf")}))
 
 
