@@ -33,7 +33,7 @@ from parkd.engine_adapter.torch_engine.words import RenderedTemplate
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.lane.live_rows import LiveRows
-from parkd.lane.start import decide_start
+from parkd.lane.start import Seated, decide_start
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.state import Costs, StageLayout, StateLayout
 from parkd.store.index import PrefixIndex
@@ -124,7 +124,7 @@ def match_ms(prompt: PromptIdentity, known: PromptIdentity, live: PromptIdentity
     elsewhere = LiveRows(live.key, live.units)
     started = time.perf_counter()
     found = [by_id[name] for name, _ in index.find(prompt.key.digest, prompt.prefix_hashes, CANDIDATE_LIMIT)]
-    start = decide_start(prompt, elsewhere, found, layout=LAYOUT, live_checkpoints=(), cost=COST)
+    start = decide_start(prompt, [Seated(elsewhere)], found, layout=LAYOUT, cost=COST)
     elapsed_ms = (time.perf_counter() - started) * 1000
     assert start.position >= outcome_min, "the parked conversation was not found"
     return elapsed_ms

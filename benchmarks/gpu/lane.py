@@ -83,11 +83,9 @@ class GpuLane:
         parked = [entry for entry, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
         start = decide_start(
             prompt,
-            self.live.rows,
+            [self.live.seated],
             parked,
             layout=self.engine.info.layout,
-            live_checkpoints=self.live.checkpoints,
-            rewind_floor=self.live.rewind_floor,
             cost=dataclasses.replace(self.costs.measured, read_s=1.0),  # reading costs so much that any state is reused
         )
         try:

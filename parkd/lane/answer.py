@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from parkd.answers.base import Parser
 from parkd.answers.stops import StopStrings
 from parkd.answers.token_trail import TokenTrail
-from parkd.engine_adapter.base import Cancel, Engine, TextStream
+from parkd.engine_adapter.base import Cancel, Engine, Seat, TextStream
 from parkd.lane.events import joined_events
 from parkd.types import DraftCounts, Event, FinishReason, TextDelta, TokenLogprob, TurnRequest
 
@@ -38,6 +38,8 @@ class AnswerLoop:
     """Generates one answer, emitting events as they become visible."""
 
     engine: Engine
+    seat: Seat
+    """Of the engine; it holds the prompt, which was begun."""
     request: TurnRequest
     limit: int | None
     """Most tokens of the answer; None: up to the end of the context."""
@@ -78,7 +80,7 @@ class AnswerLoop:
         """Runs steps until the answer ends. Returns the last piece of text, which is not parsed yet."""
         answer, engine = self.answer, self.engine
         stream = engine.text_stream()
-        steps = engine.generate()
+        steps = self.seat.generate()
         try:
             for step in steps:
                 if answer.first_token_at_s is None:
@@ -100,7 +102,7 @@ class AnswerLoop:
             close = getattr(steps, "close", None)
             if close is not None:
                 close()
-            answer.drafts = engine.drafts
+            answer.drafts = self.seat.drafts
         rest = stream.flush()
         if self._trail is not None:
             self._trail.ended(rest)
@@ -143,7 +145,7 @@ class AnswerLoop:
 
     def _scored(self, number: int) -> TokenLogprob:
         """The logprobs of a token of the answer."""
-        scored, piece = self.engine.logprobs[number], self.engine.piece
+        scored, piece = self.seat.logprobs[number], self.engine.piece
         top = tuple((piece(token_id), logprob) for token_id, logprob in scored.top)
         return TokenLogprob(piece(scored.token_id), scored.logprob, top)
 

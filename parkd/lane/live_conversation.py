@@ -1,4 +1,5 @@
-"""A live conversation: the engine that holds its state, what that state means, and its moves to and from the store.
+"""A live conversation: the engine's seat that holds its state, what that state means, and its moves to and from the
+store.
 
     start_from -> begin -> (the turn reads and generates, then `advance`) -> check -> park
 
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, Engine
+from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, Seat
 from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.lane.cost import CostMeter
@@ -23,7 +24,7 @@ from parkd.lane.engine_thread import EngineThread
 from parkd.lane.live_rows import LiveRows, restored
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail, read_while_restoring
-from parkd.lane.start import Start
+from parkd.lane.start import Seated, Start
 from parkd.lane.turn import Turn
 from parkd.state import Checksums, Resume, StateSizes, Transfer
 from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
@@ -55,11 +56,11 @@ class BackgroundCapture:
 
 
 class LiveConversation:
-    """What is live in one engine. `rows` and the engine's position always agree between two calls."""
+    """What is live in one seat of the engine. `rows` and the seat's position always agree between two calls."""
 
     def __init__(
         self,
-        engine: Engine,
+        seat: Seat,
         thread: EngineThread,
         store: ConversationStore | None,
         metrics: Metrics,
@@ -67,7 +68,7 @@ class LiveConversation:
         monotonic: Callable[[], float],
         disk: DiskWorker | None = None,
     ) -> None:
-        self.engine = engine
+        self.seat = seat
         self.checkpoints: tuple[int, ...] = ()
         """Positions below `rewind_floor` that the live state can be cut to, as of the last engine call. From
         `rewind_floor` on, it can be cut anywhere."""
@@ -83,8 +84,12 @@ class LiveConversation:
 
     @property
     def rows(self) -> LiveRows:
-        """What the engine's rows mean."""
+        """What the rows in the seat mean."""
         return self._rows
+
+    @property
+    def seated(self) -> Seated:
+        return Seated(self._rows, self.checkpoints, self.rewind_floor)
 
     def _set_rows(self, rows: LiveRows, unchanged: int | None = None) -> None:
         """`[0, unchanged)` are as they were; None: all of `rows`. A capture in progress does not match the others."""
@@ -98,7 +103,7 @@ class LiveConversation:
     # -- the engine's position --
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """One engine call. Raises only ParkdError: after any other error the engine is reset and EngineFailure
+        """One engine call. Raises only ParkdError: after any other error the seat is reset and EngineFailure
         raised."""
         try:
             return await self._thread.run(function, *args, **kwargs)
@@ -111,12 +116,6 @@ class LiveConversation:
                 "The engine failed unexpectedly; the server's log has the details. Try again."
             ) from error
 
-    async def wake(self) -> None:
-        """Called before a turn decides how to start: an engine that is another process may have lost its live state."""
-        if not self.engine.is_awake:
-            _, position = await self._call_and_refresh(self.engine.awake)
-            await self._reconcile(position)
-
     async def advance(self, key: ConversationKey, units: Units) -> None:
         """Adopts the engine's position after it read from `units`. Resets the engine if that position is impossible."""
         position = await self._refresh()
@@ -127,12 +126,12 @@ class LiveConversation:
         self._set_rows(self._rows.advance(key, units, position))
 
     async def check(self) -> None:
-        """Called after a failure: keeps only what the engine still holds."""
+        """Called after what may have lost live state: keeps only what the engine still holds."""
         await self._reconcile(await self._refresh())
 
     async def truncate(self, position: int) -> None:
         try:
-            await self._call_and_refresh(self.engine.truncate, position)
+            await self._call_and_refresh(self.seat.truncate, position)
         except RestoreFailed:  # it is empty now
             self._set_rows(LiveRows())
             raise
@@ -140,14 +139,14 @@ class LiveConversation:
 
     async def checkpoint(self) -> None:
         """Takes a checkpoint at the engine's position, if the model has fixed state."""
-        if self.engine.info.layout.resume.needs_checkpoints and self._rows.position not in self.checkpoints:
-            await self._call_and_refresh(self.engine.checkpoint)
+        if self.seat.info.layout.resume.needs_checkpoints and self._rows.position not in self.checkpoints:
+            await self._call_and_refresh(self.seat.checkpoint)
 
     async def reset(self) -> None:
-        """Empties the engine. Raises EngineLost if that fails."""
+        """Empties the seat. Raises EngineLost if that fails."""
         self._set_rows(LiveRows())
         try:
-            await self._thread.run(self.engine.reset)
+            await self._thread.run(self.seat.reset)
         except Exception as error:
             raise EngineLost("The engine cannot be made valid again; the server stops.") from error
 
@@ -182,8 +181,8 @@ class LiveConversation:
         """
 
         def both() -> tuple[T, int, tuple[int, ...], int]:
-            result, engine = function(*args, **kwargs), self.engine
-            return result, engine.position, engine.checkpoints, engine.rewind_floor
+            result, seat = function(*args, **kwargs), self.seat
+            return result, seat.position, seat.checkpoints, seat.rewind_floor
 
         result, position, self.checkpoints, self.rewind_floor = await self.call(both)
         return result, position
@@ -233,7 +232,7 @@ class LiveConversation:
         steering cannot have touched it. Raises EngineFailure, InvalidRequest, and the proof's errors.
         """
         promised = self._rows.position
-        position, reached = await self._call_and_refresh(_begin_and_prove, self.engine, turn, limit)
+        position, reached = await self._call_and_refresh(_begin_and_prove, self.seat, turn, limit)
         await self._reconcile(reached)
         if position >= promised:
             return report
@@ -254,14 +253,14 @@ class LiveConversation:
     ) -> float:
         transfer = lease.transfer
         began_s = self._monotonic()
-        position = await self.call(_restore_rows, self.engine, lease, tail)
+        position = await self.call(_restore_rows, self.seat, lease, tail)
         if position not in (lease.stop, lease.stop if tail is None else tail.stop):
             await self.reset()
             raise RestoreFailed(f"the engine is at {position} after a restore to {lease.stop}")
         took_s = self._monotonic() - began_s
         await self._refresh()
         parked_id = parked.id if lease.stop == parked.position else None
-        is_opaque = self.engine.info.layout.is_opaque
+        is_opaque = self.seat.info.layout.is_opaque
         rows = restored(key, parked.units, lease.lineage, lease.stop, parked_id, is_opaque=is_opaque)
         self._set_rows(rows, unchanged=transfer.start)
         if position > lease.stop and tail is not None:
@@ -302,7 +301,7 @@ class LiveConversation:
                 units=rows.units,
                 prefix_hashes=prefix_hashes(rows.units, rows.key.digest, BLOCK_TOKENS),
                 lineage=rows.lineage,
-                layout_digest=self.engine.info.layout.digest,
+                layout_digest=self.seat.info.layout.digest,
                 checkpoints=checkpoints,
                 namespace=rows.key.namespace,
                 sizes=sizes,
@@ -317,7 +316,7 @@ class LiveConversation:
             return
         began_s = self._monotonic()
         try:
-            copy = await self.call(_copy, self.engine, capture.transfer)
+            copy = await self.call(_copy, self.seat, capture.transfer)
         except Exception as error:  # Not on cancellation, when the server ends: the engine may still be writing.
             store.abort(capture)
             if isinstance(error, EngineFailure) and not isinstance(error, EngineLost):
@@ -340,12 +339,12 @@ class LiveConversation:
         """The checkpoints to park, and the sizes of an opaque state (None for rows). The checkpoint at the end of an
         opaque state takes no bytes of its own: the whole state includes it."""
         places = tuple(place for place in self.checkpoints if place <= position)
-        layout = self.engine.info.layout
+        layout = self.seat.info.layout
         if not layout.is_opaque:
             return places, None
         at_checkpoints = layout.resume is Resume.AT_CHECKPOINTS
         inner = tuple(place for place in places if place < position) if at_checkpoints else ()
-        sizes = await self.call(self.engine.state_sizes, inner)
+        sizes = await self.call(self.seat.state_sizes, inner)
         if not layout.resume.needs_checkpoints:
             return (), sizes
         return (*inner, position), StateSizes(sizes.whole, (*sizes.checkpoints, 0))
@@ -399,18 +398,18 @@ class LiveConversation:
             await self.park()
 
 
-def _begin_and_prove(engine: Engine, turn: Turn, limit: int | None) -> int:
+def _begin_and_prove(seat: Seat, turn: Turn, limit: int | None) -> int:
     """Steers, tells the prompt, then proves it, in one call on the engine's thread: a process reads the prompt during
     the proof. Returns the position from which the engine starts."""
     request, prompt = turn.request, turn.prompt
-    if engine.steer(request.steering) != prompt.key.steering:
+    if seat.steer(request.steering) != prompt.key.steering:
         raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
-    position = engine.begin(
+    position = seat.begin(
         prompt.token_ids,
         request.sampling,
         images=prompt.images,
         mask=turn.mask,
-        schema=request.response_schema if engine.info.enforces_schemas else None,
+        schema=request.response_schema if seat.info.enforces_schemas else None,
         limit=limit,
     )
     if prompt.proof is not None:
@@ -418,14 +417,14 @@ def _begin_and_prove(engine: Engine, turn: Turn, limit: int | None) -> int:
     return position
 
 
-def _restore_rows(engine: Engine, lease: Lease, tail: PromptTail | None) -> int:
+def _restore_rows(seat: Seat, lease: Lease, tail: PromptTail | None) -> int:
     """Restores, and reads `tail` meanwhile if that saves time. Returns the position reached."""
-    if tail is None or not read_while_restoring(engine, lease, tail):
-        engine.restore(lease.transfer)
-    return engine.position
+    if tail is None or not read_while_restoring(seat, lease, tail):
+        seat.restore(lease.transfer)
+    return seat.position
 
 
-def _copy(engine: Engine, transfer: Transfer) -> CaptureInFlight | Checksums:
+def _copy(seat: Seat, transfer: Transfer) -> CaptureInFlight | Checksums:
     """Copies the live state, or begins to, if the engine can do that while it works."""
-    in_flight = engine.start_capture(transfer)
-    return engine.capture(transfer) if in_flight is None else in_flight
+    in_flight = seat.start_capture(transfer)
+    return seat.capture(transfer) if in_flight is None else in_flight

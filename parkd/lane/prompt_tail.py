@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parkd.engine_adapter.base import Engine
+from parkd.engine_adapter.base import Seat
 from parkd.lane.checkpoints import checkpoints_to_take
 from parkd.store.records import Lease
 from parkd.types import PromptIdentity
@@ -37,19 +37,19 @@ class PromptTail:
         return len(self.prompt) - 1
 
 
-def read_while_restoring(engine: Engine, lease: Lease, tail: PromptTail) -> bool:
+def read_while_restoring(seat: Seat, lease: Lease, tail: PromptTail) -> bool:
     """Restores what is leased and reads the tail, if the engine can do both at once and that saves time. Otherwise
     does nothing and returns False. Runs on the engine's thread.
 
-    Raises as `Engine.restore_and_read` does.
+    Raises as `Seat.restore_and_read` does.
     """
     prompt = tail.prompt
-    if not engine.info.reads_while_restoring:
+    if not seat.info.reads_while_restoring:
         return False
     if not 0 < tail.stop - lease.stop <= MOST_TOKENS or lease.transfer.bytes < LEAST_BYTES or prompt.images:
         return False
-    if engine.steer(tail.steering) != prompt.key.steering:
+    if seat.steer(tail.steering) != prompt.key.steering:
         return False  # The turn finds the same, and fails.
-    places = checkpoints_to_take(prompt, lease.stop, tail.fork, engine.info.ctx_checkpoints)
-    engine.restore_and_read(lease.transfer, prompt.token_ids[lease.stop : tail.stop], places)
+    places = checkpoints_to_take(prompt, lease.stop, tail.fork, seat.info.ctx_checkpoints)
+    seat.restore_and_read(lease.transfer, prompt.token_ids[lease.stop : tail.stop], places)
     return True

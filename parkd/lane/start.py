@@ -21,6 +21,16 @@ DISK_READ_S = 0.001
 """Cost of a read from disk besides its bytes: opening files and switching between threads."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Seated:
+    """What one seat of the engine holds, and where that can be cut: at `checkpoints`, and anywhere from `rewind_floor`
+    on. A floor of None means 0 without fixed state, and the rows' position with it."""
+
+    rows: LiveRows = field(default_factory=LiveRows)
+    checkpoints: Sequence[int] = ()
+    rewind_floor: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """One way to begin a turn: reuse state up to `position`, and read the rest of the prompt."""
@@ -36,6 +46,8 @@ class Start:
     """Bytes that a restore copies."""
     extra_s: float = 0.0
     """Additional seconds of this start."""
+    seat: int = 0
+    """The number of the seat in which the turn runs."""
 
     common: int = 0
     """Tokens of the longest prefix that the prompt shares with anything live or parked."""
@@ -79,36 +91,38 @@ def cheapest(starts: Sequence[Start], prompt_tokens: int, cost: Costs) -> Start:
 
 def decide_start(
     prompt: PromptIdentity,
-    live: LiveRows,
+    seats: Sequence[Seated],
     candidates: Sequence[Parked],
     *,
     layout: StateLayout,
-    live_checkpoints: Sequence[int],
     cost: Costs,
-    rewind_floor: int | None = None,
     has_spare: bool = False,
     block_tokens: int = BLOCK_TOKENS,
 ) -> Start:
-    """The cheapest exact start.
+    """The cheapest exact start, in whichever of the seats; of equal starts, the one in the first of them.
 
-    The live state can be cut to `live_checkpoints` and to every position from `rewind_floor` on. A floor of None means
-    0 without fixed state, and the live position with it. `has_spare`: the engine can keep several conversations live.
-    Then a live conversation that is parked is not cut to less than half, since returning to it would need a restore.
+    `has_spare`: the engine can keep more conversations than it has seats. With it, or with several seats, a live
+    conversation that is parked is not cut to less than half, since returning to it would need a restore.
     """
     length = len(prompt)
     starts = [cold_start()]
     deepest_common, deepest_known, deepest_position = 0, 0, 0
     nearest: Units | None = None
-    if live.key == prompt.key:
+    has_spare = has_spare or len(seats) > 1
+    for number, seated in enumerate(seats):
+        live = seated.rows
+        if live.key != prompt.key:
+            continue
         common = common_prefix(live.units, prompt.units)
-        floor = rewind_floor if rewind_floor is not None else layout.resume.floor
+        floor = seated.rewind_floor if seated.rewind_floor is not None else layout.resume.floor
         floor = live.position if floor is None else floor
-        position = resumable_position(common, length, floor, live_checkpoints, prompt.images)
+        position = resumable_position(common, length, floor, seated.checkpoints, prompt.images)
         is_worth_more = has_spare and live.parked_id is not None and live.position - position > position
         if position > 0 and not is_worth_more:
-            starts.append(Start(CacheOutcome.LIVE, position, keep_rows=position))
-        deepest_common, deepest_known, deepest_position = common, live.position, position
-        nearest = live.units
+            starts.append(Start(CacheOutcome.LIVE, position, keep_rows=position, seat=number))
+        if common > deepest_common:
+            deepest_common, deepest_known, nearest = common, live.position, live.units
+        deepest_position = max(deepest_position, position)
     for parked in candidates:
         if parked.layout_digest != layout.digest:
             continue
@@ -119,22 +133,23 @@ def decide_start(
             deepest_common, deepest_known, nearest = common, len(parked.units), parked.units
         deepest_position = max(deepest_position, position)
         if position > 0:
-            starts.append(_restore(parked, position, live, layout, block_tokens))
+            for number, seated in enumerate(seats):
+                starts.append(_restore(parked, position, number, seated.rows, layout, block_tokens))
     if deepest_common == min(deepest_known, length) or deepest_common <= prompt.template_tokens:
         nearest = None  # the head of the other, or none of its own words in common: nothing diverged
     best = cheapest(starts, length, cost)
     return replace(best, common=deepest_common, known=deepest_known, resumable=deepest_position, nearest=nearest)
 
 
-def _restore(parked: Parked, position: int, live: LiveRows, layout: StateLayout, block_tokens: int) -> Start:
+def _restore(parked: Parked, position: int, seat: int, live: LiveRows, layout: StateLayout, block_tokens: int) -> Start:
     # The last block is restored even if it is live: there is always a row to copy, beside a checkpoint at its end.
     keep = min(live.shared_rows(parked.blocks, block_tokens), (position - 1) // block_tokens * block_tokens)
     moved = (position - keep) * layout.row_bytes + layout.fixed_bytes
     if layout.is_opaque:  # restored whole, then cut
         keep, moved = 0, parked.position * layout.row_bytes + layout.fixed_bytes
     if parked.tier is Tier.DISK:
-        return Start(CacheOutcome.RESTORED_DISK, position, keep, parked, moved, DISK_READ_S)
-    return Start(CacheOutcome.RESTORED_RAM, position, keep, parked, moved)
+        return Start(CacheOutcome.RESTORED_DISK, position, keep, parked, moved, DISK_READ_S, seat)
+    return Start(CacheOutcome.RESTORED_RAM, position, keep, parked, moved, seat=seat)
 
 
 def as_known_to_key(prompt: PromptIdentity, start: Start, own: Units) -> Start:

@@ -20,6 +20,7 @@ from parkd.answers.base import OutputFormat, Parser
 from parkd.answers.formats import call_ids
 from parkd.answers.parser import make_parser
 from parkd.answers.transcript import Transcript
+from parkd.engine_adapter.base import Engine
 from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError
 from parkd.identity.matcher import divergence_of
 from parkd.identity.output_memory import Said
@@ -59,7 +60,8 @@ class TurnRunner:
 
     def __init__(
         self,
-        live: LiveConversation,
+        engine: Engine,
+        lives: Sequence[LiveConversation],
         store: ConversationStore | None,
         metrics: Metrics,
         costs: CostMeter,
@@ -71,8 +73,11 @@ class TurnRunner:
         disk: DiskWorker | None = None,
         remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None,
     ) -> None:
-        self._live = live
-        self._starter = TurnStarter(store, disk, costs, monotonic)
+        """`lives` are those in the engine's seats."""
+        self._engine = engine
+        self._lives = list(lives)
+        """The least recently used first."""
+        self._starter = TurnStarter(engine.info, store, disk, costs, monotonic)
         self._log = log
         self._remember = remember
         self._retention = None if store is None else Retention(store)
@@ -87,11 +92,11 @@ class TurnRunner:
 
     async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
         """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
-        await self._starter.prefetch(turn, self._live, is_waiting)
+        await self._starter.prefetch(turn, tuple(self._lives), is_waiting)
 
     async def run(self, turn: Turn) -> None:
         """Runs the turn: pushes its events, ends its channel, then parks. Raises only EngineLost."""
-        live = self._live  # What follows is told which one: only here and in `prefetch` there is no choice.
+        live: LiveConversation | None = None
         turn.began_s = self._monotonic()
         turn.timings = Timings(wait_s=turn.began_s - turn.queued_s)
         error: ParkdError | None = None
@@ -100,7 +105,11 @@ class TurnRunner:
                 self._retention.apply(turn.began_s)
             if turn.channel.cancel.is_set():
                 raise Cancelled("The client left before its turn came.")
-            await self._answer(turn, live)
+            await self._wake()
+            start, why, from_disk_s = await self._starter.find_start(turn, self._lives)
+            live = self._lives.pop(start.seat)
+            self._lives.append(live)
+            await self._answer(turn, live, start, why, from_disk_s)
         except ParkdError as raised:
             error = raised
         except Exception as raised:
@@ -112,16 +121,22 @@ class TurnRunner:
         self._log.record(turn, error)
         if isinstance(error, EngineLost):
             raise error
-        self._log.note(turn, live.rows, error)
-        await self._keep(turn, live)
+        if live is not None:
+            self._log.note(turn, live.rows, error)
+            await self._keep(turn, live)
 
-    async def _answer(self, turn: Turn, live: LiveConversation) -> None:
-        await live.wake()
-        start, why, from_disk_s = await self._starter.find_start(turn, live)
+    async def _wake(self) -> None:
+        """An engine that is another process may have lost its live state. Raises EngineFailure, EngineLost."""
+        if not self._engine.is_awake:
+            await self._lives[0].call(self._engine.awake)
+            for live in self._lives:
+                await live.check()
+
+    async def _answer(self, turn: Turn, live: LiveConversation, start: Start, why: str, from_disk_s: float) -> None:
         report, restore_s = await self._starter.start(turn, live, start, why)
         turn.release_awaited()
         report = await live.begin(turn, self._limit(turn), start, report)
-        report = turn.report = await self._complete_report(turn, live, start, report)
+        report = turn.report = await self._complete_report(turn, start, report)
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
         self._metrics.started(report)
         turn.channel.push(Started(report))
@@ -137,16 +152,14 @@ class TurnRunner:
     def _limit(self, turn: Turn) -> int | None:
         return output_limit(turn.request.max_output_tokens, self._max_output_tokens)
 
-    async def _complete_report(
-        self, turn: Turn, live: LiveConversation, start: Start, report: CacheReport
-    ) -> CacheReport:
+    async def _complete_report(self, turn: Turn, start: Start, report: CacheReport) -> CacheReport:
         """Adds what is written, the divergence and the diagnosis to the report, also for `/parkd/explain`."""
         explained = turn.explained
         if turn.request.cache.mode is CacheMode.USE:
             lasting = min(lasting_tokens(turn.prompt), len(turn.prompt) - 1)
             report = dataclasses.replace(report, written_tokens=max(0, lasting - report.reused_tokens))
         if start.nearest is not None:
-            tokenizer = live.engine.tokenizer
+            tokenizer = self._engine.tokenizer
             # In a thread: the tokenizer may be in another process.
             divergence = await asyncio.to_thread(divergence_of, turn.prompt, start.nearest, tokenizer)
             report = dataclasses.replace(report, divergence=divergence)
@@ -169,7 +182,7 @@ class TurnRunner:
             turn.timings = dataclasses.replace(turn.timings, prefill_tokens=already)
             await live.checkpoint()
             return 0.0
-        places = checkpoints_to_take(prompt, start, fork, live.engine.info.ctx_checkpoints)
+        places = checkpoints_to_take(prompt, start, fork, self._engine.info.ctx_checkpoints)
         began_s = self._monotonic()
 
         def progress(position: int) -> Progress:
@@ -186,7 +199,7 @@ class TurnRunner:
         read(progress(start))
         try:
             await live.call(
-                live.engine.extend,
+                live.seat.extend,
                 prompt.token_ids[start:stop],
                 cancel=channel.cancel,
                 on_chunk=lambda position: emit(progress(position)),
@@ -213,10 +226,11 @@ class TurnRunner:
             push(event)
 
         loop = AnswerLoop(
-            live.engine,
+            self._engine,
+            live.seat,
             turn.request,
             limit,
-            parser=self._parser(turn, live),
+            parser=self._parser(turn),
             cancel=turn.channel.cancel,
             emit=emit,
             monotonic=self._monotonic,
@@ -240,23 +254,23 @@ class TurnRunner:
                     output_tokens=answer.output_tokens,
                     drafts=answer.drafts,
                 )
-        self._recognise(turn, live, answer, transcript)
+        self._recognise(turn, answer, transcript)
         return answer
 
-    def _recognise(self, turn: Turn, live: LiveConversation, answer: Answer, transcript: Transcript) -> None:
+    def _recognise(self, turn: Turn, answer: Answer, transcript: Transcript) -> None:
         """Remembers the answer's token ids, unless the client has not seen all of them: it left, a stop string cut the
         answer, or it began the answer itself."""
         whole = not (answer.reason is FinishReason.CANCELLED or answer.stop_string or turn.request.continues)
         if self._remember is None or not whole or turn.request.cache.mode is not CacheMode.USE:
             return
         said, ids = transcript.said(), answer.token_ids[: answer.output_tokens]
-        if ids and ids[-1] in live.engine.info.end_token_ids:
+        if ids and ids[-1] in self._engine.info.end_token_ids:
             ids = ids[:-1]
         if said is not None:
             self._remember(turn.prompt, ids, said)
 
-    def _parser(self, turn: Turn, live: LiveConversation) -> Parser:
-        tail = prompt_tail(live.engine, turn.prompt)
+    def _parser(self, turn: Turn) -> Parser:
+        tail = prompt_tail(self._engine, turn.prompt)
         return make_parser(self._output, turn.request, tail, self._call_ids)
 
     async def _keep(self, turn: Turn, live: LiveConversation) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
 from parkd.errors import LogitsNotFinite, RestoreFailed
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
@@ -27,38 +27,41 @@ class TurnStarter:
 
     def __init__(
         self,
+        info: EngineInfo,
         store: ConversationStore | None,
         disk: DiskWorker | None,
         costs: CostMeter,
         monotonic: Callable[[], float],
     ) -> None:
+        self._info = info
         self._store = store
         self._disk = disk
         self._costs = costs
         self._monotonic = monotonic
 
-    async def find_start(self, turn: Turn, live: LiveConversation) -> tuple[Start, str, float]:
-        """Decides how to start, and promotes what is needed from disk to RAM; goes without it if that fails.
+    async def find_start(self, turn: Turn, lives: Sequence[LiveConversation]) -> tuple[Start, str, float]:
+        """Decides how to start, and promotes what is needed from disk to RAM; goes without it if that fails. The
+        start's `seat` says in which of `lives` the turn goes on.
 
         Returns the start, why the rest of the prompt is read, and the seconds that the disk took.
         """
-        start, why = self._decide(turn, live)
+        start, why = self._decide(turn, lives)
         if not start.is_on_disk:
             return start, why, 0.0
         began_s = self._monotonic()
         await self._promote(start)
-        start, why = self._decide(turn, live)
+        start, why = self._decide(turn, lives)
         if start.is_on_disk:
-            start, why = self._decide(turn, live, on_disk=False)
+            start, why = self._decide(turn, lives, on_disk=False)
             why = why or "what is on disk could not be read"
         return start, why, self._monotonic() - began_s
 
-    async def prefetch(self, turn: Turn, live: LiveConversation, is_waiting: Callable[[], bool]) -> None:
+    async def prefetch(self, turn: Turn, lives: Sequence[LiveConversation], is_waiting: Callable[[], bool]) -> None:
         """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
         if not is_waiting():
             return
         try:
-            start, _ = self._decide(turn, live)
+            start, _ = self._decide(turn, lives)
             if start.is_on_disk:
                 await self._promote(start)
                 if is_waiting() and self._store is not None:
@@ -72,22 +75,20 @@ class TurnStarter:
         assert start.parked is not None
         await self._disk.promote(start.parked.id, start.position)
 
-    def _decide(self, turn: Turn, live: LiveConversation, *, on_disk: bool = True) -> tuple[Start, str]:
+    def _decide(self, turn: Turn, lives: Sequence[LiveConversation], *, on_disk: bool = True) -> tuple[Start, str]:
         """The start, and why the rest of the prompt is read. `on_disk`: also consider what is only on disk."""
-        prompt, store = turn.prompt, self._store
+        prompt, store, info = turn.prompt, self._store, self._info
         if turn.request.cache.mode is CacheMode.OFF:
             return cold_start(), "the request asked for no cache"
         key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
         candidates = [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else []
         start = decide_start(
             prompt,
-            live.rows,
+            [live.seated for live in lives],
             [parked for parked in candidates if on_disk or parked.tier is not Tier.DISK],
-            layout=live.engine.info.layout,
-            live_checkpoints=live.checkpoints,
-            rewind_floor=live.rewind_floor,
+            layout=info.layout,
             cost=self._costs.measured,
-            has_spare=live.engine.info.live_conversations > 1,
+            has_spare=info.live_conversations > len(lives),
         )
         if turn.own_nearest is None:
             told, beyond = start, hashes[start.common // BLOCK_TOKENS :]
@@ -95,13 +96,13 @@ class TurnStarter:
         else:  # nobody is told when and why another key's conversation went
             told = as_known_to_key(prompt, start, turn.own_nearest())
             gone = "what this key sent before is not parked any more" if told.common > start.common else ""
-        why, lacking = explain(prompt, told, gone), live.engine.info.parked_state_lacks
+        why, lacking = explain(prompt, told, gone), info.parked_state_lacks
         if lacking and why and told.position < told.common:
             why = f"{why}; {lacking}"
         return replace(start, nearest=told.nearest), why
 
     async def start(self, turn: Turn, live: LiveConversation, start: Start, why: str) -> tuple[CacheReport, float]:
-        """Brings the engine to the start's position, or to the prompt's end if the engine could read it meanwhile.
+        """Brings `live` to the start's position, or to the prompt's end if the engine could read it meanwhile.
         Starts cold if a restore fails.
 
         Returns the report and the seconds of the restore. Raises EngineFailure.

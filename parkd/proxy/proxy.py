@@ -78,12 +78,14 @@ class Proxy:
         if store is not None and store.has_disk and services.files is not None:
             self.disk = DiskWorker(store, services.files, costs, services.monotonic)
             self.metrics.watch("parkd_disk", store.disk_stats)
-        self.live = LiveConversation(
-            services.engine, self.thread, store, self.metrics, costs, services.monotonic, self.disk
+        self.lives = tuple(
+            LiveConversation(seat, self.thread, store, self.metrics, costs, services.monotonic, self.disk)
+            for seat in services.engine.seats
         )
         self.log = TurnLog(self.metrics, services.trace)
         self.runner = TurnRunner(
-            self.live,
+            services.engine,
+            self.lives,
             store,
             self.metrics,
             costs,
@@ -128,7 +130,8 @@ class Proxy:
                     tasks.start_soon(self.disk.serve)
                 yield
                 await self._drain()
-                await self.live.settle()
+                for live in self.lives:
+                    await live.settle()
                 if self.disk is not None:
                     await self.disk.flush(FLUSH_DEADLINE_S)
                     with anyio.move_on_after(MARK_DEADLINE_S):

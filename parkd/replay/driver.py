@@ -16,7 +16,7 @@ from itertools import count
 import numpy as np
 
 from parkd.lane.live_rows import LiveRows
-from parkd.lane.start import Start, decide_start
+from parkd.lane.start import Seated, Start, decide_start
 from parkd.replay.result import ReplayConfig, ReplayResult
 from parkd.replay.trace import TraceHeader, TurnRecord
 from parkd.state import Checksums, StageLayout, StateLayout
@@ -57,8 +57,7 @@ class Replayer:
         self.store = ConversationStore(store_config, self._layout, clock, policy=config.policy, disk=disk)
         self.store.measured(config.costs)
         self.result = ReplayResult(config.policy.name, config.budget_bytes, config.disk_bytes)
-        self._live = LiveRows()
-        self._live_checkpoints: tuple[int, ...] = ()
+        self._live = Seated()
 
     def turn(self, turn: TurnRecord) -> None:
         self._now_s = max(self._now_s, turn.at_s)
@@ -85,10 +84,9 @@ class Replayer:
     def _decide(self, prompt: PromptIdentity, candidates: Iterable[Parked]) -> Start:
         return decide_start(
             prompt,
-            self._live,
+            [self._live],
             list(candidates),
             layout=self._layout,
-            live_checkpoints=self._live_checkpoints,
             cost=self._costs,
             block_tokens=self._size,
         )
@@ -125,7 +123,7 @@ class Replayer:
         blocks = start.position // self._size
         if start.parked is None:
             self.result.live_hit_tokens += start.position
-            return self._live.lineage[:blocks]
+            return self._live.rows.lineage[:blocks]
         if start.outcome is CacheOutcome.RESTORED_DISK:
             self.result.disk_hit_tokens += start.position
         self.result.parked_hit_tokens += start.position
@@ -155,19 +153,21 @@ class Replayer:
     def _park(self, turn: TurnRecord, key: ConversationKey, lineage: tuple[BlockId, ...], position: int) -> None:
         chain, size = turn.chain, self._size
         units = _units(chain, size)
-        self._live, self._live_checkpoints = LiveRows(key, units, lineage, len(lineage) * size), ()
+        self._live = Seated(LiveRows(key, units, lineage, len(lineage) * size))
         if not chain:
             return
+        checkpoints: tuple[int, ...] = ()
         if self._layout.resume.needs_checkpoints:
             ends = {turn.prompt_tokens // size * size, len(chain) * size}
-            self._live_checkpoints = tuple(sorted(end for end in ends if position <= end <= len(chain) * size and end))
+            checkpoints = tuple(sorted(end for end in ends if position <= end <= len(chain) * size and end))
+            self._live = Seated(self._live.rows, checkpoints)
         request = CaptureRequest(
             key.digest,
             units,
             chain,
             lineage,
             self._layout.digest,
-            self._live_checkpoints,
+            checkpoints,
         )
         capture = self.store.begin_capture(request)
         if isinstance(capture, Refused):
@@ -178,7 +178,7 @@ class Replayer:
         stages = len(self._layout.stages)
         sums = Checksums(np.zeros((blocks, stages), np.uint64), np.zeros((fixed, stages), np.uint64))
         lineage = self.store.commit(capture, sums).blocks[: capture.position // size]
-        self._live = LiveRows(key, units, lineage, len(lineage) * size)
+        self._live = Seated(LiveRows(key, units, lineage, len(lineage) * size), checkpoints)
 
 
 def _disk(

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, Engine, EngineInfo, ImageReader
+from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, ImageReader, OneSeatEngine
 from parkd.errors import InvalidRequest, RestoreFailed
 from parkd.state import Checksums, StateLayout, Transfer, chunk_end
 from parkd.types import SamplingParams, TokenIds, TokenMask
@@ -52,7 +52,7 @@ class FakeScored:
     top: tuple[tuple[int, float], ...]
 
 
-class FakeEngine(Engine):
+class FakeEngine(OneSeatEngine):
     """An engine of rows whose state is arithmetic.
 
     `hook(name, number)` is called on the engine's thread before each step: `chunk` and `token` with the position,

@@ -18,7 +18,9 @@ from parkd.engine_adapter.base.engine import (
     CaptureInFlight,
     Engine,
     EngineInfo,
+    OneSeatEngine,
     ScoredToken,
+    Seat,
 )
 from parkd.engine_adapter.base.text import (
     ChatTemplate,
@@ -44,9 +46,11 @@ __all__ = [
     "ImageReader",
     "ImageSize",
     "ImageTokens",
+    "OneSeatEngine",
     "Rendered",
     "ResponseReader",
     "ScoredToken",
+    "Seat",
     "TextStream",
     "Tokenizer",
 ]

@@ -38,7 +38,8 @@ class EngineInfo:
     ctx_checkpoints: int = 0
     """Most checkpoints that the engine keeps; 0 without fixed state."""
     live_conversations: int = 1
-    """Conversations that can stay live at once; one of them is current."""
+    """Conversations whose state the engine can keep at once: those in its seats, and parked ones whose restore then
+    copies nothing."""
     reads_while_restoring: bool = False
     """`restore_and_read` saves time on the engine's devices."""
     enforces_schemas: bool = False
@@ -90,8 +91,9 @@ class BegunPrompt:
     mask: TokenMask | None = None
 
 
-class Engine(ABC):
-    """What every engine does. Methods that are not abstract answer for an engine that does no more than it must.
+class Seat(ABC):
+    """The place of one live conversation in an engine. Methods that are not abstract answer for an engine that does no
+    more than it must.
 
     `position` counts the tokens whose state is valid in the arenas of all stages. Every method leaves a valid
     position, also when it raises: the same, an earlier one, or 0.
@@ -101,10 +103,7 @@ class Engine(ABC):
     """
 
     info: EngineInfo
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    images: ImageReader | None
-    """None: the model reads text only."""
+    """The engine's."""
     _begun: BegunPrompt | None = None
 
     @property
@@ -139,18 +138,6 @@ class Engine(ABC):
 
         `position` is 0, one of `checkpoints`, or from `rewind_floor` on; else raises ValueError. An engine whose
         library refuses all the same resets itself and raises RestoreFailed.
-        """
-
-    @property
-    def is_awake(self) -> bool:
-        """Whether the live state is known to be there without asking. An engine in another process, which may restart,
-        has to be asked now and then. Never waits. May be called from any thread, between engine calls."""
-        return True
-
-    def awake(self) -> None:  # noqa: B027 - in this process there is nothing to ask
-        """Call it before a turn decides how to start, unless `is_awake`: if the process was restarted, nothing is live.
-
-        Raises EngineFailure, and EngineLost if it serves another model now.
         """
 
     def begin(
@@ -224,36 +211,12 @@ class Engine(ABC):
         """Of each id that `generate` yielded since it was called, if `sampling.top_logprobs` asks for them."""
         return ()
 
-    def piece(self, token_id: int) -> bytes:
-        """What the token writes, also if that is part of a character or the text of a special token. Thread-safe."""
-        return self.tokenizer.decode([token_id]).encode()
-
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """What the tokens write together; U+FFFD for parts of characters. Thread-safe."""
-        return b"".join(map(self.piece, token_ids)).decode(errors="replace")
-
-    @property
-    def opening_ids(self) -> Sequence[int]:
-        """The tokens that the vocabulary puts before plain text, such as the one for a beginning."""
-        return ()
-
-    @abstractmethod
-    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
-        """The digest of a set of control vectors: 16 bytes, or empty if nothing steers. Thread-safe.
-
-        `scales` is the complete set, by name; None: the engine's default. Raises InvalidRequest for an unknown name.
-        """
-
     @abstractmethod
     def steer(self, scales: Mapping[str, float] | None) -> bytes:
         """Steers everything that is read and generated from now on; rows stay. Returns the digest now in effect.
 
-        Call it before a turn reads. Raises InvalidRequest as `steering_digest` does, and EngineFailure.
+        Call it before a turn reads. Raises InvalidRequest as `Engine.steering_digest` does, and EngineFailure.
         """
-
-    @abstractmethod
-    def text_stream(self) -> TextStream:
-        """Thread-safe."""
 
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
         """The bytes of the whole live state, and of the fixed state at each of `checkpoints`, which are among the
@@ -324,5 +287,68 @@ class Engine(ABC):
             self.reset()
             raise
 
+
+class Engine(ABC):
+    """What every engine has beside the live state, which is in its seats. Methods that are not abstract answer for an
+    engine that does no more than it must."""
+
+    info: EngineInfo
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    images: ImageReader | None
+    """None: the model reads text only."""
+
+    @property
+    @abstractmethod
+    def seats(self) -> Sequence[Seat]:
+        """The places for live conversations; at least one. Calls to all of them come from the engine's one thread."""
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the live state is known to be there without asking. An engine in another process, which may restart,
+        has to be asked now and then. Never waits. May be called from any thread, between engine calls."""
+        return True
+
+    def awake(self) -> None:  # noqa: B027 - in this process there is nothing to ask
+        """Call it before a turn decides how to start, unless `is_awake`: if the process was restarted, nothing is live
+        in any seat.
+
+        Raises EngineFailure, and EngineLost if it serves another model now.
+        """
+
+    def piece(self, token_id: int) -> bytes:
+        """What the token writes, also if that is part of a character or the text of a special token. Thread-safe."""
+        return self.tokenizer.decode([token_id]).encode()
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """What the tokens write together; U+FFFD for parts of characters. Thread-safe."""
+        return b"".join(map(self.piece, token_ids)).decode(errors="replace")
+
+    @property
+    def opening_ids(self) -> Sequence[int]:
+        """The tokens that the vocabulary puts before plain text, such as the one for a beginning."""
+        return ()
+
+    @abstractmethod
+    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+        """The digest of a set of control vectors: 16 bytes, or empty if nothing steers. Thread-safe.
+
+        `scales` is the complete set, by name; None: the engine's default. Raises InvalidRequest for an unknown name.
+        """
+
+    @abstractmethod
+    def text_stream(self) -> TextStream:
+        """Thread-safe."""
+
     @abstractmethod
     def close(self) -> None: ...
+
+
+class OneSeatEngine(Engine, Seat):
+    """An engine for one live conversation: it is its only seat."""
+
+    info: EngineInfo
+
+    @property
+    def seats(self) -> tuple[Seat]:
+        return (self,)

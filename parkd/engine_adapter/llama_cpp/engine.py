@@ -21,9 +21,9 @@ from parkd_engine.words.text import TextAssembler
 from parkd.engine_adapter.base import (
     Cancel,
     ChatTemplate,
-    Engine,
     EngineInfo,
     ImageReader,
+    OneSeatEngine,
     ScoredToken,
     TextStream,
     Tokenizer,
@@ -43,7 +43,7 @@ CHECKSUM = "xxh3-64"
 _PROBE_TOKENS = 16
 
 
-class LlamaCppEngine(Engine):
+class LlamaCppEngine(OneSeatEngine):
     """One sequence through llama.cpp's low-level interface."""
 
     response_reader = None

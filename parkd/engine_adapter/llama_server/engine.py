@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from parkd.engine_adapter.base import Cancel, ChatTemplate, Engine, ImageReader, Tokenizer
+from parkd.engine_adapter.base import Cancel, ChatTemplate, ImageReader, OneSeatEngine, Tokenizer
 from parkd.engine_adapter.llama_server.completion import Completion, open_completion, settle
 from parkd.engine_adapter.llama_server.parking import SlotParking
 from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
@@ -43,7 +43,7 @@ from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
 log = logging.getLogger(__name__)
 
 
-class LlamaServerEngine(Engine):
+class LlamaServerEngine(OneSeatEngine):
     """Live state is in the server's slots. The daemon's live conversation is in the current slot."""
 
     def __init__(

@@ -24,9 +24,9 @@ from parkd_engine.words.steering import SteeringBank
 from parkd.engine_adapter.base import (
     Cancel,
     ChatTemplate,
-    Engine,
     EngineInfo,
     ImageReader,
+    OneSeatEngine,
     ResponseReader,
     ScoredToken,
     TextStream,
@@ -41,7 +41,7 @@ from parkd.types import DraftCounts, TokenIds
 __all__ = ["TorchEngine", "TorchEngineConfig"]
 
 
-class TorchEngine(Engine):
+class TorchEngine(OneSeatEngine):
     """An engine of rows over `parkd_engine.session.Session`."""
 
     def __init__(

@@ -78,7 +78,7 @@ async def test_a_client_that_hangs_up_in_decode_stops_the_answer() -> None:
         gate.opened.set()
         await server.settled()
         assert engine.position == len(server.prompt_tokens(messages)) - 1 + 20
-        assert server.server.proxy.live.rows.position == engine.position
+        assert server.server.proxy.lives[0].rows.position == engine.position
 
 
 async def test_a_client_that_leaves_the_queue_never_runs() -> None:

@@ -143,7 +143,7 @@ async def test_look_up_does_not_depend_on_what_is_live() -> None:
         a1 = opening("a")
         first = await server.chat(a1)
         await server.settled()
-        await server.server.proxy.live.reset()
+        await server.server.proxy.lives[0].reset()
         second = await server.chat(turn_after(a1, first.text, "More."))
         assert second.cache == "restored-ram"
         assert second.reused == len(rows_left_by(server, a1, first.text))
@@ -177,7 +177,7 @@ async def test_a_b_a_reads_little_of_a_again() -> None:
 async def test_five_conversations_under_a_budget_for_three() -> None:
     # Turns come at regular times and reading costs what is assumed of a model, however busy the machine is.
     async with running(FakeEngine(stages=2), slots=3, clock=map(float, count()).__next__) as server:
-        server.server.proxy.live._costs.note_read = lambda *_: None
+        server.server.proxy.lives[0]._costs.note_read = lambda *_: None
         names = "abcde"
         talks = {name: opening(name, 900) for name in names}
         for _ in range(3):
@@ -390,3 +390,61 @@ async def test_a_request_that_asks_for_no_trace_leaves_none(mode: str) -> None:
 
 def _request(messages: Messages) -> Any:
     return TurnRequest(messages=messages)
+
+
+async def test_with_two_seats_two_conversations_are_live_at_once_and_a_third_takes_the_place_of_the_older() -> None:
+    """The lane knows no current conversation: each turn goes on in the seat that its start names."""
+    engine = _two_seats()
+    async with running(engine) as server:
+        said = {name: await server.chat(opening(name)) for name in "ab"}
+        left = {name: rows_left_by(server, opening(name), said[name].text) for name in "ab"}
+        restores = [[kind for kind, _, _ in seat.transfers].count("restore") for seat in engine.seats]
+        assert restores == [0, 1], "b's seat was given the head that it shares with a, which stays live"
+        later = {}
+        for name in "ab":
+            messages = turn_after(opening(name), said[name].text, "And then?")
+            answer = later[name] = await server.chat(messages)
+            expected = resumable(left[name], server.prompt_tokens(messages))
+            assert (answer.cache, answer.reused, answer.text) == ("live", expected, never_parked(messages))
+        await server.settled()
+        assert [[kind for kind, _, _ in seat.transfers].count("restore") for seat in engine.seats] == restores
+        await server.chat(opening("c"))
+        live, parked = (turn_after(opening(name), said[name].text, "And then?") for name in "ba")
+        assert (await server.chat(live)).cache == "live", "c took the seat of a, which was used before b"
+        again = await server.chat(parked)
+        assert (again.cache, again.text) == ("restored-ram", later["a"].text)
+
+
+async def test_with_two_seats_a_restarted_engine_holds_nothing_in_either() -> None:
+    engine = _two_seats()
+    async with running(engine) as server:
+        for name in "ab":
+            await server.chat(opening(name))
+        engine.restarted = True
+        for name in "ba":
+            again = await server.chat(opening(name))
+            assert (again.cache, again.text) == ("restored-ram", never_parked(opening(name)))
+
+
+def _two_seats() -> Any:
+    """An engine like the test's, with a seat more. It can be restarted, as one in another process."""
+
+    class TwoSeats(FakeEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside, self.restarted = FakeEngine(), False
+
+        @property
+        def seats(self) -> tuple[FakeEngine, ...]:
+            return (self, self.beside)
+
+        @property
+        def is_awake(self) -> bool:
+            return not self.restarted
+
+        def awake(self) -> None:
+            self.restarted = False
+            for seat in self.seats:
+                seat.reset()
+
+    return TwoSeats()

@@ -130,7 +130,7 @@ def test_every_budget_ends_the_thinking_of_random_weights(random_model: TorchEng
         engine.extend(prompt.token_ids[:-1], cancel=threading.Event())
         events: list[Any] = []
         parser = make_parser(output, request, tail, lambda: "call")
-        loop = AnswerLoop(engine, request, 300, parser, threading.Event(), events.append, lambda: 0.0)
+        loop = AnswerLoop(engine, engine, request, 300, parser, threading.Event(), events.append, lambda: 0.0)
         loop.run()
         assert loop.answer.reason is not FinishReason.LENGTH, budget
         texts = [event.text for event in events if isinstance(event, TextDelta)]

@@ -129,7 +129,7 @@ class Life(LifeServer):
     async def forget(self, server: Running) -> None:
         self.last = None
         await self.at_rest(server)
-        await server.server.proxy.live.reset()
+        await server.server.proxy.lives[0].reset()
 
     # -- the store --
 

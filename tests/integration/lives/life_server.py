@@ -141,7 +141,7 @@ class LifeServer(Choices):
         else:
             process = running_on(self.folder, engine, ram_bytes=max(200_000, self._budget_bytes), slots=self._slots)
         async with process as server:
-            costs = server.server.proxy.live._costs
+            costs = server.server.proxy.lives[0]._costs
             costs.note_read = lambda *_: None
             costs._means = (0.0, self._read_s, 0.0, 0.0)
             yield server
@@ -154,7 +154,7 @@ class LifeServer(Choices):
     async def at_rest(self, server: Running) -> None:
         """Returns when nothing runs, waits, is copied or written."""
         await server.settled()
-        await server.server.proxy.live.settle()
+        await server.server.proxy.lives[0].settle()
         if self.folder is not None:
             await written(server)
 
@@ -197,7 +197,7 @@ class LifeServer(Choices):
         if self.damaged:
             self._heard.said = [said for said in self._heard.said if "restore failed" not in said]
         assert not self._heard.said, self._heard.said
-        live, engine = server.server.proxy.live, server.engine
+        live, engine = server.server.proxy.lives[0], server.engine
         assert engine.position == live.rows.position
         assert (engine.checkpoints, engine.rewind_floor) == (live.checkpoints, live.rewind_floor)
         if live.rows.key is not None:

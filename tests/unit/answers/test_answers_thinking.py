@@ -57,7 +57,7 @@ def answered(
     parser = make_parser(OUTPUT, request, tail, lambda: "call")
     engine.begin(identity.token_ids, request.sampling, mask=mask)
     engine.extend(identity.token_ids[:-1], cancel=threading.Event())
-    loop = AnswerLoop(engine, request, limit, parser, threading.Event(), events.append, lambda: 0.0)
+    loop = AnswerLoop(engine, engine, request, limit, parser, threading.Event(), events.append, lambda: 0.0)
     loop.run()
     return said(events, ReasoningDelta), said(events, TextDelta), loop
 

@@ -49,7 +49,7 @@ def run(
             cancel.set()
 
     parser = make_parser(OutputFormat(), request, "", lambda: "call")
-    loop = AnswerLoop(engine, request, limit, parser, cancel, emit, lambda: 0.0)
+    loop = AnswerLoop(engine, engine, request, limit, parser, cancel, emit, lambda: 0.0)
     try:
         loop.run()
     finally:

@@ -42,7 +42,7 @@ def told(text: str, output: OutputFormat, step: int, *, tail: str = "", **change
     request = TurnRequest(sampling=SamplingParams(top_logprobs=1), **changes)
     engine, events = Scored(text, step), []
     parser = make_parser(output, request, tail, lambda: "call")
-    AnswerLoop(engine, request, None, parser, threading.Event(), events.append, lambda: 0.0).run()
+    AnswerLoop(engine, engine, request, None, parser, threading.Event(), events.append, lambda: 0.0).run()
     return [event for event in events if isinstance(event, TextDelta)]
 
 
@@ -80,6 +80,6 @@ def test_the_tokens_of_a_cut_character_at_the_end_are_told() -> None:
     engine.ids = [*b"a", *"媽".encode()[:2], END_TOKEN_ID]
     request, events = TurnRequest(sampling=SamplingParams(top_logprobs=0)), []
     parser = make_parser(OutputFormat(), request, "", lambda: "call")
-    AnswerLoop(engine, request, None, parser, threading.Event(), events.append, lambda: 0.0).run()
+    AnswerLoop(engine, engine, request, None, parser, threading.Event(), events.append, lambda: 0.0).run()
     assert "".join(event.text for event in events) == "a\ufffd"
     assert [score.piece for event in events for score in event.logprobs] == [b"a", b"\xe5", b"\xaa"]

@@ -19,7 +19,7 @@ from parkd.lane.engine_thread import EngineThread
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail
-from parkd.lane.start import Start, cold_start, decide_start
+from parkd.lane.start import Seated, Start, cold_start, decide_start
 from parkd.state import Transfer
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
@@ -71,7 +71,7 @@ class Lane:
     def start(self, prompt: PromptIdentity) -> Start:
         parked = [entry for entry, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
         layout, cost = self.engine.info.layout, CostMeter().measured
-        return decide_start(prompt, self.live.rows, parked, layout=layout, live_checkpoints=(), cost=cost)
+        return decide_start(prompt, [Seated(self.live.rows)], parked, layout=layout, cost=cost)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from parkd.lane.live_rows import LiveRows
-from parkd.lane.start import Start, cheapest, cold_start, decide_start, explain
+from parkd.lane.start import Seated, Start, cheapest, cold_start, decide_start, explain
 from parkd.state import Costs, StageLayout, StateLayout
 from parkd.store.records import Parked, ParkedCheckpoint
 from parkd.types import CacheOutcome, ConversationKey, ImageSpan, PromptIdentity, SegmentSpan, Units
@@ -49,9 +49,8 @@ def decide(
     conversation = LiveRows()
     if live is not None:
         conversation = LiveRows(KEY, live, lineage, len(lineage) * 256, "live" if has_spare else None)
-    return decide_start(
-        prompt(asked), conversation, candidates, layout=layout, live_checkpoints=(), cost=cost, has_spare=has_spare
-    )
+    seats = [Seated(conversation)]
+    return decide_start(prompt(asked), seats, candidates, layout=layout, cost=cost, has_spare=has_spare)
 
 
 def test_the_cheapest_start_wins() -> None:
@@ -93,6 +92,22 @@ def test_a_live_conversation_is_not_cut_for_little_where_another_can_be_live_bes
     assert decide(most, units((0, 600)), has_spare=True).position == 400
 
 
+def test_a_turn_goes_on_in_the_seat_that_holds_most_of_its_prompt() -> None:
+    seats = [Seated(LiveRows(KEY, held)) for held in (units((900, 990)), units((0, 300)), units((0, 600)))]
+    start = decide_start(prompt(units((0, 900))), seats, (), layout=LAYOUT, cost=COST)
+    assert (start.source, start.seat, start.position, start.common, start.known) == (LIVE, 2, 600, 600, 600)
+
+
+def test_with_several_seats_a_restore_takes_the_one_with_most_of_its_blocks_and_nothing_else_the_first() -> None:
+    record = parked(units((0, 800)), (1, 2, 3, 4))
+    seats = [Seated(), Seated(LiveRows(KEY, units((0, 300), (5000, 5400)), (1, 9), 512, "live"))]
+    start = decide_start(prompt(units((0, 900))), seats, (record,), layout=LAYOUT, cost=COST)
+    assert (start.source, start.seat, start.position, start.keep_rows) == (RAM, 1, 800, 256)
+    elsewhere = [Seated(LiveRows(KEY, units((0, 600)), (1, 2), 512, "live")), Seated()]
+    start = decide_start(prompt(units((0, 200), (7000, 7500))), elsewhere, (), layout=LAYOUT, cost=COST)
+    assert (start.source, start.seat) == (COLD, 0), "a parked one is not cut to little; of equal starts, the first"
+
+
 def test_the_prompts_last_token_always_runs() -> None:
     assert decide(units((0, 600)), units((0, 600))).position == 599
 
@@ -123,7 +138,7 @@ def test_another_key_or_layout_is_never_a_start() -> None:
     foreign = replace(parked(units((0, 800)), (1,)), layout_digest=b"other")
     assert decide(units((0, 900)), None, (foreign,)).source is CacheOutcome.COLD
     live = LiveRows(ConversationKey("someone", b"model"), units((0, 800)))
-    start = decide_start(prompt(units((0, 900))), live, (), layout=LAYOUT, live_checkpoints=(), cost=COST)
+    start = decide_start(prompt(units((0, 900))), [Seated(live)], (), layout=LAYOUT, cost=COST)
     assert start.source is CacheOutcome.COLD
 
 
@@ -161,12 +176,10 @@ def test_live_rows_are_cut_before_a_picture_that_sees_itself() -> None:
     asked = replace(prompt(units((0, 900))), images=(span,))
     live = LiveRows(KEY, asked.units[:650].copy())
     for floor, position in ((500, 600), (620, 512)):
-        start = decide_start(
-            asked, live, (), layout=FIXED, live_checkpoints=(256, 512, 640), cost=COST, rewind_floor=floor
-        )
+        start = decide_start(asked, [Seated(live, (256, 512, 640), floor)], (), layout=FIXED, cost=COST)
         assert start.position == position
     known = parked(asked.units[:650], (1, 2, 3))
-    start = decide_start(asked, LiveRows(), (known,), layout=LAYOUT, live_checkpoints=(), cost=COST)
+    start = decide_start(asked, [Seated()], (known,), layout=LAYOUT, cost=COST)
     assert start.position == 600
 
 
