@@ -26,8 +26,9 @@ from benchmarks.common import MIB, Goal, Result, Table, finish, machine
 from parkd.state import Checksums, StageLayout, StateLayout
 from parkd.store import disk_jobs
 from parkd.store.disk_jobs import ReadJob, RemoveJob, WriteJob, read, remove, write
+from parkd.store.files.fs import DirectoryFs, aligned_zeros
+from parkd.store.files.park_directory import open_directory
 from parkd.store.flights import Promotion
-from parkd.store.fs import PosixFs, aligned_zeros, open_directory
 from parkd.store.opening import DiskOptions, open_tiered
 from parkd.store.records import Capture, CaptureRequest, Parked, StoreConfig
 from parkd.store.store import ConversationStore
@@ -44,7 +45,7 @@ SMALL = StateLayout(tuple(StageLayout(i, i + 1, 16, 0, bytes([i]) * 16) for i in
 """Rows so small that only metadata matters."""
 
 
-def open_store(fs: PosixFs, layout: StateLayout, ram_bytes: int, disk_bytes: int) -> ConversationStore:
+def open_store(fs: DirectoryFs, layout: StateLayout, ram_bytes: int, disk_bytes: int) -> ConversationStore:
     return open_tiered(
         fs,
         StoreConfig(ram_bytes, BLOCK_TOKENS),
@@ -182,14 +183,14 @@ def sum_seconds(job: ReadJob) -> float:
     return time.perf_counter() - began
 
 
-def next_write(store: ConversationStore, fs: PosixFs) -> WriteJob:
+def next_write(store: ConversationStore, fs: DirectoryFs) -> WriteJob:
     while isinstance(job := store.next_job(), RemoveJob):
         store.finished(job, None, remove(fs, job))
     assert job is not None
     return job
 
 
-def drain(store: ConversationStore, fs: PosixFs) -> None:
+def drain(store: ConversationStore, fs: DirectoryFs) -> None:
     while (job := store.next_job()) is not None:
         if isinstance(job, RemoveJob):
             store.finished(job, None, remove(fs, job))

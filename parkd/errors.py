@@ -33,8 +33,8 @@
         └── OutOfMemory            an arena does not fit its device
 
 Dialects map `status` and `code` to their own formats; `message` always says what to do next. Errors of libraries are
-translated where they occur: those of devices in `parkd_engine/failures.py`, file errors in `store/fs.py`. Wrong
-arguments from the calling program raise `ValueError`.
+translated where they occur: those of devices in `parkd_engine/failures.py`, file errors in
+`store/files/park_directory.py`. Wrong arguments from the calling program raise `ValueError`.
 """
 
 from __future__ import annotations

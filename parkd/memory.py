@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 
 import psutil
@@ -27,9 +28,10 @@ def total_memory_bytes(root: Path = Path("/")) -> int:
 
 def return_freed_memory() -> None:
     """Returns freed memory that the allocator still holds to the system. glibc keeps freed memory for each thread
-    without a limit, so the memory of one large request would stay taken. Does nothing on other systems (musl, macOS).
+    without a limit, so the memory of one large request would stay taken. Does nothing on other systems (musl, macOS,
+    Windows).
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 

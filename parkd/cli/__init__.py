@@ -44,7 +44,7 @@ from parkd.errors import ConfigError, ModelError, UnsupportedModel
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.cli.model import AnyEngine
     from parkd.proxy.config import Services
-    from parkd.store.fs import FileSystem
+    from parkd.store.files.fs import FileSystem
 
 __all__ = ["MemoryShare", "find_model", "load_engine", "main"]
 
@@ -134,13 +134,15 @@ def serve(config: Config) -> int:
     rules = () if rules_file is None else read_rules(rules_file)
     bound_spinning()
     model, is_demo = ("", False) if config.model.upstream is not None else find_model(config.model)
-    with listener.bind(config.server.host, config.server.port) as bound:
+    with listener.bind(config.server.host, config.server.port) as bound, contextlib.ExitStack() as undo:
         from parkd.answers.base import ToolFormat
         from parkd.identity.background import BackgroundWork
         from parkd.proxy import server
 
         memory, background = MemoryShare(config.cache.budget_bytes), BackgroundWork()
         files = open_files(config, lambda note: print(f"note: {note}", file=sys.stderr))
+        if files is not None:
+            undo.callback(files.close)
         engine = open_engine(config, model, memory, files, is_demo=is_demo)
         store_config = store_config_of(config, memory)
         services = compose(config, engine, store_config, named_keys, files, rules, background=background)
@@ -154,6 +156,7 @@ def serve(config: Config) -> int:
             directory = config.cache.disk.directory
             free_bytes = None if directory is None else shutil.disk_usage(directory).free
             lines.insert(-2, startup.disk_line(services.store.disk_stats(), directory, free_bytes))
+        undo.pop_all()  # from here on, the services close their files
         with contextlib.closing(background), recording(config, engine, services) as services:
             return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
 

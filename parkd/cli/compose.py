@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mi
     from parkd.identity.normalise import RewriteRule
     from parkd.identity.output_memory import OutputMemory, Said
     from parkd.proxy.config import BuildMask, Services
-    from parkd.store.fs import FileSystem
+    from parkd.store.files.fs import FileSystem
     from parkd.store.records import StoreConfig
     from parkd.store.store import ConversationStore
     from parkd.types import NamedKey, PromptIdentity, TurnRequest
@@ -76,14 +76,15 @@ def open_files(config: Config, say: Callable[[str], None] = lambda _note: None) 
     Also raises the limit of open files, which clients' connections need as well. `say` is told of a directory that was
     created.
     """
-    from parkd.store.fs import UnlinkedFs, allow_most_files, open_directory
+    from parkd.store.files.fs import allow_most_files
+    from parkd.store.files.park_directory import open_directory, open_temporary
 
     allow_most_files()
     disk = config.cache.disk
     if not disk.budget_bytes:
         return None
     if disk.directory is None:
-        return UnlinkedFs()
+        return open_temporary()
     files = open_directory(disk.directory)
     if files.is_new:
         say(f"--park-dir {disk.directory} did not exist and was created")

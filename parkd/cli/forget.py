@@ -14,7 +14,7 @@ from parkd.identity.answer_file import NAME
 from parkd.identity.answer_file import forget as forget_answers
 from parkd.identity.output_memory import RememberedAnswer, is_within
 from parkd.proxy.access import namespace_of
-from parkd.store.fs import open_directory
+from parkd.store.files.park_directory import open_directory
 from parkd.store.manifest import Manifest
 from parkd.store.opening import forget, scan
 from parkd.types import NamedKey

@@ -192,9 +192,11 @@ def _check_readable(model: str) -> None:
         raise ConfigError(f"--model {model}: this user may not read it (permission denied)")
 
 
-def check_cards(devices: Sequence[str], count: int) -> None:
-    """Raises ConfigError for the first of `devices` that is not one of `count` cards."""
+def check_devices(devices: Sequence[str], count: int, *, has_mps: bool) -> None:
+    """Raises ConfigError for the first of `devices` that is not one of `count` cards, or not there (`mps`)."""
     for device in devices:
+        if device == "mps" and not has_mps:
+            raise ConfigError("--devices mps: this build of PyTorch sees no Apple GPU here; --devices cpu needs none")
         kind, _, index = device.partition(":")
         if kind == "cuda" and int(index or 0) >= count:
             have = f"PyTorch sees {count} card{'' if count == 1 else 's'} here"
@@ -236,7 +238,8 @@ def load_engine(
     library_logging.disable_progress_bar()
     shorten_library_notes()
     layout = engine_layout(config.model)
-    check_cards(layout.devices, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    check_devices(layout.devices, cards, has_mps=torch.backends.mps.is_available())
     engine_config = TorchEngineConfig(
         model=model,
         cache_dir=config.home,

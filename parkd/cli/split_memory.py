@@ -16,7 +16,7 @@ import numpy as np
 
 from parkd.config import Config
 from parkd.errors import ModelError
-from parkd.store.fs import FileSystem
+from parkd.store.files.fs import FileSystem
 
 if TYPE_CHECKING:
     from parkd.engine_adapter.torch_engine.engine import TorchEngine

@@ -77,8 +77,8 @@ def devices(text: str) -> tuple[str, ...]:
     if text == "auto":
         return ()
     names = tuple(name.strip() for name in text.split(","))
-    if not all(re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) for name in names):
-        raise ValueError("expected cpu or cuda:N, one for each stage with commas between, e.g. cuda:0,cuda:1")
+    if not all(re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name) for name in names):
+        raise ValueError("expected cpu, mps or cuda:N, one for each stage with commas between, e.g. cuda:0,cuda:1")
     return names
 
 

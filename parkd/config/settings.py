@@ -65,7 +65,7 @@ SETTINGS: tuple[Setting, ...] = (
         "LIST",
         parsers.devices,
         (),
-        "one device per stage: cpu,cpu or cuda:0,cuda:1 (cuda:0, else cpu)",
+        "one device per stage: cpu,cpu or cuda:0,cuda:1; mps on Apple (cuda:0, else cpu)",
     ),
     Setting(
         "layer-split", "model", "LIST", parsers.layer_split, (), "first layer of each later stage: 24 or 24,36 (auto)"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
@@ -24,6 +23,7 @@ import numpy as np
 import orjson
 
 from parkd.identity.output_memory import OutputMemory, RememberedAnswer, Said
+from parkd.private_files import private_opener
 from parkd.types import HASH_BYTES
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ MAGIC = b"PARKDANS"
 VERSION = 2
 READABLE = (1, 2)
 """Versions that are read."""
-FILE_MODE = 0o600
 _HEADER = struct.Struct("<8sI")
 _RECORD = struct.Struct("<I16s")
 _BODY = struct.Struct("<16sI")
@@ -94,7 +93,7 @@ class AnswerFile:
         self._file = None
 
     def _append_to(self, size: int) -> None:
-        self._file = open(self._path, "r+b", opener=_no_link)  # noqa: SIM115 - closed by `close`
+        self._file = open(self._path, "r+b", opener=private_opener)  # noqa: SIM115 - closed by `close`
         self._file.truncate(size)
         self._file.seek(size)
         self._size = size
@@ -120,7 +119,7 @@ def _write(path: Path, answers: Iterable[RememberedAnswer]) -> int:
     """Replaces the file by one with these answers. Returns its bytes. Raises OSError."""
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
-    with open(part, "xb", opener=_no_link) as file:
+    with open(part, "xb", opener=private_opener) as file:
         file.write(_HEADER.pack(MAGIC, VERSION))
         file.writelines(_record(answer) for answer in answers)
         size = file.tell()
@@ -132,12 +131,8 @@ def _content(path: Path) -> bytes:
     """Empty if there is no file, or a link in its place. Raises OSError."""
     if path.is_symlink() or not path.exists():
         return b""
-    with open(path, "rb", opener=_no_link) as file:
+    with open(path, "rb", opener=private_opener) as file:
         return file.read()
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 
 def _version(data: bytes) -> int:

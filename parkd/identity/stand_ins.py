@@ -61,6 +61,8 @@ class StandIns:
         return self._put(text, everywhere)
 
     def _put(self, text: str, everywhere: bool) -> str:
+        if text in _KNOWN_NAMES:
+            return text
         if not everywhere:
             return self._pattern.sub(self._whole, text) if self._pattern is not None else text
         if text.strip() in self._words:

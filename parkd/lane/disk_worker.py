@@ -19,8 +19,8 @@ import anyio.abc
 from parkd.lane.cost import CostMeter
 from parkd.lane.engine_thread import EngineThread
 from parkd.store.disk_jobs import RemoveJob, mark, read, remove, write
+from parkd.store.files.fs import FileSystem
 from parkd.store.flights import Promotion
-from parkd.store.fs import FileSystem
 from parkd.store.records import ConversationGone, ConversationId, Parked, RefusalReason
 from parkd.store.store import ConversationStore
 from parkd.types import CacheOutcome

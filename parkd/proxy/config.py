@@ -15,7 +15,7 @@ from parkd.lane.turn_log import TurnTrace
 from parkd.types import PromptIdentity, TokenMask, TurnRequest
 
 if TYPE_CHECKING:
-    from parkd.store.fs import FileSystem
+    from parkd.store.files.fs import FileSystem
     from parkd.store.store import ConversationStore
 
 __all__ = ["BuildIdentity", "BuildMask", "ProxyConfig", "Services"]

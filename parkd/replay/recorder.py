@@ -7,7 +7,6 @@ searched for a guessed text, and two traces cannot be matched.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import secrets
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 from parkd.errors import ConfigError
 from parkd.identity.chain import prefix_hashes
+from parkd.private_files import private_opener
 from parkd.replay.trace import HASH_BYTES, TraceHeader, TurnRecord, header_line, turn_line
 from parkd.types import Units
 
@@ -38,18 +38,13 @@ class _Seen:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _private(path: str, flags: int) -> int:
-    # There is no text in it, but who asked what when is its owner's business.
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
 class Recorder:
     """A trace file and the thread that writes it."""
 
     def __init__(self, path: Path, header: TraceHeader, began_s: float, *, secret: bytes | None = None) -> None:
         """`began_s` is time 0 of the trace. Raises ConfigError if the file exists or cannot be created."""
         try:
-            self._file = open(path, "x", encoding="utf-8", opener=_private)  # noqa: SIM115 - closed by `close`
+            self._file = open(path, "x", encoding="utf-8", opener=private_opener)  # noqa: SIM115 - closed by `close`
         except FileExistsError:
             raise ConfigError(f"--record {path}: the file exists already; name another one") from None
         except OSError as error:

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from parkd.state import Bytes
-from parkd.store.fs import GRAIN_BYTES, File, FileSystem, aligned_zeros
+from parkd.store.files.fs import GRAIN_BYTES, File, FileSystem, aligned_zeros
 from parkd.store.manifest import TEMPORARY_SUFFIX, ExtentRef, Manifest, Sums, encode
 
 BATCH_BYTES = 4 << 20

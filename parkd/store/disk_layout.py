@@ -16,7 +16,7 @@ from parkd.state import Bytes
 from parkd.store.conversations import Conversation, Conversations
 from parkd.store.disk import Disk
 from parkd.store.disk_jobs import Part, ReadJob, WriteJob
-from parkd.store.fs import GRAIN_BYTES
+from parkd.store.files.fs import GRAIN_BYTES
 from parkd.store.manifest import DiskBlock, DiskCheckpoint, DiskPlace, ExtentRef, Manifest, Sums
 from parkd.store.records import BlockId, CheckpointId
 from parkd.store.slabs import round_up

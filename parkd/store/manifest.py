@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from parkd.state import Bytes
-from parkd.store.fs import GRAIN_BYTES
+from parkd.store.files.fs import GRAIN_BYTES
 from parkd.store.records import BlockId, ConversationId
 from parkd.types import HASH_BYTES, Units
 

@@ -23,7 +23,7 @@ from parkd.store.conversations import Conversations
 from parkd.store.disk import DiskSetup, file_bytes
 from parkd.store.disk_jobs import remove
 from parkd.store.disk_policy import DAY_S, WriteAllowance
-from parkd.store.fs import FileSystem
+from parkd.store.files.fs import FileSystem
 from parkd.store.manifest import EXTENT_SUFFIX, MANIFEST_SUFFIX, TEMPORARY_SUFFIX, DamagedManifest, Manifest, decode
 from parkd.store.policy import Policy
 from parkd.store.records import ConversationId, DiskConfig, Parked, ParkedCheckpoint, StoreConfig, Tier

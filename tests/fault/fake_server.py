@@ -11,7 +11,7 @@ from pathlib import Path
 
 def main() -> int:
     from parkd.proxy import server
-    from parkd.store.fs import open_directory
+    from parkd.store.files.park_directory import open_directory
     from tests.fakes.engine import FakeEngine
     from tests.integration.api.disk_harness import disk_services
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED = ("parkd.types", "parkd.state", "parkd.errors", "parkd.config")
+SHARED = ("parkd.types", "parkd.state", "parkd.errors", "parkd.config", "parkd.private_files")
 OURS = ("parkd", "parkd_engine", "tests", "benchmarks")
 """Top-level packages of this repository. The last two are not installed: nothing that is may import them."""
 HTTP = ("starlette", "uvicorn", "httpx", "h11", "fastapi")
@@ -28,10 +28,11 @@ class Rule:
 
 
 RULES = (
-    Rule("parkd_engine", ("parkd_engine", "parkd.state", "parkd.errors"), HTTP),
+    Rule("parkd_engine", ("parkd_engine", "parkd.state", "parkd.errors", "parkd.private_files"), HTTP),
     Rule("parkd.types", ("parkd.types",), COMPUTE + HTTP),
     Rule("parkd.state", ("parkd.state",), COMPUTE + HTTP),
     Rule("parkd.errors", (), COMPUTE + HTTP),
+    Rule("parkd.private_files", (), COMPUTE + HTTP),
     Rule("parkd.config", ("parkd.config", "parkd.identity.normalise", *SHARED), COMPUTE + HTTP),
     Rule("parkd.identity", ("parkd.identity", "parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
     Rule("parkd.store", ("parkd.store", *SHARED), COMPUTE + HTTP),

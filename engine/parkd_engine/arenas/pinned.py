@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -39,6 +40,8 @@ def unregister_with_cuda(address: int) -> int:
 
 def populate(address: int, size: int) -> None:
     """Faults the pages in before locking, which would do it more slowly. A kernel that refuses does no harm."""
+    if sys.platform != "linux":
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE)
 

@@ -8,16 +8,19 @@ CACHE/digests/NAME.json    digest of one weight file, with the file's path, size
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
+import portalocker
+
 from parkd.errors import ModelError
+from parkd.private_files import private_opener
 
 DIGEST_BYTES = 16
 READ_BYTES = 4 << 20
@@ -151,7 +154,10 @@ def _seal(folder: Path, progress: Progress | None) -> Mapping[str, bytes]:
 
 
 def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
+    """Waits until a file, or the names in a folder, are on the device. Windows has no such call for folders."""
+    if path.is_dir() and sys.platform == "win32":
+        return
+    number = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
     try:
         os.fsync(number)
     finally:
@@ -160,11 +166,9 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with open(path, "a", opener=_no_link) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with open(path, "a", opener=private_opener) as file:
+        try:
+            portalocker.lock(file, portalocker.LOCK_EX)
+        except portalocker.LockException as error:
+            raise OSError(f"{path.name} cannot be locked: {error}") from error
         yield
-
-
-def _no_link(path: str, flags: int) -> int:
-    """Opens a file, but never through a link to another."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

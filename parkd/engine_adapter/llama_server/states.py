@@ -19,8 +19,7 @@ from parkd.engine_adapter.llama_server.probe import new_file_name
 from parkd.engine_adapter.llama_server.slot_file import Ids, file_checksum, file_tokens
 from parkd.engine_adapter.llama_server.slots import Slot
 from parkd.errors import EngineFailure, RestoreFailed
-
-FILE_MODE = 0o600
+from parkd.private_files import FILE_MODE
 
 
 class SlotFiles:

@@ -16,7 +16,8 @@ from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.builder import IdentityBuilder
 from parkd.proxy.config import ProxyConfig, Services
 from parkd.proxy.server import Server
-from parkd.store.fs import FileSystem, open_directory
+from parkd.store.files.fs import FileSystem
+from parkd.store.files.park_directory import open_directory
 from parkd.store.opening import DiskOptions, open_tiered
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore

@@ -12,7 +12,8 @@ import pytest
 
 from parkd.errors import ConfigError
 from parkd.state import Grain
-from parkd.store.fs import UnlinkedFs, open_directory
+from parkd.store.files.fs import UnlinkedFs
+from parkd.store.files.park_directory import open_directory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.opaque import FakeOpaqueEngine
 from tests.integration.api import disk_harness

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parkd.errors import EngineFailure
-from parkd.store.fs import open_directory
+from parkd.store.files.park_directory import open_directory
 from tests.fakes.opaque import FakeOpaqueEngine
 from tests.integration.api.api_harness import until
 from tests.integration.api.disk_harness import running_on, written

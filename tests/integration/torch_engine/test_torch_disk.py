@@ -10,8 +10,9 @@ import numpy as np
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.store.disk_jobs import RemoveJob, read, write
+from parkd.store.files.fs import FileSystem
+from parkd.store.files.park_directory import open_directory
 from parkd.store.flights import Promotion
-from parkd.store.fs import FileSystem, open_directory
 from parkd.store.opening import DiskOptions, open_tiered
 from parkd.store.records import Capture, CaptureRequest, StoreConfig, Tier
 from parkd.store.store import ConversationStore

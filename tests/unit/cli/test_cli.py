@@ -17,7 +17,7 @@ import pytest
 from parkd import __version__, cli
 from parkd.cli import arguments
 from parkd.cli.library_notes import KERNELS_LOGGER, shorten_library_notes
-from parkd.cli.model import check_cards
+from parkd.cli.model import check_devices
 from parkd.config import SETTINGS, load
 from parkd.errors import ConfigError
 from parkd.proxy import listener
@@ -222,11 +222,13 @@ def test_a_refusal_of_a_model_names_the_ways_out(
 
 
 def test_a_card_that_is_not_there_is_named() -> None:
-    check_cards(("cpu", "cuda", "cuda:1"), 2)
+    check_devices(("cpu", "cuda", "cuda:1", "mps"), 2, has_mps=True)
     with pytest.raises(ConfigError, match=r"there is no cuda:2, PyTorch sees 2 cards here$"):
-        check_cards(("cuda:0", "cuda:2"), 2)
+        check_devices(("cuda:0", "cuda:2"), 2, has_mps=False)
     with pytest.raises(ConfigError, match=r"no cuda:0, PyTorch sees 0 cards here; --devices cpu computes without one"):
-        check_cards(("cuda:0",), 0)
+        check_devices(("cuda:0",), 0, has_mps=False)
+    with pytest.raises(ConfigError, match=r"--devices mps: .* no Apple GPU here; --devices cpu needs none"):
+        check_devices(("mps",), 1, has_mps=False)
 
 
 def test_what_a_library_says_of_each_function_is_one_line_of_ours(caplog: pytest.LogCaptureFixture) -> None:

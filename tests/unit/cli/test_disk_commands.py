@@ -21,7 +21,8 @@ from parkd.errors import ConfigError, ModelError
 from parkd.identity.answer_file import AnswerFile
 from parkd.identity.output_memory import OutputMemory, RememberedAnswer, Said
 from parkd.proxy.access import namespace_of
-from parkd.store.fs import PosixFs, open_directory
+from parkd.store.files.fs import DirectoryFs
+from parkd.store.files.park_directory import open_directory
 from parkd.store.manifest import Manifest, encode
 
 
@@ -79,7 +80,7 @@ def test_what_is_said_of_the_disk_at_start(tmp_path: Path) -> None:
     assert "; only 1 MiB are free there" in startup.disk_line(stats(5, 0), Path("/p"), free - 1)
 
 
-def put(fs: PosixFs, name: str, data: bytes) -> None:
+def put(fs: DirectoryFs, name: str, data: bytes) -> None:
     file = fs.create(name)
     file.write(0, [np.frombuffer(data, dtype=np.uint8)])
     file.close()

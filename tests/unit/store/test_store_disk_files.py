@@ -7,6 +7,9 @@ import re
 import resource
 import stat
 import struct
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,8 @@ import xxhash
 from parkd.cli.compose import open_files
 from parkd.config import load
 from parkd.errors import ConfigError
-from parkd.store.fs import GRAIN_BYTES, PosixFile, UnlinkedFs, aligned_zeros, open_directory
+from parkd.store.files.fs import GRAIN_BYTES, OpenFile, UnlinkedFs, aligned_zeros
+from parkd.store.files.park_directory import open_directory, open_temporary
 from parkd.store.manifest import (
     DamagedManifest,
     DiskBlock,
@@ -115,14 +119,24 @@ def test_no_part_of_a_manifest_is_one() -> None:
         decode(data + b"\0")
 
 
+def like_windows(patch: pytest.MonkeyPatch) -> None:
+    """Takes away what Windows lacks: names below a descriptor, calls at a place, flags of open files."""
+    patch.setattr("parkd.store.files.folder.HAS_DESCRIPTORS", False)
+    patch.setattr("parkd.store.files.fs.fcntl", None)
+    for name in ("pwritev", "preadv", "posix_fadvise", "O_DIRECT"):
+        patch.delattr(os, name)
+
+
 def random_bytes(size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("kind", ["directory", "unlinked"])
-def test_files_hold_what_was_written(tmp_path: Path, kind: str, direct: bool) -> None:
-    fs = open_directory(tmp_path / "d", direct=direct) if kind == "directory" else UnlinkedFs(tmp_path, direct=direct)
+@pytest.mark.parametrize("kind", ["directory", "by paths", "unlinked"])
+def test_files_hold_what_was_written(tmp_path: Path, kind: str, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "by paths":
+        like_windows(monkeypatch)
+    fs = open_directory(tmp_path / "d", direct=direct) if kind != "unlinked" else UnlinkedFs(tmp_path, direct=direct)
     aligned = aligned_zeros(3 * GRAIN_BYTES)
     aligned[:] = random_bytes(aligned.size)
     odd = random_bytes(1000, 1)
@@ -148,7 +162,7 @@ def test_files_hold_what_was_written(tmp_path: Path, kind: str, direct: bool) ->
     file.close()
     fs.mark("x", 1.5e9)
     assert fs.times().get("x", 1.5e9) == 1.5e9
-    assert ("x" in fs.times()) == (kind == "directory"), "nobody opens the others again"
+    assert ("x" in fs.times()) == (kind != "unlinked"), "nobody opens the others again"
     fs.remove("x")
     assert "x" not in fs.sizes()
     with pytest.raises(FileNotFoundError):
@@ -174,9 +188,41 @@ def test_calls_that_do_a_part_are_gone_on_with(tmp_path: Path, monkeypatch: pyte
     fs.close()
 
 
+@pytest.mark.parametrize("system", ["this", "windows"])
+def test_calls_of_many_threads_on_one_file_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
+) -> None:
+    if system == "windows":
+        like_windows(monkeypatch)
+    fs = open_directory(tmp_path / "d")
+    pieces = [random_bytes(3000 + number, number) for number in range(64)]
+    starts = [sum(piece.size for piece in pieces[:number]) for number in range(64)]
+    with closing(fs.create("x")) as file, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda start, piece: file.write(start, [piece[:1000], piece[1000:]]), starts, pieces))
+    back = [np.zeros_like(piece) for piece in pieces]
+    with closing(fs.open("x")) as file, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda start, piece: file.read(start, [piece]), starts, back))
+    assert all(np.array_equal(got, want) for got, want in zip(back, pieces, strict=True))
+    fs.close()
+
+
+def test_files_of_a_process_are_gone_with_it_where_every_file_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parkd.store.files.park_directory.OPEN_FILES", tmp_path / "missing")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    fs = open_temporary()
+    with closing(fs.create("x")) as file:
+        file.write(0, [random_bytes(10)])
+    (where,) = tmp_path.iterdir()
+    assert (where / "x").stat().st_size == 10
+    fs.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_write_that_does_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
-    file = PosixFile(os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT, 0o600), direct=False)
+    file = OpenFile(os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT, 0o600), direct=False)
     with pytest.raises(OSError, match="nothing was written"):
         file.write(0, [random_bytes(10)])
     file.close()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from parkd.store.disk_speed import LEAST_BYTES, PIECE_BYTES, TRIAL_BYTES, TRIAL_S, read_bytes_per_s
-from parkd.store.fs import UnlinkedFs, open_directory
+from parkd.store.files.fs import UnlinkedFs
+from parkd.store.files.park_directory import open_directory
 from tests.fault.fault_fs import Fault, FaultFs
 
 MIB = 1 << 20
