@@ -72,14 +72,18 @@ class StructuredOutput:
     the first mask does it."""
 
     def __init__(
-        self, tokenizer: str | Callable[[], LLTokenizer], vocab_size: int, end_token_ids: frozenset[int]
+        self,
+        tokenizer: str | Callable[[], LLTokenizer],
+        vocab_size: int,
+        end_token_ids: frozenset[int],
+        namespaces: int = 1,
     ) -> None:
         """`tokenizer` is the text of a `tokenizer.json`, or a function that makes the compiled tokenizer. `vocab_size`
-        is the model's number of logits."""
+        is the model's number of logits. `namespaces` of keys use it."""
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
-        self._trials = Trials()
+        self.trials = Trials(namespaces=namespaces)
         self._building = threading.Lock()
         self._built: LLTokenizer | None = None
 
@@ -114,7 +118,7 @@ class StructuredOutput:
             output = replace(output, reasoning=None)
         params = [f"tools[{request.tools.index(tool)}]" for tool in tools]
         tools = [self._enforceable(tool, request, param) for tool, param in zip(tools, params, strict=True)]
-        self._check_cost(schema, form, tools)
+        self._check_cost(schema, form, tools, request.namespace)
         if schema is not None:
             self._check_schema(schema)
         for tool, param in zip(tools, params, strict=True):
@@ -167,7 +171,11 @@ class StructuredOutput:
         return " ".join([*terms, *([literal(rest)] if rest else [])])
 
     def _check_cost(
-        self, schema: Mapping[str, Any] | None, form: TextForm | None, tools: Sequence[Mapping[str, Any]]
+        self,
+        schema: Mapping[str, Any] | None,
+        form: TextForm | None,
+        tools: Sequence[Mapping[str, Any]],
+        namespace: str,
     ) -> None:
         """Compiles what may keep the library busy for long in another process. Raises SchemaTooComplex if that does not
         end in time, and InvalidRequest for a text that is too long, or a form that cannot be enforced."""
@@ -188,7 +196,7 @@ class StructuredOutput:
         grammar = "\n".join([f"start: {' | '.join(rules)}", *rules.values(), ""])
         if len(grammar) > GRAMMAR_CHARACTERS_LIMIT:
             raise InvalidRequest("The schema is too long to be enforced. Send a smaller one.", param=param)
-        error = self._trials.check(grammar, param)
+        error = self.trials.check(grammar, param, namespace)
         # What is wrong with a schema is said when it is compiled here. A form could name a token that the trial does
         # not know, and so end before its costly part.
         if error and form is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from parkd.errors import SchemaTooComplex
+from parkd.namespaces import ByNamespace
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,12 @@ TRIAL_CPU_S = 3
 """Seconds of CPU that a trial may take. Real schemas take milliseconds."""
 TRIAL_WALL_S = 20.0
 """Longest wait for a trial on a busy machine."""
-TRIED_KEPT = 1024
-"""Schemas whose trial is remembered, since agents send their tools with every turn."""
+TRIED_KEPT = 256
+"""Schemas whose trial is remembered in a namespace of keys, since agents send their tools with every turn."""
+MOST_ERROR_CHARACTERS = 1000
+"""An error of the library may repeat a pattern that is as long as the schema."""
+TRIED_BYTES = 1500
+"""Bytes of a remembered trial with the longest error."""
 PLAIN_NODES = 500
 """Objects in a schema without costly keywords up to which compiling it takes milliseconds."""
 COSTLY = frozenset({"pattern", "patternProperties", "multipleOf", "allOf", "oneOf"})
@@ -37,28 +42,36 @@ _SCRIPT = Path(__file__).with_name("trial_compile.py")
 class Trials:
     """Thread-safe."""
 
-    def __init__(self, cpu_s: int = TRIAL_CPU_S, wall_s: float = TRIAL_WALL_S) -> None:
+    def __init__(self, cpu_s: int = TRIAL_CPU_S, wall_s: float = TRIAL_WALL_S, namespaces: int = 1) -> None:
+        """`namespaces` of keys, each of which learns of its own trials alone."""
         self._cpu_s = cpu_s
         self._wall_s = wall_s
-        self._tried: OrderedDict[bytes, str | None] = OrderedDict()
-        """What the library said of the grammar of this digest; None if it did not end in time."""
+        self._tried = ByNamespace(_no_trials, namespaces)
+        self.limit_bytes = namespaces * TRIED_KEPT * TRIED_BYTES
         self._lock = threading.Lock()
         self.count = 0
         """Processes that were started."""
 
-    def check(self, grammar: str, param: str) -> str:
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes remembered now, at most `limit_bytes`."""
+        return sum(map(len, self._tried.all())) * TRIED_BYTES
+
+    def check(self, grammar: str, param: str, namespace: str) -> str:
         """The library's error about a grammar, or an empty text. Raises SchemaTooComplex if compiling it takes too long
         or too much memory."""
-        text = grammar.encode("utf-8", "surrogatepass")
-        digest = blake2b(text, digest_size=16).digest()
+        text, tried = grammar.encode("utf-8", "surrogatepass"), self._tried.of(namespace)
+        digest = blake2b(f"{namespace} ".encode() + text, digest_size=16).digest()
         with self._lock:
-            is_known, said = digest in self._tried, self._tried.get(digest)
+            is_known, said = digest in tried, tried.get(digest)
+            if is_known:
+                tried.move_to_end(digest)
         if not is_known:
             said = self._try(text)
             with self._lock:
-                self._tried[digest] = said
-                while len(self._tried) > TRIED_KEPT:
-                    self._tried.popitem(last=False)
+                tried[digest] = said
+                while len(tried) > TRIED_KEPT:
+                    tried.popitem(last=False)
         if said is None:
             raise SchemaTooComplex(f"compiling it takes more than {self._cpu_s} s", param=param)
         return said
@@ -75,7 +88,12 @@ class Trials:
         except OSError as error:
             log.warning("a schema is compiled without a trial, since no process could be started: %s", error)
             return ""
-        return None if ended.returncode < 0 else ended.stdout.decode("utf-8", "replace")
+        return None if ended.returncode < 0 else ended.stdout.decode("utf-8", "replace")[:MOST_ERROR_CHARACTERS]
+
+
+def _no_trials(_namespace: str) -> OrderedDict[bytes, str | None]:
+    """What the library said of the grammar of a digest; None if it did not end in time."""
+    return OrderedDict()
 
 
 def is_costly(schema: Any) -> bool:

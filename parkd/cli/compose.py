@@ -16,6 +16,7 @@ from parkd.memory import free_memory_bytes, return_freed_memory, total_memory_by
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.answers.base import OutputFormat
+    from parkd.answers.structured import StructuredOutput
     from parkd.cli.model import AnyEngine
     from parkd.identity.background import BackgroundWork
     from parkd.identity.builder import IdentityBuilder
@@ -144,11 +145,16 @@ def compose(
 ) -> Services:
     """All that the server needs. The caller closes `background`, after the server. Raises ConfigError."""
     from parkd.answers.formats import output_format
+    from parkd.answers.structured import StructuredOutput
     from parkd.engine_adapter.base import BLOCK_TOKENS
+    from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.identity.builder import IdentityBuilder
     from parkd.identity.normalise import NormaliserConfig
+    from parkd.proxy.access import namespaces_of
     from parkd.proxy.config import Services
 
+    server = config.server
+    namespaces = len(namespaces_of(server.api_keys, named_keys, server.operator_keys))
     answers = answer_memory(config, engine, background)
     identity = IdentityBuilder(
         engine.tokenizer,
@@ -156,10 +162,12 @@ def compose(
         engine.info.fingerprint,
         BLOCK_TOKENS,
         config.cache.memo_bytes,
-        normaliser=NormaliserConfig(not config.server.keeps_billing_header, rules),
+        normaliser=NormaliserConfig(not server.keeps_billing_header, rules),
         answers=answers,
         images=engine.images,
         context_tokens=engine.info.context_tokens,
+        namespaces=namespaces,
+        template_within=engine.template_within,
     )
     store = None
     if store_config.budget_bytes:
@@ -167,7 +175,12 @@ def compose(
         if engine.host_memory_hooks() is not None:  # Page-locked in a thread of its own, while requests are answered.
             store.grow_ahead()
     output = replace(output_format(engine.template_source), reader=engine.response_reader)
-    build_mask, prepare = mask_builder(engine, output)
+    structured = None
+    if not isinstance(engine, LlamaServerEngine):
+        structured = StructuredOutput(
+            engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids, namespaces
+        )
+    build_mask = mask_builder(engine, output, structured)
     return Services(
         engine=engine,
         build_identity=identity.build,
@@ -178,20 +191,26 @@ def compose(
         render=identity.render,
         remember=None if answers is None else partial(_remember, answers, identity, background),
         chat_template=engine.template_source,
-        remembered=partial(remembered_bytes, config, identity, answers),
+        remembered=partial(remembered_bytes, config, identity, answers, structured),
         build_mask=build_mask,
-        prepare=prepare,
+        prepare=None if structured is None else structured.prepare,
         return_memory=return_freed_memory,
-        config=replace(config.server, named_keys=named_keys, resend_grace_s=RESEND_GRACE_S),
+        config=replace(server, named_keys=named_keys, resend_grace_s=RESEND_GRACE_S),
     )
 
 
 def remembered_bytes(
-    config: Config, identity: IdentityBuilder, answers: OutputMemory | None
+    config: Config, identity: IdentityBuilder, answers: OutputMemory | None, structured: StructuredOutput | None
 ) -> dict[str, tuple[int, int]]:
     """Bytes of what is remembered of prompts and answers, and the most they may be, by kind."""
     kinds = {"prompts": (identity.memo_bytes, config.cache.memo_bytes)}
-    return kinds if answers is None else kinds | {"answers": (answers.memory_bytes, config.cache.answer_bytes)}
+    if identity.reads_images:
+        kinds["images"] = (identity.images_bytes, identity.images_limit_bytes)
+    if structured is not None:
+        kinds["schemas"] = (structured.trials.memory_bytes, structured.trials.limit_bytes)
+    if answers is not None:
+        kinds["answers"] = (answers.memory_bytes, config.cache.answer_bytes)
+    return kinds
 
 
 def _disk_speed(store: ConversationStore, files: FileSystem) -> float | None:
@@ -215,23 +234,21 @@ def _remember(
     background.submit(partial(identity.expect, prompt, ids, said))
 
 
-def mask_builder(engine: AnyEngine, output: OutputFormat) -> tuple[BuildMask, Callable[[], None] | None]:
-    """The function that builds the token mask of a request (schema and thinking budget), and one that prepares it.
+def mask_builder(engine: AnyEngine, output: OutputFormat, structured: StructuredOutput | None) -> BuildMask:
+    """The function that builds the token mask of a request (schema and thinking budget).
 
-    A llama-server enforces schemas itself and knows no thinking budget, so there requests are only checked.
+    A llama-server, for which there is no `structured` output, enforces schemas itself and knows no thinking budget, so
+    there requests are only checked.
     """
-    from parkd.answers.structured import StructuredOutput
     from parkd.answers.thinking import ThinkingLimits
-    from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.llama_server.sampling import check_enforceable
 
     marks, info = output.reasoning, engine.info
-    if isinstance(engine, LlamaServerEngine):
+    if structured is None:
 
         def check(request: TurnRequest, tail: str) -> None:
             check_enforceable(request, thinks=marks is not None and not tail.rstrip().endswith(marks.close))
 
-        return check, None
-    structured = StructuredOutput(engine.tokenizer_json(), info.vocab_size, info.end_token_ids)
+        return check
     limits = ThinkingLimits(marks, engine.template_source, info.vocab_size, engine.tokenizer.encode, engine.text_stream)
-    return lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail)), structured.prepare
+    return lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail))

@@ -6,21 +6,22 @@ TurnRequest --normalise, canonical, render--> text --tokenise--> ids --images-->
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from parkd.engine_adapter.base import ChatTemplate, ImageReader, Tokenizer
 from parkd.errors import InvalidRequest
 from parkd.identity.chain import ChainMemo
-from parkd.identity.images import PromptImages, take_out
+from parkd.identity.images import ImageMemo, PromptImages, RememberingReader, take_out
 from parkd.identity.lengths import check_length, check_messages
 from parkd.identity.normalise import Normaliser, NormaliserConfig
 from parkd.identity.output_memory import GENERATION, OutputMemory, Said
 from parkd.identity.render import Renderer
 from parkd.identity.segments import OpenerMarks, locate, map_prompt
-from parkd.identity.splice import Splicer
-from parkd.identity.tokens import SegmentTokenizer
+from parkd.identity.splice import Splicer, Trails, no_trails
+from parkd.identity.tokens import SegmentTokenizer, TextMemo
 from parkd.identity.units import units_of
+from parkd.namespaces import ByNamespace
 from parkd.types import ConversationKey, PromptIdentity, TurnRequest
 
 
@@ -39,10 +40,22 @@ class BuildTimings:
         return self.render_s + self.tokenise_s + self.hash_s
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is remembered of the requests of one namespace of keys."""
+
+    texts: TextMemo
+    chains: ChainMemo
+    template: ChatTemplate
+    images: ImageMemo = field(default_factory=ImageMemo)
+    trails: Trails = field(default_factory=no_trails)
+
+
 class IdentityBuilder:
     """Builds identities. Thread-safe; called in worker threads, since tokenising a long new text takes a while.
 
-    `memo_bytes` limits what is cached between requests; 0 disables caching.
+    `memo_bytes` limits what is cached of texts between requests, in equal parts for each of `namespaces` of keys; 0
+    disables caching.
     """
 
     def __init__(
@@ -57,8 +70,11 @@ class IdentityBuilder:
         answers: OutputMemory | None = None,
         images: ImageReader | None = None,
         context_tokens: int | None = None,
+        namespaces: int = 1,
+        template_within: Callable[[str], ChatTemplate] | None = None,
     ) -> None:
-        """`answers` are spliced into the prompts that repeat them; None renders everything. Without `images`, requests
+        """`template_within` gives the template with which a namespace is rendered, if it remembers what it rendered.
+        `answers` are spliced into the prompts that repeat them; None renders everything. Without `images`, requests
         with images are refused. With `context_tokens`, texts with far more tokens are refused without tokenising all of
         them."""
         self._context_tokens = context_tokens
@@ -69,15 +85,31 @@ class IdentityBuilder:
         placeholder = "" if images is None else images.tokens.placeholder
         self._renderer = Renderer(template, Normaliser(normaliser or NormaliserConfig()), tokenizer, placeholder)
         self._stand_ins = self._renderer.stand_ins
-        self._chains = ChainMemo(block_tokens, memo_bytes // 4)
-        self._tokenizer = SegmentTokenizer(
-            tokenizer, memo_bytes - memo_bytes // 4, OpenerMarks(self._renderer.profile), self._stand_ins
+        self._tokenizer = SegmentTokenizer(tokenizer, 0, OpenerMarks(self._renderer.profile), self._stand_ins)
+        share_bytes = memo_bytes // namespaces
+        self._memories = ByNamespace(
+            lambda namespace: Memory(
+                TextMemo(share_bytes - share_bytes // 4),
+                ChainMemo(block_tokens, share_bytes // 4),
+                template if template_within is None else template_within(namespace),
+            ),
+            most=namespaces,
         )
+        self.images_limit_bytes = namespaces * ImageMemo.LIMIT_BYTES
 
     @property
     def memo_bytes(self) -> int:
-        """Bytes remembered now."""
-        return self._chains.memo_bytes + self._tokenizer.memo_bytes
+        """Bytes of texts, tokens and hashes remembered now."""
+        return sum(memory.chains.memo_bytes + memory.texts.bytes for memory in self._memories.all())
+
+    @property
+    def reads_images(self) -> bool:
+        return self._images is not None
+
+    @property
+    def images_bytes(self) -> int:
+        """Bytes of facts about images remembered now; at most `images_limit_bytes`."""
+        return sum(memory.images.memory_bytes for memory in self._memories.all())
 
     @property
     def by_segment(self) -> bool:
@@ -94,30 +126,33 @@ class IdentityBuilder:
         began_s = time.perf_counter()
         if self._context_tokens is not None:
             check_messages(len(request.messages), self._context_tokens)
+        memory = self._memories.of(request.namespace)
+        tokenizer = self._tokenizer.within(memory.texts, request.namespace)
         messages, pictures = take_out(request.messages)
-        images = PromptImages(pictures, self._images, self._context_tokens)
-        prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
+        images = PromptImages(pictures, self._reader(memory, request.namespace), self._context_tokens)
+        shown = replace(request, messages=messages) if pictures else request
+        prompt = self._renderer.over(memory.template).render(shown)
         prompt = replace(prompt, text=images.wrapped(prompt.text))
         plain = self._stand_ins.undo(prompt.text)
         if self._context_tokens is not None:
             check_length(self._text, plain, self._context_tokens)
         rendered_s = time.perf_counter()
-        tokenised = images.expanded(self._tokenizer.tokenise(prompt.text))
+        tokenised = images.expanded(tokenizer.tokenise(prompt.text))
         if not len(tokenised.ids):
             raise InvalidRequest("The prompt is empty. Send some text.", param="messages")
         key = ConversationKey(request.namespace, self._fingerprint, steering)
         located = locate(prompt, tokenised, plain)
         if self._splicer is not None:
-            tokenised = self._splicer.splice(prompt.turns, located.starts, tokenised, plain, key.digest)
+            tokenised = self._splicer.splice(memory.trails, prompt.turns, located.starts, tokenised, plain, key.digest)
         tokenised_s = time.perf_counter()
         spans = images.spans(tokenised)
         units = units_of(tokenised.ids, spans)
-        prompt_map = map_prompt(prompt, tokenised, plain, self._tokenizer, self._renderer.profile, located)
+        prompt_map = map_prompt(prompt, tokenised, plain, tokenizer, self._renderer.profile, located)
         identity = PromptIdentity(
             key=key,
             token_ids=tokenised.ids.copy(),  # the caller may change its copy; the cached array must not change
             units=units,
-            prefix_hashes=self._chains.hashes(units, key.digest),
+            prefix_hashes=memory.chains.hashes(units, key.digest),
             segments=prompt_map.segments,
             images=spans,
             boundaries=prompt_map.boundaries,
@@ -135,17 +170,25 @@ class IdentityBuilder:
         last = prompt.segments[-1] if prompt.segments else None
         if last is None or last.label != GENERATION:
             return
+        namespace = prompt.key.namespace
+        tokenizer = self._tokenizer.within(self._memories.of(namespace).texts, namespace)
         opener = self._text.decode(prompt.token_ids[last.start :].tolist())
-        self._tokenizer.expect(opener + self._stand_ins.written(self._text.decode(list(answer_ids))))
+        tokenizer.expect(opener + self._stand_ins.written(self._text.decode(list(answer_ids))))
         if said.reasoning:
             answer = self._stand_ins.put("".join(said.runs).strip())
-            self._tokenizer.expect(self._renderer.profile.openers.get("assistant", opener) + answer)
+            tokenizer.expect(self._renderer.profile.openers.get("assistant", opener) + answer)
 
     def render(self, request: TurnRequest) -> str:
         """The text that the model reads, with one placeholder for each image. Raises as `build` does."""
+        memory = self._memories.of(request.namespace)
         messages, pictures = take_out(request.messages)
-        PromptImages(pictures, self._images, self._context_tokens)  # raises for images that a turn would refuse
-        prompt = self._renderer.render(replace(request, messages=messages) if pictures else request)
+        reader = self._reader(memory, request.namespace)
+        PromptImages(pictures, reader, self._context_tokens)  # raises for images that a turn would refuse
+        shown = replace(request, messages=messages) if pictures else request
+        prompt = self._renderer.over(memory.template).render(shown)
         if prompt.proof is not None:
             prompt.proof()
         return self._stand_ins.undo(prompt.text)
+
+    def _reader(self, memory: Memory, namespace: str) -> ImageReader | None:
+        return None if self._images is None else RememberingReader(self._images, memory.images, namespace)

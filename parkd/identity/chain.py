@@ -20,7 +20,7 @@ from parkd.identity.units import common_prefix
 from parkd.types import HASH_BYTES, Units
 
 CHAINS_KEPT = 8
-"""Chains that are remembered, over all keys. More conversations than this rarely take turns."""
+"""Chains that are remembered in a namespace of keys. More conversations than this rarely take turns."""
 
 _BYTES_A_HASH = 56
 """A 16-byte `bytes` object and its slot in a tuple, measured on CPython."""

@@ -9,14 +9,17 @@ units      ... i ...      -> ... h0 h1 h2 h3 h4 ...     from the image's digest 
 from __future__ import annotations
 
 import base64
+import threading
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 
-from parkd.engine_adapter.base import ImageReader
+from parkd.engine_adapter.base import ImageFacts, ImageReader, ImageSize
 from parkd.errors import ContextOverflow, InvalidRequest
 from parkd.identity.tokens import TokenisedText
 from parkd.types import ImageData, ImageSpan, Message, TokenIds
@@ -26,6 +29,66 @@ MAX_IMAGES = 100
 MOST_PIXELS = 1 << 28
 """Most pixels that are decoded for one request: about six seconds of CPU. A hundred screenshots have fewer."""
 IMAGE_ROLES = ("user", "tool", "function")
+FACTS_KEPT = 1024
+"""Images whose facts are remembered in a namespace of keys, since an agent sends its whole history with every turn."""
+_FACTS_BYTES = 400
+"""Bytes of one of them: two digests, two objects and a slot."""
+
+
+class ImageMemo:
+    """The facts about files that were decoded. Each is found only for the namespace that sent it. Thread-safe."""
+
+    LIMIT_BYTES = FACTS_KEPT * _FACTS_BYTES
+
+    def __init__(self) -> None:
+        self._facts: OrderedDict[bytes, ImageFacts] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes remembered now."""
+        return len(self._facts) * _FACTS_BYTES
+
+    def get(self, name: bytes) -> ImageFacts | None:
+        with self._lock:
+            known = self._facts.get(name)
+            if known is not None:
+                self._facts.move_to_end(name)
+            return known
+
+    def keep(self, name: bytes, facts: ImageFacts) -> None:
+        with self._lock:
+            self._facts[name] = facts
+            while len(self._facts) > FACTS_KEPT:
+                self._facts.popitem(last=False)
+
+
+class RememberingReader:
+    """An `ImageReader` that asks another one only for files that this namespace has not sent lately."""
+
+    def __init__(self, reader: ImageReader, memo: ImageMemo, namespace: str) -> None:
+        self.tokens = reader.tokens
+        self.sees_itself = reader.sees_itself
+        self._reader = reader
+        self._memo = memo
+        self._namespace = namespace.encode()
+
+    def size(self, data: bytes) -> ImageSize:
+        known = self._memo.get(self._name(data))
+        return self._reader.size(data) if known is None else ImageSize(0, known.tokens)
+
+    def facts(self, data: bytes) -> ImageFacts:
+        name = self._name(data)
+        known = self._memo.get(name)
+        if known is None:
+            known = self._reader.facts(data)
+            self._memo.keep(name, known)
+        return known
+
+    def _name(self, data: bytes) -> bytes:
+        hasher = sha256(self._namespace + b"/")
+        hasher.update(data)
+        return hasher.digest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

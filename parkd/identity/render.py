@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -67,6 +68,12 @@ class Renderer:
             marks = (token for token in tokenizer.special_tokens if token[:1] in MARK_STARTS)
             self._structure = frozenset(token for token in marks if token in self.profile.written) - control
             self.stand_ins = StandIns(control | self._structure, tokenizer.special_tokens)
+
+    def over(self, template: ChatTemplate) -> Renderer:
+        """The same with another `template`, which must write what the one that was probed writes."""
+        other = copy.copy(self)
+        other._template = template
+        return other
 
     def render(self, request: TurnRequest) -> RenderedPrompt:
         """Raises InvalidRequest if the template refuses the messages, or if there are none."""

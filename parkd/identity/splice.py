@@ -29,7 +29,7 @@ from parkd.types import HASH_BYTES
 from parkd.types.identical import identical
 
 TRAILS_KEPT = 8
-"""As many as the tokenizer remembers whole texts; a trail is of no use without its text."""
+"""As many as the tokenizer remembers whole texts in a namespace; a trail is of no use without its text."""
 
 Hasher = Any
 """The type of `hashlib.blake2b` objects, which has no public name."""
@@ -63,15 +63,23 @@ class Trail:
     steps: tuple[Step, ...]
 
 
+Trails = deque[Trail]
+"""Those of one namespace of keys."""
+
+
+def no_trails() -> Trails:
+    return deque(maxlen=TRAILS_KEPT)
+
+
 class Splicer:
     """Thread-safe: trails are immutable, and losing one only costs some hashing."""
 
     def __init__(self, memory: OutputMemory) -> None:
         self._memory = memory
-        self._trails: deque[Trail] = deque(maxlen=TRAILS_KEPT)
 
     def splice(
         self,
+        trails: Trails,
         turns: Sequence[CanonicalMessage],
         starts: Mapping[int, int],
         tokenised: TokenisedText,
@@ -85,7 +93,7 @@ class Splicer:
         hundred times as long to tokenise, and not on the next turn.
         """
         places = self._places(turns, starts, tokenised)
-        known, held = self._known(turns, places, tokenised, key_digest)
+        known, held = self._known(trails, turns, places, tokenised, key_digest)
         steps = list(held)
         hasher = steps[-1].hasher.copy() if steps else blake2b(key=key_digest, digest_size=HASH_BYTES)
         done = steps[-1].done if steps else 0
@@ -96,7 +104,7 @@ class Splicer:
             done = step.done
             steps.append(step)
         if known is None or len(steps) > len(held):
-            self._trails.append(Trail(weakref.ref(tokenised), key_digest, tuple(steps)))
+            trails.append(Trail(weakref.ref(tokenised), key_digest, tuple(steps)))
         replaced = [(step.first, step.reach, step.answer.ids) for step in steps if step.answer is not None]
         if not replaced:
             return tokenised
@@ -156,6 +164,7 @@ class Splicer:
 
     def _known(
         self,
+        trails: Trails,
         turns: Sequence[CanonicalMessage],
         places: Sequence[tuple[int, int]],
         tokenised: TokenisedText,
@@ -163,7 +172,7 @@ class Splicer:
     ) -> tuple[Trail | None, Sequence[Step]]:
         """The trail that reaches furthest into this prompt, and those of its steps that hold."""
         best: tuple[Trail | None, Sequence[Step]] = (None, ())
-        for trail in reversed(list(self._trails)):
+        for trail in reversed(list(trails)):
             text = trail.text()
             if text is None or trail.key_digest != key_digest or len(trail.steps) <= len(best[1]):
                 continue

@@ -11,6 +11,7 @@ token is at the beginning of its piece because some tokenizers treat the beginni
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from bisect import bisect_right
@@ -28,15 +29,15 @@ from parkd.identity.stand_ins import StandIns
 from parkd.types import TokenIds
 
 TEXTS_KEPT = 8
-"""Whole prompts that are remembered, to find the known part of the next one."""
+"""Whole prompts that are remembered in a namespace, to find the known part of the next one."""
 
 MARK_CHARS = 64
 """Characters after a cut that its mark may depend on."""
 
 _NOTHING: frozenset[str] = frozenset()
 _COMPARE_CHARS = 16384
-_PIECE_OVERHEAD_BYTES = 240
-"""Bytes of a remembered piece besides text and ids: dictionary slot and array header."""
+_PIECE_OVERHEAD_BYTES = 300
+"""Bytes of a remembered piece besides text and ids: dictionary slot, its key and array header."""
 _CUT_BYTES = 88
 """Bytes of one cut, in two lists of Python integers and one of shared marks."""
 
@@ -61,8 +62,65 @@ class TokenisedText:
         return sys.getsizeof(self.text) + self.ids.nbytes + len(self.cuts) * _CUT_BYTES
 
 
+class TextMemo:
+    """Pieces and whole prompts of one namespace of keys. Each is found only for the namespace that it was kept for,
+    which may be a part of that one. Thread-safe. `limit_bytes`: two thirds for pieces, the rest for whole prompts."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._piece_limit_bytes = limit_bytes * 2 // 3
+        self._text_limit_bytes = limit_bytes - self._piece_limit_bytes
+        self._pieces: OrderedDict[tuple[str, str], _PieceIds] = OrderedDict()
+        self._piece_bytes = 0
+        self._texts: deque[tuple[str, TokenisedText]] = deque()
+        self._text_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes remembered now."""
+        return self._piece_bytes + self._text_bytes
+
+    def piece(self, namespace: str, text: str) -> _PieceIds | None:
+        with self._lock:
+            known = self._pieces.get((namespace, text))
+            if known is not None:
+                self._pieces.move_to_end((namespace, text))
+            return known
+
+    def keep_piece(self, namespace: str, text: str, ids: _PieceIds) -> None:
+        cost = sys.getsizeof(text) + ids.nbytes + _PIECE_OVERHEAD_BYTES
+        with self._lock:
+            if cost > self._piece_limit_bytes or (namespace, text) in self._pieces:
+                return
+            self._pieces[namespace, text] = ids
+            self._piece_bytes += cost
+            while self._piece_bytes > self._piece_limit_bytes:
+                (_, old), old_ids = self._pieces.popitem(last=False)
+                self._piece_bytes -= sys.getsizeof(old) + old_ids.nbytes + _PIECE_OVERHEAD_BYTES
+
+    def texts(self, namespace: str) -> list[TokenisedText]:
+        """The whole prompts, the newest last."""
+        with self._lock:
+            return [known for of, known in self._texts if of == namespace]
+
+    def keep_text(self, namespace: str, tokenised: TokenisedText, *, replaces: TokenisedText | None) -> None:
+        with self._lock:
+            kept = [
+                (of, known)
+                for of, known in self._texts
+                if known is not replaces and (of != namespace or known.text != tokenised.text)
+            ]
+            if tokenised.bytes <= self._text_limit_bytes:
+                kept.append((namespace, tokenised))
+            size_bytes = sum(known.bytes for _, known in kept)
+            while size_bytes > self._text_limit_bytes or len(kept) > TEXTS_KEPT:
+                size_bytes -= kept.pop(0)[1].bytes
+            self._texts = deque(kept)
+            self._text_bytes = size_bytes
+
+
 class SegmentTokenizer:
-    """Thread-safe. `memo_bytes` bounds what is remembered: two thirds for pieces, the rest for whole prompts."""
+    """Thread-safe. `within` gives the one of a namespace."""
 
     def __init__(
         self,
@@ -80,13 +138,14 @@ class SegmentTokenizer:
         self._cuttable = cuttable_tokens(tokenizer)
         self._pattern = token_pattern(tokenizer.special_tokens) if self._cuttable else None
         self._reach = max((len(token) for token in tokenizer.special_tokens), default=0) + MARK_CHARS
-        self._piece_limit_bytes = memo_bytes * 2 // 3
-        self._text_limit_bytes = memo_bytes - self._piece_limit_bytes
-        self._pieces: OrderedDict[str, _PieceIds] = OrderedDict()
-        self._piece_bytes = 0
-        self._texts: deque[TokenisedText] = deque()
-        self._text_bytes = 0
-        self._lock = threading.Lock()
+        self._memo = TextMemo(memo_bytes)
+        self._namespace = ""
+
+    def within(self, memo: TextMemo, namespace: str) -> SegmentTokenizer:
+        """The same, which remembers in `memo` what is said in `namespace`."""
+        other = copy.copy(self)
+        other._memo, other._namespace = memo, namespace
+        return other
 
     @property
     def by_segment(self) -> bool:
@@ -96,12 +155,12 @@ class SegmentTokenizer:
     @property
     def memo_bytes(self) -> int:
         """Bytes remembered now."""
-        return self._piece_bytes + self._text_bytes
+        return self._memo.bytes
 
     def tokenise(self, text: str) -> TokenisedText:
         base, shared = self._base_of(text)
         if base is not None and base.text == text:
-            self._keep(base, replaces=base)
+            self._memo.keep_text(self._namespace, base, replaces=base)
             return base
         cuts, positions = (base.cuts[:shared], base.positions[:shared]) if base is not None else ([], [])
         marks = base.marks[:shared] if base is not None else []
@@ -121,7 +180,7 @@ class SegmentTokenizer:
         result = TokenisedText(text, whole, cuts, positions, marks)
         # A text of which all but its tail (a generation prompt) is in the new one will not be needed again.
         grown = base if base is not None and shared >= len(base.cuts) - 3 else None
-        self._keep(result, replaces=grown)
+        self._memo.keep_text(self._namespace, result, replaces=grown)
         return result
 
     def expect(self, text: str) -> None:
@@ -158,24 +217,15 @@ class SegmentTokenizer:
         return stops
 
     def _piece(self, text: str) -> _PieceIds:
-        with self._lock:
-            known = self._pieces.get(text)
-            if known is not None:
-                self._pieces.move_to_end(text)
-                return known
+        known = self._memo.piece(self._namespace, text)
+        if known is not None:
+            return known
         parts = self._stand_ins.split(text)
         if parts is None:
             ids = np.asarray(self._tokenizer.encode(self._stand_ins.undo(text)), dtype=np.int32)
         else:
             ids = np.asarray(self._tokenizer.encode_parts(parts, self._stand_ins.control), dtype=np.int32)
-        cost = sys.getsizeof(text) + ids.nbytes + _PIECE_OVERHEAD_BYTES
-        with self._lock:
-            if cost <= self._piece_limit_bytes and text not in self._pieces:
-                self._pieces[text] = ids
-                self._piece_bytes += cost
-                while self._piece_bytes > self._piece_limit_bytes:
-                    old, old_ids = self._pieces.popitem(last=False)
-                    self._piece_bytes -= sys.getsizeof(old) + old_ids.nbytes + _PIECE_OVERHEAD_BYTES
+        self._memo.keep_piece(self._namespace, text, ids)
         return ids
 
     def _base_of(self, text: str) -> tuple[TokenisedText | None, int]:
@@ -184,10 +234,8 @@ class SegmentTokenizer:
         A special token is found by the characters from its start on, so cuts are the same only as long as both texts
         agree for the longest token's length beyond them.
         """
-        with self._lock:
-            texts = list(self._texts)
         best, best_chars, best_shared = None, 0, 0
-        for known in reversed(texts):
+        for known in reversed(self._memo.texts(self._namespace)):
             same = common_chars(known.text, text)
             if same == len(text) == len(known.text):
                 return known, len(known.cuts) - 1
@@ -195,17 +243,6 @@ class SegmentTokenizer:
             if shared > 0 and known.cuts[shared] > best_chars:
                 best, best_chars, best_shared = known, known.cuts[shared], shared
         return best, best_shared
-
-    def _keep(self, tokenised: TokenisedText, *, replaces: TokenisedText | None) -> None:
-        with self._lock:
-            kept = [known for known in self._texts if known is not replaces and known.text != tokenised.text]
-            if tokenised.bytes <= self._text_limit_bytes:
-                kept.append(tokenised)
-            size_bytes = sum(known.bytes for known in kept)
-            while size_bytes > self._text_limit_bytes or len(kept) > TEXTS_KEPT:
-                size_bytes -= kept.pop(0).bytes
-            self._texts = deque(kept)
-            self._text_bytes = size_bytes
 
 
 def common_chars(a: str, b: str) -> int:

@@ -28,6 +28,8 @@ class Turn:
     queued_s: float
     """When the turn was ready for the queue: `arrived_s` plus the time to parse, render and tokenise."""
     mask: TokenMask | None = None
+    tail: str = ""
+    """The end of the rendered prompt, as `prompt_tail` gives it."""
     channel: EventChannel = field(default_factory=EventChannel)
     submitted: bool = False
     """Whether the turn was submitted to the lane."""
@@ -64,5 +66,5 @@ def output_limit(asked: int | None, server_limit: int | None) -> int | None:
 
 
 def prompt_tail(engine: Engine, prompt: PromptIdentity) -> str:
-    """The end of the rendered prompt. Thread-safe, as the tokenizer is."""
+    """The end of the rendered prompt. Thread-safe, as the tokenizer is, but it may wait for another process."""
     return engine.tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:].tolist())

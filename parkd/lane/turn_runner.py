@@ -34,7 +34,7 @@ from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.retention import Retention
 from parkd.lane.start import Start
-from parkd.lane.turn import Turn, output_limit, prompt_tail
+from parkd.lane.turn import Turn, output_limit
 from parkd.lane.turn_log import TurnLog
 from parkd.lane.turn_starter import TurnStarter
 from parkd.store.store import ConversationStore
@@ -270,8 +270,7 @@ class TurnRunner:
             self._remember(turn.prompt, ids, said)
 
     def _parser(self, turn: Turn) -> Parser:
-        tail = prompt_tail(self._engine, turn.prompt)
-        return make_parser(self._output, turn.request, tail, self._call_ids)
+        return make_parser(self._output, turn.request, turn.tail, self._call_ids)
 
     async def _keep(self, turn: Turn, live: LiveConversation) -> None:
         """Runs after the reply: parks what the turn added, unless its client asked to keep nothing."""

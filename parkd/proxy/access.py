@@ -65,6 +65,14 @@ def authenticate(
     return Caller(f"={key.namespace}" if shares else own, key.name, own, shares, is_operator)
 
 
+def namespaces_of(
+    api_keys: Sequence[str], named_keys: Sequence[NamedKey] = (), operator_keys: Sequence[str] = ()
+) -> frozenset[str]:
+    """The namespaces that callers may have, apart from their parts for salts."""
+    named = {namespace_of(key.key) if key.namespace is None else f"={key.namespace}" for key in named_keys}
+    return frozenset(named | {namespace_of(key) for key in (*api_keys, *operator_keys)}) or frozenset({""})
+
+
 def check_operator(caller: Caller) -> None:
     """Raises Forbidden for a caller that may see only what its own key does."""
     if not caller.is_operator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +20,17 @@ BUILD_THREADS = 2
 """Prompts that are rendered and tokenised at the same time."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a turn needs before it queues."""
+
+    prompt: PromptIdentity
+    mask: TokenMask | None
+    """For its answer."""
+    tail: str
+    """The end of the rendered prompt."""
 
 
 class Prompts:
@@ -40,8 +51,8 @@ class Prompts:
         async with self._limiter_of[owner]:
             return await anyio.to_thread.run_sync(work, limiter=self._limiter)
 
-    async def build(self, request: TurnRequest, owner: str) -> tuple[PromptIdentity, TokenMask | None]:
-        """The prompt's identity, and the mask for its answer. Raises InvalidRequest, and ContextOverflow for a prompt
+    async def build(self, request: TurnRequest, owner: str) -> Prepared:
+        """Raises InvalidRequest, and ContextOverflow for a prompt
         that is far too long; `check_fits` finds those that are slightly too long."""
         has_form = request.response_schema is not None or request.response_form is not None
         if has_form and self._services.build_mask is None:
@@ -62,14 +73,14 @@ class Prompts:
             return tokenizer.encode(text)
         return tokenizer.encode_parts([text], frozenset(tokenizer.control_tokens))
 
-    def _build(self, request: TurnRequest) -> tuple[PromptIdentity, TokenMask | None]:
+    def _build(self, request: TurnRequest) -> Prepared:
         services = self._services
         if request.infill is not None:
             opening = services.engine.text_of(services.engine.opening_ids)
             request = replace(request, infill=replace(request.infill, opening=opening))
         prompt = services.build_identity(request, steering=services.engine.steering_digest(request.steering))
-        mask = services.build_mask(request, prompt_tail(services.engine, prompt)) if services.build_mask else None
-        return prompt, mask
+        tail = prompt_tail(services.engine, prompt)
+        return Prepared(prompt, services.build_mask(request, tail) if services.build_mask else None, tail)
 
     def check_fits(self, prompt_tokens: int, request: TurnRequest) -> None:
         """Raises InvalidRequest for an empty prompt, and ContextOverflow unless the prompt and one token of output fit.

@@ -198,15 +198,24 @@ class Proxy:
             encoder = dialect.encoder(turn_request, body, meta)
             if turn is None:
                 try:
-                    prompt, mask = await self.prompts.build(turn_request, caller.owner)
-                    self.prompts.check_fits(len(prompt), turn_request)
+                    ready = await self.prompts.build(turn_request, caller.owner)
+                    self.prompts.check_fits(len(ready.prompt), turn_request)
                 except ContextOverflow as overflow:
                     if turn_request.stream and overflow.code in dialect.streamed_errors:
                         note_refused(request, overflow)
                         headers = stream_headers(dialect) | id_headers(request_id)
                         return StreamingResponse(encoder.failure(overflow), headers=headers)
                     raise
-                turn = Turn(request_id, caller.shown, turn_request, prompt, arrived_s, services.monotonic(), mask)
+                turn = Turn(
+                    request_id,
+                    caller.shown,
+                    turn_request,
+                    ready.prompt,
+                    arrived_s,
+                    services.monotonic(),
+                    ready.mask,
+                    ready.tail,
+                )
                 self._remember(turn, caller)
                 turn.release_body = charge.keep()
         again = partial(self._again, turn)
@@ -223,8 +232,9 @@ class Proxy:
         request = dataclasses.replace(first.request, sampling=sampling)
         now_s = self.services.monotonic()
         assert first.explained is not None
-        prompt, mask = await self.prompts.build(request, first.explained.owner)
-        turn = Turn(first.request_id, first.caller, request, prompt, now_s, self.services.monotonic(), mask)
+        ready = await self.prompts.build(request, first.explained.owner)
+        queued_s = self.services.monotonic()
+        turn = Turn(first.request_id, first.caller, request, ready.prompt, now_s, queued_s, ready.mask, ready.tail)
         turn.explained = dataclasses.replace(first.explained)  # its own: what is remembered tells of the first answer
         turn.release_body, turn.own_nearest = first.release_body, first.own_nearest
         turn.note_answer = first.note_answer
@@ -269,9 +279,15 @@ class Proxy:
         caller = self.caller_of(request)
         with self.bodies.charge(caller.owner) as charge:
             body = await self.body_of(request, charge)
-            parsed = dataclasses.replace(dialect.parse_count(body, request.headers), namespace=caller.namespace)
-            counted = dataclasses.replace(parsed, response_schema=None, response_form=None, tool_choice=ToolChoice())
-            prompt, _ = await self.prompts.build(counted, caller.owner)
+            parsed = dialect.parse_count(body, request.headers)
+            counted = dataclasses.replace(
+                parsed,
+                namespace=narrowed(caller.namespace, parsed.cache.salt),
+                response_schema=None,
+                response_form=None,
+                tool_choice=ToolChoice(),
+            )
+            prompt = (await self.prompts.build(counted, caller.owner)).prompt
             if prompt.proof is not None:
                 await self.prompts.run(caller.owner, prompt.proof)
         return len(prompt)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED = ("parkd.types", "parkd.state", "parkd.errors", "parkd.config", "parkd.private_files")
+SHARED = ("parkd.types", "parkd.state", "parkd.errors", "parkd.private_files", "parkd.config", "parkd.namespaces")
 OURS = ("parkd", "parkd_engine", "tests", "benchmarks")
 """Top-level packages of this repository. The last two are not installed: nothing that is may import them."""
 HTTP = ("starlette", "uvicorn", "httpx", "h11", "fastapi")

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import io
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,8 +30,6 @@ MAX_IMAGE_BYTES = 20 * 1024 * 1024
 """Size of one image file."""
 MAX_PIXELS = 50_000_000
 """Pixels of one image, read from its header before it is decoded: 150 MB as RGB."""
-FACTS_KEPT = 1024
-"""Images whose facts are cached, since an agent sends its whole history with every turn."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -87,38 +83,21 @@ class ImageProcessor:
         self._settings = {} if family.by_grid else {"do_pan_and_scan": False}
         recipe = {"class": type(processor).__name__, **processor.to_dict(), **self._settings}
         self._recipe = json.dumps(recipe, sort_keys=True, default=str).encode()
-        self._facts: OrderedDict[bytes, ImageFacts] = OrderedDict()
-        self._lock = threading.Lock()
 
     def size(self, data: bytes) -> tuple[int, int]:
         """What the file's header promises: the pixels that `facts` has to decode, and the least length. Raises
         UnreadableImage."""
-        with self._lock:
-            known = self._facts.get(sha256(data).digest())
-        if known is not None:
-            return 0, known.tokens
         width, height = size_of(data)
         # Which side is up is not known without decoding some files.
         return width * height, min(self._length(width, height), self._length(height, width))
 
     def facts(self, data: bytes) -> ImageFacts:
-        """Digest and length of an image file. Decodes it, unless the same file was seen recently.
+        """Digest and length of an image file, which is decoded.
 
         Raises UnreadableImage, whose message says what is wrong.
         """
-        file = sha256(data).digest()
-        with self._lock:
-            known = self._facts.get(file)
-            if known is not None:
-                self._facts.move_to_end(file)
-                return known
         image = decode(data)
-        facts = ImageFacts(self._digest(image), self._length(image.width, image.height))
-        with self._lock:
-            self._facts[file] = facts
-            while len(self._facts) > FACTS_KEPT:
-                self._facts.popitem(last=False)
-        return facts
+        return ImageFacts(self._digest(image), self._length(image.width, image.height))
 
     def pixels(self, data: bytes) -> ImagePixels:
         """The vision tower's input for an image file. Raises UnreadableImage."""

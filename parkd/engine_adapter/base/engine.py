@@ -316,6 +316,10 @@ class Engine(ABC):
         Raises EngineFailure, and EngineLost if it serves another model now.
         """
 
+    def template_within(self, namespace: str) -> ChatTemplate:  # noqa: ARG002 - most remember nothing
+        """The template for the requests of a namespace of keys, apart from others if it remembers what it rendered."""
+        return self.template
+
     def piece(self, token_id: int) -> bytes:
         """What the token writes, also if that is part of a character or the text of a special token. Thread-safe."""
         return self.tokenizer.decode([token_id]).encode()

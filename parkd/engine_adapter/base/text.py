@@ -86,7 +86,7 @@ class ImageSize:
     """What the header of an image file promises, before the file is decoded."""
 
     pixels: int
-    """Pixels that must be decoded; 0 if the facts of this file are known."""
+    """Pixels that must be decoded; 0 if the facts of this file are remembered."""
     tokens: int
     """The least number of positions that it takes."""
 

@@ -57,7 +57,7 @@ class LlamaServerEngine(OneSeatEngine):
         self.info = upstream.info
         self.tokenizer: Tokenizer = UpstreamTokenizer(upstream.client, upstream.special_tokens)
         here = HereTemplate.of(upstream.template_source, upstream.template_names)
-        self.template: ChatTemplate = UpstreamTemplate(upstream.client, upstream.first_text, here)
+        self.template: UpstreamTemplate = UpstreamTemplate(upstream.client, upstream.first_text, here)
         self.images: ImageReader | None = None
         self.template_source: str | None = upstream.template_source
         self.response_reader = None
@@ -209,6 +209,9 @@ class LlamaServerEngine(OneSeatEngine):
         finally:
             if self._completion is completion:
                 self._drop()
+
+    def template_within(self, namespace: str) -> ChatTemplate:  # noqa: ARG002 - each is apart
+        return self.template.apart()
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids)

@@ -18,7 +18,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import jinja2
@@ -32,14 +34,16 @@ from parkd.errors import InvalidRequest, UpstreamFailed
 log = logging.getLogger(__name__)
 
 MOST_KINDS = 256
-"""Most kinds of requests that are remembered. The server renders requests of any further kind."""
+"""Most kinds of requests that are remembered of a namespace of keys, by 16 bytes each. The server renders requests of
+any further kind."""
+KIND_BYTES = 16
 _CLOCKS = ("strftime_now", "date_string", "datetime")
 """Names in templates that write the date, which may differ between two renderings."""
 
 _PRIVATE = range(0xF0000, 0x10F800, 0x800)
 """Where blocks of private characters begin, each with room for all surrogates."""
 
-Kind = tuple[object, ...]
+Kind = bytes
 
 
 class UpstreamTemplate:
@@ -50,8 +54,15 @@ class UpstreamTemplate:
         the server renders everything."""
         self._client = client
         self._first_text = first_text
-        self._here = here
+        self._here = _Here(here)
         self._trusted: dict[Kind, bool] = {}
+
+    def apart(self) -> UpstreamTemplate:
+        """The same, which trusts no kind yet: for another namespace of keys, which must not learn by time what kinds
+        of requests this one sent, and has its own room for them. If one finds that texts differ, all know."""
+        other = UpstreamTemplate(self._client, self._first_text)
+        other._here = self._here
+        return other
 
     def render(
         self,
@@ -68,7 +79,7 @@ class UpstreamTemplate:
             body["tools"] = list(tools)
         if kwargs:
             body["chat_template_kwargs"] = dict(kwargs)
-        here = self._here
+        here = self._here.template
         if here is None:
             return Rendered(self._asked(body))
         kind = kind_of(body)
@@ -123,11 +134,17 @@ class UpstreamTemplate:
             )
 
     def _distrust(self) -> None:
-        if self._here is not None:
+        if self._here.template is not None:
             log.warning(
                 "parkd renders the chat template differently than the llama-server, which renders it from now on"
             )
-        self._here = None
+        self._here.template = None
+
+
+@dataclass(slots=True)
+class _Here:
+    template: HereTemplate | None
+    """None once it is not trusted."""
 
 
 class HereTemplate:
@@ -170,16 +187,19 @@ class HereTemplate:
 
 
 def kind_of(body: Mapping[str, Any]) -> Kind:
-    """What a template is likely to branch on: which roles follow each other, the fields of messages, tools,
+    """A digest of what a template is likely to branch on: which roles follow each other, the fields of messages, tools,
     settings."""
     messages: list[Mapping[str, Any]] = body["messages"]
     roles = [message.get("role") for message in messages]
     held = {
-        (message.get("role"), name, type(value), bool(value)) for message in messages for name, value in message.items()
+        repr((message.get("role"), name, type(value), bool(value)))
+        for message in messages
+        for name, value in message.items()
     }
     settings = json.dumps(body.get("chat_template_kwargs", {}), sort_keys=True, default=str)
-    followed = frozenset(zip([None, *roles], [*roles, None], strict=True))
-    return followed, frozenset(held), "tools" in body, settings, body["add_generation_prompt"]
+    followed = set(map(repr, zip([None, *roles], [*roles, None], strict=True)))
+    kind = repr((sorted(followed), sorted(held), "tools" in body, settings, body["add_generation_prompt"]))
+    return blake2b(kind.encode("utf-8", "surrogatepass"), digest_size=KIND_BYTES).digest()
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **more: Any) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from parkd.engine_adapter.llama_server.client import UpstreamClient
@@ -12,8 +10,6 @@ from parkd.engine_adapter.parts import encode_parts_with
 
 MOST_SPECIAL_TOKENS = 64
 """Most candidates from the chat template that are tested at start, each with two requests."""
-DECODED_KEPT = 256
-"""Most decoded texts that are cached: more than requests can wait."""
 _QUOTED = re.compile(r"""['"]([^'"\\\n]{1,64})['"]""")
 _MARK = re.compile(r"<\|?[A-Za-z0-9_\u2581\uff5c|/ -]{1,48}\|?>|\[/?[A-Z_]{2,32}\]")
 
@@ -25,8 +21,6 @@ class UpstreamTokenizer:
         self._client = client
         self.special_tokens = special_tokens
         self.control_tokens = special_tokens
-        self._decoded: OrderedDict[tuple[int, ...], str] = OrderedDict()
-        self._lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
         return self._client.tokenize(text) if text else []
@@ -35,19 +29,8 @@ class UpstreamTokenizer:
         return encode_parts_with(self._client.tokenize, self.decode, parts, control)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids, cached: the end of a prompt is decoded in a worker thread first, and later on the event
-        loop, which must not wait for the server."""
-        key = tuple(token_ids)
-        with self._lock:
-            known = self._decoded.get(key)
-        if known is not None or not key:
-            return known or ""
-        text = self._client.detokenize(key)
-        with self._lock:
-            self._decoded[key] = text
-            if len(self._decoded) > DECODED_KEPT:
-                self._decoded.popitem(last=False)
-        return text
+        """Waits for the server, so not for the event loop."""
+        return self._client.detokenize(token_ids) if token_ids else ""
 
 
 class UpstreamText:

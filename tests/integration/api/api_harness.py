@@ -20,6 +20,7 @@ from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.normalise import NormaliserConfig
 from parkd.identity.output_memory import OutputMemory
+from parkd.proxy.access import namespaces_of
 from parkd.proxy.config import BuildMask, ProxyConfig, Services
 from parkd.proxy.server import Server
 from parkd.store.policy import policy_named
@@ -168,6 +169,7 @@ def make_services(
     eviction_policy: str = "value",
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Services, IdentityBuilder]:
+    config = config or ProxyConfig()
     identity = IdentityBuilder(
         engine.tokenizer,
         engine.template,
@@ -178,6 +180,8 @@ def make_services(
         normaliser=normaliser,
         images=engine.images,
         context_tokens=engine.info.context_tokens,
+        namespaces=len(namespaces_of(config.api_keys, config.named_keys, config.operator_keys)),
+        template_within=engine.template_within,
     )
     serial = count(1)
     store = ConversationStore(
@@ -187,7 +191,6 @@ def make_services(
         new_id=lambda: f"conversation-{next(serial)}",
         policy=policy_named(eviction_policy),
     )
-    config = config or ProxyConfig()
     services = Services(
         engine,
         identity.build,

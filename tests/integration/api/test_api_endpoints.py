@@ -157,7 +157,7 @@ async def test_found_by_use_memory_over_a_day_is_shown_with_its_ceilings() -> No
             assert 0 < held < float(lines[f'parkd_remembered_limit_bytes{{kind="{kind}"}}']), kind
         config = load({"prompt-memory-mib": "1", "answer-memory-mib": "2"}, {})
         answers = OutputMemory(config.cache.answer_bytes, [])
-        told = remembered_bytes(config, server.identity, answers)
+        told = remembered_bytes(config, server.identity, answers, None)
         assert told == {"prompts": (server.identity.memo_bytes, 1 << 20), "answers": (0, 2 << 20)}
         assert server.identity.memo_bytes > 0
         for field in ("read_s", "bytes_per_s", "disk_bytes_per_s", "doubt_s"):

@@ -93,15 +93,15 @@ def test_a_trial_is_made_once_and_only_for_what_may_be_costly() -> None:
     request = TurnRequest(response_schema={"type": "string", "pattern": "^[a-z]{2,5}$"})
     for _ in range(3):
         assert made.mask(request, FORMAT, "") is not None
-    assert made._trials.count == 1
+    assert made.trials.count == 1
     made.mask(TurnRequest(response_schema={"type": "object", "properties": properties(30)}), FORMAT, "")
-    assert made._trials.count == 1
+    assert made.trials.count == 1
 
 
 def test_the_deadline_ends_a_trial_too() -> None:
     trials = Trials(cpu_s=60, wall_s=0.5)
     with pytest.raises(SchemaTooComplex):
-        trials.check(f"start: {json_rule(TOGETHER)}\n", "response_format")
+        trials.check(f"start: {json_rule(TOGETHER)}\n", "response_format", "")
 
 
 @pytest.mark.parametrize(
@@ -117,3 +117,16 @@ def test_the_deadline_ends_a_trial_too() -> None:
 )
 def test_what_may_be_costly(schema: Any, expected: bool) -> None:
     assert is_costly(schema) is expected
+
+
+def test_found_by_use_2_a_schema_is_tried_for_each_namespace_that_sends_it() -> None:
+    """The trial takes tens of milliseconds, and was not repeated for another key."""
+    trials = Trials(namespaces=2)
+    grammar = "start: /a+b/\n"
+    counts = []
+    for namespace in ("alice", "alice", "bob", "bob/salt", "bob", "alice"):
+        before = trials.count
+        assert trials.check(grammar, "regex", namespace) == ""
+        counts.append(trials.count - before)
+    assert counts == [1, 0, 1, 1, 0, 0]
+    assert 0 < trials.memory_bytes <= trials.limit_bytes

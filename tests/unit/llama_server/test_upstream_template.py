@@ -122,6 +122,23 @@ def test_kinds_are_bounded(template: UpstreamTemplate) -> None:
         assert template.render(user("one"), (), {"number": -1}).proof is None
 
 
+def test_found_by_use_2_a_kind_is_compared_for_each_namespace(server: FakeLlama, template: UpstreamTemplate) -> None:
+    """A kind of request that another key had sent was rendered without a round trip to the server."""
+    other = template.apart()
+    assert template.render(user("one"), (), {}).proof is None
+    assert other.render(user("two"), (), {}).proof is None, "it is compared again"
+    assert other.render(user("two"), (), {}).proof is not None
+    for number in range(MOST_KINDS):
+        other.render(user("one"), (), {"number": number})
+    for _ in range(2):
+        kept = template.render(user("one"), (), {"number": -1})
+    assert kept.proof is not None, "each has room for its own kinds"
+    server.answers["/apply-template"] = lambda _: ok({"prompt": "something else"})
+    with pytest.raises(UpstreamFailed):
+        template.render(user("two"), (), {}).proven()
+    assert other.render(user("two"), (), {}).proof is None, "all know that texts differ"
+
+
 @pytest.mark.parametrize(
     "source",
     ["", "{% for %}", "{{ strftime_now('%d %b') }}", "{% generation %}a{% endgeneration %}", "{{ datetime }}"],
