@@ -149,8 +149,6 @@ def load_llama_cpp(
     config: Config, model: str, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> LlamaCppEngine:
     """Loads a GGUF file through llama.cpp in process. Raises ModelError."""
-    from parkd_engine.words.steering import VectorFile
-
     from parkd.engine_adapter.llama_cpp import LlamaCppConfig
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
 
@@ -172,7 +170,7 @@ def load_llama_cpp(
         cache_type_v=cache_type_name(llama.cache_type_v),
         flash_attn=llama.flash_attn,
         loras=llama.loras,
-        control_vectors=tuple(VectorFile(each.name, each.path, each.scale) for each in asked.control_vectors),
+        control_vectors=asked.control_vectors,
         steered_layers=asked.steered_layers,
         is_demo_model=is_demo,
     )
@@ -228,7 +226,6 @@ def load_engine(
     """Loads a model into the torch engine. Raises ConfigError and ModelError."""
     import torch
     from parkd_engine.memory import free_bytes
-    from parkd_engine.words.steering import VectorFile
     from transformers.utils import logging as library_logging
 
     from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
@@ -247,7 +244,7 @@ def load_engine(
         chat_template_file=config.model.chat_template_file,
         layout=layout,
         is_demo_model=is_demo,
-        control_vectors=tuple(VectorFile(each.name, each.path, each.scale) for each in config.model.control_vectors),
+        control_vectors=config.model.control_vectors,
         steered_layers=config.model.steered_layers,
     )
     return TorchEngine.load(

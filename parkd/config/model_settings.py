@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parkd.errors import ConfigError
+from parkd.state import VectorFile
 
 KV_ALIASES = {"auto": None, "bf16": "bf16", "f16": "f16", "f32": "f32", "int8": "int8", "q8_0": "int8"}
 """Names that a user may give -> KV format: the engine's own names, and llama.cpp's name for int8."""
@@ -20,29 +20,18 @@ MAX_DRAFT_TOKENS = 16
 """Most guesses per step; the engine has the same limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class ControlVectorFile:
-    """A control vector to load."""
-
-    name: str
-    """Its name in requests: the file name without its suffix, unless another name is given."""
-    path: Path
-    scale: float
-    """Its scale in requests that name no control vectors."""
-
-
 def kv_format(text: str) -> str | None:
     if text.lower() not in KV_ALIASES:
         raise ValueError(f"expected one of {', '.join(KV_ALIASES)}")
     return KV_ALIASES[text.lower()]
 
 
-def vectors(text: str) -> tuple[ControlVectorFile, ...]:
+def vectors(text: str) -> tuple[VectorFile, ...]:
     """Parses one or several `[NAME=]FILE`, separated by commas."""
     return tuple(_vector(item.strip(), 1.0) for item in text.split(","))
 
 
-def scaled_vectors(text: str) -> tuple[ControlVectorFile, ...]:
+def scaled_vectors(text: str) -> tuple[VectorFile, ...]:
     """Parses one or several `[NAME=]FILE:SCALE`, separated by commas."""
     found = []
     for item in text.split(","):
@@ -53,13 +42,13 @@ def scaled_vectors(text: str) -> tuple[ControlVectorFile, ...]:
     return tuple(found)
 
 
-def _vector(text: str, scale: float) -> ControlVectorFile:
+def _vector(text: str, scale: float) -> VectorFile:
     named = re.fullmatch(r"([\w.-]+)=(.+)", text)
     name, file = (named[1], named[2]) if named else (Path(text).stem, text)
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"expected [NAME=]FILE; there is no file {file!r}")
-    return ControlVectorFile(name, path, scale)
+    return VectorFile(name, path, scale)
 
 
 def layer_range(text: str) -> tuple[int, int]:
@@ -105,8 +94,8 @@ def one_kv_format(values: Mapping[str, Any]) -> str | None:
     return whole or keys
 
 
-def control_vectors(values: Mapping[str, Any]) -> tuple[ControlVectorFile, ...]:
-    found: tuple[ControlVectorFile, ...] = (*values["control-vector"], *values["control-vector-scaled"])
+def control_vectors(values: Mapping[str, Any]) -> tuple[VectorFile, ...]:
+    found: tuple[VectorFile, ...] = (*values["control-vector"], *values["control-vector-scaled"])
     names = [vector.name for vector in found]
     for name in names:
         if names.count(name) > 1:

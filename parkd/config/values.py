@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from parkd.config.llama_settings import LlamaSettings
-from parkd.config.model_settings import ControlVectorFile
 from parkd.config.parsers import MIB
 from parkd.config.settings import default_of
+from parkd.state import VectorFile
 from parkd.types import NamedKey
 
 
@@ -45,7 +45,7 @@ class ModelConfig:
     """Type of the stored keys and values, a name in `arenas.kv_format`; None: the type they are computed in."""
     draft_tokens: int | None
     """Tokens that a draft head guesses per step; None: the engine's default, 0: none."""
-    control_vectors: tuple[ControlVectorFile, ...]
+    control_vectors: tuple[VectorFile, ...]
     steered_layers: tuple[int, int] | None
     """First and last layer that control vectors may steer; None: all but the first."""
     upstream: UpstreamConfig | None

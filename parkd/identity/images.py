@@ -19,9 +19,10 @@ from hashlib import sha256
 
 import numpy as np
 
-from parkd.engine_adapter.base import ImageFacts, ImageReader, ImageSize
+from parkd.engine_adapter.base import ImageReader
 from parkd.errors import ContextOverflow, InvalidRequest
 from parkd.identity.tokens import TokenisedText
+from parkd.state import ImageFacts, ImageSize
 from parkd.types import ImageData, ImageSpan, Message, TokenIds
 
 MAX_IMAGES = 100

@@ -4,6 +4,7 @@ layout.py        what a conversation's state consists of, in bytes; one digest, 
 moves.py         one capture or restore: which bytes go where, and their checksums
 checkpoints.py   the copies of fixed state that an engine holds
 costs.py         what reading tokens and moving bytes cost
+prompts.py       images and control vectors, which shape state beside the tokens
 """
 
 from parkd.state.checkpoints import KeptStates, chunk_end
@@ -20,6 +21,7 @@ from parkd.state.moves import (
     Sums,
     Transfer,
 )
+from parkd.state.prompts import ImageFacts, ImageSize, ImageTokens, VectorFile
 
 __all__ = [
     "DIGEST_BYTES",
@@ -28,6 +30,9 @@ __all__ = [
     "Costs",
     "FixedPart",
     "Grain",
+    "ImageFacts",
+    "ImageSize",
+    "ImageTokens",
     "KeptStates",
     "Resume",
     "RowRun",
@@ -38,6 +43,7 @@ __all__ = [
     "StateSizes",
     "Sums",
     "Transfer",
+    "VectorFile",
     "chunk_end",
     "last_exact",
 ]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from parkd.engine_adapter.base import ImageFacts, ImageSize, ImageTokens
 from parkd.errors import InvalidRequest
+from parkd.state import ImageFacts, ImageSize, ImageTokens
 from parkd.types import ImageSpan, TokenIds
 
 IMAGE_TOKEN = "<|image|>"

@@ -23,6 +23,7 @@ import transformers
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from parkd.errors import UnreadableImage
+from parkd.state import ImageFacts, ImageSize, ImageTokens
 from parkd_engine.families.records import VisionFamily, vision_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -31,16 +32,6 @@ MAX_IMAGE_BYTES = 20 * 1024 * 1024
 MAX_PIXELS = 50_000_000
 """Pixels of one image, read from its header before it is decoded: 150 MB as RGB."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFacts:
-    """The facts about an image that a prompt needs."""
-
-    digest: bytes
-    """SHA-256 over mode, size, pixels and preprocessing settings."""
-    tokens: int
-    """Positions that it takes in the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,18 +45,6 @@ class ImagePixels:
     rows: int = 0
     columns: int = 0
     """Positions in height and width, after merging patches; 0 without a grid."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageTokens:
-    """How an image is written in a prompt."""
-
-    placeholder: str
-    """What the chat template writes for one image."""
-    wrapped: str
-    """The text that the model expects instead; it contains `token_id` once."""
-    token_id: int
-    """The image token, to be repeated for every position of the image."""
 
 
 class ImageProcessor:
@@ -84,12 +63,16 @@ class ImageProcessor:
         recipe = {"class": type(processor).__name__, **processor.to_dict(), **self._settings}
         self._recipe = json.dumps(recipe, sort_keys=True, default=str).encode()
 
-    def size(self, data: bytes) -> tuple[int, int]:
-        """What the file's header promises: the pixels that `facts` has to decode, and the least length. Raises
-        UnreadableImage."""
+    @property
+    def sees_itself(self) -> bool:
+        """Whether the positions of an image attend to each other."""
+        return self.family.sees_itself
+
+    def size(self, data: bytes) -> ImageSize:
+        """What the file's header promises. Raises UnreadableImage."""
         width, height = size_of(data)
         # Which side is up is not known without decoding some files.
-        return width * height, min(self._length(width, height), self._length(height, width))
+        return ImageSize(width * height, min(self._length(width, height), self._length(height, width)))
 
     def facts(self, data: bytes) -> ImageFacts:
         """Digest and length of an image file, which is decoded.

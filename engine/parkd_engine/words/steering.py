@@ -24,23 +24,13 @@ import numpy as np
 import torch
 
 from parkd.errors import InvalidRequest, ModelError
+from parkd.state import VectorFile
 from parkd_engine.failures import stage_failed
 
 DIGEST_BYTES = 16
 GGUF_ARCHITECTURE = "controlvector"
 NONE_LOADED = "None is loaded: start with --control-vector."
 _DIRECTION = re.compile(r"direction\.(\d{1,4})")
-
-
-@dataclass(frozen=True, slots=True)
-class VectorFile:
-    """A control vector to load."""
-
-    name: str
-    """The name that requests use."""
-    path: Path
-    scale: float = 1.0
-    """Scale for requests that name none; 0 loads the vector without using it by default."""
 
 
 @dataclass(frozen=True, eq=False)

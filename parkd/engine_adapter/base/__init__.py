@@ -24,10 +24,7 @@ from parkd.engine_adapter.base.engine import (
 )
 from parkd.engine_adapter.base.text import (
     ChatTemplate,
-    ImageFacts,
     ImageReader,
-    ImageSize,
-    ImageTokens,
     Rendered,
     ResponseReader,
     TextStream,
@@ -42,10 +39,7 @@ __all__ = [
     "ChatTemplate",
     "Engine",
     "EngineInfo",
-    "ImageFacts",
     "ImageReader",
-    "ImageSize",
-    "ImageTokens",
     "OneSeatEngine",
     "Rendered",
     "ResponseReader",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from parkd.state import ImageFacts, ImageSize, ImageTokens
 from parkd.types import Proof
 
 
@@ -57,38 +58,6 @@ class ChatTemplate(Protocol):
         add_generation_prompt: bool = True,
     ) -> Rendered:
         """Raises InvalidRequest with the template's message if the template refuses the messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageTokens:
-    """How images are represented in a prompt."""
-
-    placeholder: str
-    """What the chat template writes for one image."""
-    wrapped: str
-    """What is tokenised instead; it contains `token_id` once."""
-    token_id: int
-    """The id at every position of an image. It says nothing about the image."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFacts:
-    """The facts about an image that a prompt's identity needs."""
-
-    digest: bytes
-    """32 bytes over pixels, size, mode and preprocessing: equal for equal images, however their files are encoded."""
-    tokens: int
-    """Positions that it takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSize:
-    """What the header of an image file promises, before the file is decoded."""
-
-    pixels: int
-    """Pixels that must be decoded; 0 if the facts of this file are remembered."""
-    tokens: int
-    """The least number of positions that it takes."""
 
 
 class ImageReader(Protocol):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from parkd_engine.words.steering import VectorFile
-
 from parkd.config import default_of
 from parkd.config.llama_settings import LoraAdapter
+from parkd.state import VectorFile
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """llama-server's names."""

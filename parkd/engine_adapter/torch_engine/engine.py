@@ -33,7 +33,7 @@ from parkd.engine_adapter.base import (
     Tokenizer,
 )
 from parkd.engine_adapter.torch_engine.loading import Progress, TorchEngineConfig, load_parts
-from parkd.engine_adapter.torch_engine.words import KnownImages, RenderedTemplate
+from parkd.engine_adapter.torch_engine.words import RenderedTemplate
 from parkd.errors import EngineFailure
 from parkd.state import Checksums, Transfer
 from parkd.types import DraftCounts, TokenIds
@@ -58,7 +58,7 @@ class TorchEngine(OneSeatEngine):
         self.info = info
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.template: ChatTemplate = RenderedTemplate(loaded.template)
-        self.images: ImageReader | None = None if loaded.images is None else KnownImages(loaded.images)
+        self.images: ImageReader | None = loaded.images
         self._chat = loaded.tokenizer
         self.template_source: str | None = loaded.template.source
         """The chat template's text."""

@@ -17,10 +17,11 @@ from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.memory import is_card
 from parkd_engine.opening import open_session
 from parkd_engine.session import Session
-from parkd_engine.words.steering import SteeringBank, VectorFile, load_vectors
+from parkd_engine.words.steering import SteeringBank, load_vectors
 
 from parkd.engine_adapter.base import EngineInfo
 from parkd.errors import ModelError
+from parkd.state import VectorFile
 
 Progress = Callable[[str, float], None]
 """Called with (current activity, fraction done from 0 to 1)."""

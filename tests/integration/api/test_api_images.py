@@ -15,9 +15,9 @@ from parkd_engine.config import EngineConfig
 from parkd_engine.families.presets.shapes import PRESETS
 from PIL import Image
 
-from parkd.engine_adapter.base import ImageFacts
 from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
 from parkd.identity import images as identity_images
+from parkd.state import ImageFacts
 from tests.fakes.engine import FakeEngine
 from tests.fakes.images import FakeImages
 from tests.integration.api.api_harness import Running, body_of, running

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from parkd_engine.config import EngineConfig
-from parkd_engine.words.steering import VectorFile
 from safetensors.torch import save_file
 
 from parkd import cli
 from parkd.config import load
 from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
+from parkd.state import VectorFile
 from parkd.types import SamplingParams
 from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Messages, Running, running

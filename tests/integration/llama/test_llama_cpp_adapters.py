@@ -14,9 +14,8 @@ from tests.integration.llama import tiny_gguf
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install parkd[llama-cpp])")
 
-from parkd_engine.words.steering import VectorFile
-
 from parkd.config.llama_settings import LoraAdapter
+from parkd.state import VectorFile
 from tests.integration.llama.llama_cpp_kit import loaded, opening
 
 pytestmark = pytest.mark.anyio

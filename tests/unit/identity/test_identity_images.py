@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.base import ImageFacts, ImageSize
 from parkd.errors import ContextOverflow, InvalidRequest
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.images import MAX_IMAGES, MOST_PIXELS, PromptImages, take_out
 from parkd.identity.matcher import divergence_of, outside_images, resumable_position
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.identity.units import IMAGE_BIT, image_units
+from parkd.state import ImageFacts, ImageSize
 from parkd.types import ImageData, ImageSpan, TurnRequest
 from tests.fakes.images import IMAGE_TOKEN, FakeImages
 from tests.fakes.text import END_TOKEN_ID, FIRST_SPECIAL_ID, SPECIAL_TOKENS, FakeTemplate, FakeTokenizer

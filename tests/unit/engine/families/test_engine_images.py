@@ -14,10 +14,11 @@ import pytest
 import torch
 import transformers
 from parkd_engine.vision import images
-from parkd_engine.vision.images import ImageProcessor, ImageTokens, decode
+from parkd_engine.vision.images import ImageProcessor, decode
 from PIL import Image
 
 from parkd.errors import UnreadableImage
+from parkd.state import ImageSize, ImageTokens
 from tests.unit.engine.kit.hybrid_models import hybrid_config
 from tests.unit.engine.kit.vision_models import IMAGE_ID, png
 
@@ -167,7 +168,7 @@ def test_the_header_tells_the_size_before_a_picture_is_decoded(monkeypatch: pyte
     tokens = processor.facts(data).tokens
     with monkeypatch.context() as patched:
         patched.setattr(images, "decode", lambda _data: pytest.fail("it was decoded"))
-        assert qwen().size(data) == (width * height, tokens)
+        assert qwen().size(data) == ImageSize(width * height, tokens)
         with pytest.raises(UnreadableImage, match="pixels"):
             processor.size(png_head(20_000, 20_000))
         with pytest.raises(UnreadableImage, match="none of"):

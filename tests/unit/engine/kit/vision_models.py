@@ -13,10 +13,12 @@ import torch
 import transformers
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import vision_of
-from parkd_engine.vision.images import ImageProcessor, ImageTokens
+from parkd_engine.vision.images import ImageProcessor
 from parkd_engine.vision.tower import PromptImage
 from PIL import Image
 from transformers import Cache, DynamicCache
+
+from parkd.state import ImageTokens
 
 IMAGE_ID = 95
 SIDE = 32

@@ -13,10 +13,11 @@ import pytest
 import torch
 from parkd_engine.forward.decode_graph import DecodeGraph
 from parkd_engine.forward.dense import DenseStage
-from parkd_engine.words.steering import Steering, SteeringBank, VectorFile, load_vector, load_vectors
+from parkd_engine.words.steering import Steering, SteeringBank, load_vector, load_vectors
 from safetensors.torch import save_file
 
 from parkd.errors import InvalidRequest, ModelError
+from parkd.state import VectorFile
 from tests.unit.engine.kit.core_models import (
     FAMILIES,
     LAYERS,
