@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from parkd_engine.config import EngineConfig
 
+from parkd.config import ModelConfig
 from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
+from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.errors import RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.identity.units import units_of
@@ -50,7 +51,7 @@ class TurnFigures:
 
 def load(model: str, devices: tuple[str, ...], cache_dir: Path, **layout: Any) -> TorchEngine:
     return TorchEngine.load(
-        TorchEngineConfig(model, cache_dir, layout=EngineConfig(devices=devices, **layout)), fresh_seed=lambda: 1
+        ModelConfig(model, cache_dir), EngineConfig(devices=devices, **layout), fresh_seed=lambda: 1
     )
 
 

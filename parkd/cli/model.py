@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,11 +114,6 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
     return name, why
 
 
-def cache_type_name(asked: str | None) -> str:
-    """The llama.cpp name of a cache type: its default f16 if none is asked for, q8_0 for int8."""
-    return {None: "f16", "int8": "q8_0"}.get(asked, asked or "")
-
-
 def has_card() -> bool:
     """Whether torch sees a CUDA device."""
     import torch
@@ -149,32 +144,14 @@ def load_llama_cpp(
     config: Config, model: str, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> LlamaCppEngine:
     """Loads a GGUF file through llama.cpp in process. Raises ModelError."""
-    from parkd.engine_adapter.llama_cpp import LlamaCppConfig
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
 
-    asked, llama = config.model, config.model.llama
-    engine_config = LlamaCppConfig(
-        model=Path(model),
-        cache_dir=config.home,
-        name="SmolLM2-135M-Instruct" if is_demo else None,
-        chat_template_file=asked.chat_template_file,
-        context_tokens=asked.context_tokens,
-        batch_tokens=asked.batch_tokens or LlamaCppConfig.batch_tokens,
-        ctx_checkpoints=asked.ctx_checkpoints,
-        gpu_layers=llama.gpu_layers,
-        split_mode=llama.split_mode,
-        tensor_split=llama.tensor_split,
-        main_gpu=llama.main_gpu,
-        threads=asked.threads,
-        cache_type_k=cache_type_name(llama.cache_type_k),
-        cache_type_v=cache_type_name(llama.cache_type_v),
-        flash_attn=llama.flash_attn,
-        loras=llama.loras,
-        control_vectors=asked.control_vectors,
-        steered_layers=asked.steered_layers,
-        is_demo_model=is_demo,
-    )
-    return LlamaCppEngine.load(engine_config, progress)
+    return LlamaCppEngine.load(_loaded_as(config.model, model, is_demo=is_demo), progress)
+
+
+def _loaded_as(config: ModelConfig, model: str, *, is_demo: bool) -> ModelConfig:
+    """With the model that was found for it, and its name."""
+    return replace(config, model=model, name="SmolLM2-135M-Instruct" if is_demo else None, is_demo_model=is_demo)
 
 
 def _check_readable(model: str) -> None:
@@ -228,7 +205,7 @@ def load_engine(
     from parkd_engine.memory import free_bytes
     from transformers.utils import logging as library_logging
 
-    from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
+    from parkd.engine_adapter.torch_engine.engine import TorchEngine
 
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
@@ -237,18 +214,9 @@ def load_engine(
     layout = engine_layout(config.model)
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     check_devices(layout.devices, cards, has_mps=torch.backends.mps.is_available())
-    engine_config = TorchEngineConfig(
-        model=model,
-        cache_dir=config.home,
-        name="SmolLM2-135M-Instruct" if is_demo else None,
-        chat_template_file=config.model.chat_template_file,
-        layout=layout,
-        is_demo_model=is_demo,
-        control_vectors=config.model.control_vectors,
-        steered_layers=config.model.steered_layers,
-    )
     return TorchEngine.load(
-        engine_config,
+        _loaded_as(config.model, model, is_demo=is_demo),
+        layout,
         progress,
         free=lambda device: memory.measure() if device == "cpu" else free_bytes(device),
         reserved=lambda: memory.budget_bytes,
@@ -257,17 +225,11 @@ def load_engine(
 
 def load_upstream(config: Config, progress: Callable[[str, float], None]) -> LlamaServerEngine:
     """Connects to a llama-server that is already running. Raises ConfigError and ModelError."""
-    from parkd.engine_adapter.llama_server.client import Deadlines
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.llama_server.probe import check_one_file_system
-    from parkd.engine_adapter.llama_server.start import LlamaServerConfig
 
     upstream, park_dir = config.model.upstream, config.cache.disk.directory
     assert upstream is not None
     if park_dir is not None:
         check_one_file_system(upstream.slot_dir, park_dir)
-    deadlines = Deadlines(silence_s=upstream.silence_s)
-    return LlamaServerEngine.load(
-        LlamaServerConfig(upstream.url, upstream.slot_dir, config.home, api_key=upstream.api_key, deadlines=deadlines),
-        progress,
-    )
+    return LlamaServerEngine.load(upstream, progress)

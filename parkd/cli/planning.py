@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parkd.cli import arguments
-from parkd.cli.model import MemoryShare, cache_type_name, choose_engine, engine_layout, find_model, on_disk
+from parkd.cli.model import MemoryShare, choose_engine, engine_layout, find_model, on_disk
 from parkd.config import Config, ModelConfig, load
 from parkd.errors import ConfigError
 
@@ -56,8 +56,7 @@ def _llama_cpp(config: ModelConfig, model: str, why: str) -> tuple[str, StateLay
     from parkd.engine_adapter.llama_cpp.state_size import state_size
     from parkd.state import Grain, StageLayout
 
-    types = (cache_type_name(each) for each in (config.llama.cache_type_k, config.llama.cache_type_v))
-    known = state_size(Path(model).expanduser(), *types)
+    known = state_size(Path(model).expanduser(), *config.llama.cache_types)
     stage = StageLayout(0, known.layers, known.row_bytes, known.fixed_bytes, b"")
     notes = [f"engine    llama.cpp, since {why}; sizes from the file's header, the weights were not read"]
     if known.windows_not_counted:

@@ -9,7 +9,16 @@ reads the environment. Whatever is wrong raises ConfigError, which names the pla
 from parkd.config.parsers import EVICTION_POLICIES, MIB
 from parkd.config.reading import load, nearest
 from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting, default_of
-from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ProxyConfig
+from parkd.config.values import (
+    CacheConfig,
+    Config,
+    Deadlines,
+    DiskCacheConfig,
+    LlamaSettings,
+    ModelConfig,
+    ProxyConfig,
+    UpstreamConfig,
+)
 
 __all__ = [
     "ENV_PREFIX",
@@ -18,10 +27,13 @@ __all__ = [
     "SETTINGS",
     "CacheConfig",
     "Config",
+    "Deadlines",
     "DiskCacheConfig",
+    "LlamaSettings",
     "ModelConfig",
     "ProxyConfig",
     "Setting",
+    "UpstreamConfig",
     "default_of",
     "load",
     "nearest",

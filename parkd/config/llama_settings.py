@@ -6,10 +6,8 @@ Parsers raise ValueError, whose message says what is expected.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ENGINES = ("auto", "torch", "llama.cpp", "llama-server")
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "int8", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
@@ -24,22 +22,6 @@ class LoraAdapter:
 
     path: Path
     scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaSettings:
-    """How llama.cpp loads a model."""
-
-    gpu_layers: int | None
-    split_mode: str
-    tensor_split: tuple[float, ...]
-    main_gpu: int
-    flash_attn: str
-    loras: tuple[LoraAdapter, ...]
-    cache_type_k: str | None
-    cache_type_v: str | None
-    given: tuple[str, ...]
-    """The settings among FLAGS that were changed, which no other engine supports."""
 
 
 def engine_name(text: str) -> str:
@@ -78,22 +60,6 @@ def scaled_loras(text: str) -> tuple[LoraAdapter, ...]:
             raise ValueError("expected FILE:SCALE, e.g. style.gguf:0.5, or several with a comma between them")
         found.append(_lora(file, float(scale)))
     return tuple(found)
-
-
-def llama_settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> LlamaSettings:
-    """Selects this engine's settings from `values`, the values of all settings. `defaults` are their defaults."""
-    given = [name for name in FLAGS if values[name] != defaults[name]]
-    return LlamaSettings(
-        gpu_layers=values["gpu-layers"],
-        split_mode=values["split-mode"],
-        tensor_split=values["tensor-split"],
-        main_gpu=values["main-gpu"],
-        flash_attn=values["flash-attn"],
-        loras=(*values["lora"], *values["lora-scaled"]),
-        cache_type_k=values["cache-type-k"],
-        cache_type_v=values["cache-type-v"],
-        given=tuple(given),
-    )
 
 
 def _lora(text: str, scale: float) -> LoraAdapter:

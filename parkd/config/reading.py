@@ -10,11 +10,20 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from parkd.config.llama_settings import llama_settings
+from parkd.config.llama_settings import FLAGS
 from parkd.config.model_settings import control_vectors, draft_tokens, one_kv_format
 from parkd.config.parsers import MIB
 from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting
-from parkd.config.values import CacheConfig, Config, DiskCacheConfig, ModelConfig, ProxyConfig, UpstreamConfig
+from parkd.config.values import (
+    CacheConfig,
+    Config,
+    Deadlines,
+    DiskCacheConfig,
+    LlamaSettings,
+    ModelConfig,
+    ProxyConfig,
+    UpstreamConfig,
+)
 from parkd.errors import ConfigError
 
 UPSTREAM_PARK_DIR = "parkd"
@@ -133,14 +142,30 @@ def _check_upstream(values: Mapping[str, Any]) -> None:
         )
 
 
-def _upstream(values: Mapping[str, Any]) -> UpstreamConfig | None:
+def _upstream(values: Mapping[str, Any], home: Path) -> UpstreamConfig | None:
     if values["upstream"] is None:
         return None
     return UpstreamConfig(
         values["upstream"],
         values["slot-save-path"],
+        home,
         values["upstream-api-key"],
-        float(values["upstream-timeout"]),
+        Deadlines(silence_s=float(values["upstream-timeout"])),
+    )
+
+
+def _llama(values: Mapping[str, Any]) -> LlamaSettings:
+    changed = {setting.name for setting in SETTINGS if values[setting.name] != setting.default}
+    return LlamaSettings(
+        gpu_layers=values["gpu-layers"],
+        split_mode=values["split-mode"],
+        tensor_split=values["tensor-split"],
+        main_gpu=values["main-gpu"],
+        flash_attn=values["flash-attn"],
+        loras=(*values["lora"], *values["lora-scaled"]),
+        cache_type_k=values["cache-type-k"],
+        cache_type_v=values["cache-type-v"],
+        given=tuple(name for name in FLAGS if name in changed),
     )
 
 
@@ -166,11 +191,12 @@ def _disk(values: Mapping[str, Any]) -> DiskCacheConfig:
 
 
 def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tuple[str, ...]) -> Config:
-    llama = llama_settings(values, {setting.name: setting.default for setting in SETTINGS})
-    cache_home = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    llama = _llama(values)
+    home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "parkd"
     return Config(
         model=ModelConfig(
             model=values["model"],
+            cache_dir=home,
             chat_template_file=values["chat-template-file"],
             devices=values["devices"],
             layer_split=values["layer-split"],
@@ -181,7 +207,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             draft_tokens=draft_tokens(values),
             control_vectors=control_vectors(values),
             steered_layers=values["control-vector-layer-range"],
-            upstream=_upstream(values),
+            upstream=_upstream(values, home),
             threads=values["threads"],
             engine=values["engine"],
             llama=llama,
@@ -210,6 +236,6 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             keeps_billing_header=values["keep-billing-header"],
             rewrite_rules_file=values["rewrite-rules"],
         ),
-        home=Path(cache_home).expanduser() / "parkd",
+        home=home,
         notes=notes,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from parkd.config.llama_settings import LlamaSettings
+from parkd.config.llama_settings import LoraAdapter
 from parkd.config.parsers import MIB
 from parkd.config.settings import default_of
 from parkd.state import VectorFile
@@ -14,14 +14,59 @@ from parkd.types import NamedKey
 
 
 @dataclass(frozen=True, slots=True)
+class Deadlines:
+    """For a llama-server, in seconds. Each limits the time for a whole answer, except `silence_s`, which limits pauses
+    within one."""
+
+    connect_s: float = 5.0
+    answer_s: float = 60.0
+    """Templates, tokens, properties and the state of slots."""
+    file_s: float = 300.0
+    """Saving and restoring a slot, which depends on the server's disk."""
+    silence_s: float = float(default_of("upstream-timeout"))
+    """Time between two events of a completion, at least that for reading one batch of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
 class UpstreamConfig:
-    """A llama-server that is already running."""
+    """A llama-server that is already running, and how to connect to it."""
 
     url: str
+    """`http://host:port`"""
     slot_dir: Path
-    """Its `--slot-save-path`."""
-    api_key: str | None = field(repr=False)
-    silence_s: float
+    """The server's `--slot-save-path`, as a path for this process."""
+    cache_dir: Path
+    """Directory for the digests of weight files."""
+    api_key: str | None = field(default=None, repr=False)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+_LIBRARY_TYPES = {None: "f16", "int8": "q8_0"}
+"""Its default, and its name for int8."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSettings:
+    """How llama.cpp loads a model."""
+
+    gpu_layers: int | None = None
+    """None: all layers that the library can offload."""
+    split_mode: str = default_of("split-mode")
+    tensor_split: tuple[float, ...] = ()
+    main_gpu: int = default_of("main-gpu")
+    flash_attn: str = default_of("flash-attn")
+    loras: tuple[LoraAdapter, ...] = ()
+    cache_type_k: str | None = None
+    """llama-server's name, or `int8`; None: the library's default."""
+    cache_type_v: str | None = None
+    given: tuple[str, ...] = ()
+    """The settings that only llama.cpp has and that were changed."""
+
+    @property
+    def cache_types(self) -> tuple[str, str]:
+        """The library's names for the types of keys and values."""
+        key, value = (_LIBRARY_TYPES.get(each, each or "") for each in (self.cache_type_k, self.cache_type_v))
+        return key, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +74,36 @@ class ModelConfig:
     """Which model, and how it is spread over the devices."""
 
     model: str | None
-    """A directory, a hub id or a GGUF file; None: the demo model, if it is installed."""
-    chat_template_file: Path | None
-    devices: tuple[str, ...]
+    """A directory, a hub id, a GGUF file or `random:NAME`; None: the demo model, if it is installed."""
+    cache_dir: Path
+    """Directory for converted weights and the digests of weight files."""
+    name: str | None = None
+    """The model's name; None: the name in its files."""
+    is_demo_model: bool = False
+    chat_template_file: Path | None = None
+    devices: tuple[str, ...] = ()
     """One per stage; empty: chosen when the model is loaded."""
-    layer_split: tuple[int, ...]
+    layer_split: tuple[int, ...] = ()
     """First layer of each stage but the first; empty: split by the sizes of the layers."""
-    context_tokens: int | None
+    context_tokens: int | None = None
     """Context length; None: the largest that fits, up to the model's limit."""
-    batch_tokens: int | None
+    batch_tokens: int | None = None
     """Tokens per prefill chunk; None: by the kind of devices."""
-    ctx_checkpoints: int
+    ctx_checkpoints: int = default_of("ctx-checkpoints")
     """Copies of the fixed state on the devices, for models that have it."""
-    kv_format: str | None
+    kv_format: str | None = None
     """Type of the stored keys and values, a name in `arenas.kv_format`; None: the type they are computed in."""
-    draft_tokens: int | None
+    draft_tokens: int | None = None
     """Tokens that a draft head guesses per step; None: the engine's default, 0: none."""
-    control_vectors: tuple[VectorFile, ...]
-    steered_layers: tuple[int, int] | None
-    """First and last layer that control vectors may steer; None: all but the first."""
-    upstream: UpstreamConfig | None
+    control_vectors: tuple[VectorFile, ...] = ()
+    steered_layers: tuple[int, int] | None = None
+    """First and last layer that control vectors may steer, both included; None: all but the first."""
+    upstream: UpstreamConfig | None = None
     """If set, this llama-server serves the model, and nothing is loaded here."""
-    threads: int | None
+    threads: int | None = None
     """Threads that compute on CPUs; None: the library's own choice."""
-    engine: str
-    llama: LlamaSettings
+    engine: str = default_of("engine")
+    llama: LlamaSettings = field(default_factory=LlamaSettings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class ImageProcessor:
         family = vision_of(config)
         assert family is not None, "the model reads no pictures"
         self.family: VisionFamily = family
+        self.sees_itself = family.sees_itself
         self.tokens = tokens
         self._processor = processor
         self._fixed_tokens = 0 if family.by_grid else int(config.mm_tokens_per_image)
@@ -62,11 +63,6 @@ class ImageProcessor:
         self._settings = {} if family.by_grid else {"do_pan_and_scan": False}
         recipe = {"class": type(processor).__name__, **processor.to_dict(), **self._settings}
         self._recipe = json.dumps(recipe, sort_keys=True, default=str).encode()
-
-    @property
-    def sees_itself(self) -> bool:
-        """Whether the positions of an image attend to each other."""
-        return self.family.sees_itself
 
     def size(self, data: bytes) -> ImageSize:
         """What the file's header promises. Raises UnreadableImage."""

@@ -18,6 +18,7 @@ from parkd_engine.words.sampling import Sampler
 from parkd_engine.words.steering import SteeringBank, load_vectors
 from parkd_engine.words.text import TextAssembler
 
+from parkd.config import ModelConfig
 from parkd.engine_adapter.base import (
     Cancel,
     ChatTemplate,
@@ -28,7 +29,6 @@ from parkd.engine_adapter.base import (
     TextStream,
     Tokenizer,
 )
-from parkd.engine_adapter.llama_cpp.config import LlamaCppConfig
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL, WHOLE
 from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
@@ -56,11 +56,10 @@ class LlamaCppEngine(OneSeatEngine):
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         """Raises ModelError."""
-        config = model.config
         self._model = model
-        self._batch_tokens = config.batch_tokens
-        self._sequence = TokenSequence(model, config.batch_tokens)
-        self._timeline = Timeline(model, self._sequence, config.ctx_checkpoints)
+        self._batch_tokens = model.batch_tokens
+        self._sequence = TokenSequence(model, model.batch_tokens)
+        self._timeline = Timeline(model, self._sequence, model.config.ctx_checkpoints)
         self._fresh_seed = fresh_seed
         self.images: ImageReader | None = None
         self._vocabulary = LlamaTokenizer(model)
@@ -76,7 +75,7 @@ class LlamaCppEngine(OneSeatEngine):
         self.info = self._describe()
 
     @classmethod
-    def load(cls, config: LlamaCppConfig, progress: Callable[[str, float], None] | None = None) -> LlamaCppEngine:
+    def load(cls, config: ModelConfig, progress: Callable[[str, float], None] | None = None) -> LlamaCppEngine:
         """Raises ModelError, whose message says what to do."""
         return cls(LlamaModel(config, progress))
 
@@ -240,7 +239,7 @@ class LlamaCppEngine(OneSeatEngine):
     def _describe(self) -> EngineInfo:
         model, config = self._model, self._model.config
         row_bytes, fixed_bytes = self._probe()
-        name = f"{model.architecture} {config.cache_type_k} {config.cache_type_v} {self._timeline.window}"
+        name = f"{model.architecture} {' '.join(config.llama.cache_types)} {self._timeline.window}"
         digest = blake2b(name.encode(), digest_size=16, person=b"llama.cpp-state").digest()
         layout = StateLayout((StageLayout(0, model.layers, row_bytes, fixed_bytes, digest),), CHECKSUM, Grain.OPAQUE)
         return EngineInfo(

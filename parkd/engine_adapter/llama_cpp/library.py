@@ -22,10 +22,12 @@ from gguf import GGMLQuantizationType
 from parkd_engine.loading.model_cache import ModelCache
 from parkd_engine.words.steering import Steering
 
-from parkd.engine_adapter.llama_cpp.config import LlamaCppConfig
+from parkd.config import ModelConfig
 from parkd.errors import EngineFailure, ModelError
 
 FINGERPRINT_BYTES = 16
+BATCH_TOKENS = 512
+"""The default number of tokens in a chunk of a prompt."""
 MOST_PHYSICAL_BATCH = 512
 """The most tokens of a batch that are computed at once."""
 LOG_LINES = 8
@@ -55,20 +57,23 @@ class LibraryLog:
 class LlamaModel:
     """The loaded model and its context. For the engine's thread only, except for reading the vocabulary."""
 
-    def __init__(self, config: LlamaCppConfig, progress: Callable[[str, float], None] | None = None) -> None:
-        """Raises ModelError."""
+    def __init__(self, config: ModelConfig, progress: Callable[[str, float], None] | None = None) -> None:
+        """`config.model` is a GGUF file, or the first of several. Raises ModelError."""
+        assert config.model is not None
         self.config = config
+        self.file = Path(config.model)
+        self.batch_tokens = config.batch_tokens or BATCH_TOKENS
         self._log = LibraryLog()
         low.llama_backend_init()
         self._check()
         self._progress = progress
         # Referenced for as long as the library may call or read them.
         self._on_progress = low.llama_progress_callback(self._advance)
-        self._tensor_split = (ctypes.c_float * max(1, low.llama_max_devices()))(*config.tensor_split)
-        self.pointer = low.llama_model_load_from_file(os.fsencode(config.model), self._model_params())
+        self._tensor_split = (ctypes.c_float * max(1, low.llama_max_devices()))(*config.llama.tensor_split)
+        self.pointer = low.llama_model_load_from_file(os.fsencode(self.file), self._model_params())
         if not self.pointer:
             raise ModelError(
-                f"llama.cpp cannot load {config.model}: {self._log.last}. Is it whole, and of an architecture that "
+                f"llama.cpp cannot load {self.file}: {self._log.last}. Is it whole, and of an architecture that "
                 f"this build knows? With too little memory, lower --gpu-layers or take a smaller quantisation."
             )
         self.vocab = low.llama_model_get_vocab(self.pointer)
@@ -88,7 +93,7 @@ class LlamaModel:
 
     @property
     def name(self) -> str:
-        return self.config.name or self.entry("general.name") or self.config.model.stem
+        return self.config.name or self.entry("general.name") or self.file.stem
 
     @property
     def vocab_size(self) -> int:
@@ -139,12 +144,12 @@ class LlamaModel:
     def fingerprint(self) -> bytes:
         """A digest of 16 bytes over the weights, KV types, adapters with their scales, the library's build, and the
         settings that shape a written state. Control vectors are in each request's key instead."""
-        cache, config = ModelCache(self.config.cache_dir), self.config
+        cache, llama = ModelCache(self.config.cache_dir), self.config.llama
         hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-llama.cpp")
-        parts = [cache.file_digest(path, self._progress) for path in shards(config.model)]
+        parts = [cache.file_digest(path, self._progress) for path in shards(self.file)]
         parts += [cache.file_digest(path, None) for path in _library_files()]
-        parts += [f"{config.cache_type_k} {config.cache_type_v} {config.flash_attn}".encode()]
-        for lora in config.loras:
+        parts += [f"{' '.join(llama.cache_types)} {llama.flash_attn}".encode()]
+        for lora in llama.loras:
             parts += [cache.file_digest(lora.path, None), repr(float(lora.scale)).encode()]
         for part in parts:
             hasher.update(len(part).to_bytes(8, "little"))
@@ -177,21 +182,21 @@ class LlamaModel:
             self.context = self.pointer = None
 
     def _check(self) -> None:
-        config = self.config
-        if not config.model.is_file():
-            raise ModelError(f"There is no GGUF file {config.model}.")
-        if len(config.tensor_split) > low.llama_max_devices():
+        shares = self.config.llama.tensor_split
+        if not self.file.is_file():
+            raise ModelError(f"There is no GGUF file {self.file}.")
+        if len(shares) > low.llama_max_devices():
             raise ModelError(
-                f"--tensor-split names {len(config.tensor_split)} shares, and this build of llama.cpp knows "
+                f"--tensor-split names {len(shares)} shares, and this build of llama.cpp knows "
                 f"{low.llama_max_devices()} device(s)."
             )
 
     def _model_params(self) -> Any:
-        config, params = self.config, low.llama_model_default_params()
-        params.n_gpu_layers = -1 if config.gpu_layers is None else config.gpu_layers
-        params.split_mode = _SPLIT_MODES[config.split_mode]
-        params.main_gpu = config.main_gpu
-        if config.tensor_split:
+        llama, params = self.config.llama, low.llama_model_default_params()
+        params.n_gpu_layers = -1 if llama.gpu_layers is None else llama.gpu_layers
+        params.split_mode = _SPLIT_MODES[llama.split_mode]
+        params.main_gpu = llama.main_gpu
+        if llama.tensor_split:
             params.tensor_split = self._tensor_split
         params.progress_callback = self._on_progress
         return params
@@ -200,12 +205,12 @@ class LlamaModel:
         config, params = self.config, low.llama_context_default_params()
         threads = config.threads or os.cpu_count() or 1
         params.n_ctx = config.context_tokens or 0
-        params.n_batch = config.batch_tokens
-        params.n_ubatch = min(config.batch_tokens, MOST_PHYSICAL_BATCH)
+        params.n_batch = self.batch_tokens
+        params.n_ubatch = min(self.batch_tokens, MOST_PHYSICAL_BATCH)
         params.n_seq_max = 1
         params.n_threads = params.n_threads_batch = threads
-        params.type_k, params.type_v = _type(config.cache_type_k), _type(config.cache_type_v)
-        params.flash_attn_type = _FLASH[config.flash_attn]
+        params.type_k, params.type_v = map(_type, config.llama.cache_types)
+        params.flash_attn_type = _FLASH[config.llama.flash_attn]
         params.no_perf = True
         params.swa_full = False
         return params
@@ -216,13 +221,13 @@ class LlamaModel:
         return True
 
     def _apply_loras(self) -> None:
-        adapters = [low.llama_adapter_lora_init(self.pointer, os.fsencode(x.path)) for x in self.config.loras]
-        for lora, adapter in zip(self.config.loras, adapters, strict=True):
+        adapters = [low.llama_adapter_lora_init(self.pointer, os.fsencode(x.path)) for x in self.config.llama.loras]
+        for lora, adapter in zip(self.config.llama.loras, adapters, strict=True):
             if not adapter:
                 raise ModelError(f"llama.cpp cannot use the adapter {lora.path} with this model: {self._log.last}.")
         if adapters:
             pointers = (low.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
-            scales = (ctypes.c_float * len(adapters))(*(lora.scale for lora in self.config.loras))
+            scales = (ctypes.c_float * len(adapters))(*(lora.scale for lora in self.config.llama.loras))
             if low.llama_set_adapters_lora(self.context, pointers, len(adapters), scales):
                 raise ModelError(f"llama.cpp refused the adapters: {self._log.last}.")
 

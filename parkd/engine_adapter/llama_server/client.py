@@ -23,11 +23,12 @@ from urllib.parse import unquote_to_bytes
 import httpx
 import orjson
 
-from parkd.config import default_of
+from parkd.config import Deadlines
 from parkd.engine_adapter.llama_server.stream import CompletionStream, error_text
 from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect, NoTls, NotTrusted, Wire, WireAnswer
 from parkd.errors import ModelError, UpstreamDown, UpstreamFailed, UpstreamTimeout
 
+DEADLINES = Deadlines()
 MOST_ANSWER_BYTES = 512 * 1024 * 1024
 """Maximum size of an answer that is not streamed: many times the tokens of a very long prompt."""
 MOST_CONNECTIONS = 16
@@ -36,19 +37,6 @@ IDLE_CONNECTION_S = 4.0
 """Shorter than the 5 s after which the server closes an idle connection, so that no request meets a closing one."""
 LOADING = 503
 """The status of a llama-server's answers while it loads its model."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """In seconds. Each limits the time for a whole answer, except `silence_s`, which limits pauses within one."""
-
-    connect_s: float = 5.0
-    answer_s: float = 60.0
-    """Templates, tokens, properties and the state of slots."""
-    file_s: float = 300.0
-    """Saving and restoring a slot, which depends on the server's disk."""
-    silence_s: float = float(default_of("upstream-timeout"))
-    """Time between two events of a completion, at least that for reading one batch of a prompt."""
 
 
 class UpstreamRefused(UpstreamFailed):
@@ -92,7 +80,7 @@ class UpstreamClient:
         url: str,
         *,
         api_key: str | None = None,
-        deadlines: Deadlines = Deadlines(),
+        deadlines: Deadlines = DEADLINES,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url.rstrip("/")

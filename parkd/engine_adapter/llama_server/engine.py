@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from parkd.config import UpstreamConfig
 from parkd.engine_adapter.base import Cancel, ChatTemplate, ImageReader, OneSeatEngine, Tokenizer
 from parkd.engine_adapter.llama_server.completion import Completion, open_completion, settle
 from parkd.engine_adapter.llama_server.parking import SlotParking
 from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
-from parkd.engine_adapter.llama_server.start import LlamaServerConfig, Upstream, connect
+from parkd.engine_adapter.llama_server.start import Upstream, connect
 from parkd.engine_adapter.llama_server.states import SlotFiles
 from parkd.engine_adapter.llama_server.template import HereTemplate, UpstreamTemplate
 from parkd.engine_adapter.llama_server.text import UpstreamText, UpstreamTokenizer, first_tokens
@@ -49,7 +50,7 @@ class LlamaServerEngine(OneSeatEngine):
     def __init__(
         self,
         upstream: Upstream,
-        config: LlamaServerConfig,
+        config: UpstreamConfig,
         *,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(32),
         monotonic: Callable[[], float] = time.monotonic,
@@ -74,7 +75,7 @@ class LlamaServerEngine(OneSeatEngine):
         self._fresh_seed = fresh_seed
 
     @classmethod
-    def load(cls, config: LlamaServerConfig, progress: Progress | None = None) -> LlamaServerEngine:
+    def load(cls, config: UpstreamConfig, progress: Progress | None = None) -> LlamaServerEngine:
         """Connects to a running server. Raises ModelError, whose message says what to do."""
         return cls(connect(config, progress), config)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from parkd.config import UpstreamConfig
 from parkd.engine_adapter.base import EngineInfo
-from parkd.engine_adapter.llama_server.client import Deadlines, UpstreamClient
+from parkd.engine_adapter.llama_server.client import UpstreamClient
 from parkd.engine_adapter.llama_server.probe import SlotFacts, named, probe_slots, remove_leftovers
 from parkd.engine_adapter.llama_server.text import first_tokens, special_tokens
 from parkd.engine_adapter.llama_server.weights import ModelFacts, Progress, model_facts, weights_digest
@@ -24,22 +25,6 @@ LOAD_POLL_S = 1.0
 SLOT_FILES_LACK = "slot files hold no checkpoints and no draft state, nor which LoRA adapters made them"
 CHECKSUM = "xxh3-64"
 FINGERPRINT_BYTES = 16
-
-
-@dataclass(frozen=True)
-class LlamaServerConfig:
-    """How to connect to a llama-server."""
-
-    upstream: str
-    """`http://host:port`"""
-    slot_dir: Path
-    """The server's `--slot-save-path`, as a path for this process."""
-    cache_dir: Path
-    """Directory for the digests of weight files."""
-    name: str | None = None
-    """The model's name; None: the server's name for it."""
-    api_key: str | None = field(default=None, repr=False)
-    deadlines: Deadlines = field(default_factory=Deadlines)
 
 
 @dataclass(frozen=True)
@@ -76,7 +61,7 @@ class Upstream:
 
 
 def connect(
-    config: LlamaServerConfig,
+    config: UpstreamConfig,
     progress: Progress | None = None,
     *,
     sleep: Callable[[float], None] = time.sleep,
@@ -84,7 +69,7 @@ def connect(
 ) -> Upstream:
     """Waits until the server has loaded its model, and examines it. Raises ModelError, whose message says with which
     flags to start it."""
-    client = UpstreamClient(config.upstream, api_key=config.api_key, deadlines=config.deadlines, monotonic=monotonic)
+    client = UpstreamClient(config.url, api_key=config.api_key, deadlines=config.deadlines, monotonic=monotonic)
     try:
         properties = _loaded(client, progress, sleep, monotonic)
         return _looked_at(config, client, properties, progress)
@@ -138,7 +123,7 @@ def _loaded(
 
 
 def _looked_at(
-    config: LlamaServerConfig, client: UpstreamClient, properties: Mapping[str, Any], progress: Progress | None
+    config: UpstreamConfig, client: UpstreamClient, properties: Mapping[str, Any], progress: Progress | None
 ) -> Upstream:
     if not config.slot_dir.is_dir() or not os.access(config.slot_dir, os.W_OK | os.X_OK):
         raise ModelError(
@@ -156,7 +141,7 @@ def _looked_at(
     ends = _end_tokens(client, properties)
     first = first_tokens(client)
     info = EngineInfo(
-        model_name=config.name or _name(incarnation.model_path, model),
+        model_name=_name(incarnation.model_path, model),
         architecture=known.architecture if known is not None else "llama-server",
         fingerprint=fingerprint,
         context_tokens=incarnation.context_tokens,

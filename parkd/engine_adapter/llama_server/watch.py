@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from parkd.config import UpstreamConfig
 from parkd.engine_adapter.llama_server.client import UpstreamClient
 from parkd.engine_adapter.llama_server.start import (
     Incarnation,
-    LlamaServerConfig,
     Upstream,
     fingerprint_of,
     incarnation_of,
@@ -24,7 +24,7 @@ FRESH_S = 1.0
 class RunWatch:
     """Remembers one run of the server. Connections close when it ends, so a new connection may lead to a new run."""
 
-    def __init__(self, upstream: Upstream, config: LlamaServerConfig, monotonic: Callable[[], float]) -> None:
+    def __init__(self, upstream: Upstream, config: UpstreamConfig, monotonic: Callable[[], float]) -> None:
         self._client: UpstreamClient = upstream.client
         self._config = config
         self._info = upstream.info

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from parkd_engine.arenas.pinned import PinnedMemory
+from parkd_engine.config import EngineConfig
 from parkd_engine.decoding import Decoder
 from parkd_engine.decoding import DraftCounts as DecoderCounts
 from parkd_engine.failures import noticing_loss
@@ -21,6 +22,7 @@ from parkd_engine.vision.tower import PromptImage
 from parkd_engine.words.sampling import Sampler
 from parkd_engine.words.steering import SteeringBank
 
+from parkd.config import ModelConfig
 from parkd.engine_adapter.base import (
     Cancel,
     ChatTemplate,
@@ -32,13 +34,11 @@ from parkd.engine_adapter.base import (
     TextStream,
     Tokenizer,
 )
-from parkd.engine_adapter.torch_engine.loading import Progress, TorchEngineConfig, load_parts
+from parkd.engine_adapter.torch_engine.loading import Progress, load_parts
 from parkd.engine_adapter.torch_engine.words import RenderedTemplate
 from parkd.errors import EngineFailure
 from parkd.state import Checksums, Transfer
 from parkd.types import DraftCounts, TokenIds
-
-__all__ = ["TorchEngine", "TorchEngineConfig"]
 
 
 class TorchEngine(OneSeatEngine):
@@ -71,19 +71,20 @@ class TorchEngine(OneSeatEngine):
     @classmethod
     def load(
         cls,
-        config: TorchEngineConfig,
+        config: ModelConfig,
+        layout: EngineConfig,
         progress: Progress | None = None,
         *,
         free: Callable[[str], int] = free_bytes,
         reserved: Callable[[], int] = lambda: 0,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> TorchEngine:
-        """Loads the model and allocates the arenas. `free` returns the free bytes of a device; `reserved`, asked after
-        it, the bytes of main memory that parked conversations may take.
+        """Loads the model and allocates the arenas as `layout` says. `free` returns the free bytes of a device;
+        `reserved`, asked after it, the bytes of main memory that parked conversations may take.
 
         Raises ModelError, whose message says what to do.
         """
-        parts = load_parts(config, progress, free, reserved)
+        parts = load_parts(config, layout, progress, free, reserved)
         return cls(parts.loaded, parts.session, parts.info, fresh_seed=fresh_seed, vectors=parts.vectors)
 
     @property

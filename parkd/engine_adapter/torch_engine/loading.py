@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,30 +18,12 @@ from parkd_engine.opening import open_session
 from parkd_engine.session import Session
 from parkd_engine.words.steering import SteeringBank, load_vectors
 
+from parkd.config import ModelConfig
 from parkd.engine_adapter.base import EngineInfo
 from parkd.errors import ModelError
-from parkd.state import VectorFile
 
 Progress = Callable[[str, float], None]
 """Called with (current activity, fraction done from 0 to 1)."""
-
-
-@dataclass(frozen=True)
-class TorchEngineConfig:
-    """What to load and how to lay it out."""
-
-    model: str
-    """A directory, hub id, GGUF file or `random:NAME`."""
-    cache_dir: Path
-    """Directory for converted weights and the digests of weight files."""
-    name: str | None = None
-    """The model's name; None: derived from its files."""
-    chat_template_file: Path | None = None
-    layout: EngineConfig = field(default_factory=EngineConfig)
-    is_demo_model: bool = False
-    control_vectors: tuple[VectorFile, ...] = ()
-    steered_layers: tuple[int, int] | None = None
-    """First and last layer that control vectors may steer, both included; None: all but the first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,17 +37,18 @@ class EngineParts:
 
 
 def load_parts(
-    config: TorchEngineConfig,
+    config: ModelConfig,
+    layout: EngineConfig,
     progress: Progress | None,
     free: Callable[[str], int],
     reserved: Callable[[], int] = lambda: 0,
 ) -> EngineParts:
-    """Loads the model and allocates the arenas. `free` returns the free bytes of a device; `reserved`, asked after it,
-    the bytes of main memory that parked conversations may take.
+    """Loads the model and allocates the arenas as `layout` says. `free` returns the free bytes of a device;
+    `reserved`, asked after it, the bytes of main memory that parked conversations may take.
 
     Raises ModelError, whose message says what to do.
     """
-    layout = config.layout
+    assert config.model is not None
     known: list[ModelMemory] = []
 
     def split(settings: Any, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
@@ -93,7 +75,7 @@ def load_parts(
             config.control_vectors, int(text.hidden_size), int(text.num_hidden_layers), config.steered_layers
         )
         memory = known[0].stages(loaded.ranges)
-        session = _opened(config, loaded, memory, free, reserved)
+        session = _opened(layout, loaded, memory, free, reserved)
         session.use_kernels(progress)
         if any(is_card(device) for device in layout.devices):
             torch.cuda.empty_cache()  # What tuning took and no prompt takes.
@@ -102,11 +84,11 @@ def load_parts(
             f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
             f"Name more devices with --devices, or use a smaller model."
         ) from error
-    return EngineParts(loaded, session, _info(config, loaded, session, memory), vectors)
+    return EngineParts(loaded, session, _info(config, layout, loaded, session, memory), vectors)
 
 
 def _opened(
-    config: TorchEngineConfig,
+    layout: EngineConfig,
     loaded: LoadedModel,
     memory: Sequence[StageMemory],
     free: Callable[[str], int],
@@ -118,14 +100,14 @@ def _opened(
         return choose_context(
             [stage.beside_weights() for stage in memory],
             int(loaded.text_config.max_position_embeddings),
-            config.layout.context_tokens,
+            layout.context_tokens,
             reserved=reserved,
             free=free,
         )
 
     return open_session(
         loaded.model,
-        config.layout,
+        layout,
         loaded.images,
         draft_model=loaded.draft_model,
         ranges=loaded.ranges,
@@ -134,9 +116,8 @@ def _opened(
 
 
 def _info(
-    config: TorchEngineConfig, loaded: LoadedModel, session: Session, memory: Sequence[StageMemory]
+    config: ModelConfig, layout: EngineConfig, loaded: LoadedModel, session: Session, memory: Sequence[StageMemory]
 ) -> EngineInfo:
-    layout = config.layout
     kv_dtype = layout.kv_dtype or loaded.dtype
     accounts = tuple(stage.lines(session.context_tokens) for stage in memory)
     return EngineInfo(

@@ -12,7 +12,8 @@ import torch
 from parkd_engine.config import EngineConfig
 from parkd_engine.families.presets.shapes import ECHO, PRESETS, WITH_HEAD
 
-from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
+from parkd.config import ModelConfig
+from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.types import SamplingParams
 from tests.integration.api.api_harness import Messages, running
 
@@ -31,7 +32,7 @@ REWINDS = ("tiny-gemma3", "tiny-deepseek-v2", "tiny-deepseek-v3", "tiny-glm4-lit
 
 def tiny(folder: Path, family: str, **layout: Any) -> TorchEngine:
     settings = {"devices": ("cpu", "cpu"), "context_tokens": 1024, "batch_tokens": 128, "draft_tokens": 2, **layout}
-    return TorchEngine.load(TorchEngineConfig(f"random:{family}", folder, layout=EngineConfig(**settings)))
+    return TorchEngine.load(ModelConfig(f"random:{family}", folder), EngineConfig(**settings))
 
 
 def read_cold(engine: TorchEngine, messages: Messages) -> str:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from parkd_engine.config import EngineConfig
 
-from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
+from parkd.config import ModelConfig
+from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.types import SamplingParams
 from tests.integration.api.api_harness import Messages, running
 
@@ -21,7 +22,7 @@ B1: Messages = [{"role": "user", "content": "The quick brown fox jumps over the 
 
 def tiny(folder: Path, stages: int, kv_dtype: torch.dtype | None) -> TorchEngine:
     layout = EngineConfig(devices=("cpu",) * stages, context_tokens=1024, batch_tokens=128, kv_dtype=kv_dtype)
-    return TorchEngine.load(TorchEngineConfig("random:tiny-qwen3", folder, layout=layout))
+    return TorchEngine.load(ModelConfig("random:tiny-qwen3", folder), layout)
 
 
 def never_left(engine: TorchEngine, turns: list[Messages]) -> list[str]:

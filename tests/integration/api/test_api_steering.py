@@ -14,8 +14,8 @@ from parkd_engine.config import EngineConfig
 from safetensors.torch import save_file
 
 from parkd import cli
-from parkd.config import load
-from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
+from parkd.config import ModelConfig, load
+from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.state import VectorFile
 from parkd.types import SamplingParams
 from tests.fakes.engine import FakeEngine
@@ -45,8 +45,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
         )
         files.append(VectorFile(name, folder / f"{name}.safetensors", VECTORS[name]))
     layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=1024, batch_tokens=256)
-    config = TorchEngineConfig("random:tiny-qwen3", folder, layout=layout, control_vectors=tuple(files))
-    engine = TorchEngine.load(config)
+    config = ModelConfig("random:tiny-qwen3", folder, control_vectors=tuple(files))
+    engine = TorchEngine.load(config, layout)
     yield engine
     engine.close()
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -43,15 +44,17 @@ def model_file(name: str, folder: Path) -> Path:
 
 @contextmanager
 def loaded(name: str, folder: Path, **options) -> Iterator:
-    from parkd.engine_adapter.llama_cpp import LlamaCppConfig
+    from parkd.config import LlamaSettings, ModelConfig
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
 
     template = None
     if name == "gemma":  # a base model: it has none
         template = folder / "chatml.jinja"
         template.write_text(CHATML)
+    names = {field.name for field in fields(LlamaSettings)} & options.keys()
+    llama = LlamaSettings(**{name: options.pop(name) for name in names})
     settings = {"context_tokens": 2048, "threads": 1, "batch_tokens": BATCH, "chat_template_file": template, **options}
-    engine = LlamaCppEngine.load(LlamaCppConfig(model_file(name, folder), folder / "cache", **settings))
+    engine = LlamaCppEngine.load(ModelConfig(str(model_file(name, folder)), folder / "cache", llama=llama, **settings))
     try:
         yield engine
     finally:

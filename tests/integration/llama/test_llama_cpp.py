@@ -397,7 +397,7 @@ async def test_what_was_kept_of_a_conversation_goes_with_it(engine) -> None:
 
 async def test_the_plan_s_sizes_are_those_that_the_library_reports(engine) -> None:
     config = engine._model.config
-    planned = state_size(config.model, config.cache_type_k, config.cache_type_v)
+    planned = state_size(Path(config.model), *config.llama.cache_types)
     assert engine.info.layout.row_bytes == planned.row_bytes
     assert (planned.layers, planned.architecture) == (engine._model.layers, engine.info.architecture)
     fixed = engine.info.layout.fixed_bytes
@@ -484,3 +484,10 @@ async def test_a_step_that_fails_never_goes_back_to_another_conversation(engine,
     engine.begin(other[:61], SamplingParams(temperature=0))
     assert next(iter(engine.generate())) == expected
     assert np.allclose(engine._sequence.logits(), expected_logits, atol=1e-3)
+
+
+def test_it_reads_in_chunks_of_its_own_when_none_are_asked_for(folder: Path) -> None:
+    ends: list[int] = []
+    with loaded("tiny", folder, batch_tokens=None) as engine:
+        engine.extend(np.arange(600, dtype=np.int64) % 200 + 3, cancel=threading.Event(), on_chunk=ends.append)
+    assert ends == [512, 600]

@@ -17,8 +17,9 @@ from parkd_engine.config import EngineConfig
 from parkd_engine.loading import gguf_convert
 from transformers import AutoModelForCausalLM
 
+from parkd.config import ModelConfig
 from parkd.engine_adapter.base import BLOCK_TOKENS, Engine
-from parkd.engine_adapter.torch_engine.engine import TorchEngine, TorchEngineConfig
+from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.errors import EngineFailure, EngineLost, InvalidRequest, ModelError, RestoreFailed
 from parkd.state import RowRun, StageTransfer, Transfer
 from parkd.types import SamplingParams
@@ -38,9 +39,7 @@ def cache(model_cache: Path) -> Path:
 
 def tiny(cache: Path, devices: int = 2, **layout: Any) -> TorchEngine:
     settings = {"devices": ("cpu",) * devices, "context_tokens": 1024, "batch_tokens": 64, **layout}
-    return TorchEngine.load(
-        TorchEngineConfig("random:tiny-qwen3", cache, layout=EngineConfig(**settings)), fresh_seed=lambda: 4
-    )
+    return TorchEngine.load(ModelConfig("random:tiny-qwen3", cache), EngineConfig(**settings), fresh_seed=lambda: 4)
 
 
 @pytest.fixture
@@ -108,13 +107,12 @@ def test_logprobs_stand_beside_the_tokens_that_were_sampled(engine: TorchEngine)
 def test_greedy_answers_are_those_of_the_library(
     stages: int, demo_model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = TorchEngineConfig(
-        str(demo_model), cache, layout=EngineConfig(devices=("cpu",) * stages, context_tokens=512, batch_tokens=32)
-    )
-    TorchEngine.load(config).close()
+    config = ModelConfig(str(demo_model), cache)
+    layout = EngineConfig(devices=("cpu",) * stages, context_tokens=512, batch_tokens=32)
+    TorchEngine.load(config, layout).close()
     # From here on the converted folder must do.
     monkeypatch.setattr(gguf_convert, "convert", lambda *_: pytest.fail("converted again"))
-    engine = TorchEngine.load(config)
+    engine = TorchEngine.load(config, layout)
     ids = ids_of(engine, engine.template.render(MESSAGES, [], {}).text)
     tokens = answer(engine, ids, 24)
     (folder,) = (path for path in (cache / "models").iterdir() if path.is_dir())
@@ -130,7 +128,7 @@ def test_greedy_answers_are_those_of_the_library(
 @pytest.mark.model
 @pytest.mark.timeout(600)  # The first of them converts the weights, which takes a minute or two.
 def test_text_of_the_demo_tokenizer_comes_back_whole(demo_model: Path, cache: Path) -> None:
-    engine = TorchEngine.load(TorchEngineConfig(str(demo_model), cache, layout=EngineConfig(context_tokens=64)))
+    engine = TorchEngine.load(ModelConfig(str(demo_model), cache), EngineConfig(context_tokens=64))
     rng = np.random.default_rng(1)
     for _ in range(50):
         points = rng.integers(1, 0xD800, 20).tolist() + rng.integers(0x1F300, 0x1F700, 3).tolist()
@@ -296,12 +294,8 @@ def test_a_poisoned_device_is_lost(engine: TorchEngine, monkeypatch: pytest.Monk
 def test_a_template_refusal_is_an_invalid_request(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{{ raise_exception('no system messages here') }}")
     engine = TorchEngine.load(
-        TorchEngineConfig(
-            "random:tiny-llama",
-            cache,
-            chat_template_file=tmp_path / "t.jinja",
-            layout=EngineConfig(context_tokens=64),
-        )
+        ModelConfig("random:tiny-llama", cache, chat_template_file=tmp_path / "t.jinja"),
+        EngineConfig(context_tokens=64),
     )
     with pytest.raises(InvalidRequest, match="no system messages here"):
         engine.template.render(MESSAGES, [], {})
@@ -317,13 +311,13 @@ def test_a_template_refusal_is_an_invalid_request(cache: Path, tmp_path: Path) -
 )
 def test_what_cannot_be_loaded_is_a_model_error(model: str, layout: dict[str, Any], message: str, cache: Path) -> None:
     with pytest.raises(ModelError, match=message):
-        TorchEngine.load(TorchEngineConfig(model, cache, layout=EngineConfig(**layout)))
+        TorchEngine.load(ModelConfig(model, cache), EngineConfig(**layout))
 
 
 def test_a_context_that_does_not_fit_is_a_model_error_with_numbers(cache: Path) -> None:
-    config = TorchEngineConfig("random:tiny-qwen3", cache, layout=EngineConfig(context_tokens=4096))
+    config, layout = ModelConfig("random:tiny-qwen3", cache), EngineConfig(context_tokens=4096)
     with pytest.raises(ModelError, match=r"4096 tokens needs 14 MiB on cpu beside the weights"):
-        TorchEngine.load(config, free=lambda _: 257 << 20)
+        TorchEngine.load(config, layout, free=lambda _: 257 << 20)
 
 
 def test_closing_gives_the_memory_back(cache: Path) -> None:

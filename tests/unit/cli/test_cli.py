@@ -170,20 +170,6 @@ def test_a_budget_in_bytes_is_what_was_asked_for() -> None:
     assert memory.budget_bytes == 600
 
 
-def test_llama_cpp_reads_in_its_own_chunks_when_none_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("llama_cpp")
-    from parkd.cli.model import load_llama_cpp
-    from parkd.engine_adapter.llama_cpp import LlamaCppConfig
-    from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
-
-    seen: list[LlamaCppConfig] = []
-    monkeypatch.setattr(LlamaCppEngine, "load", lambda config, _progress: seen.append(config))
-    asked: list[dict[str, str]] = [{}, {"batch-size": "64"}]
-    for flags in asked:
-        load_llama_cpp(load(flags, {}), "model.gguf", lambda *_: None, is_demo=False)
-    assert [config.batch_tokens for config in seen] == [512, 64]
-
-
 def test_a_model_that_this_user_may_not_read_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,9 +6,8 @@ import parkd_engine.config
 import pytest
 from parkd_engine.config import EngineConfig, batch_for
 
-from parkd.config import MIB, SETTINGS, ProxyConfig, default_of, load
+from parkd.config import MIB, SETTINGS, ModelConfig, ProxyConfig, default_of, load
 from parkd.config.model_settings import MAX_DRAFT_TOKENS
-from parkd.engine_adapter.llama_cpp import LlamaCppConfig
 from parkd.engine_adapter.llama_server.client import Deadlines
 from parkd.errors import ConfigError
 
@@ -245,13 +244,9 @@ def test_a_component_built_in_code_has_the_defaults_of_the_settings() -> None:
     config = load({}, {})
     assert config.server == ProxyConfig()
     assert Deadlines().silence_s == default_of("upstream-timeout")
-    in_process = LlamaCppConfig(Path("m.gguf"), Path("cache"))
-    for component in (EngineConfig(), in_process):
-        assert component.ctx_checkpoints == config.model.ctx_checkpoints
-        assert component.context_tokens == config.model.context_tokens
-    assert EngineConfig().draft_tokens == config.model.draft_tokens
-    for name in ("gpu_layers", "split_mode", "tensor_split", "main_gpu", "flash_attn", "loras"):
-        assert getattr(in_process, name) == getattr(config.model.llama, name)
+    assert config.model == ModelConfig(None, config.home)
+    for name in ("ctx_checkpoints", "context_tokens", "draft_tokens"):
+        assert getattr(EngineConfig(), name) == getattr(config.model, name)
 
 
 def test_bounds_and_chunks_that_the_engine_knows_too_are_the_same() -> None:

@@ -16,10 +16,11 @@ import httpx
 import pytest
 import respx
 
+from parkd.config import UpstreamConfig
 from parkd.engine_adapter.llama_server.client import Deadlines, UpstreamClient
 from parkd.engine_adapter.llama_server.completion import SETTLE_S, settle
 from parkd.engine_adapter.llama_server.slots import Slot
-from parkd.engine_adapter.llama_server.start import LOAD_WAIT_S, LlamaServerConfig, connect
+from parkd.engine_adapter.llama_server.start import LOAD_WAIT_S, connect
 from parkd.engine_adapter.llama_server.stream import CompletionStream
 from parkd.errors import ModelError, UpstreamFailed, UpstreamTimeout
 from tests.unit.llama_server.upstream_kit import URL, Events, FakeLlama, ok, reading, refusal, routed, sse
@@ -133,7 +134,7 @@ def test_a_server_that_loads_its_model_is_waited_for_and_not_for_ever(tmp_path: 
     server.mount(router)
     loading = lambda _request: refusal(503, "Loading model", "unavailable_error")  # noqa: E731
     server.answers["/props"] = loading
-    config = LlamaServerConfig(URL, tmp_path, tmp_path / "cache")
+    config = UpstreamConfig(URL, tmp_path, tmp_path / "cache")
     with pytest.raises(ModelError, match="is loading its model"):
         connect(config, lambda _what, share: shown.append(share), sleep=clock.sleep, monotonic=clock)
     assert LOAD_WAIT_S < clock.now_s < LOAD_WAIT_S + 20
@@ -154,5 +155,5 @@ def test_a_server_that_does_not_load_is_not_waited_for(tmp_path: Path, router: r
     effect = {"side_effect": fault} if isinstance(fault, Exception) else {"return_value": fault}
     router.route().mock(**effect)
     with pytest.raises(ModelError):
-        connect(LlamaServerConfig(URL, tmp_path, tmp_path), sleep=clock.sleep, monotonic=clock)
+        connect(UpstreamConfig(URL, tmp_path, tmp_path), sleep=clock.sleep, monotonic=clock)
     assert clock.now_s == 0

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from parkd.config import UpstreamConfig
 from parkd.engine_adapter.llama_server.client import Deadlines, UpstreamClient
-from parkd.engine_adapter.llama_server.start import LlamaServerConfig, connect
+from parkd.engine_adapter.llama_server.start import connect
 from parkd.errors import ModelError, UpstreamDown, UpstreamFailed
 
 OPENSSL = shutil.which("openssl")
@@ -128,7 +129,7 @@ def test_a_certificate_of_nobody_known_is_refused_with_what_to_do(
         with client_of(url) as client, pytest.raises(UpstreamDown, match=r"\(self.signed certificate\).*SSL_CERT_FILE"):
             client.properties()
         with pytest.raises(ModelError, match="SSL_CERT_FILE"):
-            connect(LlamaServerConfig(url, slot_dir=tmp_path, cache_dir=tmp_path))
+            connect(UpstreamConfig(url, slot_dir=tmp_path, cache_dir=tmp_path))
 
 
 def test_a_certificate_of_another_host_is_refused(

@@ -22,7 +22,7 @@ import respx
 from parkd.engine_adapter.llama_server import client
 from parkd.engine_adapter.llama_server.client import Deadlines
 from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
-from parkd.engine_adapter.llama_server.start import LlamaServerConfig
+from parkd.engine_adapter.llama_server.start import UpstreamConfig
 from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect
 from tests.fakes.text import END_TOKEN_ID, FIRST_SPECIAL_ID, FakeTemplate, FakeTokenizer
 
@@ -143,7 +143,7 @@ class FakeLlama:
         self._tasks = 0
 
     def engine(self, **deadlines: float) -> LlamaServerEngine:
-        config = LlamaServerConfig(URL, self.slot_dir, self.slot_dir / "cache", deadlines=Deadlines(**deadlines))
+        config = UpstreamConfig(URL, self.slot_dir, self.slot_dir / "cache", deadlines=Deadlines(**deadlines))
         return LlamaServerEngine.load(config)
 
     def _answer(self, request: httpx.Request) -> httpx.Response:

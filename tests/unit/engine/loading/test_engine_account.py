@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.initialization import no_init_weights
 
-from parkd.engine_adapter.torch_engine.loading import TorchEngineConfig, load_parts
+from parkd.config import ModelConfig
+from parkd.engine_adapter.torch_engine.loading import load_parts
 
 GIB = 1 << 30
 CARDS = ("cuda:0", "cuda:1")
@@ -91,7 +92,7 @@ NAMES = (
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=",".join)
 def test_weights_and_state_are_those_of_the_loaded_stages(name: str, devices: tuple[str, ...], tmp_path: Path) -> None:
     layout = EngineConfig(devices, context_tokens=1024, draft_tokens=2 if name.endswith("-mtp") else 0)
-    parts = load_parts(TorchEngineConfig(f"random:{name}", tmp_path, layout=layout), None, lambda _: 8 * GIB)
+    parts = load_parts(ModelConfig(f"random:{name}", tmp_path), layout, None, lambda _: 8 * GIB)
     session, accounts = parts.session, parts.info.memory
     modules = [module for stage in session.stages for module in (stage.inner, stage.head, stage.mixer)]
     modules += [getattr(session.vision, "module", None), getattr(session.draft, "model", None)]
@@ -166,7 +167,7 @@ def test_the_workspace_is_what_reading_a_chunk_takes(
     monkeypatch.setattr(shapes, "PRESETS", {**shapes.PRESETS, name: changed})
     for context in (512, 3072):
         layout = EngineConfig(context_tokens=context, draft_tokens=2 if name.endswith("-mtp") else 0)
-        parts = load_parts(TorchEngineConfig(f"random:{name}", tmp_path, layout=layout), None, lambda _: 8 * GIB)
+        parts = load_parts(ModelConfig(f"random:{name}", tmp_path), layout, None, lambda _: 8 * GIB)
         parts.session.extend(np.zeros(context - 512, dtype=np.int64))
         with LiveBytes() as counted:
             parts.session.extend(np.ones(512, dtype=np.int64))
