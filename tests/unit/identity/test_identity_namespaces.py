@@ -6,12 +6,12 @@ import base64
 
 import pytest
 
-from parkd.engine_adapter.base import ImageFacts
 from parkd.identity import images
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.identity.splice import TRAILS_KEPT
 from parkd.namespaces import ByNamespace
+from parkd.state import ImageFacts
 from parkd.types import ImageData, TurnRequest
 from tests.fakes.images import IMAGE_TOKEN, FakeImages
 from tests.fakes.text import SPECIAL_TOKENS, FakeTemplate, FakeTokenizer
