@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from parkd_engine.families.layer_state import LAYER_KINDS, layer_kinds
+from parkd_engine.families.layer_state import LAYER_KINDS, experts_of, kv_shape, layer_kinds
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import family_of
 from parkd_engine.loading.layer_weights import weightless_model
@@ -29,8 +29,8 @@ def reading_work(config: Any) -> ReadingWork:
     """The work for a model with this configuration. Builds the model on the meta device to count its parameters."""
     text = language_config(config)
     model, _ = weightless_model(text)
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-    share = getattr(text, "num_experts_per_tok", experts) / experts if experts else 1.0
+    experts, chosen = experts_of(text)
+    share = chosen / experts if experts else 1.0
     met = 0.0
     for layer in model.base_model.layers:
         looked_up = {id(p) for part in layer.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
@@ -39,10 +39,10 @@ def reading_work(config: Any) -> ReadingWork:
                 # Some architectures have one module per expert, others one tensor with an axis of experts.
                 is_routed = ".experts." in name or (parameter.ndim == 3 and parameter.shape[0] == experts)
                 met += parameter.numel() * (share if is_routed else 1.0)
-    seeing = sum(LAYER_KINDS[kind].sees_all for kind in layer_kinds(text))
+    seeing = [layer for layer, kind in enumerate(layer_kinds(text)) if LAYER_KINDS[kind].sees_all]
     heads = int(text.num_attention_heads)
     if family_of(text).has_latents:
-        widths = int(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
+        widths = len(seeing) * int(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
     else:
-        widths = 2 * int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    return ReadingWork(2 * met, 2.0 * heads * widths * seeing)
+        widths = sum(2 * kv_shape(text, layer)[1] for layer in seeing)
+    return ReadingWork(2 * met, 2.0 * heads * widths)

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from parkd_engine.arenas.kv_format import is_quantised
-from parkd_engine.families.layer_state import INDEXED, LAYER_KINDS, draft_layers, layer_kinds, streams_of
+from parkd_engine.families.layer_state import (
+    INDEXED,
+    LAYER_KINDS,
+    draft_layers,
+    experts_of,
+    kv_shape,
+    layer_kinds,
+    streams_of,
+)
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import family_of, vision_of
 from parkd_engine.forward.attention import GATHERED, QUERY_BLOCK, WINDOW_QUERIES
@@ -64,21 +72,18 @@ def _feed_forward(text: Any) -> int:
     """Elements for each token: gates, their activations and the other half; with experts once for each that a token is
     routed to, and its hidden state on the way in and out."""
     width = int(getattr(text, "intermediate_size", 0) or 0)
-    experts = int(getattr(text, "num_experts_per_tok", 0) or 0)
-    if not experts or not _routed(text):
+    _, experts = experts_of(text)
+    if not experts:
         return 3 * width
     expert_width = int(getattr(text, "moe_intermediate_size", None) or width)
     shared = int(getattr(text, "shared_expert_intermediate_size", 0) or getattr(text, "shared_intermediate_size", 0))
     return max(experts * 4 * (int(text.hidden_size) + expert_width), 3 * max(width, shared))
 
 
-def _routed(text: Any) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((int(count) for name in names if (count := getattr(text, name, None))), 0)
-
-
 def _mixer_bytes(text: Any, kind: str, itemsize: int, *, on_card: bool) -> int:
     """Bytes for each token of a chunk in a layer of this kind, besides the residual."""
+    if kind == "dummy":
+        return 0
     if kind == "conv":
         return 4 * int(text.hidden_size) * itemsize
     if kind == "linear_attention" and hasattr(text, "linear_num_value_heads"):
@@ -93,8 +98,13 @@ def _attention(text: Any, itemsize: int) -> int:
     heads = int(text.num_attention_heads)
     if family_of(text).has_latents:
         return 5 * heads * int(text.qk_nope_head_dim + text.qk_rope_head_dim) * itemsize
-    dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    return (5 * heads + 4 * int(text.num_key_value_heads)) * dim * itemsize
+    return max(5 * heads * dim + 4 * width for dim, width in _widths(text)) * itemsize
+
+
+def _widths(text: Any) -> set[tuple[int, int]]:
+    """Head size, and elements of a token's keys, of every layer."""
+    shapes = {kv_shape(text, layer) for layer in range(int(text.num_hidden_layers))}
+    return {(dim, heads * dim) for heads, dim in shapes}
 
 
 def _delta_net(text: Any, itemsize: int, *, on_card: bool) -> int:
@@ -110,8 +120,11 @@ def _delta_net(text: Any, itemsize: int, *, on_card: bool) -> int:
 
 
 def _mamba(text: Any) -> int:
-    heads, chunk = int(text.mamba_n_heads), int(text.mamba_chunk_size)
-    return heads * (3 * chunk + 4 * int(text.mamba_d_state) + 11 * int(text.mamba_d_head)) * FLOAT
+    names = ("mamba_n_heads", "mamba_chunk_size", "mamba_d_state", "mamba_d_head")
+    if not hasattr(text, names[0]):  # Nemotron-H.
+        names = ("mamba_num_heads", "chunk_size", "ssm_state_size", "mamba_head_dim")
+    heads, chunk, state, dim = (int(getattr(text, name)) for name in names)
+    return heads * (3 * chunk + 4 * state + 11 * dim) * FLOAT
 
 
 def _bias_bytes(config: Any, tokens: int, itemsize: int, *, on_card: bool) -> int:
@@ -120,7 +133,7 @@ def _bias_bytes(config: Any, tokens: int, itemsize: int, *, on_card: bool) -> in
     queries = min(tokens, WINDOW_QUERIES if on_card else QUERY_BLOCK)
     seen = int(text.sliding_window) + queries
     heads = int(text.num_attention_heads)
-    dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    dim = max(dim for dim, _ in _widths(text))
     return queries * seen * (2 * itemsize + 1) + (2 * seen * heads * dim * itemsize if on_card else 0)
 
 
@@ -135,8 +148,7 @@ def _context_bytes(config: Any, dtype: torch.dtype, kv_dtype: torch.dtype, *, on
         return scratch + heads * (2 * key + value + int(text.qk_rope_head_dim)) * itemsize
     if kv_dtype == dtype:
         return scratch
-    dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    width = dim * int(text.num_key_value_heads)
+    dim, width = max(dim for dim, _ in _widths(text)), max(width for _, width in _widths(text))
     if not is_quantised(kv_dtype):
         return scratch + 2 * width * itemsize
     if not on_card:  # One head at a time.

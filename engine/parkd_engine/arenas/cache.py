@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DummyLayer
 
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache_layers import ArenaLinearLayer, ArenaSlidingLayer, WindowTimeline
@@ -39,7 +39,7 @@ class StageCache(Cache):  # type: ignore[misc]
         for layer in range(arena.layout.first_layer, arena.layout.end_layer):
             layers[layer] = _layer(arena, layer, fields, windows)
         super().__init__(layers=layers)
-        self._mine = [layer for layer in layers if not isinstance(layer, OtherStagesLayer)]
+        self._mine = [layer for layer in layers if not isinstance(layer, DummyLayer)]
         self._sliding = [layer for layer in self._mine if isinstance(layer, ArenaSlidingLayer)]
         self._windows = tuple(windows.values())
         self._positions: IndexPositions | None = None
@@ -172,6 +172,8 @@ def _layer(
         timeline = windows.setdefault(window, WindowTimeline(window, capacity, arena.window_room.slack_tokens))
         return ArenaSlidingLayer(arena.windows[layer], packed, timeline)
     mine = {name: view for (index, name), view in fields.items() if index == layer}
+    if not mine:
+        return DummyLayer()
     attends = "key" in mine or LATENT_FIELDS[0] in mine
     states = {name: view.unsqueeze(0) for name, view in mine.items() if name.startswith(("conv_", "recurrent_"))}
     if attends and states:

@@ -106,8 +106,11 @@ class PlacedStates:
         scale_rows[:, part].index_copy_(0, place.position, scales)
         return cls(place, rows, place.position, scale_rows=scale_rows)
 
-    def attend(self, query: torch.Tensor, values: PlacedStates, scaling: float | None) -> torch.Tensor:
-        """Attention of `query` `[1, q_heads, tokens, dim]` over these keys; `[1, q_heads, tokens, dim]`."""
+    def attend(
+        self, query: torch.Tensor, values: PlacedStates, scaling: float | None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of `query` `[1, q_heads, tokens, dim]` over these keys; `[1, q_heads, tokens, dim]`. `sinks` are
+        `[q_heads]`."""
         _, heads, tokens, dim = query.shape
         queries = query[0].transpose(0, 1).reshape(tokens, heads * dim)
         out = torch.empty_like(queries)
@@ -122,5 +125,6 @@ class PlacedStates:
                 dim**-0.5 if scaling is None else scaling,
                 self.scale_rows,
                 window=self.window,
+                sinks=sinks,
             )
         return out.view(tokens, heads, dim).transpose(0, 1)[None]

@@ -7,21 +7,25 @@ from types import MappingProxyType
 from typing import Any
 
 from parkd.errors import UnsupportedModel
-from parkd_engine.families.layer_state import INDEXED, LAYER_KINDS, layer_kinds
+from parkd_engine.families.layer_state import INDEXED, LAYER_KINDS, kv_shape, layer_kinds
 from parkd_engine.families.multimodal import language_config
-from parkd_engine.families.records import ARCHITECTURES, family_of
+from parkd_engine.families.records import ARCHITECTURES, FAMILY_BY_TYPE, Family, family_of, vision_of
 
 SLIDING = "sliding_attention"
 
+CAPPED_LOGITS = "final_logit_softcapping"
+TWO_WAYS = "use_bidirectional_attention"
+"""Its value `vision` means within images only, so it changes nothing where no images are read."""
 UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
     {
         "attn_logit_softcapping": "a soft cap on attention scores",
-        "final_logit_softcapping": "a soft cap on logits",
+        CAPPED_LOGITS: "a soft cap on logits",
         "attention_chunk_size": "chunked attention",
         "attention_sinks": "attention sinks",
-        "kv_sharing_modes": "layers that share keys and values",
+        "num_kv_shared_layers": "layers that share keys and values",
+        "hidden_size_per_layer_input": "embeddings of its own for each layer",
         "quantization_config": "quantised weights",
-        "use_bidirectional_attention": "bidirectional attention",
+        TWO_WAYS: "bidirectional attention",
     }
 )
 """Configuration entry -> the feature that it enables. A model that sets one is refused, since its state or logits would
@@ -41,7 +45,13 @@ def check_config(config: Any) -> str:
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"the architecture {architecture} is not supported; these are: {known}")
-    config = language_config(config)
+    sees, config = vision_of(config) is not None, language_config(config)
+    if config.model_type not in FAMILY_BY_TYPE:
+        raise UnsupportedModel(f"{architecture} has text of the kind {config.model_type}, which is not supported")
+    family = family_of(config)
+    for name, meaning in UNHONOURED_SETTINGS.items():
+        if (value := getattr(config, name, None)) and not _is_honoured(name, value, family, sees=sees):
+            raise UnsupportedModel(f"{architecture} sets {name} ({meaning}), which is not supported")
     kinds = layer_kinds(config)
     unknown = sorted(set(kinds) - set(LAYER_KINDS))
     if unknown:
@@ -53,12 +63,11 @@ def check_config(config: Any) -> str:
         raise UnsupportedModel(f"{architecture} names {len(kinds)} layer kinds for {config.num_hidden_layers} layers")
     # Some configurations contain a window that is not used; it counts only if it is enabled.
     window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if window and SLIDING not in kinds:
+    if window and (SLIDING not in kinds or not (getattr(config, "layer_types", None) or family.is_windowed)):
         raise UnsupportedModel(
             f"{architecture} uses a sliding window of {config.sliding_window} tokens without naming its layers, "
             f"which is not supported"
         )
-    family = family_of(config)
     linear = {kind for kind in kinds if LAYER_KINDS[kind].is_recurrent}
     if linear and family.linear_states is None:
         raise UnsupportedModel(
@@ -66,7 +75,7 @@ def check_config(config: Any) -> str:
         )
     # Latent attention caches neither keys nor values, so their sizes do not matter.
     width = None if family.has_latents else getattr(config, "v_head_dim", None)
-    key_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    key_width = kv_shape(config)[1]
     if width and width != key_width:
         raise UnsupportedModel(
             f"{architecture} sets v_head_dim ({width}) unlike the keys' head size ({key_width}), which is not supported"
@@ -80,10 +89,13 @@ def check_config(config: Any) -> str:
             f"{architecture} sets rope_type {STRETCHED_ROTARY} (frequencies that change with the length read), "
             f"which is not supported; yarn, linear and longrope are"
         )
-    for name, meaning in UNHONOURED_SETTINGS.items():
-        if getattr(config, name, None):
-            raise UnsupportedModel(f"{architecture} sets {name} ({meaning}), which is not supported")
     return architecture
+
+
+def _is_honoured(name: str, value: Any, family: Family, *, sees: bool) -> bool:
+    if name == CAPPED_LOGITS:
+        return family.caps_logits
+    return name == TWO_WAYS and value == "vision" and not sees
 
 
 def _rotary_kinds(config: Any) -> set[str]:

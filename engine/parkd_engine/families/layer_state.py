@@ -5,6 +5,7 @@
     hybrid        row: key | value             and convolution and recurrent states in the fixed state
     sliding       no row fields                the last `window - 1` keys and values are fixed state
     linear        no row fields                convolution and recurrent states are fixed state
+    dummy         nothing                      a feed-forward that counts as a layer of its own
 
 Kind and family of a layer determine its fields. To support another kind, add an entry to `LAYER_KINDS`.
 """
@@ -29,6 +30,10 @@ STREAMS = "hc_count"
 """Configuration entry: number of parallel residual streams, in families that have several."""
 INDEXED = "indexed_attention"
 """The library's name for layers of sparse attention, which have an index."""
+
+
+STATELESS = ("moe", "mlp")
+"""The library's names for feed-forwards that count as layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class LayerKind:
     """Whether its forward pass of one token reads nothing back from the device, so that it can be recorded."""
 
 
-def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
+def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:
     """Full attention: keys and values of every KV head, and their scales if they are quantised.
 
     Latent attention stores, for one head shared by all, what keys and values are computed from: the latent, and the
@@ -81,7 +86,7 @@ def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:  
     if family_of(config).has_latents:
         names, heads, dims = LATENT_FIELDS, 1, (int(config.kv_lora_rank), int(config.qk_rope_head_dim))
     else:
-        heads, dim = _kv_shape(config)
+        heads, dim = kv_shape(config, layer)
         names, dims = ("key", "value"), (dim, dim)
     fields = tuple(FieldSpec(name, types.kv, (heads, dim)) for name, dim in zip(names, dims, strict=True))
     if is_quantised(types.kv):
@@ -89,12 +94,12 @@ def attention_state(config: Any, layer: int, types: StateTypes) -> LayerState:  
     return LayerState(row=fields)
 
 
-def sliding_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
+def sliding_state(config: Any, layer: int, types: StateTypes) -> LayerState:
     """Attention over the last `sliding_window` tokens, the token itself included. The state is the tokens before it.
 
     Windows are never quantised, since they are small and do not grow; they then keep the compute dtype.
     """
-    shape = (config.sliding_window - 1, *_kv_shape(config))
+    shape = (window_of(config, layer) - 1, *kv_shape(config, layer))
     dtype = types.compute if is_quantised(types.kv) else types.kv
     return LayerState(fixed=tuple(FieldSpec(name, dtype, shape) for name in WINDOW_FIELDS))
 
@@ -120,6 +125,11 @@ def hybrid_state(config: Any, layer: int, types: StateTypes) -> LayerState:
     return LayerState(row=rows, fixed=fixed)
 
 
+def no_state(config: Any, layer: int, types: StateTypes) -> LayerState:  # noqa: ARG001
+    """A layer that keeps nothing, such as a feed-forward that the model counts as a layer."""
+    return LayerState()
+
+
 def draft_state(config: Any, layer: int, types: StateTypes) -> LayerState:
     """A draft head: the state of a layer of its kind, and the model's hidden state after the token (all residual
     streams), from which the head computes its next row.
@@ -142,22 +152,53 @@ LAYER_KINDS: Mapping[str, LayerKind] = MappingProxyType(
         "linear_attention": LayerKind(linear_state, is_recurrent=True, is_recorded=True),
         "conv": LayerKind(linear_state, is_recurrent=True, is_recorded=True),
         "hybrid": LayerKind(hybrid_state, is_recurrent=True, sees_all=True),
+        "dummy": LayerKind(no_state, is_recorded=True),
     }
 )
 """Layer kind, as named in the library's `layer_types` -> what is known of such layers."""
 
 
-def _kv_shape(config: Any) -> tuple[int, int]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return (config.num_key_value_heads, head_dim)
+def kv_shape(config: Any, layer: int = 0) -> tuple[int, int]:
+    """Number of heads of a layer's keys and values, and their size. Layers of one model may differ in both."""
+    mine = _of_layer(config, layer)
+    head_dim = getattr(mine, "head_dim", None) or mine.hidden_size // mine.num_attention_heads
+    return (mine.num_key_value_heads or mine.num_attention_heads, head_dim)
+
+
+def window_of(config: Any, layer: int) -> int:
+    """The tokens that a layer with a sliding window attends to, the token itself included."""
+    return int(_of_layer(config, layer).sliding_window)
+
+
+def _of_layer(config: Any, layer: int) -> Any:
+    """The configuration as it is for one layer; for a draft head's, the model's own."""
+    if not getattr(config, "is_heterogeneous", False) or layer >= int(config.num_hidden_layers):
+        return config
+    return config.per_layer_config[layer]
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
-    """The kind of every layer, `[num_hidden_layers]`; full attention if the configuration names no kinds."""
+    """The kind of every layer, `[num_hidden_layers]`, as the library builds its own cache. If the configuration names
+    no kinds, layers have the window that it sets, or else full attention. A layer that attends to the keys and values
+    of another has no state of its own."""
+    count = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return ("full_attention",) * int(config.num_hidden_layers)
-    return tuple(kinds)
+        windows = (getattr(_of_layer(config, layer), "sliding_window", None) for layer in range(count))
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
+    stateless = (mode == "reuse" or kind in STATELESS for kind, mode in zip(kinds, modes, strict=True))
+    return tuple("dummy" if nothing else kind for kind, nothing in zip(kinds, stateless, strict=True))
+
+
+def experts_of(config: Any) -> tuple[int, int]:
+    """Number of experts that a layer routes tokens to, and how many it chooses for each; 0, 0 without experts."""
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    chosen = ("num_experts_per_tok", "top_k_experts")
+    first, other = (
+        next((int(n) for name in names if (n := getattr(config, name, None))), 0) for names in (counts, chosen)
+    )
+    return (first, other) if first and other else (0, 0)
 
 
 def streams_of(config: Any) -> int:

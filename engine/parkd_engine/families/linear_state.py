@@ -56,3 +56,12 @@ def mamba2(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG0
 def short_convolution(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
     """LFM2: a convolution only."""
     return (("conv_0", dtype, (config.hidden_size, config.conv_L_cache)),)
+
+
+def mamba2_by_heads(config: Any, layer: int, dtype: torch.dtype) -> States:  # noqa: ARG001
+    """Nemotron-H: as `mamba2`, under other names."""
+    channels = config.mamba_num_heads * config.mamba_head_dim + 2 * config.n_groups * config.ssm_state_size
+    return (
+        ("conv_0", dtype, (channels, config.conv_kernel)),
+        ("recurrent_0", torch.float32, (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)),
+    )

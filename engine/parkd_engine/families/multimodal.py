@@ -9,18 +9,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
 from parkd_engine.families.records import vision_of
+
+
+def is_whole(config: Any) -> bool:
+    """Whether the configuration is that of a model with a text part, rather than of a text model."""
+    return getattr(config, "text_config", None) is not None
 
 
 def language_config(config: Any) -> Any:
     """The text part of a configuration; for a text model, the whole configuration."""
-    return config.get_text_config() if vision_of(config) is not None else config
+    return config.get_text_config() if is_whole(config) else config
+
+
+def model_class(config: Any) -> Any:
+    """The library's class that makes the model with this configuration, whole."""
+    return AutoModelForImageTextToText if is_whole(config) else AutoModelForCausalLM
 
 
 def language_model(model: Any) -> Any:
     """The decoder of a causal language model: embedding, layers and final norm."""
     inner = model.base_model
-    return inner.language_model if vision_of(model.config) is not None else inner
+    return inner.language_model if is_whole(model.config) else inner
 
 
 def longest_span(config: Any) -> int:

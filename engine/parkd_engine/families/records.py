@@ -18,6 +18,7 @@ from parkd_engine.families.linear_state import (
     delta_net_and_ngrams,
     gated_delta_net,
     mamba2,
+    mamba2_by_heads,
     short_convolution,
 )
 
@@ -75,9 +76,17 @@ class Family:
     draft_head: Mapping[str, Any] | None = None
     """If its draft heads can be used: the settings that they have besides, or other than, those of `head_settings`."""
     vision: VisionFamily | None = None
+    text_of: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Whole models whose text is read and whose images are not: `model_type` of the configuration -> class name."""
+
+    is_windowed: bool = False
+    """Whether all layers have the window of `sliding_window`, if it is set, though the configuration names no kinds of
+    layers."""
 
     final_norm: str = "norm"
     """The model's attribute that holds the norm after the last layer."""
+    caps_logits: bool = False
+    """Whether the library's code applies `final_logit_softcapping`, if it is set."""
     layers_give_tuples: bool = False
     """Whether layers return a tuple, of which the model uses the first element."""
 
@@ -102,10 +111,28 @@ FAMILIES: tuple[Family, ...] = (
     Family(model_type="llama", architecture="LlamaForCausalLM", gguf_name="llama", is_dense=True),
     Family(model_type="qwen2", architecture="Qwen2ForCausalLM", gguf_name="qwen2", is_dense=True),
     Family(model_type="qwen3", architecture="Qwen3ForCausalLM", gguf_name="qwen3", is_dense=True),
+    Family(model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", is_windowed=True),
+    Family(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        is_windowed=True,
+        text_of={"mistral3": "Mistral3ForConditionalGeneration"},
+    ),
+    Family(model_type="ministral3", architecture="Ministral3ForCausalLM", is_windowed=True),
+    Family(model_type="gpt_oss", architecture="GptOssForCausalLM"),
+    Family(model_type="glm4_moe", architecture="Glm4MoeForCausalLM"),
+    Family(model_type="minimax_m2", architecture="MiniMaxM2ForCausalLM"),
+    Family(
+        model_type="gemma4_text",
+        architecture="Gemma4ForCausalLM",
+        caps_logits=True,
+        text_of={"gemma4": "Gemma4ForConditionalGeneration"},
+    ),
     Family(
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
         gguf_name="gemma3",
+        caps_logits=True,
         fused_parts={"Gemma3RMSNorm": FusedPart.NORM, "Gemma3DecoderLayer": FusedPart.GEMMA_LAYER},
         vision=VisionFamily(
             model_type="gemma3",
@@ -148,6 +175,23 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(
+        model_type="qwen3_5_moe_text",
+        architecture="Qwen3_5MoeForCausalLM",
+        linear_states=gated_delta_net,
+        recurrent_module="linear_attn",
+        draft_head={},
+        fused_parts={"Qwen3_5MoeRMSNorm": FusedPart.NORM, "Qwen3_5MoeGatedDeltaNet": FusedPart.DELTA_NET},
+        vision=VisionFamily(
+            model_type="qwen3_5_moe",
+            architecture="Qwen3_5MoeForConditionalGeneration",
+            processor="Qwen2VLImageProcessorPil",
+            tokens=_QWEN_IMAGES,
+            begins_only=False,
+            sees_itself=False,
+            by_grid=True,
+        ),
+    ),
+    Family(
         model_type="qwen4_exp_text",
         architecture="Qwen4ExpForCausalLM",
         linear_states=delta_net_and_ngrams,
@@ -168,6 +212,12 @@ FAMILIES: tuple[Family, ...] = (
         architecture="Lfm2ForCausalLM",
         linear_states=short_convolution,
         final_norm="embedding_norm",
+    ),
+    Family(
+        model_type="nemotron_h",
+        architecture="NemotronHForCausalLM",
+        linear_states=mamba2_by_heads,
+        final_norm="norm_f",
     ),
     Family(model_type="granitemoehybrid", architecture="GraniteMoeHybridForCausalLM", linear_states=mamba2),
     Family(
@@ -195,6 +245,7 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = MappingProxyType(
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {family.architecture: family.model_type for family in FAMILIES}
     | {vision.architecture: vision.model_type for vision in VISION_FAMILIES.values()}
+    | {whole: model_type for family in FAMILIES for model_type, whole in family.text_of.items()}
 )
 """Class name, as in checkpoints -> `model_type` of its configuration."""
 FUSED_PARTS: Mapping[str, FusedPart] = MappingProxyType(
@@ -206,8 +257,10 @@ RECORDED_CHUNKS = frozenset(family.recorded_chunks for family in FAMILIES if fam
 FAMILY_BY_TYPE: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for family in FAMILIES}
     | {family.vision.model_type: family for family in FAMILIES if family.vision is not None}
+    | {model_type: family for family in FAMILIES for model_type in family.text_of}
 )
-"""`model_type` of the text model or of the whole model -> the family."""
+"""`model_type` of the text model or of the whole model -> the family. A whole model may have text of any of several
+families, which is that of its text part's configuration."""
 
 
 def family_of(config: Any) -> Family:

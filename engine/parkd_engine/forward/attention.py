@@ -12,6 +12,8 @@ queries are always the last `q` positions of the keys.
     CUDA    the lower-right causal bias, which keeps the flash kernel. Never cuDNN's kernel: it builds a new plan for
             every length (2.3 ms for each layer and token; the kernel itself takes 0.07 ms), and over gathered keys its
             results were not reproducible
+    sinks   a score for each head that takes part in the softmax and has no value: attention without it, scaled by what
+            share of the weights the keys have. The kernels say how large their sum is (logsumexp)
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ QUERY_BLOCK = 256
 """Queries in each block that needs an explicit bias."""
 WINDOW_QUERIES = 1024
 """The same for a sliding window on a GPU."""
+
+BIAS_ALIGNMENT = 16
+"""Elements: rows of a bias start at a multiple of it, as the kernel on GPUs requires."""
 
 CUDA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
@@ -83,13 +88,15 @@ def arena_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     image_spans: Spans = (),
+    s_aux: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of `[1, heads, q, dim]` queries over `[1, kv_heads, kv, dim]` keys and values (tensors, or
     `QuantisedStates`).
 
     With `sliding_window`, a query sees at most that many keys, including its own; with a `KeySelection`, the selected
-    ones. A query in one of `image_spans`, ranges of the queries, also sees all keys of its range.
+    ones. A query in one of `image_spans`, ranges of the queries, also sees all keys of its range. `s_aux`, `[heads]`,
+    are the heads' sinks.
     Returns `[1, q, heads, dim]` and None, as transformers models expect. Raises UnsupportedModel for an unsupported
     argument that would change the result.
     """
@@ -103,10 +110,12 @@ def arena_attention(
         raise UnsupportedModel(f"{type(module).__name__} calls attention with dropout or without causality")
     if isinstance(key, PlacedStates):
         assert isinstance(value, PlacedStates), "keys and values are kept in one format"
-        return key.attend(query, value, scaling).transpose(1, 2), None
+        return key.attend(query, value, scaling, s_aux).transpose(1, 2), None
     assert not isinstance(value, PlacedStates), "keys and values are kept in one format"
+    if s_aux is not None and selection is not None:
+        raise UnsupportedModel(f"{type(module).__name__} calls attention with sinks and an index: not supported")
     with sdpa_kernel(list(CUDA_KERNELS)) if query.device.type == "cuda" else nullcontext():
-        output = _output(query, key, value, scaling, sliding_window, selection, image_spans)
+        output = _output(query, key, value, scaling, sliding_window, selection, image_spans, s_aux)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -118,6 +127,7 @@ def _output(
     sliding_window: int | None,
     selection: KeySelection | None,
     image_spans: Spans,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Returns `[1, heads, q, dim]`."""
     # A window at least as long as the keys hides nothing.
@@ -127,9 +137,9 @@ def _output(
         return _gathered(query, key, value, scaling, hidden)
     if isinstance(key, QuantisedStates):
         assert isinstance(value, QuantisedStates), "keys and values are kept in one format"
-        return _attend_quantised(query, key, value, scaling, hidden, image_spans)
+        return _attend_quantised(query, key, value, scaling, hidden, image_spans, sinks)
     assert isinstance(value, torch.Tensor), "keys and values are kept in one format"
-    return _attend(query, key, value, scaling, hidden, image_spans)
+    return _attend(query, key, value, scaling, hidden, image_spans, sinks)
 
 
 def _attend_quantised(
@@ -139,15 +149,17 @@ def _attend_quantised(
     scaling: float | None,
     hidden: Hidden,
     spans: Spans,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attends one KV head at a time on CPU, so that only one head's dequantised keys and values exist at once."""
     if query.device.type == "cuda":
-        return _attend(query, key.numbers(query.dtype), value.numbers(query.dtype), scaling, hidden, spans)
+        return _attend(query, key.numbers(query.dtype), value.numbers(query.dtype), scaling, hidden, spans, sinks)
     heads = key.shape[1]
     queries = query.chunk(heads, dim=1)
+    its_sinks: Sequence[torch.Tensor | None] = [None] * heads if sinks is None else sinks.chunk(heads)
     outputs = [
-        _attend(queries[head], key.head(head, query.dtype), value.head(head, query.dtype), scaling, hidden, spans)
-        for head in range(heads)
+        _attend(each, key.head(head, query.dtype), value.head(head, query.dtype), scaling, hidden, spans, sunk)
+        for head, (each, sunk) in enumerate(zip(queries, its_sinks, strict=True))
     ]
     return torch.cat(outputs, dim=1)
 
@@ -159,14 +171,61 @@ def _attend(
     scaling: float | None,
     hidden: Hidden,
     spans: Spans,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
+    if sinks is not None and hidden is None and not spans and _takes_flash(query):
+        return _beside_sinks(*_flash(query, key, value, scaling), sinks)
+    if sinks is not None:
+        return _blocked(query, key, value, scaling, grouped, hidden, spans, sinks)
     if query.device.type == "cuda" and hidden is None and not spans:
         bias = causal_lower_right(query.shape[2], key.shape[2]) if query.shape[2] > 1 else None
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
     if query.shape[2] == 1 and hidden is None:
         return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
     return _blocked(query, key, value, scaling, grouped, hidden, spans)
+
+
+def _takes_flash(query: torch.Tensor) -> bool:
+    return query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention on a GPU, the queries being the last of the keys, and the logsumexp of the scores, float32
+    `[1, heads, q]`."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, is_causal=query.shape[2] > 1, scale=scaling
+    )
+    return found[0], found[1]
+
+
+def _with_bias(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention under a `bias` `[q, kv]`, and the logsumexp of the scores, float32 `[1, heads, q]`."""
+    if query.device.type != "cuda":
+        output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=bias, scale=scaling
+        )
+        return output, sums
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:  # The kernel that takes a bias does not support grouped queries.
+        key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
+    room = -bias.shape[1] % BIAS_ALIGNMENT
+    bias = torch.nn.functional.pad(bias, (0, room))[:, : bias.shape[1]]
+    output, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias.expand(1, query.shape[1], -1, -1), compute_log_sumexp=True, scale=scaling
+    )
+    return output, sums[..., : query.shape[2]]
+
+
+def _beside_sinks(output: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """`output` is `[1, heads, q, dim]` of attention without sinks, `sums` the logsumexp of its scores. The part of the
+    weights that is the keys' is exp(sum) / (exp(sum) + exp(sink))."""
+    share = torch.sigmoid(sums.float() - sinks.float()[None, :, None])
+    return (output * share.unsqueeze(-1)).to(output.dtype)
 
 
 def _piece(query: torch.Tensor, key: KeptStates, hidden: Hidden) -> tuple[int, int]:
@@ -184,6 +243,7 @@ def _blocked(
     grouped: bool,
     hidden: Hidden,
     spans: Spans,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends in blocks of `QUERY_BLOCK` or `WINDOW_QUERIES` queries; returns `[1, heads, q, dim]`."""
     past = key.shape[2] - query.shape[2]
@@ -207,6 +267,9 @@ def _blocked(
         elif hidden is not None:
             bias.masked_fill_(~hidden.mask(start, end), -torch.inf)
         keys, values = (states[:, :, first:stop] for states in (key, value))
+        if sinks is not None:
+            outputs.append(_beside_sinks(*_with_bias(block, keys, values, bias, scaling), sinks))
+            continue
         if repeats > 1:
             keys, values = (states.repeat_interleave(repeats, dim=1) for states in (keys, values))
         outputs.append(

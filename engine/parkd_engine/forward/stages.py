@@ -31,17 +31,22 @@ from parkd_engine.vision.chunks import ChunkImages
 MIXER = "hyper_connection_mixer"
 """Name of the module that mixes several residual streams into one hidden state; it takes the place of the norm after
 the last layer."""
+EXPERTS = "grouped_mm"
+"""The library's code for experts. It sums in a fixed order, so that the same shapes give the same bits, and reads
+nothing back from the device, so that it can be recorded."""
 EMBEDDING_SCALE = "embedding_multiplier"
 
 
 class PassThrough(nn.Module):
     """Takes the place of a layer that belongs to another stage."""
 
-    def __init__(self, *, gives_tuple: bool = False) -> None:
+    def __init__(self, layer: nn.Module, *, gives_tuple: bool = False) -> None:
+        """`layer` is the one replaced. Some models read its kind off it, so its plain attributes are kept."""
         super().__init__()
+        self.__dict__.update({name: value for name, value in vars(layer).items() if isinstance(value, str)})
         self._gives_tuple = gives_tuple
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor | tuple[torch.Tensor]:
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor | tuple[torch.Tensor]:
         return (hidden_states,) if self._gives_tuple else hidden_states
 
 
@@ -60,6 +65,7 @@ class Stage:
         streams: int = 1,
         logit_factor: float = 1.0,
         mixer: nn.Module | None = None,
+        logit_cap: float | None = None,
     ) -> None:
         self.index = index
         self.first_layer = first_layer
@@ -74,6 +80,8 @@ class Stage:
         """Logits are divided by this."""
         self.logit_factor = logit_factor
         """Logits are multiplied by this."""
+        self.logit_cap = logit_cap
+        """Logits are squeezed between its negative and itself, last of all; None: they are not."""
         self.streams = streams
         """Number of residual streams; stages pass them on concatenated."""
         self.needs_ids = bool(getattr(getattr(inner, "config", None), "ple_layer_ids", None))
@@ -143,7 +151,8 @@ class Stage:
         ids = ids.clone()
         for start, values in rows:
             ids[0, start : start + len(values)] = 0  # the image token's id may be outside the embedding
-        embedded: torch.Tensor = self.inner.embed_tokens(ids)  # type: ignore[operator]
+        inner: Any = self.inner
+        embedded: torch.Tensor = inner.get_input_embeddings()(ids)
         for start, values in rows:
             embedded[0, start : start + len(values)] = values.to(embedded.dtype)
         return embedded
@@ -164,6 +173,8 @@ class Stage:
             logits = logits / self.logit_scale
         if self.logit_factor != 1.0:
             logits = logits * self.logit_factor
+        if self.logit_cap is not None:
+            logits = torch.tanh(logits / self.logit_cap) * self.logit_cap
         return logits[0].float()
 
 
@@ -178,6 +189,8 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
     decoder = language_model(model)
     language_config(model.config)._attn_implementation = ATTENTION_NAME
     decoder.config._attn_implementation = ATTENTION_NAME
+    if decoder._can_set_experts_implementation():
+        decoder.config._experts_implementation = EXPERTS
     replace_indexers(decoder)
     if any(torch.device(name).type == "cpu" for name in devices):
         choose_by_device(decoder.layers)
@@ -190,10 +203,10 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
         head = _moved(model.get_output_embeddings(), device, moved) if is_last else None
         scale = float(getattr(model.config, "logits_scaling", None) or 1.0)
         factor = float(getattr(model.config, "lm_head_multiplier", None) or 1.0)
-        streams = streams_of(decoder.config)
+        streams, cap = streams_of(decoder.config), getattr(decoder.config, "final_logit_softcapping", None)
         mixer = _moved(decoder._modules[MIXER], device, moved) if is_last and streams > 1 else None
         moved_inner = _moved(inner, device, moved)
-        stages.append(Stage(index, first, end, device, moved_inner, head, scale, streams, factor, mixer))
+        stages.append(Stage(index, first, end, device, moved_inner, head, scale, streams, factor, mixer, cap))
     return stages
 
 
@@ -202,12 +215,13 @@ def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: boo
     twin = _twin(inner)
     family = family_of(inner.config)
     layers = [
-        layer if first <= index < end else PassThrough(gives_tuple=family.layers_give_tuples)
+        layer if first <= index < end else PassThrough(layer, gives_tuple=family.layers_give_tuples)
         for index, layer in enumerate(inner.layers)  # type: ignore[arg-type]
     ]
     twin._modules["layers"] = nn.ModuleList(layers).eval()
     if not is_first:
-        twin._modules["embed_tokens"] = None
+        embedding: Any = inner.get_input_embeddings()  # type: ignore[operator]
+        twin._modules.update({name: None for name, part in twin._modules.items() if part is embedding})
         if hasattr(twin, EMBEDDING_SCALE):
             # The model would scale its input again; the first stage has done so.
             setattr(twin, EMBEDDING_SCALE, 1.0)

@@ -5,7 +5,8 @@
 
 Each part keeps a running softmax (Milakov and Gimelshein 2018); a second kernel merges the parts (split-KV, as in
 Flash-Decoding). The length is read from device memory, so that one CUDA graph serves every position. The length and the
-window alone determine the parts, so the same rows give the same bits.
+window alone determine the parts, so the same rows give the same bits. A head's sink, a score without a value, joins
+the softmax where the parts are merged.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 from parkd_engine.kernels.overlap import overlap, wait
 
 LOG2_E = 1.4426950408889634
+LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
 TILE_BYTES = 1 << 14
 """Bytes of 16-bit keys, and of values, per step of a program; with 256 programs 3.9 TB/s over 86k rows (H200)."""
 CODE_TILE = 64
@@ -150,10 +152,12 @@ def _merge_kernel(
     sums_ptr,
     peaks_ptr,
     weights_ptr,
+    sinks_ptr,
     out_ptr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PARTS: tl.constexpr,
+    SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait(EARLY)
@@ -163,10 +167,17 @@ def _merge_kernel(
     peaks = tl.load(peaks_ptr + head * PARTS + part)
     weights = tl.load(weights_ptr + head * PARTS + part)
     # A part without rows has a peak of -inf and so a share of 0; the first part always has rows.
-    shares = tl.exp2(peaks - tl.max(peaks, axis=0))
+    peak = tl.max(peaks, axis=0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E_IN_KERNELS
+        peak = tl.maximum(peak, sink)
+    shares = tl.exp2(peaks - peak)
+    weight = tl.sum(weights * shares, axis=0)
+    if SINKS:
+        weight += tl.exp2(sink - peak)
     at = (head * PARTS + part)[:, None] * DIM + d[None, :]
     sums = tl.load(sums_ptr + at, mask=(d < DIM)[None, :], other=0.0)
-    out = tl.sum(sums * shares[:, None], axis=0) / tl.sum(weights * shares, axis=0)
+    out = tl.sum(sums * shares[:, None], axis=0) / weight
     tl.store(out_ptr + head * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
 
 
@@ -208,13 +219,14 @@ class DecodeAttention:
         scale_rows: torch.Tensor | None = None,
         *,
         window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attends with `query` to the last `window` of the rows `[0, position]`. Both `query` and `out` are
         `[q_heads * dim]`.
 
         `key_rows` and `value_rows` are `[context, kv_heads, dim]` with any stride between rows; `position` is int64
         `[1]` on the device. With `scale_rows`, float16 `[context, 2, kv_heads]`, the rows are int8 codes
-        (`parkd_engine.arenas.kv_format`).
+        (`parkd_engine.arenas.kv_format`). `sinks`, `[q_heads]`, are scores that join the softmax without a value.
         """
         group = self.q_heads // self.kv_heads
         block_dim = max(16, triton.next_power_of_2(self.dim))
@@ -248,10 +260,12 @@ class DecodeAttention:
             self._sums,
             self._peaks,
             self._weights,
+            self._weights if sinks is None else sinks,
             out,
             DIM=self.dim,
             BLOCK_DIM=merged,
             PARTS=self.parts,
+            SINKS=sinks is not None,
             num_warps=4,
             **overlap(query.device),
         )

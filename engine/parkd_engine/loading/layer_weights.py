@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.initialization import no_init_weights
 
 from parkd_engine.draft.stream_head import SHARED, head_class
 from parkd_engine.families.layer_state import draft_layers
-from parkd_engine.families.multimodal import language_config, language_model
-from parkd_engine.families.records import family_of, vision_of
+from parkd_engine.families.multimodal import language_config, language_model, model_class
+from parkd_engine.families.records import family_of
 from parkd_engine.forward.stages import MIXER
 
 
@@ -45,14 +44,15 @@ def model_weights(config: Any, dtype: torch.dtype = torch.float32) -> ModelWeigh
     """Sizes for the library's configuration, with the draft head that it declares, in the compute dtype."""
     model, draft = weightless_model(config, dtype)
     decoder, output = language_model(model), model.get_output_embeddings()
-    parts = {name: part for name, part in decoder.named_children() if name not in ("layers", "embed_tokens")}
-    ends = [part for name, part in parts.items() if name in (family_of(config).final_norm, MIXER)]
+    embedding = decoder.get_input_embeddings()
+    parts = {name: part for name, part in decoder.named_children() if name != "layers" and part is not embedding}
+    ends = [part for name, part in parts.items() if name in (family_of(language_config(config)).final_norm, MIXER)]
     own = () if draft is None else (part for name, part in draft.named_children() if name not in SHARED)
     return ModelWeights(
         layers=tuple(_nbytes([layer]) for layer in decoder.layers),
-        embedding=_nbytes([decoder.embed_tokens]),
+        embedding=_nbytes([embedding]),
         head=_nbytes([output]),
-        is_tied=output.weight is decoder.embed_tokens.weight,
+        is_tied=output.weight is embedding.weight,
         last=_nbytes(ends),
         everywhere=_nbytes(parts.values()) - _nbytes(ends),
         tower=_nbytes([model]) - _nbytes([decoder, output]),
@@ -62,9 +62,8 @@ def model_weights(config: Any, dtype: torch.dtype = torch.float32) -> ModelWeigh
 
 def weightless_model(config: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """The library's model on the meta device, and the draft head that the configuration declares, or None."""
-    kind = AutoModelForCausalLM if vision_of(config) is None else AutoModelForImageTextToText
     with torch.device("meta"), no_init_weights():
-        model: Any = kind.from_config(copy.deepcopy(config), dtype=dtype)
+        model: Any = model_class(config).from_config(copy.deepcopy(config), dtype=dtype)
         model.tie_weights()
         has_head = draft_layers(language_config(config)) > 0
         return model, head_class(config)(model, 1).to(dtype) if has_head else None

@@ -20,8 +20,6 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -31,7 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from parkd.errors import ModelError, UnsupportedModel
 from parkd_engine.families.architectures import check_config
 from parkd_engine.families.layer_state import draft_layers
-from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.multimodal import language_config, model_class
 from parkd_engine.families.presets.heads import layer_gain, random_head
 from parkd_engine.families.presets.shapes import PREFIX, preset_config
 from parkd_engine.families.presets.weights import layer_placement, preset_digest, random_model
@@ -137,7 +135,7 @@ def _load_folder(
         progress(f"Loading {name}", 0.0)
     dtype = _compute_dtype(config, settings)
     images = _image_processor(folder, settings, tokenizer)
-    kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
+    kind = model_class(settings)
     ranges = _ranges(config, settings, dtype)
     try:
         with no_library_bars():

@@ -74,6 +74,11 @@ _TINY_LATENT: Mapping[str, Any] = MappingProxyType(
 )
 
 
+_TINY_EXPERTS: Mapping[str, Any] = MappingProxyType(
+    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+)
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
 _DENSE: Mapping[str, Preset] = MappingProxyType(
     {
         "tiny-llama": Preset("llama", _TINY_HEADS),
@@ -261,6 +266,191 @@ _HYBRIDS: Mapping[str, Preset] = MappingProxyType(
         ),
     }
 )
+_QWEN_ROPE: Mapping[str, Any] = MappingProxyType(
+    {
+        "rope_type": "default",
+        "rope_theta": 10_000_000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    }
+)
+_NEMOTRON = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
+"""Letters of the published configuration -> the library's kinds of layers."""
+_OTHERS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "tiny-qwen3-moe": Preset("qwen3_moe", {**_TINY_HEADS, **_TINY_EXPERTS, "norm_topk_prob": True}),
+        "tiny-qwen3.5-moe": Preset(
+            "qwen3_5_moe_text", {**_TINY_DELTA_NET, **_TINY_EXPERTS, "shared_expert_intermediate_size": 32}
+        ),
+        "tiny-gpt-oss": Preset(
+            "gpt_oss",
+            {
+                **_TINY_HEADS,
+                "intermediate_size": 32,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "sliding_window": 64,
+                "layer_types": _ALTERNATING,
+            },
+        ),
+        "tiny-mistral": Preset("mistral", {**_TINY_HEADS, "sliding_window": None}),
+        "tiny-ministral3": Preset(
+            "ministral3",
+            {
+                **_TINY_HEADS,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1_000_000.0,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 256,
+                    "llama_4_scaling_beta": 0.1,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                },
+            },
+        ),
+        "tiny-glm4-moe": Preset(
+            "glm4_moe",
+            {
+                **_TINY_HEADS,
+                "use_qk_norm": True,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "first_k_dense_replace": 1,
+            },
+        ),
+        "tiny-minimax-m2": Preset(
+            "minimax_m2",
+            {
+                **_TINY_HEADS,
+                "rotary_dim": 8,
+                "intermediate_size": 32,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+        ),
+        "tiny-gemma4": Preset(
+            "gemma4_text",
+            {
+                **_TINY_HEADS,
+                "global_head_dim": 32,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "sliding_window": 64,
+                "hidden_size_per_layer_input": 0,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+                "final_logit_softcapping": 30.0,
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 32,
+            },
+        ),
+        "tiny-nemotron-h": Preset(
+            "nemotron_h",
+            {
+                **{name: value for name, value in _TINY_HEADS.items() if name != "num_hidden_layers"},
+                "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+                "mamba_num_heads": 16,
+                "mamba_head_dim": 8,
+                "ssm_state_size": 16,
+                "n_groups": 2,
+                "chunk_size": 64,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "moe_shared_expert_intermediate_size": 32,
+            },
+        ),
+        "qwen3-30b-a3b": Preset(
+            "qwen3_moe",
+            {
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": True,
+                "vocab_size": 151936,
+                "max_position_embeddings": 262144,
+                "tie_word_embeddings": False,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0},
+            },
+        ),
+        "qwen3.5-35b-a3b": Preset(
+            "qwen3_5_moe_text",
+            {
+                "hidden_size": 2048,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "head_dim": 256,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 32,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+                "vocab_size": 248320,
+                "max_position_embeddings": 262144,
+                "tie_word_embeddings": False,
+                "rope_parameters": dict(_QWEN_ROPE),
+            },
+        ),
+        "gpt-oss-20b": Preset(
+            "gpt_oss",
+            {
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "num_local_experts": 32,
+                "num_experts_per_tok": 4,
+                "sliding_window": 128,
+                "layer_types": ["sliding_attention", "full_attention"] * 12,
+                "vocab_size": 201088,
+                "max_position_embeddings": 131072,
+                "tie_word_embeddings": False,
+            },
+        ),
+        "nemotron-3-nano-30b-a3b": Preset(
+            "nemotron_h",
+            {
+                "hidden_size": 2688,
+                "layers_block_type": [
+                    _NEMOTRON[letter] for letter in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+                ],
+                "num_attention_heads": 32,
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "mamba_num_heads": 64,
+                "mamba_head_dim": 64,
+                "ssm_state_size": 128,
+                "n_groups": 8,
+                "conv_kernel": 4,
+                "chunk_size": 128,
+                "n_routed_experts": 128,
+                "num_experts_per_tok": 6,
+                "moe_intermediate_size": 1856,
+                "moe_shared_expert_intermediate_size": 3712,
+                "vocab_size": 131072,
+                "max_position_embeddings": 262144,
+                "tie_word_embeddings": False,
+            },
+        ),
+    }
+)
 _QWEN_IDS: Mapping[str, int] = MappingProxyType(
     {"vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6}
 )
@@ -303,6 +493,14 @@ _WITH_IMAGES: Mapping[str, Preset] = MappingProxyType(
                     **_TINY_DELTA_NET,
                     "rope_parameters": dict(_MROPE),
                 },
+                **_QWEN_VISION,
+            },
+            _QWEN_PROCESSOR,
+        ),
+        "tiny-qwen3.5-moe-vl": Preset(
+            "qwen3_5_moe",
+            {
+                "text_config": {**_OTHERS["tiny-qwen3.5-moe"].settings, "rope_parameters": dict(_MROPE)},
                 **_QWEN_VISION,
             },
             _QWEN_PROCESSOR,
@@ -359,7 +557,7 @@ _WITH_IMAGES: Mapping[str, Preset] = MappingProxyType(
     }
 )
 _WITH_HEADS = (
-    *("tiny-qwen3-next", "tiny-qwen3.5", "tiny-qwen3.5-vl", "tiny-qwen4-exp"),
+    *("tiny-qwen3-next", "tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-qwen3.5-vl", "tiny-qwen4-exp"),
     *("tiny-qwen4-exp-vl", "tiny-deepseek-v3", "tiny-glm4-lite"),
     *("qwen3.5-27b", "qwen4-exp-small"),
 )
@@ -373,7 +571,7 @@ def _with_head(preset: Preset) -> Preset:
     return replace(preset, settings={**preset.settings, "text_config": {**text, **settings}})
 
 
-_HEADLESS: Mapping[str, Preset] = MappingProxyType({**_DENSE, **_HYBRIDS, **_WITH_IMAGES})
+_HEADLESS: Mapping[str, Preset] = MappingProxyType({**_DENSE, **_HYBRIDS, **_OTHERS, **_WITH_IMAGES})
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         **_HEADLESS,

@@ -8,10 +8,9 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.initialization import no_init_weights
 
-from parkd_engine.families.records import vision_of
+from parkd_engine.families.multimodal import model_class
 
 SEED = 20
 RECIPE_VERSION = 2
@@ -72,8 +71,7 @@ def random_model(
     """
     # The CPU tensors that are replaced one by one are never written, so they take no physical memory.
     with torch.device(device if place is None else "cpu"), no_init_weights():
-        kind = AutoModelForCausalLM if vision_of(config) is None else AutoModelForImageTextToText
-        model = kind.from_config(config, dtype=dtype)
+        model = model_class(config).from_config(config, dtype=dtype)
     model.tie_weights()
     draw_weights(model, torch.Generator(device).manual_seed(SEED), layer_gain, place)
     return model.eval()

@@ -11,7 +11,7 @@ from parkd_engine.families.architectures import check_config
 from parkd_engine.families.presets.shapes import PRESETS, WITH_HEAD
 from parkd_engine.families.records import FAMILIES as FAMILIES_KNOWN
 from parkd_engine.families.records import FAMILY_BY_TYPE, Family
-from transformers import DeepseekV32Config, GemmaConfig, Mamba2Config, MistralConfig, Qwen4ExpTextConfig
+from transformers import DeepseekV32Config, Gemma2Config, GemmaConfig, Mamba2Config, Qwen4ExpTextConfig
 
 from parkd.errors import UnsupportedModel
 from tests.unit.engine.kit.core_models import FAMILIES, tiny_config
@@ -60,8 +60,8 @@ def test_a_model_type_and_a_class_name_belong_to_one_family() -> None:
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        (MistralConfig(), "mistral"),
-        (MistralConfig(architectures=["MistralForCausalLM"]), "MistralForCausalLM"),
+        (Gemma2Config(), "gemma2"),
+        (Gemma2Config(architectures=["Gemma2ForCausalLM"]), "Gemma2ForCausalLM"),
         (GemmaConfig(architectures=["GemmaForCausalLM"]), "GemmaForCausalLM"),
         (tiny_config(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
     ],

@@ -49,8 +49,8 @@ def test_real_shapes_are_known_and_split(name: str) -> None:
     for stages in (1, 2, 4):
         ranges = split_layers(config, stages)
         layouts = build_layout(config, ranges, torch.bfloat16, torch.bfloat16)
-        assert sum(layout.row_bytes for layout in layouts) > 10_000
-        assert any(layout.fixed_bytes for layout in layouts) == (name != "qwen3-8b")
+        assert sum(layout.row_bytes for layout in layouts) > 6_000
+        assert any(layout.fixed_bytes for layout in layouts) == (name not in ("qwen3-8b", "qwen3-30b-a3b"))
 
 
 def test_the_27b_shape_keeps_what_that_model_is_known_to_keep() -> None:

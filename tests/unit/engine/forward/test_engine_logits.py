@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from parkd_engine.arenas.kv_format import QuantisedStates, quantise
 from parkd_engine.forward import attention
 from parkd_engine.forward.attention import QUERY_BLOCK, arena_attention, lower_right_bias
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,7 +122,7 @@ def test_bias_hides_exactly_what_comes_later() -> None:
     assert torch.isneginf(bias[~torch.tensor(visible)]).all()
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "never_heard_of"])
+@pytest.mark.parametrize("name", ["softcap", "position_bias", "never_heard_of"])
 def test_attention_refuses_what_it_does_not_honour(name: str) -> None:
     states = torch.zeros(1, 2, 4, 8)
     with pytest.raises(UnsupportedModel, match=name):
@@ -154,3 +155,27 @@ def test_keys_may_be_kept_in_a_smaller_type() -> None:
     assert session.arenas[0].layout.row_bytes == 2 * tiny_config().num_hidden_layers * 2 * 16 * 2
     assert not torch.equal(mine, exact)
     torch.testing.assert_close(mine, exact, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("queries", [1, 30, QUERY_BLOCK + 9])
+def test_sinks_take_their_share_of_the_weights(queries: int, window: int | None, quantised: bool) -> None:
+    """Against a softmax over one more column, whose value is nothing."""
+    generator = torch.Generator().manual_seed(3)
+    keys = queries + 50
+    q, k, v = (torch.randn(1, heads, n, 16, generator=generator) for heads, n in ((6, queries), (2, keys), (2, keys)))
+    sinks = torch.linspace(-3.0, 5.0, 6)
+    given: tuple[Any, Any] = (k, v)
+    if quantised:
+        codes = [quantise(states[0].transpose(0, 1)) for states in given]
+        given = (QuantisedStates(*codes[0]), QuantisedStates(*codes[1]))
+        k, v = (states.numbers(torch.float32) for states in given)
+    mine, _ = arena_attention(torch.nn.Linear(1, 1), q, *given, None, sliding_window=window, s_aux=sinks)
+    scores = q @ k.repeat_interleave(3, dim=1).transpose(2, 3) / 4.0
+    at, other = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)[None]
+    scores = scores.masked_fill((other > at) | (other <= at - (window or keys)), -torch.inf)
+    column = sinks.view(1, 6, 1, 1).expand(1, 6, queries, 1)
+    weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
+    expected = (weights @ v.repeat_interleave(3, dim=1)).transpose(1, 2)
+    torch.testing.assert_close(mine, expected, atol=2e-6, rtol=1e-5)

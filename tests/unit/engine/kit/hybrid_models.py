@@ -69,6 +69,8 @@ _SPARSE = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 4,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 16}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", _GEMMA),
     "qwen2-window": ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
@@ -76,14 +78,93 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {
             **_DELTA_NET,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
+            **_SHARED,
         },
     ),
     "qwen3.5": ("qwen3_5_text", _DELTA_NET),
     "qwen3.5-mtp": ("qwen3_5_text", {**_DELTA_NET, **FAMILY_BY_TYPE["qwen3_5_text"].head_settings}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**_DELTA_NET, **_SHARED}),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 16, **_EXPERTS, "norm_topk_prob": True}),
+    "mistral": ("mistral", {"head_dim": 16, "sliding_window": None}),
+    "mistral-window": ("mistral", {"head_dim": 16, "sliding_window": WINDOW}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "llama_4_scaling_beta": 0.1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "glm4-moe": (
+        "glm4_moe",
+        {
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {"head_dim": 16, "rotary_dim": 8, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": WINDOW,
+            "final_logit_softcapping": 5.0,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "head_dim": 16,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 12,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "time_step_min": 1e-6,  # The library heeds it in chunks only, not in single steps.
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
     "qwen4-exp": ("qwen4_exp_text", _SPARSE),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "granite-h": (
@@ -120,10 +201,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-lite": ("glm4_moe_lite", {**_LATENT, "q_lora_rank": 24}),
     "qwen4-exp-vl": ("qwen4_exp", {**_SPARSE, "rope_parameters": MROPE}),
     "qwen3.5-vl": ("qwen3_5", {**_DELTA_NET, "rope_parameters": MROPE}),
+    "qwen3.5-moe-vl": ("qwen3_5_moe", {**_DELTA_NET, **_SHARED, "rope_parameters": MROPE}),
     "gemma3-vl": ("gemma3", _GEMMA),
 }
 """Name -> `model_type` and settings, of the text where there are pictures too."""
-_VISION = {"qwen3_5": QWEN_VISION, "qwen4_exp": QWEN_VISION, "gemma3": GEMMA_VISION}
+_VISION = {"qwen3_5": QWEN_VISION, "qwen3_5_moe": QWEN_VISION, "qwen4_exp": QWEN_VISION, "gemma3": GEMMA_VISION}
 
 
 def hybrid_config(family: str, **changes: Any) -> Any:

@@ -46,7 +46,10 @@ MROPE = {
     "mrope_interleaved": True,
 }
 _QWEN_PICTURES = ((18, 96, 32), (78, 48, 96))
-PICTURES = {"qwen3_5": _QWEN_PICTURES, "qwen4_exp": _QWEN_PICTURES, "gemma3": ((18, 50, 70), (80, 33, 20))}
+PICTURES = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), _QWEN_PICTURES),
+    "gemma3": ((18, 50, 70), (80, 33, 20)),
+}
 """`model_type` -> (position, width, height) of the pictures in a prompt."""
 
 

@@ -85,6 +85,7 @@ def test_the_split_leaves_the_fullest_card_as_empty_as_can_be(name: str, guesses
 NAMES = (
     *("tiny-qwen3", "tiny-gemma3", "tiny-qwen3-next-mtp", "tiny-qwen3.5-mtp", "tiny-qwen4-exp-mtp", "tiny-lfm2"),
     *("tiny-granite-h", "tiny-falcon-h1", "tiny-deepseek-v3-mtp", "tiny-qwen3.5-vl-mtp", "tiny-gemma3-vl"),
+    *("tiny-gpt-oss", "tiny-gemma4", "tiny-nemotron-h", "tiny-qwen3.5-moe-mtp"),
 )
 
 
@@ -151,6 +152,9 @@ WIDE = {
     "tiny-lfm2": {"hidden_size": 256},
     "tiny-granite-h": {"mamba_d_state": 64},
     "tiny-falcon-h1": {"mamba_chunk_size": 128},
+    "tiny-gpt-oss": {"sliding_window": 256},
+    "tiny-gemma4": {"global_head_dim": 64},
+    "tiny-nemotron-h": {"ssm_state_size": 64},
     "tiny-deepseek-v3": {"num_attention_heads": 16, "num_key_value_heads": 16},
 }
 

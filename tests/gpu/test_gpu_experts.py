@@ -1,0 +1,142 @@
+"""Models with experts, and attention with sinks, on cards: recorded decoding, and A1 -> B1 -> A2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parkd_engine import EngineConfig, open_session
+from parkd_engine.families.presets import shapes
+from parkd_engine.families.presets.shapes import Preset, preset_config
+from parkd_engine.families.presets.weights import random_model
+
+from benchmarks.gpu.lane import GpuLane, following
+from tests.gpu.gpu_kit import COMMON, MIB, SPLITS, assert_same, ids, opened, state_of
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*falling back to its reference"),
+]
+EXPERTS: dict[str, Preset] = {
+    "experts": Preset(
+        "qwen3_moe", {**COMMON, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+    ),
+    "sinks": Preset(
+        "gpt_oss",
+        {
+            **COMMON,
+            "intermediate_size": 256,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+    ),
+}
+EVERY_KIND = pytest.mark.parametrize("kind", list(EXPERTS))
+EVERY_SPLIT = pytest.mark.parametrize("devices", SPLITS, ids=",".join)
+EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+TOLERANCE = 0.06
+"""Of the largest logit, in bf16 and over 8-bit rows, between kernels that round in another order."""
+
+
+@pytest.fixture(autouse=True)
+def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "PRESETS", {**shapes.PRESETS, **EXPERTS})
+
+
+@pytest.mark.anyio
+@EVERY_SPLIT
+@EVERY_FORMAT
+@EVERY_KIND
+async def test_a2_after_b_is_a2_never_interrupted(
+    kind: str, devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    lane = GpuLane(opened(kind, devices, tmp_path, kv_dtype=kv_dtype), 512 * MIB)
+    assert lane.engine._session._forward.decode_graph is not None, "decoding is recorded"
+    a1, b1 = ids(3000, 1), ids(2049, 2)
+    first = await lane.turn(lane.prompt("whole", a1), 12)
+    a2 = following(a1, first, ids(20, 3))
+    whole = await lane.turn(lane.prompt("whole", a2), 12)
+    await lane.live.settle()
+    expected = state_of(lane.engine)
+    await lane.live.reset()
+    again = await lane.turn(lane.prompt("parted", a1), 12)
+    await lane.turn(lane.prompt("parted", b1), 12)
+    back = await lane.turn(lane.prompt("parted", a2), 12)
+    assert back.outcome == "restored-ram"
+    assert (again.tokens, back.tokens) == (first.tokens, whole.tokens)
+    assert_same(state_of(lane.engine), expected)
+    await lane.live.settle()
+    lane.close()
+
+
+@EVERY_FORMAT
+@EVERY_KIND
+def test_recorded_steps_are_those_of_the_librarys_forward_but_for_rounding(
+    kind: str, kv_dtype: torch.dtype | None
+) -> None:
+    """Over prompts shorter and longer than a window, of one chunk and of several."""
+    config = preset_config(f"random:{kind}")
+    model = random_model(config, torch.bfloat16, torch.device("cuda:0"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.linspace(-2.0, 4.0, parameter.numel()))
+    layout = EngineConfig(devices=("cuda:0",), context_tokens=4096, batch_tokens=512, kv_dtype=kv_dtype)
+    for prompt in (ids(60, 1), ids(1700, 2)):
+        answers: list[list[torch.Tensor]] = []
+        for recorded in (False, True):
+            session = open_session(model, layout)
+            if recorded:
+                assert session.use_kernels(), "decoding is recorded"
+            session.extend(prompt)
+            answers.append([session.step(int(token)).clone() for token in ids(16, 3)])
+        for plain, graph in zip(*answers, strict=True):
+            assert (plain - graph).abs().max() < TOLERANCE * plain.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sinks_take_the_share_of_the_weights_that_the_formula_gives_them(dtype: torch.dtype) -> None:
+    """Against a softmax over one more column, in float32, for prompts and single tokens, whole and windowed."""
+    from parkd_engine.forward.attention import arena_attention
+
+    generator = torch.Generator("cuda").manual_seed(4)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+    sinks = torch.linspace(-2.0, 4.0, 8, device="cuda", dtype=dtype)
+    for queries, window in ((700, None), (1, None), (700, 128), (50, 128)):
+        query, key, value = drawn(1, 8, queries, 64), drawn(1, 2, 900, 64), drawn(1, 2, 900, 64)
+        arguments: dict[str, Any] = {"scaling": 0.125, "sliding_window": window, "s_aux": sinks}
+        mine, _ = arena_attention(torch.nn.Module(), query, key, value, None, **arguments)
+        keys, values = (states.float().repeat_interleave(4, dim=1) for states in (key, value))
+        scores = query.float() @ keys.transpose(2, 3) * 0.125
+        at = torch.arange(900 - queries, 900, device="cuda")[:, None]
+        other = torch.arange(900, device="cuda")[None]
+        hidden = (other > at) | (other <= at - (window or 10_000))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        column = sinks.float().view(1, 8, 1, 1).expand(1, 8, queries, 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
+        expected = (weights @ values).transpose(1, 2)
+        torch.testing.assert_close(mine.float(), expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=0)
+
+
+def test_experts_give_the_same_bits_for_the_same_shapes() -> None:
+    config = preset_config("random:experts")
+    model = random_model(config, torch.bfloat16, torch.device("cuda:0"))
+    session = open_session(model, EngineConfig(devices=("cuda:0",), context_tokens=4096, batch_tokens=512))
+    prompt = np.asarray(ids(900, 1))
+    answers = []
+    for _ in range(3):
+        session.reset()
+        session.extend(prompt[:-1])
+        answers.append(session.step(int(prompt[-1])).clone())
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
