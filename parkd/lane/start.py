@@ -44,8 +44,8 @@ class Start:
     """The conversation to restore; None: none."""
     move_bytes: int = 0
     """Bytes that a restore copies."""
-    extra_s: float = 0.0
-    """Additional seconds of this start."""
+    promote_bytes: int = 0
+    """Bytes that must be read into RAM first; the most, since some of its blocks may be there."""
     seat: int = 0
     """The number of the seat in which the turn runs."""
 
@@ -72,8 +72,13 @@ class Start:
 
     def cost_s(self, prompt_tokens: int, cost: Costs) -> float:
         """Expected seconds until the whole prompt is read."""
-        moving_s = cost.moving_s(self.move_bytes, from_disk=self.source is CacheOutcome.RESTORED_DISK)
-        return cost.reading_s(self.position, prompt_tokens) + moving_s + self.extra_s
+        moving_s = cost.moving_s(self.move_bytes, from_disk=False) + promotion_s(cost, self.promote_bytes)
+        return cost.reading_s(self.position, prompt_tokens) + moving_s
+
+
+def promotion_s(cost: Costs, size_bytes: int) -> float:
+    """Expected seconds to read `size_bytes` from disk into RAM, from where they are then restored."""
+    return cost.moving_s(size_bytes, from_disk=True) + DISK_READ_S if size_bytes else 0.0
 
 
 def cold_start() -> Start:
@@ -96,10 +101,12 @@ def decide_start(
     *,
     layout: StateLayout,
     cost: Costs,
+    on_disk: bool = True,
     has_spare: bool = False,
     block_tokens: int = BLOCK_TOKENS,
 ) -> Start:
-    """The cheapest exact start, in whichever of the seats; of equal starts, the one in the first of them.
+    """The cheapest exact start, in whichever of the seats; of equal starts, the one in the first of them. Without
+    `on_disk`, what is only on disk is left out.
 
     `has_spare`: the engine can keep more conversations than it has seats. With it, or with several seats, a live
     conversation that is parked is not cut to less than half, since returning to it would need a restore.
@@ -124,7 +131,7 @@ def decide_start(
             deepest_common, deepest_known, nearest = common, live.position, live.units
         deepest_position = max(deepest_position, position)
     for parked in candidates:
-        if parked.layout_digest != layout.digest:
+        if parked.layout_digest != layout.digest or (parked.tier is Tier.DISK and not on_disk):
             continue
         common = common_prefix(parked.units, prompt.units)
         checkpoints = [checkpoint.position for checkpoint in parked.checkpoints]
@@ -143,12 +150,13 @@ def decide_start(
 
 def _restore(parked: Parked, position: int, seat: int, live: LiveRows, layout: StateLayout, block_tokens: int) -> Start:
     # The last block is restored even if it is live: there is always a row to copy, beside a checkpoint at its end.
+    whole = position * layout.row_bytes + layout.fixed_bytes
     keep = min(live.shared_rows(parked.blocks, block_tokens), (position - 1) // block_tokens * block_tokens)
-    moved = (position - keep) * layout.row_bytes + layout.fixed_bytes
     if layout.is_opaque:  # restored whole, then cut
-        keep, moved = 0, parked.position * layout.row_bytes + layout.fixed_bytes
+        keep, whole = 0, parked.position * layout.row_bytes + layout.fixed_bytes
+    moved = whole - keep * layout.row_bytes
     if parked.tier is Tier.DISK:
-        return Start(CacheOutcome.RESTORED_DISK, position, keep, parked, moved, DISK_READ_S, seat)
+        return Start(CacheOutcome.RESTORED_DISK, position, keep, parked, moved, whole, seat)
     return Start(CacheOutcome.RESTORED_RAM, position, keep, parked, moved, seat=seat)
 
 

@@ -15,7 +15,6 @@ from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.start import Start, as_known_to_key, cold_start, decide_start, explain
 from parkd.lane.turn import Turn
-from parkd.store.records import Tier
 from parkd.store.store import ConversationStore
 from parkd.types import CacheMode, CacheOutcome, CacheReport
 
@@ -85,9 +84,10 @@ class TurnStarter:
         start = decide_start(
             prompt,
             [live.seated for live in lives],
-            [parked for parked in candidates if on_disk or parked.tier is not Tier.DISK],
+            candidates,
             layout=info.layout,
             cost=self._costs.measured,
+            on_disk=on_disk,
             has_spare=info.live_conversations > len(lives),
         )
         if turn.own_nearest is None:

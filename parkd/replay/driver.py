@@ -16,14 +16,14 @@ from itertools import count
 import numpy as np
 
 from parkd.lane.live_rows import LiveRows
-from parkd.lane.start import Seated, Start, decide_start
+from parkd.lane.start import Seated, Start, decide_start, promotion_s
 from parkd.replay.result import ReplayConfig, ReplayResult
 from parkd.replay.trace import TraceHeader, TurnRecord
 from parkd.state import Checksums, StageLayout, StateLayout
 from parkd.store.disk import DiskSetup
 from parkd.store.disk_policy import WriteAllowance
 from parkd.store.opening import index_bytes_for
-from parkd.store.records import BlockId, CaptureRequest, DiskConfig, Parked, Refused, StoreConfig, Tier
+from parkd.store.records import BlockId, CaptureRequest, DiskConfig, Refused, StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import CacheOutcome, ConversationKey, PromptIdentity, Units
 
@@ -63,9 +63,9 @@ class Replayer:
         self._now_s = max(self._now_s, turn.at_s)
         prompt = self._prompt(turn)
         cold_s = self._costs.reading_s(0, turn.prompt_tokens)
-        live_s = self._costs.reading_s(self._decide(prompt, ()).position, turn.prompt_tokens)
-        start, promotion_s = self._find_start(prompt)
-        moving_s = self._costs.moving_s(start.move_bytes, from_disk=False) + promotion_s
+        live_s = self._costs.reading_s(self._decide(prompt, parked=False).position, turn.prompt_tokens)
+        start, from_disk_s = self._find_start(prompt)
+        moving_s = self._costs.moving_s(start.move_bytes, from_disk=False) + from_disk_s
         result = self.result
         result.requests += 1
         result.prompt_tokens += turn.prompt_tokens
@@ -81,31 +81,29 @@ class Replayer:
         units[: len(chain) * self._size] = _units(chain, self._size)
         return PromptIdentity(ConversationKey(turn.key, b""), units.view(np.int64), units, chain)
 
-    def _decide(self, prompt: PromptIdentity, candidates: Iterable[Parked]) -> Start:
+    def _decide(self, prompt: PromptIdentity, *, parked: bool = True, on_disk: bool = True) -> Start:
+        found = self.store.candidates(prompt.key.digest, prompt.prefix_hashes) if parked else []
         return decide_start(
             prompt,
             [self._live],
-            list(candidates),
+            [candidate for candidate, _ in found],
             layout=self._layout,
             cost=self._costs,
+            on_disk=on_disk,
             block_tokens=self._size,
         )
 
     def _find_start(self, prompt: PromptIdentity) -> tuple[Start, float]:
         """The start, and the seconds to read it from disk. As on a server, what is on disk is left out if memory has no
         room for it."""
-        start = self._decide(prompt, self._candidates(prompt))
+        start = self._decide(prompt)
         if not start.is_on_disk:
             return start, 0.0
-        promotion_s = self._promote(start)
-        candidates = self._candidates(prompt)
-        start = self._decide(prompt, candidates)
+        from_disk_s = self._promote(start)
+        start = self._decide(prompt)
         if start.is_on_disk:
-            start = self._decide(prompt, [parked for parked in candidates if parked.tier is not Tier.DISK])
-        return start, promotion_s
-
-    def _candidates(self, prompt: PromptIdentity) -> list[Parked]:
-        return [parked for parked, _ in self.store.candidates(prompt.key.digest, prompt.prefix_hashes)]
+            start = self._decide(prompt, on_disk=False)
+        return start, from_disk_s
 
     def _promote(self, start: Start) -> float:
         """Reads what the start needs from disk. Returns the seconds; 0 if memory has no room for it."""
@@ -114,9 +112,7 @@ class Replayer:
         if isinstance(promotion, Refused):
             return 0.0
         self.store.promoted(promotion, None)
-        rows_bytes = start.position * self._layout.row_bytes
-        fixed_bytes = self._layout.fixed_bytes * len(start.parked.checkpoints)
-        return self._costs.moving_s(rows_bytes + fixed_bytes, from_disk=True)
+        return promotion_s(self._costs, promotion.job.bytes)
 
     def _begun(self, start: Start) -> tuple[BlockId, ...]:
         """The lineage of a turn with this start."""

@@ -54,11 +54,8 @@ class FakeOpaqueEngine(FakeEngine):
         return Checksums(sums_of([whole for _ in stage.rows]), fixed, file_bytes)
 
     def restore(self, transfer: Transfer) -> None:
-        try:
+        with self.emptied_by_failures():
             self._restore(transfer)
-        except Exception:
-            self.reset()
-            raise
         self.transfers.append(("restore", 0, transfer.position))
 
     def _restore(self, transfer: Transfer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, Protocol
@@ -281,8 +282,14 @@ class Seat(ABC):
         was read after them. Raises RestoreFailed and EngineFailure, each after a reset.
         """
         self.restore(transfer)
-        try:
+        with self.emptied_by_failures():
             self.extend(token_ids, cancel=Event(), checkpoint_at=checkpoint_at)
+
+    @contextmanager
+    def emptied_by_failures(self) -> Iterator[None]:
+        """A context in which a restore runs. A failure leaves the seat empty, since its prompt is then read cold."""
+        try:
+            yield
         except BaseException:
             self.reset()
             raise

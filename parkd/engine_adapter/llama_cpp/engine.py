@@ -199,11 +199,8 @@ class LlamaCppEngine(OneSeatEngine):
         return Checksums(sums_of([run.buffer for run in stage.rows]), sums_of([part.buffer for part in stage.fixed]))
 
     def restore(self, transfer: Transfer) -> None:
-        try:
+        with self.emptied_by_failures():
             self._restore(transfer)
-        except BaseException:
-            self.reset()
-            raise
 
     def close(self) -> None:
         """Frees weights and memory. The engine must not be used afterwards."""

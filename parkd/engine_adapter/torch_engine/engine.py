@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -206,21 +206,12 @@ class TorchEngine(OneSeatEngine):
             return snapshot.start_capture(self._session, transfer)
 
     def restore(self, transfer: Transfer) -> None:
-        with self._emptied_by_failures():
+        with self.emptied_by_failures():  # A mismatch leaves rows in place.
             snapshot.restore(self._session, transfer)
 
     def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
-        with self._emptied_by_failures(), noticing_loss():
+        with self.emptied_by_failures(), noticing_loss():
             snapshot.restore_and_read(self._session, transfer, token_ids, checkpoint_at=checkpoint_at)
-
-    @contextmanager
-    def _emptied_by_failures(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            # A mismatch leaves rows in place, but the caller needs an empty engine to read the prompt cold.
-            self._session.reset()
-            raise
 
     def close(self) -> None:
         """Frees weights and arenas. The engine must not be used afterwards."""

@@ -64,7 +64,7 @@ class Tier:
         """One turn of 10,000 tokens after a pause. Whether it was restored."""
         self.clock.now_s += pause_s
         tokens = 10_000
-        start = Start(self.outcome, tokens, move_bytes=self.size)
+        start = Start(self.outcome, tokens, **{"promote_bytes" if self.outcome is DISK else "move_bytes": self.size})
         chosen = cheapest([cold_start(), start], tokens, self.meter.measured)
         took_s = self.size / self.speed if chosen is start else self.read_s
         self.clock.now_s += took_s
@@ -130,7 +130,7 @@ def test_found_by_use_14_a_small_move_shows_speed_but_not_slowness() -> None:
 def test_found_by_use_14_a_fast_drive_that_was_measured_at_start_is_used_at_once() -> None:
     """Issue 22, item 14: at 8,000 tokens a second the guess of 1 GB/s kept an 8B from a drive of 5 GB/s for ever."""
     tokens, row_bytes = 20_000, 131_072
-    start = Start(DISK, tokens, move_bytes=tokens * row_bytes)
+    start = Start(DISK, tokens, promote_bytes=tokens * row_bytes)
     for measured, restores in ((5 * GB, True), (None, False)):
         meter = CostMeter(measured, Clock())
         meter.note_read(10_000, 10_000 / 8000)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from parkd.lane.live_rows import LiveRows
-from parkd.lane.start import Seated, Start, cheapest, cold_start, decide_start, explain
+from parkd.lane.start import DISK_READ_S, Seated, Start, cheapest, cold_start, decide_start, explain
 from parkd.state import Costs, StageLayout, StateLayout
-from parkd.store.records import Parked, ParkedCheckpoint
+from parkd.store.records import Parked, ParkedCheckpoint, Tier
 from parkd.types import CacheOutcome, ConversationKey, ImageSpan, PromptIdentity, SegmentSpan, Units
 
 LIVE, RAM, DISK, COLD = CacheOutcome.LIVE, CacheOutcome.RESTORED_RAM, CacheOutcome.RESTORED_DISK, CacheOutcome.COLD
@@ -57,13 +57,29 @@ def test_the_cheapest_start_wins() -> None:
     cost = Costs(read_s=0.001, bytes_per_s=1e9, disk_bytes_per_s=1e8)
     live = Start(LIVE, 200)
     ram = Start(RAM, 900, move_bytes=100_000_000)
-    disk = Start(DISK, 990, move_bytes=100_000_000)
+    disk = Start(DISK, 990, move_bytes=100_000_000, promote_bytes=100_000_000)
     assert cheapest([cold_start(), live, ram, disk], 1000, cost) is ram
     assert ram.cost_s(1000, cost) == pytest.approx(0.1 + 0.1)
     slow = Costs(read_s=0.001, bytes_per_s=1e6, disk_bytes_per_s=1e6)
     assert cheapest([cold_start(), live, ram, disk], 1000, slow) is live
-    costly = Start(LIVE, 200, extra_s=5.0)
+    costly = Start(LIVE, 200, move_bytes=5_000_000)
     assert cheapest([cold_start(), costly], 1000, slow).source is COLD
+
+
+def test_what_is_on_disk_costs_its_promotion_and_then_its_restore() -> None:
+    """A start from disk was charged with the promotion alone, while a replay counted both."""
+    cost = Costs(read_s=0.003, bytes_per_s=1e5, disk_bytes_per_s=2e5)
+    record = replace(parked(units((0, 800)), (1, 2, 3, 4)), tier=Tier.DISK)
+    live = LiveRows(KEY, units((0, 300), (5000, 5400)), (1, 9), 512)
+    found = decide_start(prompt(units((0, 900))), [Seated(live)], (record,), layout=LAYOUT, cost=cost)
+    assert (found.source, found.keep_rows) == (DISK, 256)
+    promoted_s, restored_s, read_s = 800 * 128 / 2e5, (800 - 256) * 128 / 1e5, 100 * 0.003
+    assert found.cost_s(900, cost) == pytest.approx(promoted_s + restored_s + read_s + DISK_READ_S)
+    sooner = replace(cost, read_s=0.002)
+    again = decide_start(prompt(units((0, 900))), [Seated(live)], (record,), layout=LAYOUT, cost=sooner)
+    assert again.source is LIVE, "reading 500 more tokens takes 1.0 s, the promotion and the restore 1.2 s"
+    left_out = decide_start(prompt(units((0, 900))), [Seated(live)], (record,), layout=LAYOUT, cost=cost, on_disk=False)
+    assert left_out.source is LIVE
 
 
 def test_of_equal_costs_the_one_that_moves_least_wins_then_the_deepest() -> None:
