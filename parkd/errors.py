@@ -5,6 +5,7 @@
     │   ├── ContextOverflow   400  prompt and output do not fit the context
     │   ├── SchemaTooComplex  400  the schema cannot be enforced; may be found in the middle of the answer
     │   ├── UnreadableImage   400  an image that cannot be decoded, or is too large
+    │   ├── RenderingTooLong  400  the chat template or a rewrite rule takes too long for these messages
     │   └── ThreadUnsupported 400  the client sends only new messages and expects the server to keep the others
     ├── Unauthorized          401  no API key or a wrong one
     ├── Forbidden             403  the Host or Origin header is not allowed
@@ -99,6 +100,14 @@ class UnreadableImage(InvalidRequest):
     def __init__(self, reason: str) -> None:
         super().__init__(f"The image cannot be read: {reason}.")
         self.reason = reason
+
+
+class RenderingTooLong(InvalidRequest):
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"Turning the messages into a prompt takes too long: {what}. Send fewer or shorter messages.",
+            param="messages",
+        )
 
 
 class ThreadUnsupported(InvalidRequest):

@@ -18,7 +18,7 @@ from parkd.answers.grammar import DEFINITIONS, answer_grammar, form_rules, json_
 from parkd.answers.schema_multiples import can_divide, check_multiples
 from parkd.answers.trials import Trials, is_costly
 from parkd.errors import EngineFailure, InvalidRequest, SchemaTooComplex
-from parkd.types import FormKind, TextForm, TokenMask, ToolChoiceMode, TurnRequest
+from parkd.types import FormKind, StillWanted, TextForm, TokenMask, ToolChoiceMode, TurnRequest, always_wanted
 
 SCHEMA_DEPTH_LIMIT = 32
 """How deep a faulty part of a schema is searched for."""
@@ -103,11 +103,18 @@ class StructuredOutput:
         assert self._built is not None
         return self._built
 
-    def mask(self, request: TurnRequest, output: OutputFormat, prompt_tail: str) -> TokenMask | None:
+    def mask(
+        self,
+        request: TurnRequest,
+        output: OutputFormat,
+        prompt_tail: str,
+        still_wanted: StillWanted = always_wanted,
+    ) -> TokenMask | None:
         """The mask for a request; None if it needs none.
 
         `prompt_tail` is the end of the rendered prompt. Raises InvalidRequest for a schema that cannot be enforced,
-        with the faulty part, and for a forced call if the model's format of calls is not known.
+        with the faulty part, and for a forced call if the model's format of calls is not known; and what
+        `still_wanted` raises.
         """
         tools = _tools_to_allow(request, output)
         schema, form = request.response_schema, request.response_form
@@ -118,11 +125,13 @@ class StructuredOutput:
             output = replace(output, reasoning=None)
         params = [f"tools[{request.tools.index(tool)}]" for tool in tools]
         tools = [self._enforceable(tool, request, param) for tool, param in zip(tools, params, strict=True)]
-        self._check_cost(schema, form, tools, request.namespace)
+        self._check_cost(schema, form, tools, request.namespace, still_wanted)
         if schema is not None:
             self._check_schema(schema)
         for tool, param in zip(tools, params, strict=True):
+            still_wanted()
             self._try_large(tool, output, param)
+        still_wanted()
         param = form.param if form is not None else "tools" if schema is None else "response_format"
         grammar = answer_grammar(
             schema, form, tools, output, prompt_tail, self._terms, parallel=request.parallel_tool_calls, free=free
@@ -176,6 +185,7 @@ class StructuredOutput:
         form: TextForm | None,
         tools: Sequence[Mapping[str, Any]],
         namespace: str,
+        still_wanted: StillWanted,
     ) -> None:
         """Compiles what may keep the library busy for long in another process. Raises SchemaTooComplex if that does not
         end in time, and InvalidRequest for a text that is too long, or a form that cannot be enforced."""
@@ -196,7 +206,7 @@ class StructuredOutput:
         grammar = "\n".join([f"start: {' | '.join(rules)}", *rules.values(), ""])
         if len(grammar) > GRAMMAR_CHARACTERS_LIMIT:
             raise InvalidRequest("The schema is too long to be enforced. Send a smaller one.", param=param)
-        error = self.trials.check(grammar, param, namespace)
+        error = self.trials.check(grammar, param, namespace, still_wanted)
         # What is wrong with a schema is said when it is compiled here. A form could name a token that the trial does
         # not know, and so end before its costly part.
         if error and form is not None:

@@ -7,10 +7,13 @@ process first, which is ended when its time is up; the server compiles only what
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -19,6 +22,7 @@ from typing import Any
 
 from parkd.errors import SchemaTooComplex
 from parkd.namespaces import ByNamespace
+from parkd.types import StillWanted, always_wanted
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +30,8 @@ TRIAL_CPU_S = 3
 """Seconds of CPU that a trial may take. Real schemas take milliseconds."""
 TRIAL_WALL_S = 20.0
 """Longest wait for a trial on a busy machine."""
+LOOK_S = 0.1
+"""Time between two looks whether the client still waits for a trial."""
 TRIED_KEPT = 256
 """Schemas whose trial is remembered in a namespace of keys, since agents send their tools with every turn."""
 MOST_ERROR_CHARACTERS = 1000
@@ -57,9 +63,9 @@ class Trials:
         """Bytes remembered now, at most `limit_bytes`."""
         return sum(map(len, self._tried.all())) * TRIED_BYTES
 
-    def check(self, grammar: str, param: str, namespace: str) -> str:
+    def check(self, grammar: str, param: str, namespace: str, still_wanted: StillWanted = always_wanted) -> str:
         """The library's error about a grammar, or an empty text. Raises SchemaTooComplex if compiling it takes too long
-        or too much memory."""
+        or too much memory, and what `still_wanted` raises, which ends the process."""
         text, tried = grammar.encode("utf-8", "surrogatepass"), self._tried.of(namespace)
         digest = blake2b(f"{namespace} ".encode() + text, digest_size=16).digest()
         with self._lock:
@@ -67,7 +73,7 @@ class Trials:
             if is_known:
                 tried.move_to_end(digest)
         if not is_known:
-            said = self._try(text)
+            said = self._try(text, still_wanted)
             with self._lock:
                 tried[digest] = said
                 while len(tried) > TRIED_KEPT:
@@ -76,19 +82,33 @@ class Trials:
             raise SchemaTooComplex(f"compiling it takes more than {self._cpu_s} s", param=param)
         return said
 
-    def _try(self, grammar: bytes) -> str | None:
+    def _try(self, grammar: bytes, still_wanted: StillWanted) -> str | None:
         self.count += 1
         command = [sys.executable, "-I", str(_SCRIPT), str(self._cpu_s)]
-        try:
-            ended = subprocess.run(  # noqa: S603 - our own script
-                command, input=grammar, capture_output=True, timeout=self._wall_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return None
-        except OSError as error:
-            log.warning("a schema is compiled without a trial, since no process could be started: %s", error)
-            return ""
-        return None if ended.returncode < 0 else ended.stdout.decode("utf-8", "replace")[:MOST_ERROR_CHARACTERS]
+        until_s = time.monotonic() + self._wall_s
+        with tempfile.TemporaryFile() as given:
+            given.write(grammar)
+            given.seek(0)
+            try:
+                process = subprocess.Popen(  # noqa: S603 - our own script
+                    command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                )
+            except OSError as error:
+                log.warning("a schema is compiled without a trial, since no process could be started: %s", error)
+                return ""
+            with process:
+                try:
+                    return self._said(process, until_s, still_wanted)
+                finally:
+                    process.kill()
+
+    def _said(self, process: subprocess.Popen[bytes], until_s: float, still_wanted: StillWanted) -> str | None:
+        while (left_s := until_s - time.monotonic()) > 0:
+            still_wanted()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                said, _ = process.communicate(timeout=min(left_s, LOOK_S))
+                return None if process.returncode < 0 else said.decode("utf-8", "replace")[:MOST_ERROR_CHARACTERS]
+        return None
 
 
 def _no_trials(_namespace: str) -> OrderedDict[bytes, str | None]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mi
     from parkd.store.files.fs import FileSystem
     from parkd.store.records import StoreConfig
     from parkd.store.store import ConversationStore
-    from parkd.types import NamedKey, PromptIdentity, TurnRequest
+    from parkd.types import NamedKey, PromptIdentity, StillWanted, TokenMask, TurnRequest
 
 MIN_FREE_SHARE = 16
 MOST_MIN_FREE_BYTES = 2560 * 1024 * 1024
@@ -246,9 +246,13 @@ def mask_builder(engine: AnyEngine, output: OutputFormat, structured: Structured
     marks, info = output.reasoning, engine.info
     if structured is None:
 
-        def check(request: TurnRequest, tail: str) -> None:
+        def check(request: TurnRequest, tail: str, _still_wanted: StillWanted) -> None:
             check_enforceable(request, thinks=marks is not None and not tail.rstrip().endswith(marks.close))
 
         return check
     limits = ThinkingLimits(marks, engine.template_source, info.vocab_size, engine.tokenizer.encode, engine.text_stream)
-    return lambda request, tail: limits.over(request, tail, structured.mask(request, output, tail))
+
+    def mask(request: TurnRequest, tail: str, still_wanted: StillWanted) -> TokenMask | None:
+        return limits.over(request, tail, structured.mask(request, output, tail, still_wanted))
+
+    return mask

@@ -21,8 +21,9 @@ from parkd.identity.segments import OpenerMarks, locate, map_prompt
 from parkd.identity.splice import Splicer, Trails, no_trails
 from parkd.identity.tokens import SegmentTokenizer, TextMemo
 from parkd.identity.units import units_of
+from parkd.identity.watched import WatchedTemplate
 from parkd.namespaces import ByNamespace
-from parkd.types import ConversationKey, PromptIdentity, TurnRequest
+from parkd.types import ConversationKey, PromptIdentity, StillWanted, TurnRequest, always_wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,26 +117,31 @@ class IdentityBuilder:
         """False if this tokenizer's texts can only be tokenised whole."""
         return self._tokenizer.by_segment
 
-    def build(self, request: TurnRequest, *, steering: bytes = b"") -> PromptIdentity:
+    def build(
+        self, request: TurnRequest, *, steering: bytes = b"", still_wanted: StillWanted = always_wanted
+    ) -> PromptIdentity:
         """The identity of the request's prompt. Raises InvalidRequest if the template refuses the messages or the
-        prompt is empty, and ContextOverflow for a text that is far too long."""
-        return self.build_timed(request, steering=steering)[0]
+        prompt is empty, ContextOverflow for a text that is far too long, and what `still_wanted` raises."""
+        return self.build_timed(request, steering=steering, still_wanted=still_wanted)[0]
 
-    def build_timed(self, request: TurnRequest, *, steering: bytes = b"") -> tuple[PromptIdentity, BuildTimings]:
+    def build_timed(
+        self, request: TurnRequest, *, steering: bytes = b"", still_wanted: StillWanted = always_wanted
+    ) -> tuple[PromptIdentity, BuildTimings]:
         """As `build`, and how long each phase took."""
         began_s = time.perf_counter()
         if self._context_tokens is not None:
             check_messages(len(request.messages), self._context_tokens)
         memory = self._memories.of(request.namespace)
-        tokenizer = self._tokenizer.within(memory.texts, request.namespace)
+        tokenizer = self._tokenizer.within(memory.texts, request.namespace, still_wanted)
         messages, pictures = take_out(request.messages)
-        images = PromptImages(pictures, self._reader(memory, request.namespace), self._context_tokens)
+        reader = self._reader(memory, request.namespace)
+        images = PromptImages(pictures, reader, self._context_tokens, still_wanted)
         shown = replace(request, messages=messages) if pictures else request
-        prompt = self._renderer.over(memory.template).render(shown)
+        prompt = self._renderer.over(WatchedTemplate(memory.template, still_wanted)).render(shown)
         prompt = replace(prompt, text=images.wrapped(prompt.text))
         plain = self._stand_ins.undo(prompt.text)
         if self._context_tokens is not None:
-            check_length(self._text, plain, self._context_tokens)
+            check_length(self._text, plain, self._context_tokens, still_wanted)
         rendered_s = time.perf_counter()
         tokenised = images.expanded(tokenizer.tokenise(prompt.text))
         if not len(tokenised.ids):
@@ -185,7 +191,7 @@ class IdentityBuilder:
         reader = self._reader(memory, request.namespace)
         PromptImages(pictures, reader, self._context_tokens)  # raises for images that a turn would refuse
         shown = replace(request, messages=messages) if pictures else request
-        prompt = self._renderer.over(memory.template).render(shown)
+        prompt = self._renderer.over(WatchedTemplate(memory.template, always_wanted)).render(shown)
         if prompt.proof is not None:
             prompt.proof()
         return self._stand_ins.undo(prompt.text)

@@ -23,7 +23,7 @@ from parkd.engine_adapter.base import ImageReader
 from parkd.errors import ContextOverflow, InvalidRequest
 from parkd.identity.tokens import TokenisedText
 from parkd.state import ImageFacts, ImageSize
-from parkd.types import ImageData, ImageSpan, Message, TokenIds
+from parkd.types import ImageData, ImageSpan, Message, StillWanted, TokenIds, always_wanted
 
 MAX_IMAGES = 100
 """Most images in one request."""
@@ -105,7 +105,11 @@ class PromptImages:
     """The images of one prompt. Call `wrapped`, then `expanded`, then `spans`. Without images they change nothing."""
 
     def __init__(
-        self, pictures: Sequence[ImageData], reader: ImageReader | None, context_tokens: int | None = None
+        self,
+        pictures: Sequence[ImageData],
+        reader: ImageReader | None,
+        context_tokens: int | None = None,
+        still_wanted: StillWanted = always_wanted,
     ) -> None:
         """Decodes and measures the images, which is slow, unless their headers show that they are too many. Raises
         InvalidRequest, which names the image, and ContextOverflow."""
@@ -129,7 +133,9 @@ class PromptImages:
             )
         files = [_file(picture) for picture in pictures]
         _check_sizes(pictures, files, reader, context_tokens)
-        self._images = [_read(picture, data, reader) for picture, data in zip(pictures, files, strict=True)]
+        for picture, data in zip(pictures, files, strict=True):
+            still_wanted()
+            self._images.append(_read(picture, data, reader))
 
     def wrapped(self, text: str) -> str:
         """The rendered text, with each placeholder as the model expects it. Raises InvalidRequest if the numbers of

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from parkd.engine_adapter.base import Tokenizer
 from parkd.errors import ContextOverflow
+from parkd.types import StillWanted, always_wanted
 
 LEAST_CHARS = 1 << 20
 """Shorter texts are never counted: they take little memory, and the tokens of most are cached."""
@@ -30,12 +31,15 @@ def check_messages(count: int, context_tokens: int) -> None:
         raise ContextOverflow(count, 0, context_tokens)
 
 
-def check_length(tokenizer: Tokenizer, text: str, context_tokens: int) -> None:
+def check_length(
+    tokenizer: Tokenizer, text: str, context_tokens: int, still_wanted: StillWanted = always_wanted
+) -> None:
     """Raises ContextOverflow, with an estimate of the prompt's tokens, if `text` has more than twice as many as fit."""
     if len(text) <= max(LEAST_CHARS, CHARS_A_TOKEN * context_tokens):
         return
     counted = 0
     for start in range(0, len(text), PIECE_CHARS):
+        still_wanted()
         stop = min(start + PIECE_CHARS, len(text))
         counted += len(tokenizer.encode(text[start:stop]))
         if counted > CERTAIN_CONTEXTS * context_tokens:

@@ -6,11 +6,14 @@ By default that is only the billing header that an agent puts in its first syste
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parkd.errors import ConfigError
+import regex
+
+from parkd.errors import ConfigError, RenderingTooLong
 from parkd.types import Message, Rewrite
 
 _BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
@@ -19,6 +22,11 @@ _BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 BILLING_HEADER = "billing header"
 """The name of its removal in reports."""
 
+RULES_S = 2.0
+"""Seconds that all rules may take on one request. A pattern that can match one text in many ways takes longer than
+anyone would wait, on texts that a client can choose."""
+_FUZZY = re.compile(r"(\\.)|\{(?=[idse])")
+"""A brace that is a character for `re`, and begins a fuzzy match for `regex`."""
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -42,27 +50,29 @@ class NormaliserConfig:
 class Normaliser:
     """Applies a configuration to messages. The result shares whatever is unchanged with its input.
 
-    Raises ConfigError if the pattern or the replacement of a rule is not valid.
+    Patterns are those of `re`, which alone cannot be interrupted and holds up the whole process meanwhile, so `regex`
+    runs them, with a deadline. Raises ConfigError if the pattern or the replacement of a rule is not valid.
     """
 
     def __init__(self, config: NormaliserConfig) -> None:
         self._drop_billing_header = config.drop_billing_header
-        self._rules: list[tuple[re.Pattern[str], RewriteRule]] = []
+        self._rules: list[tuple[Any, RewriteRule]] = []
         for rule in config.rules:
             try:
-                pattern = re.compile(rule.pattern)
-                pattern.sub(rule.replacement, "")
-                re.compile(f"(?:{rule.pattern})|").sub(rule.replacement, "")  # a bad group shows only in a match
-            except (re.error, IndexError) as error:
+                re.compile(rule.pattern).sub(rule.replacement, "")
+                source = _FUZZY.sub(lambda found: found[1] or r"\{", rule.pattern)
+                run_pattern = regex.compile(source, regex.V0)
+                regex.compile(f"(?:{source})|", regex.V0).sub(rule.replacement, "")  # a bad group shows in a match
+            except (re.error, regex.error, IndexError) as error:
                 raise ConfigError(
                     f"The rewrite rule {rule.pattern!r} -> {rule.replacement!r} is not valid ({error}). "
                     "Correct it or remove it."
                 ) from error
-            self._rules.append((pattern, rule))
+            self._rules.append((run_pattern, rule))
 
     def apply(self, messages: Sequence[Message]) -> tuple[list[Message], tuple[Rewrite, ...]]:
         """The messages without what is to be dropped, and which rules changed something. A system message of which the
-        billing header leaves nothing is dropped whole."""
+        billing header leaves nothing is dropped whole. Raises RenderingTooLong if the rules take more than RULES_S."""
         result = list(messages)
         rewrites: list[Rewrite] = []
         if self._drop_billing_header and result and result[0].get("role") in _SYSTEM_ROLES:
@@ -70,11 +80,18 @@ class Normaliser:
             if content is not result[0].get("content"):
                 result[:1] = [{**result[0], "content": content}] if content else []
                 rewrites.append(Rewrite(BILLING_HEADER, 1))
+        until_s = time.monotonic() + RULES_S
         for pattern, rule in self._rules:
             places = 0
             for index, message in enumerate(result):
                 if message.get("role") in rule.roles:
-                    result[index], count = _rewritten(message, pattern, rule.replacement)
+                    try:
+                        result[index], count = _rewritten(message, pattern, rule.replacement, until_s)
+                    except TimeoutError as error:
+                        what = (
+                            f"this server's rewrite rule {rule.name or rule.pattern!r} needs more than {RULES_S:.0f} s"
+                        )
+                        raise RenderingTooLong(what) from error
                     places += count
             if places:
                 rewrites.append(Rewrite(rule.name or rule.pattern, places))
@@ -96,18 +113,27 @@ def _without_billing_header(content: Any) -> Any:
     return kept + content[1:]
 
 
-def _rewritten(message: Message, pattern: re.Pattern[str], replacement: str) -> tuple[Message, int]:
-    """The message, the same object if nothing matched, and the number of matches."""
+def _rewritten(message: Message, pattern: Any, replacement: str, until_s: float) -> tuple[Message, int]:
+    """The message, the same object if nothing matched, and the number of matches. Raises TimeoutError at `until_s` of
+    the monotonic clock."""
     content = message.get("content")
     if isinstance(content, str):
-        text, count = pattern.subn(replacement, content)
+        text, count = _substituted(pattern, replacement, content, until_s)
         return ({**message, "content": text} if count else message), count
     if not isinstance(content, list):
         return message, 0
     parts, total = list(content), 0
     for index, part in enumerate(content):
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            text, count = pattern.subn(replacement, part["text"])
+            text, count = _substituted(pattern, replacement, part["text"], until_s)
             parts[index] = {**part, "text": text} if count else part
             total += count
     return ({**message, "content": parts} if total else message), total
+
+
+def _substituted(pattern: Any, replacement: str, text: str, until_s: float) -> tuple[str, int]:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    changed: tuple[str, int] = pattern.subn(replacement, text, timeout=left_s, concurrent=True)
+    return changed

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from parkd.engine_adapter.base import ChatTemplate, Rendered, Tokenizer
-from parkd.errors import InvalidRequest, ParkdError
+from parkd.errors import Cancelled, InvalidRequest, ParkdError, RenderingTooLong
 from parkd.identity.canonical import CanonicalMessage, canonical_content, canonical_messages, canonical_tools
 from parkd.identity.fill import fill_prompt
 from parkd.identity.normalise import Normaliser
@@ -144,6 +144,8 @@ class Renderer:
         messages = [{**message, "role": turn.message["role"]} for message, turn in zip(said, turns, strict=True)]
         try:
             rendered = self._template.render(messages, tools, kwargs)
+        except (Cancelled, RenderingTooLong):
+            raise
         except Exception:  # a template may raise anything for words that it does not know
             return None
         return rendered.text if self.stand_ins.undo(rendered.text) == plain else None
@@ -169,6 +171,8 @@ class Renderer:
         turns = canonical_messages(messages, self.profile, first_origin=first_origin)
         try:
             return turns, self._text(turns, tools, kwargs)
+        except RenderingTooLong:
+            raise
         except InvalidRequest:
             # The probe tested system messages between user and assistant turns; elsewhere a template may still refuse
             # them.

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from parkd.engine_adapter.base import Tokenizer
 from parkd.identity.cuts import cuttable_tokens, token_pattern
 from parkd.identity.stand_ins import StandIns
-from parkd.types import TokenIds
+from parkd.types import StillWanted, TokenIds, always_wanted
 
 TEXTS_KEPT = 8
 """Whole prompts that are remembered in a namespace, to find the known part of the next one."""
@@ -140,11 +140,13 @@ class SegmentTokenizer:
         self._reach = max((len(token) for token in tokenizer.special_tokens), default=0) + MARK_CHARS
         self._memo = TextMemo(memo_bytes)
         self._namespace = ""
+        self._still_wanted: StillWanted = always_wanted
 
-    def within(self, memo: TextMemo, namespace: str) -> SegmentTokenizer:
-        """The same, which remembers in `memo` what is said in `namespace`."""
+    def within(self, memo: TextMemo, namespace: str, still_wanted: StillWanted = always_wanted) -> SegmentTokenizer:
+        """The same, which remembers in `memo` what is said in `namespace`, and raises what `still_wanted` raises before
+        it tokenises a piece."""
         other = copy.copy(self)
-        other._memo, other._namespace = memo, namespace
+        other._memo, other._namespace, other._still_wanted = memo, namespace, still_wanted
         return other
 
     @property
@@ -220,6 +222,7 @@ class SegmentTokenizer:
         known = self._memo.piece(self._namespace, text)
         if known is not None:
             return known
+        self._still_wanted()
         parts = self._stand_ins.split(text)
         if parts is None:
             ids = np.asarray(self._tokenizer.encode(self._stand_ins.undo(text)), dtype=np.int32)

@@ -12,7 +12,7 @@ from parkd.config import ProxyConfig
 from parkd.engine_adapter.base import Engine
 from parkd.identity.output_memory import Said
 from parkd.lane.turn_log import TurnTrace
-from parkd.types import PromptIdentity, TokenMask, TurnRequest
+from parkd.types import PromptIdentity, StillWanted, TokenMask, TurnRequest, always_wanted
 
 if TYPE_CHECKING:
     from parkd.store.files.fs import FileSystem
@@ -22,14 +22,16 @@ __all__ = ["BuildIdentity", "BuildMask", "ProxyConfig", "Services"]
 
 
 class BuildIdentity(Protocol):
-    """`IdentityBuilder.build`; runs in a worker thread. Raises InvalidRequest."""
+    """`IdentityBuilder.build`; runs in a worker thread. Raises InvalidRequest, and what `still_wanted` raises."""
 
-    def __call__(self, request: TurnRequest, *, steering: bytes = b"") -> PromptIdentity: ...
+    def __call__(
+        self, request: TurnRequest, *, steering: bytes = b"", still_wanted: StillWanted = always_wanted
+    ) -> PromptIdentity: ...
 
 
-BuildMask = Callable[[TurnRequest, str], TokenMask | None]
-"""(request, end of its rendered prompt) -> the mask for its answer, or None. Runs in a worker thread. Raises
-InvalidRequest."""
+BuildMask = Callable[[TurnRequest, str, StillWanted], TokenMask | None]
+"""(request, end of its rendered prompt, whether its client is there) -> the mask for its answer, or None. Runs in a
+worker thread. Raises InvalidRequest, and what the third raises."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from parkd.errors import ContextOverflow, InvalidRequest
 from parkd.identity.lengths import check_length
 from parkd.lane.turn import prompt_tail
 from parkd.proxy.config import Services
-from parkd.types import PromptIdentity, TokenMask, TurnRequest
+from parkd.types import PromptIdentity, StillWanted, TokenMask, TurnRequest, always_wanted
 
 BUILD_THREADS = 2
 """Prompts that are rendered and tokenised at the same time."""
@@ -51,14 +51,14 @@ class Prompts:
         async with self._limiter_of[owner]:
             return await anyio.to_thread.run_sync(work, limiter=self._limiter)
 
-    async def build(self, request: TurnRequest, owner: str) -> Prepared:
-        """Raises InvalidRequest, and ContextOverflow for a prompt
+    async def build(self, request: TurnRequest, owner: str, still_wanted: StillWanted = always_wanted) -> Prepared:
+        """Raises what `still_wanted` raises, InvalidRequest, and ContextOverflow for a prompt
         that is far too long; `check_fits` finds those that are slightly too long."""
         has_form = request.response_schema is not None or request.response_form is not None
         if has_form and self._services.build_mask is None:
             advice = "This server gives free text only. Leave out `response_format` and ask for JSON in the messages."
             raise InvalidRequest(advice, param="response_format")
-        return await self.run(owner, partial(self._build, request))
+        return await self.run(owner, partial(self._build, request, still_wanted))
 
     async def tokenise(self, text: str, owner: str, *, special: bool = True) -> list[int]:
         """The ids of a plain text; without `special`, control tokens in it are letters. Raises ContextOverflow for a
@@ -73,14 +73,16 @@ class Prompts:
             return tokenizer.encode(text)
         return tokenizer.encode_parts([text], frozenset(tokenizer.control_tokens))
 
-    def _build(self, request: TurnRequest) -> Prepared:
+    def _build(self, request: TurnRequest, still_wanted: StillWanted) -> Prepared:
         services = self._services
         if request.infill is not None:
             opening = services.engine.text_of(services.engine.opening_ids)
             request = replace(request, infill=replace(request.infill, opening=opening))
-        prompt = services.build_identity(request, steering=services.engine.steering_digest(request.steering))
+        steering = services.engine.steering_digest(request.steering)
+        prompt = services.build_identity(request, steering=steering, still_wanted=still_wanted)
         tail = prompt_tail(services.engine, prompt)
-        return Prepared(prompt, services.build_mask(request, tail) if services.build_mask else None, tail)
+        mask = services.build_mask(request, tail, still_wanted) if services.build_mask else None
+        return Prepared(prompt, mask, tail)
 
     def check_fits(self, prompt_tokens: int, request: TurnRequest) -> None:
         """Raises InvalidRequest for an empty prompt, and ContextOverflow unless the prompt and one token of output fit.

@@ -43,6 +43,7 @@ from parkd.proxy.dialects.base import Dialect, ResponseMeta
 from parkd.proxy.dialects.frames import encoded
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
 from parkd.proxy.guard import note_refused
+from parkd.proxy.leaving import while_connected
 from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
 from parkd.proxy.sse import TurnResponse, stream_headers
@@ -198,7 +199,8 @@ class Proxy:
             encoder = dialect.encoder(turn_request, body, meta)
             if turn is None:
                 try:
-                    ready = await self.prompts.build(turn_request, caller.owner)
+                    build = partial(self.prompts.build, turn_request, caller.owner)
+                    ready = await while_connected(request, build)
                     self.prompts.check_fits(len(ready.prompt), turn_request)
                 except ContextOverflow as overflow:
                     if turn_request.stream and overflow.code in dialect.streamed_errors:
@@ -287,7 +289,7 @@ class Proxy:
                 response_form=None,
                 tool_choice=ToolChoice(),
             )
-            prompt = (await self.prompts.build(counted, caller.owner)).prompt
+            prompt = (await while_connected(request, partial(self.prompts.build, counted, caller.owner))).prompt
             if prompt.proof is not None:
                 await self.prompts.run(caller.owner, prompt.proof)
         return len(prompt)

@@ -45,11 +45,13 @@ from parkd.types.request import (
     Message,
     ReasoningParams,
     SamplingParams,
+    StillWanted,
     TextForm,
     TokenMask,
     ToolChoice,
     ToolChoiceMode,
     TurnRequest,
+    always_wanted,
 )
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "SamplingParams",
     "SegmentSpan",
     "Started",
+    "StillWanted",
     "TextDelta",
     "TextForm",
     "Timings",
@@ -92,4 +95,5 @@ __all__ = [
     "ToolChoiceMode",
     "TurnRequest",
     "Units",
+    "always_wanted",
 ]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+StillWanted = Callable[[], None]
+"""Called between two pieces of work that is done for a client: raises Cancelled once the client has left."""
+
+
+def always_wanted() -> None:
+    """The `StillWanted` of work that nobody gives up."""
 
 
 class TokenMask(Protocol):

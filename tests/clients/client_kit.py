@@ -50,7 +50,7 @@ def serving(
         engine,
         config,
         output=FORMAT,
-        build_mask=lambda request, tail: limits.over(request, tail, structured.mask(request, FORMAT, tail)),
+        build_mask=lambda request, tail, _: limits.over(request, tail, structured.mask(request, FORMAT, tail)),
     ) as server:
         yield Served(server, engine)
 

@@ -208,7 +208,7 @@ async def test_no_body_makes_a_500_and_none_disturbs_a_stream() -> None:
         engine,
         config=config,
         output=FORMAT,
-        build_mask=lambda request, tail: structured.mask(request, FORMAT, tail),
+        build_mask=lambda request, tail, _: structured.mask(request, FORMAT, tail),
     ) as server:
         server.client.timeout = httpx.Timeout(60)
         expected = await stream(server, 7)

@@ -31,6 +31,11 @@ MAX_IMAGE_BYTES = 20 * 1024 * 1024
 """Size of one image file."""
 MAX_PIXELS = 50_000_000
 """Pixels of one image, read from its header before it is decoded: 150 MB as RGB."""
+MAX_SCANS = 64
+"""Scans of a JPEG. A progressive one has about ten, each of which is a pass over all pixels: a file can hold a quarter
+of a million of them, which would take hours."""
+_SCAN = b"\xff\xda"
+"""The marker of a scan. In coded pixels, 255 is followed by 0."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -133,6 +138,8 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
             width, height = file.size
             if width * height > MAX_PIXELS:
                 raise UnreadableImage(_too_many(width, height))
+            if file.format == "JPEG" and (scans := data.count(_SCAN)) > MAX_SCANS:
+                raise UnreadableImage(f"it is stored in {scans} scans and may have {MAX_SCANS}; save it again")
             yield file
     except UnreadableImage:
         raise

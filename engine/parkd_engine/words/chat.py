@@ -136,7 +136,8 @@ class ChatTemplate:
             # Not `apply_chat_template`: it drops entries that are None, and some templates show an answer's tool calls
             # only if its content is present and None.
             texts, _ = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
+                # Messages of the caller's own type stay, since it may want to know when they are read.
+                conversations=[[m if isinstance(m, dict) else dict(m) for m in messages]],
                 tools=shown,
                 chat_template=self._tokenizer.get_chat_template(self._source, shown),
                 add_generation_prompt=add_generation_prompt,

@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from parkd.engine_adapter.base import Rendered
 from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
-from parkd.errors import InvalidRequest, UpstreamFailed
+from parkd.errors import InvalidRequest, ParkdError, UpstreamFailed
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +182,8 @@ class HereTemplate:
                     "add_generation_prompt": body["add_generation_prompt"],
                 }
             )
+        except ParkdError:  # not the template's: its client has left, or it takes too long
+            raise
         except Exception:  # a template is a program with the request as input: it may raise anything
             return None
 

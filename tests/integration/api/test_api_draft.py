@@ -118,7 +118,7 @@ async def test_structured_answers_hold_their_schema(guessing: TorchEngine) -> No
         guessing.tokenizer_json(), guessing.info.vocab_size, end_token_ids=guessing.info.end_token_ids
     )
 
-    def mask(request: TurnRequest, tail: str) -> TokenMask | None:
+    def mask(request: TurnRequest, tail: str, _still_wanted: object) -> TokenMask | None:
         return structured.mask(request, OutputFormat(), tail)
 
     guessing.reset()

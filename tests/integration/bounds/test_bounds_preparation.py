@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import anyio
 import httpx
 import pytest
 
+from parkd.errors import Cancelled
 from parkd.proxy.config import ProxyConfig
-from parkd.types import NamedKey, TokenMask, TurnRequest
+from parkd.types import NamedKey, StillWanted, TokenMask, TurnRequest
 from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Messages, body_of, running, until
 
@@ -28,7 +30,7 @@ from parkd.proxy.server import Server
 from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import make_services
 
-def prepare(request, tail):
+def prepare(request, tail, still_wanted):
     print("begun", flush=True)
     time.sleep(600)
 
@@ -55,7 +57,7 @@ class Preparation:
         self.count = 0
         self.ended = threading.Event()
 
-    def __call__(self, request: TurnRequest, _tail: str) -> TokenMask | None:
+    def __call__(self, request: TurnRequest, _tail: str, still_wanted: StillWanted) -> TokenMask | None:
         if request.messages[-1]["content"] == SLOW:
             self.count += 1
             assert self.ended.wait(60)
@@ -107,3 +109,35 @@ async def test_one_keys_slow_prompts_leave_a_thread_for_the_others() -> None:
             preparation.ended.set()
     finally:
         preparation.ended.set()
+
+
+@pytest.mark.anyio
+async def test_found_by_use_4_a_prompt_is_prepared_no_longer_than_its_client_waits() -> None:
+    """What ran went on to its end, and what waited for a thread ran after it, though their clients had left."""
+    begun, gone = [], threading.Event()
+
+    def prepare(request: TurnRequest, _tail: str, still_wanted: StillWanted) -> TokenMask | None:
+        if request.messages[-1]["content"] != SLOW:
+            return None
+        begun.append(request)
+        while True:
+            try:
+                still_wanted()
+            except Cancelled:
+                gone.set()
+                raise
+            time.sleep(0.01)
+
+    config = ProxyConfig(named_keys=KEYS)
+    async with running(FakeEngine(), config=config, build_mask=prepare) as server:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(post, server.url, SLOW, "k-anna")
+            await until(lambda: len(begun) == 1)
+            tasks.cancel_scope.cancel()
+        await until(gone.is_set)
+        with anyio.fail_after(15):
+            answer = await post(server.url, QUICK, "k-anna")
+        assert answer is not None
+        assert answer.status_code == 200
+        assert len(begun) == 1, "those that waited left the queue"

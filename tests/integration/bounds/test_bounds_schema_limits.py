@@ -51,7 +51,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
 def constrained(engine: TorchEngine) -> Any:
     structured = StructuredOutput(engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids)
 
-    def mask(request: TurnRequest, tail: str) -> TokenMask | None:
+    def mask(request: TurnRequest, tail: str, _still_wanted: object) -> TokenMask | None:
         return structured.mask(request, FORMAT, tail)
 
     engine.reset()

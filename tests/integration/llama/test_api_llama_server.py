@@ -116,7 +116,7 @@ async def test_what_a_live_recurrent_state_cannot_give_is_told_as_it_is(upstream
 async def test_a_schema_is_the_servers_to_enforce_and_a_forced_call_is_refused(upstream: FakeLlama) -> None:
     async with before(upstream) as server:
         services = server.server.proxy.services
-        with_masks = replace(services, build_mask=lambda request, tail: check_enforceable(request, thinks=False))
+        with_masks = replace(services, build_mask=lambda request, *_: check_enforceable(request, thinks=False))
         server.server.proxy.prompts = Prompts(with_masks)
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
         asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

@@ -446,7 +446,7 @@ async def test_answers_obey_a_schema_and_stop_strings(engine) -> None:
         "required": ["n"],
         "additionalProperties": False,
     }
-    build_mask = lambda request, tail: structured.mask(request, OutputFormat(), tail)  # noqa: E731
+    build_mask = lambda request, tail, _: structured.mask(request, OutputFormat(), tail)  # noqa: E731
     async with running(engine, build_mask=build_mask) as server:
         form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
         answer = await server.chat(opening("a", 8), max_tokens=40, response_format=form)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import psutil
 import pytest
 
 from parkd.answers.base import OutputFormat, ToolFormat
 from parkd.answers.grammar import json_rule
 from parkd.answers.structured import StructuredOutput
 from parkd.answers.trials import Trials, is_costly
-from parkd.errors import InvalidRequest, SchemaTooComplex
+from parkd.errors import Cancelled, InvalidRequest, SchemaTooComplex
 from parkd.types import FormKind, TextForm, ToolChoice, ToolChoiceMode, TurnRequest
 from tests.unit.answers.test_structured import END, VOCAB_SIZE, tokenizer
 
@@ -130,3 +131,21 @@ def test_found_by_use_2_a_schema_is_tried_for_each_namespace_that_sends_it() -> 
         counts.append(trials.count - before)
     assert counts == [1, 0, 1, 1, 0, 0]
     assert 0 < trials.memory_bytes <= trials.limit_bytes
+
+
+def test_found_by_use_4_the_process_of_a_trial_ends_when_its_client_leaves() -> None:
+    """It ran for its 3 s of CPU, up to 20 s, though nobody waited for it."""
+    trials, asked = Trials(cpu_s=60, wall_s=60), []
+
+    def still_wanted() -> None:
+        asked.append(psutil.Process().children())
+        if len(asked) > 3:
+            raise Cancelled("The client left.")
+
+    with pytest.raises(Cancelled):
+        trials.check(f"start: {json_rule(TOGETHER)}\n", "response_format", "", still_wanted)
+    (process,) = set(asked[-1]) - {child for child in psutil.Process().children() if child.is_running()}
+    assert not process.is_running()
+    with pytest.raises(Cancelled):
+        trials.check(f"start: {json_rule(TOGETHER)}\n", "response_format", "", still_wanted)
+    assert trials.count == 2, "nothing was learnt of it"

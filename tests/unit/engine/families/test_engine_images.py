@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from parkd_engine.vision import images
-from parkd_engine.vision.images import ImageProcessor, decode
+from parkd_engine.vision.images import MAX_SCANS, ImageProcessor, decode
 from PIL import Image
 
 from parkd.errors import UnreadableImage
@@ -173,3 +173,18 @@ def test_the_header_tells_the_size_before_a_picture_is_decoded(monkeypatch: pyte
             processor.size(png_head(20_000, 20_000))
         with pytest.raises(UnreadableImage, match="none of"):
             processor.size(b"nothing")
+
+
+def test_found_by_use_4_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded() -> None:
+    """A scan takes 75 bytes and a pass over all pixels, 50 ms for 50 million: a file of 20 MiB decoded for hours."""
+    plain = saved(Image.fromarray(NOISE), "JPEG", progressive=True)
+    last = plain.rindex(b"\xff\xda")
+    scan = plain[last:-2]
+
+    def of_scans(count: int) -> bytes:
+        return plain[:-2] + scan * (count - plain.count(b"\xff\xda")) + plain[-2:]
+
+    assert decode(of_scans(MAX_SCANS)).size == decode(plain).size
+    for refused in (qwen().size, decode):
+        with pytest.raises(UnreadableImage, match=f"{MAX_SCANS + 1} scans"):
+            refused(of_scans(MAX_SCANS + 1))
