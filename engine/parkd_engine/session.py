@@ -110,6 +110,16 @@ class Session:
         return self._position
 
     @property
+    def caches(self) -> Sequence[StageCache]:
+        """What the layers of each stage read and write."""
+        return self._caches
+
+    @property
+    def position_offset(self) -> int:
+        """Rotary position of the next token minus its position; 0 before any image."""
+        return self._images.offset.value
+
+    @property
     def checkpoints(self) -> tuple[int, ...]:
         """Positions of the checkpoints, ascending. The timeline can be cut to each of them."""
         return self.fixed_state.positions

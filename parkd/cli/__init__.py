@@ -103,6 +103,10 @@ def main(words: Sequence[str] | None = None) -> int:
             from parkd.replay import command
 
             return command.run(words[1:], sizes_of=sizes_of)
+        if words[:1] == ["canary"]:
+            from parkd.cli import canary
+
+            return canary.run(words[1:], open_engine)
         invocation = arguments.parse(words)
         if invocation.command == "demo":
             from parkd.demo import command as demo
@@ -121,7 +125,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def serve(config: Config) -> int:
     """Loads the model and serves until told to stop. Returns the exit code. Raises ConfigError and ModelError before
     it serves."""
-    from parkd.cli import startup
+    from parkd.cli import canary, startup
     from parkd.proxy import listener
 
     logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", level=logging.WARNING, stream=sys.stderr)
@@ -145,13 +149,18 @@ def serve(config: Config) -> int:
             undo.callback(files.close)
         engine = open_engine(config, model, memory, files, is_demo=is_demo)
         store_config = store_config_of(config, memory)
+        parks = store_config.budget_bytes > 0
+        given = (engine, config.home, startup.ProgressPrinter(sys.stderr), engine.host_memory_hooks())
+        failures = canary.at_start(*given) if parks else ()
+        if failures:
+            store_config = replace(store_config, budget_bytes=0)
         services = compose(config, engine, store_config, named_keys, files, rules, background=background)
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
         url, keys = listener.url_of(bound), (*config.server.api_keys, *config.server.operator_keys, *named_keys)
         tools = services.output.tools is not ToolFormat.NONE or services.output.reader is not None
         assert services.render is not None
         warning = startup.template_warning(services.render, calls_tools=tools)
-        lines = startup.describe(engine.info, budget, url, needs_key=bool(keys), warning=warning)
+        lines = startup.describe(engine.info, budget, url, needs_key=bool(keys), warning=warning, failures=failures)
         if services.store is not None and services.store.has_disk:
             directory = config.cache.disk.directory
             free_bytes = None if directory is None else shutil.disk_usage(directory).free

@@ -18,16 +18,17 @@ Every flag is also a variable (--ctx-size is PARKD_CTX_SIZE) and a key of the TO
 (ctx-size = 8192). A flag overrides a variable, a variable overrides the file. Defaults are in brackets.
 
 `parkd` means `parkd serve`. `parkd demo` starts a server, parks and restores a conversation, and prints a table.
-`parkd plan` prints how much of a model's state the parking budget holds, without loading the weights. Both take the
-flags above. `parkd replay` runs a recorded trace through the store without a model, and `parkd forget` removes
-conversations from a park directory. They have their own flags: `parkd replay --help`, `parkd forget --help`.
+`parkd plan` prints how much of a model's state the parking budget holds, without loading the weights. `parkd canary`
+tries whether a model's state comes back as it left. All three take the flags above. `parkd replay` runs a recorded
+trace through the store without a model, and `parkd forget` removes conversations from a park directory. They have
+their own flags: `parkd replay --help`, `parkd forget --help`.
 `parkd completion bash` (or zsh, tcsh) prints a script with which the shell completes all this.
 """
 
 _GROUPS_OF_A_MODEL = {"model", "llama.cpp", "parking"}
 _HELP = {
     "serve": (
-        "parkd [serve | plan | demo] [flags], or parkd {replay | forget} --help",
+        "parkd [serve | plan | demo | canary] [flags], or parkd {replay | forget} --help",
         "Serves one model to many conversations, and restores the state of each when it returns.",
         _EPILOG,
     ),
@@ -41,10 +42,15 @@ _HELP = {
         "Starts a server, sends turns of conversations A, A, B, A, and prints what was reused and how long it took.",
         "Without --model, it runs the demo model. A server's other flags are taken too and given to the server.",
     ),
+    "canary": (
+        "parkd canary [--json] [flags]",
+        "Reads, parks, overwrites and restores two short conversations, and compares state and answers bit for bit.",
+        "With --json it prints one JSON object. Exit code 1: something differed. A server's other flags are taken.",
+    ),
 }
 """Usage, description and last lines of each command's help."""
 
-COMMANDS = ("serve", "demo", "plan")
+COMMANDS = ("serve", "demo", "plan", "canary")
 """Commands that take the settings."""
 OTHER_COMMANDS = ("forget", "replay", "completion")
 """Commands with flags of their own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -18,6 +18,10 @@ from parkd.store.slabs import SlabGeometry
 from parkd.types import TurnRequest
 
 PROGRESS_STEP_S = 2.0
+CANARY_FAILED = (
+    "parking is off, because this model's state did not come back as it left (parkd canary): a conversation that "
+    "leaves is read again when it returns"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +106,10 @@ def template_warning(render: Callable[[TurnRequest], str], *, calls_tools: bool)
     return None
 
 
-def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, warning: str | None) -> list[str]:
-    """Lines for the terminal, top to bottom."""
+def describe(
+    info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, warning: str | None, failures: Sequence[str] = ()
+) -> list[str]:
+    """Lines for the terminal, top to bottom. `failures` is what a canary found wrong."""
     stages = [
         f"{device} layers {stage.first_layer}-{stage.end_layer - 1}"
         for device, stage in zip(info.devices, info.layout.stages, strict=True)
@@ -121,7 +127,8 @@ def describe(info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, war
             memory_line(device, stage.first_layer, stage.end_layer, account)
             for device, stage, account in zip(info.devices, info.layout.stages, info.memory, strict=False)
         ),
-        f"budget    {parking_line(budget, info)}",
+        f"budget    {CANARY_FAILED if failures else parking_line(budget, info)}",
+        *(f"warning   {failure}" for failure in failures),
     ]
     if info.is_demo_model:
         lines.append("warning   this is the demo model, too small for real work: name your own with --model")

@@ -60,6 +60,11 @@ RULES = (
         COMPUTE + HTTP,
     ),
     Rule(
+        "parkd.canary",
+        ("parkd.canary", "parkd.identity", "parkd.store", "parkd.engine_adapter.base", *SHARED),
+        COMPUTE + HTTP,
+    ),
+    Rule(
         "parkd.proxy",
         (
             "parkd.proxy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -110,6 +110,14 @@ class StageCache(Cache):  # type: ignore[misc]
         packed, live = self._packing()
         if packed:
             torch._foreach_copy_(live, packed)
+
+    def live_windows(self, position: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Keys and values in the live windows before `position`, where the timeline is, by layer."""
+        for window in self._windows:
+            window.begin(position)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, ArenaSlidingLayer):
+                yield index, [live for _, live in layer.packing()]
 
     def _packing(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The windows in the fixed state, and in the layers' buffers: for one call, since one for each layer takes the

@@ -49,6 +49,8 @@ class EngineInfo:
     """The longest context that the model supports; 0 if that is not known."""
     memory: tuple[Mapping[str, int], ...] = ()
     """For each stage what takes its device's memory: name -> bytes. Empty if the engine does not say."""
+    build: str = ""
+    """What else decides how state is computed and moved: versions of libraries, kinds of devices, sizes of chunks."""
     parked_state_lacks: str = ""
     """What a parked state does not include, for explaining why tokens were read again; empty: nothing."""
 
@@ -218,6 +220,11 @@ class Seat(ABC):
 
         Call it before a turn reads. Raises InvalidRequest as `Engine.steering_digest` does, and EngineFailure.
         """
+
+    def state_parts(self) -> Mapping[str, bytes]:
+        """Name of each part of the live state -> digest of its bytes, such as `layer 3 key`. Empty if the engine cannot
+        tell parts."""
+        return {}
 
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
         """The bytes of the whole live state, and of the fixed state at each of `checkpoints`, which are among the

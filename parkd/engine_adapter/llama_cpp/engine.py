@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from importlib.metadata import version
 from typing import Any
 
 import llama_cpp.llama_cpp as low
@@ -40,6 +41,7 @@ from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, 
 from parkd.types import TokenIds
 
 CHECKSUM = "xxh3-64"
+LIBRARY = "llama-cpp-python"
 _PROBE_TOKENS = 16
 
 
@@ -252,6 +254,7 @@ class LlamaCppEngine(OneSeatEngine):
             arena_bytes=row_bytes * model.context_tokens + fixed_bytes * (1 + self._timeline.limit),
             is_demo_model=config.is_demo_model,
             ctx_checkpoints=self._timeline.limit,
+            build=f"{low.__name__} {version(LIBRARY)} {config.llama} {config.batch_tokens} {config.threads}",
         )
 
     def _probe(self) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from parkd_engine.memory import free_bytes
 from parkd_engine.moves import snapshot
 from parkd_engine.moves.capture_in_flight import CaptureInFlight
 from parkd_engine.session import Session
+from parkd_engine.state_parts import state_parts
 from parkd_engine.vision.tower import PromptImage
 from parkd_engine.words.sampling import Sampler
 from parkd_engine.words.steering import SteeringBank
@@ -196,6 +197,9 @@ class TorchEngine(OneSeatEngine):
 
     def text_stream(self) -> TextStream:
         return self._chat.text()
+
+    def state_parts(self) -> Mapping[str, bytes]:
+        return state_parts(self._session)
 
     def capture(self, transfer: Transfer) -> Checksums:
         with noticing_loss():

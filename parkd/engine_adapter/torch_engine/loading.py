@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import parkd_engine
 import torch
+import transformers
 from parkd_engine.account import ARENA_PARTS, WEIGHT_PARTS, ModelMemory, StageMemory, choose_context
 from parkd_engine.balance import choose_split
 from parkd_engine.config import EngineConfig
@@ -20,6 +23,7 @@ from parkd_engine.words.steering import SteeringBank, load_vectors
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.base import EngineInfo
+from parkd.engine_adapter.base.build import sources_of
 from parkd.errors import ModelError
 
 Progress = Callable[[str, float], None]
@@ -137,7 +141,15 @@ def _info(
         reads_while_restoring=all(torch.device(device).type == "cuda" for device in layout.devices),
         model_tokens=int(loaded.text_config.max_position_embeddings),
         memory=accounts,
+        build=_build(layout, session),
     )
+
+
+def _build(layout: EngineConfig, session: Session) -> str:
+    cards = [torch.cuda.get_device_name(device) for device in layout.devices if is_card(device)]
+    sizes = (session.batch_tokens, session.draft_tokens, layout.ctx_checkpoints, layout.window_slack_tokens)
+    sources = sources_of(Path(parkd_engine.__file__).parent)
+    return f"torch {torch.__version__} transformers {transformers.__version__} {sources} {cards} {sizes}"
 
 
 def _sum(accounts: Sequence[Mapping[str, int]], names: Sequence[str]) -> int:
