@@ -10,7 +10,6 @@ Taking one changes nothing, and a value stays as it is when the store goes on.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -69,11 +68,12 @@ class InspectedConversation:
 
 @dataclass(frozen=True, slots=True)
 class InspectedBlock:
-    """A block that somebody owns; of an opaque state, the whole of it."""
+    """A block; of an opaque state, the whole of it."""
 
     id: BlockId
     owners: int
-    """Conversations, each once whichever tiers it is in, fading ones and captures in flight that name it."""
+    """Of its place in RAM, as the table counts them: conversations in RAM, fading ones and captures in flight; 0 if it
+    is not in RAM. Its place on disk is kept by the `holders` of its extent."""
     slot: int | None = None
     """Its place in RAM, which no other block has; None: it is not in RAM."""
     ram_bytes: int = 0
@@ -86,7 +86,7 @@ class InspectedBlock:
 
 @dataclass(frozen=True, slots=True)
 class InspectedCheckpoint:
-    """A checkpoint that somebody owns."""
+    """A checkpoint."""
 
     id: CheckpointId
     owners: int
@@ -128,7 +128,7 @@ class InspectedExtent:
     name: str
     taken_bytes: int
     holders: int
-    """Conversations on disk, writes and reads that need it."""
+    """Conversations on disk, writes and reads that need it, as the disk counts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +177,11 @@ def inspect(table: Conversations, flights: Mapping[int, Flight], waiting: Iterab
         )
         for serial, flight in flights.items()
     )
-    owned = [(each.blocks, each.checkpoints) for each in (*conversations.values(), *fading) if not each.is_foreign]
-    owned += [(capture.blocks, capture.checkpoints) for capture in captures]
-    blocks = Counter(block_id for ids, _ in owned for block_id in ids)
-    checkpoints = Counter(checkpoint.id for _, found in owned for checkpoint in found)
     return Inspection(
         conversations=MappingProxyType(conversations),
         fading=fading,
-        blocks=MappingProxyType({known: _block(table, known, blocks[known]) for known, _ in table.blocks.items()}),
-        checkpoints=MappingProxyType(
-            {known: _checkpoint(table, known, checkpoints[known]) for known, _ in table.checkpoints.items()}
-        ),
+        blocks=MappingProxyType({known: _block(table, known) for known, _ in table.blocks.items()}),
+        checkpoints=MappingProxyType({known: _checkpoint(table, known) for known, _ in table.checkpoints.items()}),
         captures=captures,
         ram=_ram(table),
         disk=_disk(table.disk) if table.disk.is_there else None,
@@ -216,11 +210,11 @@ def _fading(ram: InRam) -> InspectedConversation:
     return replace(_described(ram.parked), is_in_ram=True, leases=ram.leases, awaited=len(ram.awaited_by))
 
 
-def _block(table: Conversations, block_id: BlockId, owners: int) -> InspectedBlock:
+def _block(table: Conversations, block_id: BlockId) -> InspectedBlock:
     block = table.blocks[block_id]
     return InspectedBlock(
         block_id,
-        owners,
+        block.owners,
         slot=block.ram,
         ram_bytes=0 if block.ram is None else table.blocks.bytes_of([block_id]),
         is_sealed=block.is_sealed or block.ram is None,
@@ -228,11 +222,11 @@ def _block(table: Conversations, block_id: BlockId, owners: int) -> InspectedBlo
     )
 
 
-def _checkpoint(table: Conversations, checkpoint_id: CheckpointId, owners: int) -> InspectedCheckpoint:
+def _checkpoint(table: Conversations, checkpoint_id: CheckpointId) -> InspectedCheckpoint:
     checkpoint = table.checkpoints[checkpoint_id]
     return InspectedCheckpoint(
         checkpoint_id,
-        owners,
+        checkpoint.owners,
         is_in_ram=checkpoint.ram is not None,
         ram_bytes=table.checkpoints.bytes_of(checkpoint_id),
         extent=None if checkpoint.disk is None else checkpoint.disk.extent,

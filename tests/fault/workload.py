@@ -9,7 +9,7 @@ import numpy as np
 
 from parkd.state import Grain, RowRun
 from parkd.store.conversations import Conversation
-from parkd.store.inspection import InspectedConversation
+from parkd.store.inspection import InspectedConversation, Inspection
 from parkd.store.records import Parked, Refused, Tier
 from parkd.store.store import ConversationStore
 from tests.fault.fault_fs import Crashed, FaultFs
@@ -166,13 +166,34 @@ class Life:
                 raise Wrong(f"{each.id} has blocks {each.blocks}")
             states = {c.position for c in each.checkpoints if self._states(known, c.position)}
             self._check_places(each, known, states)
-        holders = Counter(block for each in (*usable, *seen.fading, *seen.captures) for block in each.blocks)
-        if {i: block.owners for i, block in seen.blocks.items() if block.owners} != holders:
-            raise Wrong("blocks are owned by nobody that names them, or need owning")
+        for each in seen.fading:
+            if self.model.pieces_of(each.blocks) != self.known[each.id].pieces:
+                raise Wrong(f"{each.id}, which fades, has blocks {each.blocks}")
+        there = [*(each for each in usable if each.is_in_ram), *seen.fading, *seen.captures]
+        owners = Counter(block for each in there for block in each.blocks)
+        if {i: block.owners for i, block in seen.blocks.items() if block.owners} != owners:
+            raise Wrong("blocks in memory are owned by nobody that needs them, or need owning")
+        owners = Counter(checkpoint.id for each in there for checkpoint in each.checkpoints)
+        if {i: checkpoint.owners for i, checkpoint in seen.checkpoints.items() if checkpoint.owners} != owners:
+            raise Wrong("checkpoints in memory are owned by nobody that needs them, or need owning")
+        self._check_extents(seen)
         if any(block.slot is not None and not block.owners for block in seen.blocks.values()):
             raise Wrong("a block is in memory and nobody owns it")
         if any(block.slot is None and block.extent is None for block in seen.blocks.values()):
             raise Wrong("a block is owned and nowhere")
+
+    def _check_extents(self, seen: Inspection) -> None:
+        """Each extent is held by the conversations whose files name it, and these name all that they need."""
+        assert seen.disk is not None
+        names = Counter(name for each in seen.conversations.values() for name in each.files[1:])
+        if {extent.name: extent.holders for extent in seen.disk.extents.values()} != names:
+            raise Wrong("extents are held by nobody that needs them, or need holding")
+        for each in seen.conversations.values():
+            if each.is_on_disk and not each.is_foreign:
+                places = [seen.blocks[block].extent for block in each.blocks]
+                places += [seen.checkpoints[checkpoint.id].extent for checkpoint in each.checkpoints]
+                if any(at is None or seen.disk.extents[at].name not in each.files for at in places):
+                    raise Wrong(f"{each.id} does not hold all that it needs on disk")
 
     def _loaded(self, source: str, loaded: Parked, in_ram: set[int]) -> None:
         """Notes what was read from disk: a conversation, or the beginning of one under an id of its own. `in_ram` are
