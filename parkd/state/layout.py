@@ -87,9 +87,14 @@ class StateLayout:
     def is_opaque(self) -> bool:
         return self.grain is not Grain.ROWS
 
+    @property
+    def has_fixed_state(self) -> bool:
+        """A part of it is true at one position only."""
+        return self.fixed_bytes > 0
+
     @cached_property
     def resume(self) -> Resume:
-        if not self.fixed_bytes:
+        if not self.has_fixed_state:
             return Resume.ANYWHERE
         return Resume.AT_END if self.grain is Grain.FILE else Resume.AT_CHECKPOINTS
 
