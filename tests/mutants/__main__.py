@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from tests.mutants import children
@@ -94,15 +96,17 @@ def explained() -> dict[str, str]:
 class Run:
     """One call of the script."""
 
-    def __init__(self, modules: Sequence[Path], tests: Sequence[str], seconds: float) -> None:
+    def __init__(self, modules: Sequence[Path], tests: Sequence[str], seconds: float, within_s: float) -> None:
         KEPT.mkdir(parents=True, exist_ok=True)
         self.modules = modules
         self.until = time.monotonic() + seconds
+        self.within_s = within_s
         self.results = Results(KEPT / "results.jsonl")
         self.results.load()
         self.explained = explained()
         kits = (path for folder in TESTS for path in (ROOT / folder).rglob("*.py"))
-        self.tests_digest = digest(kits) + "".join(sorted(tests) if tests != TESTS else [])
+        self.kits_digest = digest(kits) + "".join(sorted(tests) if tests != TESTS else [])
+        self.tests_digest = self.kits_digest + (f" within {within_s} s" if math.isfinite(within_s) else "")
         self.counts: dict[str, Counter[str]] = {}
         self.lines: dict[str, list[list[object]]] = {}
         self.seconds: dict[str, float] = {}
@@ -116,7 +120,7 @@ class Run:
     def watch(self) -> None:
         """Which lines each test runs: from an earlier run if neither a test nor a module has changed since."""
         watched = sorted(ROOT.glob("parkd/store/**/*.py")) + [path for path in self.modules if path.exists()]
-        name = hashlib.sha256(f"{digest(dict.fromkeys(watched))} {self.tests_digest}".encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{digest(dict.fromkeys(watched))} {self.kits_digest}".encode()).hexdigest()[:16]
         kept = KEPT / f"lines-{name}.json"
         if not kept.exists():
             print("watching which test runs which line", flush=True)
@@ -130,7 +134,9 @@ class Run:
     def tests_for(self, path: Path, mutant: Mutant) -> list[str]:
         lines = range(mutant.line, mutant.last_line + 1)
         found = {test for line in lines for test in self.runners.get((str(path), line), ())}
-        return sorted(found, key=self.seconds.__getitem__)
+        quickest = sorted(found, key=self.seconds.__getitem__)
+        sums = accumulate(map(self.seconds.__getitem__, quickest))
+        return [test for test, seconds in zip(quickest, sums, strict=True) if seconds <= self.within_s]
 
     def module(self, path: Path) -> None:
         source, module = path.read_text(), path.relative_to(ROOT).as_posix()
@@ -156,7 +162,7 @@ class Run:
     def _tried(self, path: Path, source: str, mutant: Mutant) -> tuple[str, str]:
         tests = self.tests_for(path, mutant)
         if not tests:
-            return "survived", "no test runs this line"
+            return "survived", "no test runs this line" if math.isinf(self.within_s) else "no such quick test"
         timeout_s = LEAST_TIMEOUT_S + TIMEOUT_FACTOR * sum(map(self.seconds.__getitem__, tests))
         is_killed, by = self.trials.outcome(mutant, source, path, tests, timeout_s)
         return ("killed", by) if is_killed else ("survived", f"{len(tests)} tests pass")
@@ -184,6 +190,9 @@ def main() -> int:
     parser.add_argument("--module", action="append", help="a path or a glob from the root of the repository")
     parser.add_argument("--tests", nargs="*", help="other tests than those of TESTS")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no mutant after this long")
+    parser.add_argument(
+        "--within", type=float, default=math.inf, help="of the tests of a mutant, only the quickest, of so many seconds"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and end")
     given = parser.parse_args()
     modules = modules_of(given.module or MODULES)
@@ -193,7 +202,7 @@ def main() -> int:
                 print(f"{mutant.module}:{mutant.line} {mutant.before} -> {mutant.after}")
         return 0
     tests = tuple(given.tests or TESTS)
-    run = Run(modules, tests, given.seconds)
+    run = Run(modules, tests, given.seconds, given.within)
     children.with_tests([*tests, *(f"--ignore={path}" for path in NOT_RUN)], run.work)
     return run.report()
 

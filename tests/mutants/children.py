@@ -87,6 +87,11 @@ class Trials:
     def __init__(self, session: pytest.Session) -> None:
         self._config = session.config
         self._items = {item.nodeid: item for item in session.items}
+        self._functions: dict[tuple[str, str], list[FunctionType]] = {}
+        for each in gc.get_objects():
+            if isinstance(each, FunctionType):
+                self._functions.setdefault((each.__code__.co_filename, each.__code__.co_qualname), []).append(each)
+        gc.freeze()  # what is there now is shared with the children for as long as nobody writes to it
 
     def watch(self, files: Sequence[Path], timeout_s: float) -> tuple[Lines, dict[str, float]]:
         """The lines of `files` that each test runs, and its seconds. Raises RuntimeError if a test fails."""
@@ -110,7 +115,7 @@ class Trials:
         """Whether the tests notice the mutant of the module `source`, and which one did first."""
 
         def child() -> tuple[int, object]:
-            _break(mutant, source, path)
+            self._break(mutant, source, path)
             failed = self._run(tests)
             return (1, failed) if failed else (0, "")
 
@@ -120,6 +125,20 @@ class Trials:
         if code not in (0, 1):
             raise RuntimeError(f"{mutant.key} could not be tried:\n{said}")
         return code == 1, str(said)
+
+    def _break(self, mutant: Mutant, source: str, path: Path) -> None:
+        """Gives every function object of the mutant's function its broken code. Raises RuntimeError if there is
+        none."""
+        code = next(
+            each
+            for each in _codes(compile(mutant.tree(source), str(path), "exec"))
+            if each.co_qualname == mutant.function
+        )
+        found = self._functions.get((str(path), mutant.function))
+        if found is None:
+            raise RuntimeError(f"{mutant.function} of {path} is nowhere: no test imports it")
+        for each in found:
+            each.__code__ = code
 
     def _run(self, names: Sequence[str]) -> str:
         """Runs tests until one fails. Returns its name; empty if none did."""
@@ -158,24 +177,6 @@ def with_tests(paths: Sequence[str], work: Callable[[Trials], None]) -> None:
         raise RuntimeError(
             f"the tests could not be collected (exit status {int(code)}): run pytest on {' '.join(paths)}"
         )
-
-
-def _break(mutant: Mutant, source: str, path: Path) -> None:
-    """Gives every function object of the mutant's function its broken code. Raises RuntimeError if there is none."""
-    code = next(
-        each for each in _codes(compile(mutant.tree(source), str(path), "exec")) if each.co_qualname == mutant.function
-    )
-    found = [
-        each
-        for each in gc.get_objects()
-        if isinstance(each, FunctionType)
-        and each.__code__.co_qualname == mutant.function
-        and each.__code__.co_filename == str(path)
-    ]
-    if not found:
-        raise RuntimeError(f"{mutant.function} of {path} is nowhere: no test imports it")
-    for each in found:
-        each.__code__ = code
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -75,6 +75,8 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
     found = []
     for node, place, function in _conditions(ast.parse(source), (), ""):
         for changed in _changes(node, is_test=_is_test(place)):
+            if ast.dump(changed) == ast.dump(node):
+                continue
             moved = ast.copy_location(changed, node)
             lines = node.lineno, node.end_lineno or node.lineno
             found.append(Mutant(module, function, *lines, ast.unparse(node), ast.unparse(moved), place, moved))
