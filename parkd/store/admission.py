@@ -66,7 +66,9 @@ class Admission:
         bound = self.config.conversation_slots
         if bound is not None and self._slots_taken(in_flight, replaced(plan, longest, prefixes), evicted=True) > bound:
             return Refused(RefusalReason.SLOTS, f"all {bound} conversation slots are leased, pinned or being written")
-        queue = self._queue(plan, longest, prefixes, costs, now_s)
+        # A part reaches further than all prefixes, so it supersedes the same ones.
+        gone = replaced(plan, longest, prefixes)
+        queue = Queue(self.table, self.policy, costs, now_s, family=prefixes, superseded=gone)
         position = longest
         if not self._surely_fits(plan.need(longest), queue):
             room, freeable = self.table.most_room()
@@ -77,8 +79,6 @@ class Admission:
                 if position:
                     message += f"; its first {position} tokens would fit, {known} are parked already"
                 return Refused(RefusalReason.BUDGET, message)
-            if position < longest:
-                queue = self._queue(plan, position, prefixes, costs, now_s)
         is_selective = self.policy.margin > 0 and not is_returning
         if is_selective and not self._is_worth(plan, position, in_flight, prefixes, queue, history, costs):
             part = self._free_part(plan, longest, in_flight, prefixes)
@@ -96,11 +96,7 @@ class Admission:
     ) -> int:
         """The last resumable position that fits without evictions, if that is worth having; else 0."""
         least = self._known(plan, prefixes) + max(self.config.block_tokens, -(-longest // LEAST_PART))
-        room = self.table.memory.room()
-        # Mostly there is no room at all: one check finds that out, where the search would need one per halving.
-        if least > longest or not self.has_room(plan, least, in_flight, prefixes, room):
-            return 0
-        position = longest_position(longest, plan.ends, lambda at: self.has_room(plan, at, in_flight, prefixes, room))
+        position = longest_position(longest, plan.ends, lambda at: self.has_room(plan, at, in_flight, prefixes))
         return position if position >= least else 0
 
     def _known(self, plan: Plan, prefixes: Sequence[Conversation]) -> int:
@@ -110,18 +106,13 @@ class Admission:
         return max(parked, len(plan.held) * self.config.block_tokens)
 
     def has_room(
-        self,
-        plan: Plan,
-        position: int,
-        in_flight: Sequence[Replaced],
-        prefixes: Sequence[Conversation],
-        room: Room | None = None,
+        self, plan: Plan, position: int, in_flight: Sequence[Replaced], prefixes: Sequence[Conversation]
     ) -> bool:
-        """Whether the plan fits up to `position` now. `room` is the memory's, if the caller has it already."""
+        """Whether the plan fits up to `position` now."""
         bound = self.config.conversation_slots
         if bound is not None and self._slots_taken(in_flight, replaced(plan, position, prefixes)) > bound:
             return False
-        return self.table.memory.fits(plan.need(position), room or self.table.memory.room())
+        return self.table.memory.fits(plan.need(position), self.table.memory.room())
 
     def above_floor(
         self, plan: Plan, outcome: Decision | Refused, free_memory: Callable[[], int] | None
@@ -131,15 +122,11 @@ class Admission:
             return outcome
         checkpoints = len(plan.checkpoints_at(outcome.position))
         taken, free = self.table.memory.untouched_bytes(plan.need(outcome.position), checkpoints), free_memory()
-        if taken == 0 or free - taken >= self.config.min_free_bytes:
+        if free - taken >= self.config.min_free_bytes:
             return outcome
         floor = mib(self.config.min_free_bytes)
         message = f"needs {mib(taken)} of the machine's free {mib(free)}, of which {floor} must stay free"
         return Refused(RefusalReason.MEMORY_FLOOR, message)
-
-    def _queue(self, plan: Plan, position: int, prefixes: Sequence[Conversation], costs: Costs, now_s: float) -> Queue:
-        gone = replaced(plan, position, prefixes)
-        return Queue(self.table, self.policy, costs, now_s, family=prefixes, superseded=gone)
 
     def _surely_fits(self, need: Need, queue: Queue) -> bool:
         """True if what the candidates free one by one is enough, so that the costly count of what they share is not
@@ -184,6 +171,5 @@ class Admission:
 
 
 def replaced(plan: Plan, position: int, prefixes: Sequence[Conversation]) -> Replaced:
-    """The prefixes still in RAM that a capture up to `position` will supersede."""
-    there = [each for each in prefixes if each.ram is not None]
-    return tuple(superseded(there, position, (*plan.checkpoint_positions(position), *plan.dropped)))
+    """Those of its prefixes that a capture up to `position` will supersede."""
+    return tuple(superseded(prefixes, (*plan.checkpoint_positions(position), *plan.dropped)))

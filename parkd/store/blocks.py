@@ -302,8 +302,7 @@ class BlockTable:
             block.ram, block.file, block.owners, block.owners_xor = place, shape.file, 1, owner
             ids.append(name)
         self._in_ram += len(ids)
-        if ids:
-            self._exclusive[owner] += len(ids)
+        self._exclusive[owner] += len(ids)
         return ids
 
     def new_id(self) -> BlockId:
@@ -329,38 +328,35 @@ class BlockTable:
                 shared.append(block_id)
             block.owners += 1
             block.owners_xor ^= owner
-        if lost:
-            self._exclusive.subtract(lost)
-            self._changed.update(lost)
-            self._shared.update(shared)
+        self._exclusive.subtract(lost)
+        self._changed.update(lost)
+        self._shared.update(shared)
 
     def release(self, owner: Owner, ids: Sequence[BlockId]) -> None:
         """Takes an owner off blocks, and empties the places in RAM of those without another."""
         blocks, shared = self._blocks, self._shared
-        alone = ids if shared.isdisjoint(ids) else [block_id for block_id in ids if block_id not in shared]
-        if len(alone) < len(ids):
-            gained, ceased = [], []
-            for block_id in shared.intersection(ids):
-                block = blocks[block_id]
-                block.owners -= 1
-                block.owners_xor ^= owner
-                if block.owners == 1:
-                    gained.append(block.owners_xor)
-                    ceased.append(block_id)
-            self._exclusive.update(gained)
-            self._changed.update(gained)
-            shared.difference_update(ceased)
-        if alone:
-            self.places.free([_place(blocks[block_id]) for block_id in alone])
-            self._budget.credit(Kind.METADATA, BLOCK_BYTES * len(alone))
-            self._in_ram -= len(alone)
-            self._exclusive[owner] -= len(alone)
-            for block_id in alone:
-                block = blocks[block_id]
-                if block.disk is None:
-                    del blocks[block_id]
-                else:
-                    block.ram, block.is_sealed, block.owners, block.owners_xor = None, False, 0, 0
+        alone = [block_id for block_id in ids if block_id not in shared]
+        gained, ceased = [], []
+        for block_id in shared.intersection(ids):
+            block = blocks[block_id]
+            block.owners -= 1
+            block.owners_xor ^= owner
+            if block.owners == 1:
+                gained.append(block.owners_xor)
+                ceased.append(block_id)
+        self._exclusive.update(gained)
+        self._changed.update(gained)
+        shared.difference_update(ceased)
+        self.places.free([_place(blocks[block_id]) for block_id in alone])
+        self._budget.credit(Kind.METADATA, BLOCK_BYTES * len(alone))
+        self._in_ram -= len(alone)
+        self._exclusive[owner] -= len(alone)
+        for block_id in alone:
+            block = blocks[block_id]
+            if block.disk is None:
+                del blocks[block_id]
+            else:
+                block.ram, block.is_sealed, block.owners, block.owners_xor = None, False, 0, 0
         if self._exclusive[owner] == 0:
             del self._exclusive[owner]
 
@@ -396,9 +392,10 @@ class BlockTable:
 
     def checksums(self, ids: Sequence[BlockId]) -> npt.NDArray[np.uint64]:
         """`[len(ids), stages]` of sealed blocks."""
-        parts = [self._blocks[block_id].sums for block_id in ids if self._blocks[block_id].is_sealed]
-        assert len(parts) == len(ids), "a block in flight was read"
-        return np.frombuffer(b"".join(filter(None, parts)), dtype=np.uint64).reshape(len(ids), self._stages)
+        blocks = [self._blocks[block_id] for block_id in ids]
+        assert all(block.is_sealed for block in blocks), "a block in flight was read"
+        sums = b"".join(filter(None, (block.sums for block in blocks)))
+        return np.frombuffer(sums, dtype=np.uint64).reshape(len(ids), self._stages)
 
     def items(self) -> Iterable[tuple[BlockId, Block]]:
         return self._blocks.items()

@@ -97,9 +97,9 @@ class IdleBuffers:
 
     def give_back(self) -> None:
         """Frees one idle buffer; there must be one."""
+        assert self._hooks is not None, "only page-locked buffers are kept"
         memory = self._idle.pop()
-        if self._hooks is not None:
-            self._hooks.removed(memory)
+        self._hooks.removed(memory)
         del memory
         self._budget.credit(Kind.IDLE, self.size)
 
@@ -200,12 +200,10 @@ class CheckpointTable:
         return checkpoint.sums
 
     def put_on_disk(self, checkpoint_id: CheckpointId, found: DiskCheckpoint) -> None:
-        """Notes where a checkpoint is on disk, unless it has a place there already."""
+        """Notes where a checkpoint is on disk that has no place there yet."""
         checkpoint = self._checkpoints[checkpoint_id]
-        if checkpoint.sums is None:
-            checkpoint.sums = found.sums
-        if checkpoint.disk is None:
-            checkpoint.disk = found.place
+        assert checkpoint.disk is None, "a checkpoint has one place on disk"
+        checkpoint.sums, checkpoint.disk = found.sums, found.place
 
     def take_off_disk(self, ids: Iterable[CheckpointId]) -> None:
         """Empties the places on disk, whose extent is gone or damaged."""

@@ -101,8 +101,9 @@ class Conversation:
 
     @property
     def may_leave_ram(self) -> bool:
-        ram = self.ram
-        return ram is not None and not (ram.leases or self.is_pinned or ram.awaited_by)
+        """Of a conversation that is in RAM."""
+        assert self.ram is not None
+        return not (self.ram.leases or self.is_pinned or self.ram.awaited_by)
 
 
 class Conversations:
@@ -158,9 +159,8 @@ class Conversations:
     def find(self, key_digest: bytes, prefix_hashes: tuple[bytes, ...], limit: int) -> list[tuple[Conversation, int]]:
         """At most `limit` conversations of the key, each with the number of full blocks that it shares with the prompt:
         most shared first; among equals those in RAM first, then the latest."""
-        found = dict(self._index.find(key_digest, prefix_hashes, limit, self.in_ram) if self.in_ram else ())
-        if len(self._rows) > len(self.in_ram):
-            found |= self._index.find(key_digest, prefix_hashes, limit)
+        found = dict(self._index.find(key_digest, prefix_hashes, limit, self.in_ram))
+        found |= self._index.find(key_digest, prefix_hashes, limit)
         pairs = [(self._rows[conversation_id], shared) for conversation_id, shared in found.items()]
         pairs.sort(key=lambda pair: -pair[1])  # stable: what is in RAM stays before what is not
         return pairs[:limit]
@@ -172,13 +172,10 @@ class Conversations:
         found = self._index.find(key_digest, prefix_hashes, limit, self.in_ram)
         return [(self._rows[conversation_id], shared) for conversation_id, shared in found]
 
-    def prefixes_of(
-        self, key_digest: bytes, units: Units, prefix_hashes: tuple[bytes, ...], known: Sequence[Conversation] = ()
-    ) -> list[Conversation]:
-        """All conversations of the key whose units are a prefix of `units`, or equal. Those in `known` are not compared
-        again."""
+    def prefixes_of(self, key_digest: bytes, units: Units, prefix_hashes: tuple[bytes, ...]) -> list[Conversation]:
+        """All conversations of the key whose units are a prefix of `units`, or equal."""
         found = (self._rows[i] for i in self._index.ending_within(key_digest, prefix_hashes))
-        return [each for each in found if each in known or _is_prefix(each.parked.units, units)]
+        return [each for each in found if _is_prefix(each.parked.units, units)]
 
     # Use
 
@@ -356,15 +353,11 @@ class Conversations:
 
 
 def _is_prefix(short: Units, long: Units) -> bool:
-    return len(short) <= len(long) and bool(np.array_equal(short, long[: len(short)]))
+    return bool(np.array_equal(short, long[: len(short)]))
 
 
-def superseded(prefixes: Iterable[Conversation], position: int, checkpoints: Iterable[int]) -> list[Conversation]:
-    """The prefixes that a conversation parked up to `position` with these checkpoints makes superfluous: wherever they
-    can be resumed, it can be resumed too."""
+def superseded(prefixes: Iterable[Conversation], checkpoints: Iterable[int]) -> list[Conversation]:
+    """Those of its prefixes that a conversation with these checkpoints makes superfluous: wherever they can be resumed,
+    it can be resumed too."""
     places = set(checkpoints)
-    return [
-        each
-        for each in prefixes
-        if each.parked.position <= position and places.issuperset(c.position for c in each.parked.checkpoints)
-    ]
+    return [each for each in prefixes if places.issuperset(c.position for c in each.parked.checkpoints)]

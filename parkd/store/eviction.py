@@ -33,8 +33,7 @@ def rated(
 ) -> Rating:
     """Rates a conversation in RAM as it is now, and keeps the rating."""
     parked, freed = conversation.parked, table.blocks.freed_by(ram.owner, conversation.parked.blocks)
-    checkpoint_bytes = table.checkpoints.bytes_freed_by(c.id for c in parked.checkpoints) if parked.checkpoints else 0
-    outside_bytes = freed.outside_bytes + checkpoint_bytes
+    outside_bytes = freed.outside_bytes + table.checkpoints.bytes_freed_by(c.id for c in parked.checkpoints)
     freed_bytes = freed.slots * table.memory.geometry.slot_bytes + outside_bytes
     position, used_s = len(parked.units), parked.last_used_s
     is_cut = not (table.kind.is_whole and freed_bytes)
@@ -136,10 +135,10 @@ class Queue:
         special, now_s, places = {self._partner, *self._superseded}, self.now_s, self._places
         heap = []
         for owner, conversation in self._table.owned.items():
-            ram = conversation.ram
-            if ram is None or ram.leases or conversation.is_pinned or ram.awaited_by:
+            if not conversation.may_leave_ram:
                 continue
-            rating = ram.rating
+            assert conversation.ram is not None
+            rating = conversation.ram.rating
             if rating is None or rating.until_s < now_s or owner in special:
                 heap.append(self._placed(owner, conversation))
             else:

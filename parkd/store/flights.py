@@ -66,11 +66,10 @@ def open_flight(
     release."""
     planned = plan.checkpoints_at(position)
     table.memory.reserve(plan.need(position), len(planned))
-    held, inherited = plan.held_at(position), plan.inherited_at(position)
+    held = plan.held_at(position)
     shapes, names = plan.shapes(position, table.blocks)
     fresh = tuple(each.id or table.checkpoints.add(each.position) for each in planned)
-    sizes = [each.size for each in planned if each.size is not None]
-    table.checkpoints.place(fresh, sizes if table.kind.is_whole else None)
+    table.checkpoints.place(fresh, [each.size for each in planned] if table.kind.is_whole else None)
     try:
         blocks = tuple(table.blocks.place(owner, shapes, names, held[-1] if held else None))
     except BaseException:
@@ -78,9 +77,8 @@ def open_flight(
         raise
     table.memory.budget.charge(Kind.METADATA, conversation_metadata_bytes(position, plan.kind.block_tokens))
     table.blocks.release(owner, plan.held[len(held) :])
-    table.checkpoints.release(checkpoint.id for checkpoint in plan.inherited[len(inherited) :])
     filled = (ParkedCheckpoint(each.position, known) for each, known in zip(planned, fresh, strict=True))
-    checkpoints = tuple(sorted((*inherited, *filled), key=lambda checkpoint: checkpoint.position))
+    checkpoints = tuple(sorted((*plan.inherited, *filled), key=lambda checkpoint: checkpoint.position))
     return Flight(owner, plan, position, held + blocks, blocks, checkpoints, fresh, replaces, history, source, file)
 
 

@@ -176,7 +176,7 @@ def recover(table: Conversations, fs: FileSystem, found: Found) -> None:
             if each.parked.last_used_s < now_s - config.max_age_s:
                 table.leave_disk(each)
     stuck = 0
-    while table.make_disk_room(0, 0, now_s) or stuck == 0:
+    while table.make_disk_room(0, 0, now_s):
         job = disk.next_removal_job()
         if job is None:
             break
@@ -196,8 +196,8 @@ def parked_of(manifest: Manifest, now_s: float, wall_s: float, marked_s: float =
     """
     shift = now_s - wall_s
     used_s = manifest.last_used_s
-    if used_s < marked_s <= wall_s:
-        used_s = marked_s
+    if marked_s <= wall_s:
+        used_s = max(used_s, marked_s)
     return Parked(
         id=manifest.id,
         key_digest=manifest.key_digest,

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from parkd.state import StateFile
 from parkd.store.blocks import Block, BlockTable, Shape, StateKind, whole_charge
 from parkd.store.budget import BLOCK_BYTES, Need, conversation_metadata_bytes
-from parkd.store.checkpoints import checkpoint_bytes_of, checkpoint_charge
+from parkd.store.checkpoints import Checkpoint, checkpoint_bytes_of, checkpoint_charge
 from parkd.store.conversations import Conversations
 from parkd.store.records import BlockId, CaptureRequest, CheckpointId, Parked, ParkedCheckpoint
 from parkd.types import Units
@@ -73,8 +73,8 @@ class PlannedCheckpoint:
     """A checkpoint whose place in RAM must be filled."""
 
     position: int
-    size: int | None = None
-    """Bytes of an opaque checkpoint; None: as the layout says."""
+    size: int = 0
+    """Bytes of an opaque checkpoint; others have as many as the layout says."""
     id: CheckpointId | None = None
     """The checkpoint on disk that is read; None: a new one."""
 
@@ -91,7 +91,8 @@ class Plan:
     held: tuple[BlockId, ...]
     """Its first blocks, which are in RAM."""
     inherited: tuple[ParkedCheckpoint, ...]
-    """Checkpoints in RAM that belong to held blocks, ascending."""
+    """Checkpoints in RAM that belong to held blocks, ascending. None is beyond where it is parked: that is the last
+    checkpoint, or at least a block more than what is held."""
     checkpoints: tuple[PlannedCheckpoint, ...]
     """Ascending."""
     ends: tuple[int, ...] | None
@@ -110,16 +111,13 @@ class Plan:
     def held_at(self, position: int) -> tuple[BlockId, ...]:
         return self.held[: self.kind.blocks(position)]
 
-    def inherited_at(self, position: int) -> tuple[ParkedCheckpoint, ...]:
-        return tuple(checkpoint for checkpoint in self.inherited if checkpoint.position <= position)
-
     def checkpoints_at(self, position: int) -> tuple[PlannedCheckpoint, ...]:
         """Those that must be filled."""
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.position <= position)
 
     def checkpoint_positions(self, position: int) -> tuple[int, ...]:
-        """All checkpoints of the parked conversation, ascending."""
-        inherited = (checkpoint.position for checkpoint in self.inherited_at(position))
+        """All checkpoints of the conversation if it is parked up to `position`, ascending."""
+        inherited = (checkpoint.position for checkpoint in self.inherited)
         return tuple(sorted((*inherited, *(checkpoint.position for checkpoint in self.checkpoints_at(position)))))
 
     def start(self, position: int) -> int:
@@ -159,10 +157,8 @@ class Plan:
         return names + [None] * (len(shapes) - len(names))
 
     def need(self, position: int) -> Need:
-        blocks = self.kind.blocks(position)
-        fresh = blocks - min(blocks, len(self.held))
-        side_bytes = conversation_metadata_bytes(position, self.kind.block_tokens) + fresh * BLOCK_BYTES
-        side_bytes += self._checkpoint_bytes(position)
+        fresh, metadata_bytes = self._fresh_blocks(position), self._metadata_bytes(position)
+        side_bytes = metadata_bytes + self._checkpoint_bytes(position)
         return Need(0, side_bytes + fresh * self._own_bytes) if self.kind.is_whole else Need(fresh, side_bytes)
 
     def need_bytes(self, position: int) -> int:
@@ -171,9 +167,14 @@ class Plan:
 
     def fresh_bytes(self, position: int) -> int:
         """Bytes of state that must be filled, as they are charged."""
-        blocks = self.kind.blocks(position)
-        fresh = blocks - min(blocks, len(self.held))
-        return fresh * (self._own_bytes if self.kind.is_whole else self.slot_bytes) + self._checkpoint_bytes(position)
+        return self.need_bytes(position) - self._metadata_bytes(position)
+
+    def _fresh_blocks(self, position: int) -> int:
+        return max(0, self.kind.blocks(position) - len(self.held))
+
+    def _metadata_bytes(self, position: int) -> int:
+        fresh = self._fresh_blocks(position)
+        return conversation_metadata_bytes(position, self.kind.block_tokens) + fresh * BLOCK_BYTES
 
     @property
     def _own_bytes(self) -> int:
@@ -181,11 +182,10 @@ class Plan:
         return 0 if self.file is not None else whole_charge(self.whole_bytes)
 
     def _checkpoint_bytes(self, position: int) -> int:
-        if not self.checkpoints:
-            return 0
-        usual = checkpoint_bytes_of(self.kind.layout)
-        sizes = [checkpoint.size for checkpoint in self.checkpoints_at(position)]
-        return sum(usual if size is None else checkpoint_charge((size,)) for size in sizes)
+        planned = self.checkpoints_at(position)
+        if not self.kind.is_whole:
+            return len(planned) * checkpoint_bytes_of(self.kind.layout)
+        return sum(checkpoint_charge((checkpoint.size,)) for checkpoint in planned)
 
 
 def plan_capture(
@@ -207,7 +207,7 @@ def plan_capture(
     if kind.needs_checkpoints:
         inherited, dropped = bounded(_inheritable(table, request, held), request.checkpoints, checkpoint_limit)
         known = {checkpoint.position for checkpoint in inherited}
-        fresh = tuple(PlannedCheckpoint(at, sizes.get(at)) for at in request.checkpoints if at not in known)
+        fresh = tuple(PlannedCheckpoint(at, sizes.get(at, 0)) for at in request.checkpoints if at not in known)
     plan = Plan(
         kind=kind,
         slot_bytes=table.memory.geometry.slot_bytes,
@@ -232,44 +232,40 @@ def plan_capture(
 def plan_promotion(table: Conversations, parked: Parked, stop: int, file: StateFile | None) -> Plan | None:
     """What a promotion of `[0, stop)`, or of all if it cannot be cut, would find in RAM and what it would read.
 
-    None while a part of it is being filled, or while a block is there without those before it. `file` is that of a
-    state that stays in it.
+    None while a part of it is being filled. `file` is that of a state that stays in it.
     """
     kind, size = table.kind, table.kind.block_tokens
-    end = -(-stop // size) * size
-    if kind.needs_checkpoints or kind.is_whole or end > parked.position:
-        end = parked.position
+    is_cut = not (kind.needs_checkpoints or kind.is_whole)
+    end = min(-(-stop // size) * size, parked.position) if is_cut else parked.position
     blocks = [(block_id, table.blocks[block_id]) for block_id in parked.blocks[: kind.blocks(end)]]
     checkpoints = [(c, table.checkpoints[c.id]) for c in parked.checkpoints]
-    held = next((at for at, (_, block) in enumerate(blocks) if block.ram is None), len(blocks))
-    is_filling = any(block.owners and not block.is_sealed for _, block in blocks)
-    is_filling |= any(known.owners and not known.is_sealed for _, known in checkpoints)
-    if is_filling or any(block.ram is not None for _, block in blocks[held:]):
+    parts: list[Block | Checkpoint] = [*(block for _, block in blocks), *(known for _, known in checkpoints)]
+    if any(part.owners and not part.is_sealed for part in parts):
         return None
-    ends: tuple[int, ...] | None = None
-    if kind.is_whole:
-        ends = (end,)
-    elif kind.needs_checkpoints:
-        ends = tuple(checkpoint.position for checkpoint in parked.checkpoints)
-    first = blocks[0][1].disk
+    # What is in memory of a conversation is its beginning, since a block follows the same blocks in all of them.
+    held = sum(block.ram is not None for _, block in blocks)
     return Plan(
         kind=kind,
         slot_bytes=table.memory.geometry.slot_bytes,
         key_digest=parked.key_digest,
         units=parked.units[:end],
         prefix_hashes=parked.prefix_hashes[: end // size],
-        held=tuple(block_id for block_id, _ in blocks[:held]),
+        held=parked.blocks[:held],
         inherited=tuple(c for c, known in checkpoints if known.ram is not None),
         checkpoints=tuple(
-            PlannedCheckpoint(c.position, known.disk.bytes if kind.is_whole and known.disk else None, c.id)
-            for c, known in checkpoints
-            if known.ram is None
+            PlannedCheckpoint(c.position, _bytes_on_disk(known), c.id) for c, known in checkpoints if known.ram is None
         ),
-        ends=ends,
+        ends=None if is_cut else (end,),
         on_disk=tuple(blocks),
-        whole_bytes=0 if first is None else first.bytes,
+        whole_bytes=_bytes_on_disk(blocks[0][1]),
         file=file,
     )
+
+
+def _bytes_on_disk(part: Block | Checkpoint) -> int:
+    """Those of an opaque state or checkpoint; 0 for others."""
+    assert part.disk is not None, "what is promoted is on disk"
+    return part.disk.bytes
 
 
 def _usable_lineage(table: Conversations, request: CaptureRequest) -> tuple[BlockId, ...]:
@@ -277,15 +273,14 @@ def _usable_lineage(table: Conversations, request: CaptureRequest) -> tuple[Bloc
     kind, tokens = table.kind, len(request.units)
     if kind.is_whole and request.covered != tokens:
         return ()  # it continued from inside the state, and equal tokens are not equal state
-    held = [] if kind.is_whole else table.blocks.lineage(request.lineage, request.prefix_hashes)
+    held = table.blocks.lineage(request.lineage, request.prefix_hashes)
     index = len(held)
     tail = table.blocks.get(request.lineage[index]) if index < len(request.lineage) else None
     if tail is None or not tail.is_sealed or tail.index != index or index * kind.block_tokens + tail.rows != tokens:
         return tuple(held)
-    if tail.rows < kind.block_tokens or kind.is_whole:
-        known = request.key_digest, request.units, request.prefix_hashes
-        if tail.identity == block_identity(*known, kind.block_tokens, index, tail.rows):
-            held.append(request.lineage[index])
+    known = request.key_digest, request.units, request.prefix_hashes
+    if tail.identity == block_identity(*known, kind.block_tokens, index, tail.rows):
+        held.append(request.lineage[index])
     return tuple(held)
 
 
@@ -296,12 +291,8 @@ def _inheritable(
     kind = table.kind
     lineage, end = (request.lineage, request.covered) if kind.is_whole else (held, len(request.units))
     found: dict[int, ParkedCheckpoint] = {}
-    if not lineage:
-        return ()
     for kin, _ in table.find_in_ram(request.key_digest, request.prefix_hashes, KIN_LIMIT):
         parked = kin.parked
-        if kind.is_whole and parked.blocks != lineage:
-            continue
         for checkpoint in parked.checkpoints:
             if kind.is_whole and checkpoint.position == parked.position:
                 continue  # it is part of the whole state, and has no bytes of its own

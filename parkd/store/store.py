@@ -252,10 +252,9 @@ class ConversationStore:
             raise ValueError(f"checksums {checksums.rows.shape}, {checksums.fixed.shape}; expected {expected}")
         file = None if flight.file is None else self._written_file(flight, flight.file, checksums.file_bytes)
         self._drop_unlike(flight, checksums)
-        request, now_s, units = capture.request, self._clock(), capture.request.units
-        if not capture.is_whole or units.flags.writeable or not units.flags.owndata:
-            units = units[: capture.position].copy()  # the caller may change its own
-            units.flags.writeable = False
+        request, now_s = capture.request, self._clock()
+        units = request.units[: capture.position].copy()  # the caller may change its own
+        units.flags.writeable = False
         parked = Parked(
             id=self._new_id(),
             key_digest=request.key_digest,
@@ -443,10 +442,7 @@ class ConversationStore:
         if isinstance(outcome, Refused) or outcome.position == len(plan.units):
             return outcome
         size = self.config.block_tokens
-        end = 0 if plan.kind.needs_checkpoints else outcome.position // size * size
-        if end == 0:
-            return Refused(RefusalReason.BUDGET, f"no more than {outcome.position} of its tokens would fit")
-        return replace(outcome, position=end)
+        return replace(outcome, position=outcome.position // size * size)
 
     def _refused_by_disk(self, plan: Plan, file: ExtentRef, history: History) -> Refused | None:
         """Makes the room on disk that a file may take, or says why there is none."""
@@ -466,11 +462,10 @@ class ConversationStore:
         return None
 
     def _evict_for(self, plan: Plan, decision: Decision) -> None:
-        if decision.queue is None:
-            return
         reason = "its room was needed for another conversation"  # not of how many tokens: it may be another key's
         in_flight = self._replaced_in_flight()
         while not self._admission.has_room(plan, decision.position, in_flight, decision.prefixes):
+            assert decision.queue is not None, "there was room"
             self.table.evict(decision.queue.pop(), reason)
             self._totals["evictions"] += 1
 
@@ -495,9 +490,8 @@ class ConversationStore:
         """Makes what was filled visible, and empties the places in RAM of what it supersedes."""
         ram = InRam(parked, flight.owner, flight.history, floor=self.table.floor)
         places = [*(checkpoint.position for checkpoint in parked.checkpoints), *flight.plan.dropped]
-        known = flight.replaces  # found to be prefixes at the reservation
-        prefixes = self.table.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes, known)
-        for ancestor in superseded((each for each in prefixes if each.ram is not None), parked.position, places):
+        prefixes = self.table.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes)
+        for ancestor in superseded((each for each in prefixes if each.ram is not None), places):
             assert ancestor.ram is not None
             conversation.is_pinned |= ancestor.is_pinned
             for waiter in tuple(ancestor.ram.awaited_by):

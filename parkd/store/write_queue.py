@@ -209,7 +209,7 @@ class WriteQueue:
         parked = conversation.parked
         prefixes = self._table.prefixes_of(parked.key_digest, parked.units, parked.prefix_hashes)
         there = [each for each in prefixes if each.disk is not None and each is not conversation]
-        return superseded(there, parked.position, (checkpoint.position for checkpoint in parked.checkpoints))
+        return superseded(there, (checkpoint.position for checkpoint in parked.checkpoints))
 
     def _missing_bytes(self, conversation: Conversation) -> int:
         """Bytes of the conversation that are not on disk yet."""
