@@ -359,6 +359,7 @@ class BlockTable:
                 block.ram, block.is_sealed, block.owners, block.owners_xor = None, False, 0, 0
         if self._exclusive[owner] == 0:
             del self._exclusive[owner]
+            self._changed.discard(owner)
 
     # Places on disk
 

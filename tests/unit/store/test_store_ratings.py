@@ -1,4 +1,4 @@
-"""What the tables say that an eviction would free, against sums by hand."""
+"""What the tables say that an eviction would free, against sums by hand, and that they keep nothing of what is gone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from parkd.store.budget import BLOCK_BYTES, CONVERSATION_BYTES, HASH_BYTES, UNIT
 from parkd.store.eviction import rated
 from parkd.store.policy import LruPolicy
 from tests.fault.fault_fs import FaultFs
+from tests.fault.tier_kit import away, started
+from tests.fault.tier_kit import parked as parked_by
 from tests.fault.whole_kit import FIXED_BYTES, ROW_BYTES, WholeEngine, whole_layout
+from tests.fault.workload import LAYOUTS
 from tests.unit.store.store_kit import CopyEngine, Hooks, make_layout, make_store, make_units
 
 FIXED = make_layout(fixed_bytes=(700, 1000))
@@ -72,6 +75,37 @@ def test_an_opaque_state_frees_all_of_its_tokens_or_none():
     assert store.table.blocks.freed_with([parked.blocks]) == ([], 0)
     store.abort(capture)
     assert rating_of(store, parked).candidate.freed_tokens == 10
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_tables_keep_nothing_of_what_is_gone(layout: str) -> None:
+    """However many conversations a store has had: only its memory of why they left is longer, and that is bounded."""
+    machine, store = started(layout=LAYOUTS[layout])
+    before = sizes_of(store)
+    ids = [parked_by(machine, store, 1)[0].id, away(machine, store, 2)[0].id]
+    engine = machine.engine(3).read(make_units(3, 9), checkpoint=True)
+    ids.append(engine.park(store).id)
+    again = store.begin_capture(engine.request())
+    ids.append(engine.finish(store, again).id)
+    assert sizes_of(store) != before
+    for name in ids:
+        store.drop(name, "a test")
+    while (job := store.next_job()) is not None:
+        store.finished(job, None)
+    assert sizes_of(store) == before
+
+
+def sizes_of(store) -> dict[str, int]:
+    """How much there is in each collection of the tables."""
+    table = store.table
+    parts = {"blocks": table.blocks, "checkpoints": table.checkpoints, "table": table, "disk": table.disk}
+    sizes = {
+        f"{part}.{name}": len(value)
+        for part, each in parts.items()
+        for name, value in vars(each).items()
+        if hasattr(value, "__len__") and name not in ("gone", "ghosts")
+    }
+    return sizes | {"queue": len(store.queue), "index": len(vars(table._index)["_keys"])}
 
 
 @pytest.mark.parametrize("fixed", [True, False])
