@@ -18,7 +18,7 @@ from parkd_engine.draft.graph import RecordedGuessing
 from parkd_engine.forward import chunk_graphs
 from parkd_engine.forward.decode_graph import DecodeGraph, LibraryDecoder
 from parkd_engine.forward.handoff import HandOff
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def reference_attention(
@@ -31,6 +31,7 @@ def reference_attention(
     scale_rows: torch.Tensor | None = None,
     *,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """What `parkd_engine.kernels.attend.DecodeAttention` does."""
     last = int(position) + 1
@@ -40,7 +41,11 @@ def reference_attention(
         keys, values = (r * scale_rows[:last, part, :, None].float() for part, r in enumerate((keys, values)))
     heads = query.view(1, -1, 1, key_rows.shape[2]).float()
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-    out.copy_(scaled_dot_product_attention(heads, keys, values, scale=scale, enable_gqa=True).flatten())
+    added = None
+    if sinks is not None:  # a score without a value: that of a key and a value of zeros
+        keys, values = (pad(states, (0, 0, 0, 1)) for states in (keys, values))
+        added = pad(sinks.float().view(1, -1, 1, 1), (keys.shape[2] - 1, 0))
+    out.copy_(scaled_dot_product_attention(heads, keys, values, added, scale=scale, enable_gqa=True).flatten())
 
 
 class Replay:
@@ -86,7 +91,7 @@ def record_steps(session: Session) -> tuple[dict[int, list[StepReplay]], Replay 
     for tokens in {1, 1 + session.draft_tokens}:
         steps[tokens] = [
             LibraryDecoder(stage, cache, session.config, tokens, draft if stage is session.stages[-1] else None)
-            for stage, cache in zip(session.stages, session._caches, strict=True)
+            for stage, cache in zip(session.stages, session.caches, strict=True)
         ]
         graphs[tokens] = [StepReplay(decoder) for decoder in steps[tokens]]
         for decoder, graph in zip(steps[tokens], graphs[tokens], strict=True):
@@ -96,7 +101,7 @@ def record_steps(session: Session) -> tuple[dict[int, list[StepReplay]], Replay 
     if guessing is not None:
         guessing._graph = guess
     handoffs = [HandOff(one.device, other.device) for one, other in pairwise(session.stages)]
-    session._forward.decode_graph = DecodeGraph(steps, handoffs, guessing)
+    session.forward.decode_graph = DecodeGraph(steps, handoffs, guessing)
     return graphs, guess
 
 
@@ -117,7 +122,7 @@ def record_chunks(session: Session, tokens: int) -> list[Replay]:
     Resets the timeline."""
     made: list[Replay] = []
     with pytest.MonkeyPatch.context() as patch:
-        for stage, cache in zip(session.stages, session._caches, strict=True):
+        for stage, cache in zip(session.stages, session.caches, strict=True):
             patch.setattr(chunk_graphs, "recorded", partial(_recorded, cache, made))
             chunk_graphs.record_chunks(stage, cache, tokens)
     session.reset()
