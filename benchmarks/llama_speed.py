@@ -111,7 +111,7 @@ def _bare_reading(engine: Any, ids: Any) -> None:
     """Reads in whole batches, as llama.cpp's examples do."""
     import llama_cpp.llama_cpp as low
 
-    context = engine._model.context
+    context = engine.model.context
     tokens = (ctypes.c_int32 * len(ids))(*ids.tolist())
     for start in range(0, len(ids), BATCH_TOKENS):
         count = min(BATCH_TOKENS, len(ids) - start)
@@ -124,7 +124,7 @@ def _bare_reading(engine: Any, ids: Any) -> None:
 def _uncancellable(engine: Any, ids: Any) -> None:
     """Reads as the engine does, but without the possibility to cancel."""
     for start in range(0, len(ids), BATCH_TOKENS):
-        engine._timeline.decode(ids[start : start + BATCH_TOKENS], None)
+        engine.timeline.decode(ids[start : start + BATCH_TOKENS], None)
 
 
 def _cancellable(engine: Any, ids: Any) -> None:
@@ -135,14 +135,14 @@ def _bare_answer(engine: Any, last: int, _ids: Any) -> None:
     """Decodes greedy tokens one by one, as llama.cpp's examples do."""
     import llama_cpp.llama_cpp as low
 
-    context, one = engine._model.context, (ctypes.c_int32 * 1)(last)
+    context, one = engine.model.context, (ctypes.c_int32 * 1)(last)
     sampler = low.llama_sampler_init_greedy()
     for _ in range(DECODED):
         if low.llama_decode(context, low.llama_batch_get_one(one, 1)):
             raise RuntimeError("llama.cpp did not decode")
         one[0] = low.llama_sampler_sample(sampler, context, -1)
     low.llama_sampler_free(sampler)
-    engine._timeline.position = engine._sequence.position
+    engine.timeline.position = engine.sequence.position
 
 
 def _answer(engine: Any, _last: int, ids: Any) -> None:

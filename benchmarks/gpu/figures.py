@@ -48,7 +48,7 @@ def raw_copies(lane: GpuLane, transfer: Any, *, into: bool) -> Callable[[], None
     """A plain copy of a transfer's bytes, on all cards at once, without checksums or checks."""
     from parkd_engine.moves.copies import host_tensor
 
-    arenas = lane.engine._session.arenas
+    arenas = lane.engine.session.arenas
     pairs = [
         (arena, arena.rows[run.start : run.stop].view(-1), host_tensor(run.buffer))
         for arena, stage in zip(arenas, transfer.stages, strict=True)
@@ -115,7 +115,7 @@ def copy_figures(lane: GpuLane, devices: tuple[str, ...]) -> dict[str, float]:
 
 def decode_seconds(lane: GpuLane, devices: tuple[str, ...], steps: int) -> float:
     """Seconds per token after the present position, which is kept."""
-    session = lane.engine._session
+    session = lane.engine.session
     position = session.position
     session.checkpoint()
     int(session.step(5).argmax())
@@ -153,7 +153,7 @@ def generate_seconds(lane: GpuLane, sampling: SamplingParams, steps: int) -> flo
 
 def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -> dict[str, Any]:
     """Decoding at the present position with and without recorded graphs, and the time to read all weights and rows."""
-    session = lane.engine._session
+    session = lane.engine.session
     head = session.stages[-1].head
     embedding = session.stages[0].inner.embed_tokens.weight.nbytes
     tied = head.weight.data_ptr() == session.stages[0].inner.embed_tokens.weight.data_ptr()
@@ -165,9 +165,9 @@ def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -
     limit = (weights + rows + fixed) / read_speed
     runs = decode_runs(lane, devices)
     recorded = statistics.median(runs)
-    graph, session._forward.decode_graph = session._forward.decode_graph, None
+    graph, session.forward.decode_graph = session.forward.decode_graph, None
     library = decode_seconds(lane, devices, 4)
-    session._forward.decode_graph = graph
+    session.forward.decode_graph = graph
     return {
         "position": position,
         "recorded": graph is not None,

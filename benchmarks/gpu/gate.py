@@ -78,7 +78,7 @@ async def pass_gate(engine: TorchEngine, a1: Ids, b1: Ids, images: tuple[ImageSp
         "a2_after_b_first_token_s": back.first_token_s,
         "a2_same_conversation_first_token_s": whole.first_token_s,
         "decode_ms": back.decode_s * 1e3,
-        "recorded": engine._session._forward.decode_graph is not None,
+        "recorded": engine.session.forward.decode_graph is not None,
         "pictures_read": engine.images_encoded,
         "picture_tokens": [image.stop - image.start for image in images],
     }

@@ -37,7 +37,7 @@ MAX_CARDS = 8
 
 def pretend_read(lane: GpuLane, prompt: PromptIdentity) -> None:
     """Makes the rows in the arenas the state of `prompt`, with as many checkpoints as if it had been read cold."""
-    session = lane.engine._session
+    session = lane.engine.session
     session.adopt(len(prompt))
     last = session.fixed_state.at(len(prompt))
     if last is not None:
@@ -47,7 +47,7 @@ def pretend_read(lane: GpuLane, prompt: PromptIdentity) -> None:
 
 def state_of(lane: GpuLane) -> list[torch.Tensor]:
     """The rows of every stage, and its fixed state if the model has any."""
-    session = lane.engine._session
+    session = lane.engine.session
     state = [arena.rows[: session.position].clone() for arena in session.arenas]
     if session.fixed_state.exists:
         state += [fixed.clone() for fixed in session.fixed_state.live(session.position)]
@@ -74,7 +74,7 @@ async def measure(
     figures["row_bytes"] = engine.info.layout.row_bytes
     figures["fixed_bytes"] = engine.info.layout.fixed_bytes
     figures["kernels"] = {
-        "few": bool(engine._session._forward.dense),
+        "few": bool(engine.session.forward.dense),
         "flash_linear_attention": importlib.util.find_spec("fla") is not None,
     }
     figures["weights_gib"] = [torch.cuda.memory_allocated(device) / GIB for device in devices]

@@ -74,19 +74,20 @@ class Session:
         self.checksum: Checksum = checksum_for(arena.device for arena in arenas)
         self.layout = StateLayout(tuple(arena.layout for arena in arenas), self.checksum.name)
         """What is captured can be restored here only if its layout's digest is the same."""
-        self._caches = [
+        self.caches = [
             StageCache(arena, stage.num_layers, draft_tokens) for stage, arena in zip(stages, arenas, strict=True)
         ]
+        """What the layers of each stage read and write."""
         self.captures = CapturesUnderWay()
         """Captures that run while the engine computes. Whoever starts one adds it."""
-        self.fixed_state = FixedState(arenas, self._caches, ctx_checkpoints, self.captures.any)
+        self.fixed_state = FixedState(arenas, self.caches, ctx_checkpoints, self.captures.any)
         self.vision = vision
         self._images = TimelineImages(self.arenas[0], vision)
         self.draft: DraftHead | None = None
         if draft_model is not None:
-            history = self._caches[-1].history
+            history = self.caches[-1].history
             self.draft = DraftHead(draft_model, self.stages, self.arenas[-1], history, self._images.offset)
-            for stage, cache in zip(self.stages, self._caches, strict=True):
+            for stage, cache in zip(self.stages, self.caches, strict=True):
                 step_by_step(stage, cache.history)
         self.draft_tokens = draft_tokens if draft_model is not None else 0
         """The most tokens guessed at once; 0 without a draft head."""
@@ -94,10 +95,10 @@ class Session:
         """Whether guessing pauses while guesses are rarely accepted (`parkd_engine.draft.pace`)."""
         self._position = 0
         self._steered = SteeringHooks(self.stages)
-        self._forward = ModelForward(
+        self.forward = ModelForward(
             self.stages,
             self.arenas,
-            self._caches,
+            self.caches,
             config,
             self.captures,
             self.draft,
@@ -108,11 +109,6 @@ class Session:
     @property
     def position(self) -> int:
         return self._position
-
-    @property
-    def caches(self) -> Sequence[StageCache]:
-        """What the layers of each stage read and write."""
-        return self._caches
 
     @property
     def position_offset(self) -> int:
@@ -154,10 +150,10 @@ class Session:
         Returns whether decoding is recorded. Resets the timeline. Call it once, before the first token.
         """
         self.reset()
-        if not self._forward.record(min(self.batch_tokens, self.context_tokens), progress):
+        if not self.forward.record(min(self.batch_tokens, self.context_tokens), progress):
             return False
         self._tune_prompts(progress)
-        return self._forward.decode_graph is not None
+        return self.forward.decode_graph is not None
 
     def _tune_prompts(self, progress: Callable[[str, float], None] | None) -> None:
         """Reads chunks of token 0, in lengths typical of prompts, so that kernels are compiled and tuned."""
@@ -203,7 +199,7 @@ class Session:
         if not 0 <= position <= self.context_tokens:
             raise ValueError(f"{position} rows are more than the context of {self.context_tokens}")
         self.fixed_state.forget_beyond(min(kept, position - 1))
-        for cache in self._caches:
+        for cache in self.caches:
             cache.rows_changed_from(kept)
         if self.draft is not None:
             self.draft.rows_changed_from(kept)
@@ -252,7 +248,7 @@ class Session:
                 stop = reading.stop_for(start, stop)
             chunk, offset = self._images.chunk(reading, start, stop)
             with self._recovering():
-                self._forward.run(ids[start - origin : stop - origin], start, "prefill", chunk)
+                self.forward.run(ids[start - origin : stop - origin], start, "prefill", chunk)
             self._images.was_read(start, chunk, offset)
             self._position = stop
             if stop in stops:
@@ -278,7 +274,7 @@ class Session:
         count = min(count, self.draft_tokens, self.context_tokens - start - 1)
         if self.draft is None or count < 1:
             return []
-        return self._forward.guess(self.draft, token_id, start, self._images.offset.value, count, choose)
+        return self.forward.guess(self.draft, token_id, start, self._images.offset.value, count, choose)
 
     def verify(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Decodes a token and up to `draft_tokens` guesses of the tokens after it in one forward pass.
@@ -292,7 +288,7 @@ class Session:
 
     def _decoded(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Returns the logits after each token, float32 `[q, vocab]`, and advances the position."""
-        forward, start, offset = self._forward, self._position, self._images.offset
+        forward, start, offset = self.forward, self._position, self._images.offset
         # At 0, linear layers have no previous state, and the recorded computation assumes one.
         goes_on = start > 0 or not self.fixed_state.is_exact_once
         with self._recovering():

@@ -84,9 +84,9 @@ class IdentityBuilder:
         self._text = tokenizer
         self._splicer = None if answers is None else Splicer(answers)
         placeholder = "" if images is None else images.tokens.placeholder
-        self._renderer = Renderer(template, Normaliser(normaliser or NormaliserConfig()), tokenizer, placeholder)
-        self._stand_ins = self._renderer.stand_ins
-        self._tokenizer = SegmentTokenizer(tokenizer, 0, OpenerMarks(self._renderer.profile), self._stand_ins)
+        self.renderer = Renderer(template, Normaliser(normaliser or NormaliserConfig()), tokenizer, placeholder)
+        self._stand_ins = self.renderer.stand_ins
+        self._tokenizer = SegmentTokenizer(tokenizer, 0, OpenerMarks(self.renderer.profile), self._stand_ins)
         share_bytes = memo_bytes // namespaces
         self._memories = ByNamespace(
             lambda namespace: Memory(
@@ -137,7 +137,7 @@ class IdentityBuilder:
         reader = self._reader(memory, request.namespace)
         images = PromptImages(pictures, reader, self._context_tokens, still_wanted)
         shown = replace(request, messages=messages) if pictures else request
-        prompt = self._renderer.over(WatchedTemplate(memory.template, still_wanted)).render(shown)
+        prompt = self.renderer.over(WatchedTemplate(memory.template, still_wanted)).render(shown)
         prompt = replace(prompt, text=images.wrapped(prompt.text))
         plain = self._stand_ins.undo(prompt.text)
         if self._context_tokens is not None:
@@ -153,7 +153,7 @@ class IdentityBuilder:
         tokenised_s = time.perf_counter()
         spans = images.spans(tokenised)
         units = units_of(tokenised.ids, spans)
-        prompt_map = map_prompt(prompt, tokenised, plain, tokenizer, self._renderer.profile, located)
+        prompt_map = map_prompt(prompt, tokenised, plain, tokenizer, self.renderer.profile, located)
         identity = PromptIdentity(
             key=key,
             token_ids=tokenised.ids.copy(),  # the caller may change its copy; the cached array must not change
@@ -182,7 +182,7 @@ class IdentityBuilder:
         tokenizer.expect(opener + self._stand_ins.written(self._text.decode(list(answer_ids))))
         if said.reasoning:
             answer = self._stand_ins.put("".join(said.runs).strip())
-            tokenizer.expect(self._renderer.profile.openers.get("assistant", opener) + answer)
+            tokenizer.expect(self.renderer.profile.openers.get("assistant", opener) + answer)
 
     def render(self, request: TurnRequest) -> str:
         """The text that the model reads, with one placeholder for each image. Raises as `build` does."""
@@ -191,7 +191,7 @@ class IdentityBuilder:
         reader = self._reader(memory, request.namespace)
         PromptImages(pictures, reader, self._context_tokens)  # raises for images that a turn would refuse
         shown = replace(request, messages=messages) if pictures else request
-        prompt = self._renderer.over(WatchedTemplate(memory.template, always_wanted)).render(shown)
+        prompt = self.renderer.over(WatchedTemplate(memory.template, always_wanted)).render(shown)
         if prompt.proof is not None:
             prompt.proof()
         return self._stand_ins.undo(prompt.text)

@@ -69,11 +69,11 @@ class FaultFs:
     # What a FileSystem does
 
     def sizes(self) -> dict[str, int]:
-        self._step("sizes", "")
+        self.step("sizes", "")
         return {name: len(inode.data) for name, inode in self._names.items()}
 
     def create(self, name: str) -> FaultFile:
-        with _After(self, self._step("create", name)):
+        with _After(self, self.step("create", name)):
             if name in self._names:
                 raise FileExistsError(errno.EEXIST, "exists", name)
             inode = _Inode()
@@ -82,37 +82,37 @@ class FaultFs:
             return FaultFile(self, name, inode)
 
     def open(self, name: str) -> FaultFile:
-        self._step("open", name)
+        self.step("open", name)
         return FaultFile(self, name, self._inode(name))
 
     def load(self, name: str) -> bytes:
-        self._step("load", name)
+        self.step("load", name)
         return bytes(self._inode(name).data)
 
     def rename(self, old: str, new: str) -> None:
-        with _After(self, self._step("rename", new)):
+        with _After(self, self.step("rename", new)):
             inode = self._inode(old)
             del self._names[old]
             self._names[new] = inode
             self._unsynced.append(("rename", old, new, inode))
 
     def remove(self, name: str) -> None:
-        with _After(self, self._step("remove", name)):
+        with _After(self, self.step("remove", name)):
             self._inode(name)
             del self._names[name]
             self._unsynced.append(("unlink", name, "", None))
 
     def times(self) -> dict[str, float]:
-        self._step("times", "")
+        self.step("times", "")
         return {name: self.marks[name] for name in self._names if name in self.marks}
 
     def mark(self, name: str, at_s: float) -> None:
-        with _After(self, self._step("mark", name)):
+        with _After(self, self.step("mark", name)):
             self._inode(name)
             self.marks[name] = at_s
 
     def sync(self) -> None:
-        with _After(self, self._step("sync directory", "")):
+        with _After(self, self.step("sync directory", "")):
             if "sync directory" not in self.skip:
                 self._durable = dict(self._names)
                 self._unsynced = []
@@ -180,7 +180,7 @@ class FaultFs:
             raise FileNotFoundError(errno.ENOENT, "no such file", name)
         return self._names[name]
 
-    def _step(self, what: str, name: str) -> bool:
+    def step(self, what: str, name: str) -> bool:
         """Counts an operation. Raises what is to go wrong before it; True: the machine stops behind it."""
         if self.is_down:
             raise Crashed
@@ -190,7 +190,7 @@ class FaultFs:
         if fault is None or self.operations < fault.nth or (self.operations > fault.nth and not fault.sticky):
             return False
         if fault.kind == "crash-before":
-            self._go_down()
+            self.go_down()
         if fault.kind == "crash-after":
             return True
         if fault.code == errno.ENOSPC and what not in ("create", "write", "sync file"):
@@ -203,7 +203,7 @@ class FaultFs:
         fault = self.fault
         return fault is not None and fault.kind == "short" and self.operations == fault.nth
 
-    def _go_down(self) -> None:
+    def go_down(self) -> None:
         self.is_down = True
         raise Crashed
 
@@ -220,7 +220,7 @@ class _After:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._fs.peak_bytes = max(self._fs.peak_bytes, self._fs.bytes)
         if self._stops and kind is None:
-            self._fs._go_down()
+            self._fs.go_down()
 
 
 class FaultFile:
@@ -229,7 +229,7 @@ class FaultFile:
 
     def write(self, offset: int, buffers: Sequence[np.ndarray]) -> None:
         data = b"".join(buffer.tobytes() for buffer in buffers)
-        with _After(self._fs, self._fs._step("write", self._name)):
+        with _After(self._fs, self._fs.step("write", self._name)):
             is_short = self._fs.is_short()
             piece = data[: len(data) // 2] if is_short else data
             _put(self._inode.data, offset, piece)
@@ -238,7 +238,7 @@ class FaultFile:
                 raise OSError(errno.EIO, "only a part was written")
 
     def read(self, offset: int, buffers: Sequence[np.ndarray]) -> None:
-        self._fs._step("read", self._name)
+        self._fs.step("read", self._name)
         for buffer in buffers:
             piece = self._inode.data[offset : offset + buffer.nbytes]
             buffer[: len(piece)] = np.frombuffer(piece, dtype=np.uint8)
@@ -252,7 +252,7 @@ class FaultFile:
     def sync(self) -> None:
         kind = "sync extent" if self._name.endswith(".extent") else "sync manifest"
         try:
-            stops = self._fs._step("sync file", self._name)
+            stops = self._fs.step("sync file", self._name)
         except OSError:
             self._inode.unsynced = []  # lost, and nobody will be told again
             raise

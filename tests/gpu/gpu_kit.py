@@ -94,7 +94,7 @@ def ids(count: int, seed: int) -> Ids:
 
 def state_of(engine: TorchEngine) -> list[torch.Tensor]:
     """Rows of every stage at the present position, and fixed state if the model has any."""
-    session = engine._session
+    session = engine.session
     state = [arena.rows[: engine.position].clone() for arena in session.arenas]
     if session.fixed_state.exists:
         state += [fixed.clone() for fixed in session.fixed_state.live(engine.position)]

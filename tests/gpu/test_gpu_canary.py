@@ -43,7 +43,7 @@ def test_a_layer_that_a_restore_leaves_out_is_named(tmp_path: Path) -> None:
     restore = engine.restore
 
     def broken(transfer: Transfer) -> None:
-        arena = engine._session.arenas[0]
+        arena = engine.session.arenas[0]
         [key] = [
             arena.field_view(field) for field in arena.layout.row_fields if (field.layer, field.name) == (2, "key")
         ]

@@ -58,7 +58,7 @@ async def test_a2_after_b_is_a2_never_interrupted(
     kind: str, devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     lane = GpuLane(opened(kind, devices, tmp_path, kv_dtype=kv_dtype), 512 * MIB)
-    assert lane.engine._session._forward.decode_graph is not None, "decoding is recorded"
+    assert lane.engine.session.forward.decode_graph is not None, "decoding is recorded"
     a1, b1 = ids(3000, 1), ids(2049, 2)
     first = await lane.turn(lane.prompt("whole", a1), 12)
     a2 = following(a1, first, ids(20, 3))

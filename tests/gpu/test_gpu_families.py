@@ -163,7 +163,7 @@ async def test_pictures_come_back_as_they_were_and_are_not_read_again(
         a1[image.start : image.stop] = engine.images.tokens.token_id
     lane = await a_b_a(engine, a1, ids(900, 2) % 90 + 10, images)
     assert engine.images_encoded == 2 * len(images), "once for each time A1 was read from its start"
-    shown = engine._session.arenas[-1].rows[images[0].stop : len(a1) - 1]
+    shown = engine.session.arenas[-1].rows[images[0].stop : len(a1) - 1]
     seen = shown.clone()
     await lane.live.reset()
     others = tuple(picture(engine, image.start, seed) for image, seed in zip(images, (3, 4), strict=True))
@@ -207,7 +207,7 @@ async def test_the_draft_heads_state_comes_back_as_it_was(
     devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     engine = opened("drafting-echo", devices, tmp_path, kv_dtype=kv_dtype, draft_tokens=2)
-    assert engine._session.draft is not None
+    assert engine.session.draft is not None
     lane = await a_b_a(engine, ids(3001, 1), ids(1200, 2))
     lane.close()
 
@@ -218,10 +218,10 @@ def test_a_recorded_step_with_guesses_is_single_steps_to_the_bit(
     devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     """Logits, rows, fixed state and what the head guesses next, in bf16."""
-    session = opened("drafting-echo", devices, tmp_path, kv_dtype=kv_dtype, draft_tokens=2)._session
+    session = opened("drafting-echo", devices, tmp_path, kv_dtype=kv_dtype, draft_tokens=2).session
     assert session.draft is not None
-    assert session._forward.is_recorded(1)
-    assert session._forward.is_recorded(3)
+    assert session.forward.is_recorded(1)
+    assert session.forward.is_recorded(3)
     prompt, step = ids(700, 1), [5, 9, 11]
     session.extend(prompt)
     session.checkpoint()
@@ -260,6 +260,6 @@ def state(session: Session) -> list[torch.Tensor]:
 
 @EVERY_SPLIT
 def test_on_cards_no_head_guesses_unless_asked(devices: tuple[str, ...], tmp_path: Path) -> None:
-    session = opened("drafting-echo", devices, tmp_path)._session
+    session = opened("drafting-echo", devices, tmp_path).session
     assert session.draft is None
-    assert session._forward.decode_graph is not None
+    assert session.forward.decode_graph is not None

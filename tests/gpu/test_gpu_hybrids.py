@@ -43,7 +43,7 @@ async def test_a2_after_b_is_a2_never_interrupted(
     kind: str, devices: tuple[str, ...], kv_dtype: torch.dtype | None, lengths: tuple[int, int], tmp_path: Path
 ) -> None:
     lane = GpuLane(opened(kind, devices, tmp_path, kv_dtype=kv_dtype), 512 * MIB)
-    assert lane.engine._session._forward.decode_graph is not None, "decoding is recorded"
+    assert lane.engine.session.forward.decode_graph is not None, "decoding is recorded"
     a1, b1 = ids(lengths[0], 1), ids(lengths[1], 2)
     first = await lane.turn(lane.prompt("whole", a1), 12)
     a2 = following(a1, first, ids(20, 3))
@@ -52,7 +52,7 @@ async def test_a2_after_b_is_a2_never_interrupted(
     expected = state_of(lane.engine)
     await lane.live.reset()
     again = await lane.turn(lane.prompt("parted", a1), 12)
-    assert lane.live._background is not None, "the capture goes on behind the reply"
+    assert lane.store.stats().captures_in_flight == 1, "the capture goes on behind the reply"
     between = await lane.turn(lane.prompt("parted", b1), 12)
     back = await lane.turn(lane.prompt("parted", a2), 12)
     assert (again.outcome, between.outcome, back.outcome) == ("cold", "cold", "restored-ram")
@@ -104,7 +104,7 @@ async def test_a_capture_holds_no_byte_of_what_comes_next(kind: str, devices: tu
         name = f"round {round_}"
         first = await lane.turn(lane.prompt(name, a1), 3)
         expected = state_of(lane.engine)
-        assert lane.live._background is not None
+        assert lane.store.stats().captures_in_flight == 1
         b1 = ids(9000 + round_, 9)
         await lane.live.reset()
         lane.engine.extend(b1, cancel=NEVER, checkpoint_at=(1000, 2000, 3000, 4000, 5000))
@@ -112,9 +112,9 @@ async def test_a_capture_holds_no_byte_of_what_comes_next(kind: str, devices: tu
         await lane.live.reset()
         back = await lane.turn(lane.prompt(name, following(a1, first, ids(1, 4))), 1)
         assert (back.outcome, back.reused) == ("restored-ram", 20_002)
-        mine = [arena.rows[:20_002] for arena in lane.engine._session.arenas]
+        mine = [arena.rows[:20_002] for arena in lane.engine.session.arenas]
         assert_same(mine, [rows[:20_002] for rows in expected[: len(mine)]])
-        kept = lane.engine._session.fixed_state.at(20_002)
+        kept = lane.engine.session.fixed_state.at(20_002)
         assert kept is not None
         assert_same(kept, expected[len(mine) :])
         await lane.live.settle()
@@ -140,7 +140,7 @@ def test_recorded_decoding_errs_no_more_than_the_librarys(
     session.checkpoint()
     recorded = [session.step(int(token)).clone() for token in answer]
     session.truncate(len(prompt))
-    session._forward.decode_graph = None
+    session.forward.decode_graph = None
     errors, theirs = [], []
     for token, mine in zip(answer, recorded, strict=True):
         right, library = exact.step(int(token)), session.step(int(token))
@@ -160,7 +160,7 @@ def test_whole_chunks_are_read_by_graphs_in_the_same_bits(
     for is_recorded in (False, True):
         session = open_session(model, layout)
         if is_recorded:
-            for stage, cache in zip(session.stages, session._caches, strict=True):
+            for stage, cache in zip(session.stages, session.caches, strict=True):
                 record_chunks(stage, cache, 256)
             session.reset()
         session.extend(ids(1300, 1))
@@ -231,11 +231,11 @@ def test_a_model_larger_than_the_first_card_is_drawn_where_it_runs(tmp_path: Pat
     torch.cuda.empty_cache()
     one = opened("hybrid", ("cuda:0",), tmp_path)
     one.extend(ids(500, 1), cancel=NEVER)
-    logits = one._session.step(5).cpu()
+    logits = one.session.step(5).cpu()
     two = opened("hybrid", SPLITS[-1], tmp_path)
     two.extend(ids(500, 1), cancel=NEVER)
-    assert torch.equal(two._session.step(5).cpu(), logits)
-    for stage in two._session.stages:
+    assert torch.equal(two.session.step(5).cpu(), logits)
+    for stage in two.session.stages:
         assert {parameter.device for parameter in stage.inner.parameters()} == {stage.device}
 
 
@@ -246,8 +246,8 @@ def test_cards_that_do_not_reach_each_other_give_the_same(kind: str, devices: tu
     read = []
     for peer_access in (True, False):
         engine = opened(kind, devices, tmp_path, batch_tokens=128, context_tokens=4096, peer_access=peer_access)
-        session = engine._session
-        assert all(handoff.is_staged != peer_access for handoff in session._forward._handoffs)
+        session = engine.session
+        assert all(handoff.is_staged != peer_access for handoff in session.forward._handoffs)
         engine.extend(ids(3001, 1) % 500, cancel=NEVER)
         tokens = [session.step(int(token)).clone().cpu() for token in ids(20, 2) % 500]
         read.append([*tokens, *(state.cpu() for state in state_of(engine))])

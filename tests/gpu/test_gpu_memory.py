@@ -82,9 +82,9 @@ def test_the_account_is_what_the_card_measures(name: str, guesses: int, cards: i
             torch.cuda.reset_peak_memory_stats(card)
         prompt = random_ids(CONTEXT - 64, int(config.vocab_size), 1)
         # Checkpoints fill up, and full chunks, a short one and decoding follow each other.
-        engine._session.extend(prompt, checkpoint_at=tuple(range(CARD_BATCH, len(prompt), CARD_BATCH)))
+        engine.session.extend(prompt, checkpoint_at=tuple(range(CARD_BATCH, len(prompt), CARD_BATCH)))
         for token in prompt[:8]:
-            engine._session.step(int(token))
+            engine.session.step(int(token))
         torch.cuda.synchronize()
         stages = account.stages([(s.first_layer, s.end_layer) for s in engine.info.layout.stages])
         for card, stage in enumerate(stages):
@@ -97,7 +97,7 @@ def test_the_account_is_what_the_card_measures(name: str, guesses: int, cards: i
                 outside(card) - others[card],
             )
             report(name, card, lines, seen, library[devices[card]])
-            arena = engine._session.arenas[card]
+            arena = engine.session.arenas[card]
             held = sum(lines.get(part, 0) for part in ARENA_PARTS)
             assert held == arena.nbytes
             fixed = sum(lines.get(part, 0) for part in (*WEIGHT_PARTS, *ARENA_PARTS, "states behind guesses"))

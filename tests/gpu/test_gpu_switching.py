@@ -93,7 +93,7 @@ async def test_a_capture_holds_no_byte_of_what_overwrites_it(devices: tuple[str,
         name = f"round {round_}"
         await lane.turn(lane.prompt(name, a1), 3)
         expected = state_of(lane.engine)
-        assert lane.live._background is not None, "the capture goes on behind the reply"
+        assert lane.store.stats().captures_in_flight == 1, "the capture goes on behind the reply"
         await lane.turn(lane.prompt(name, ids(20_000 + round_, 9)), 2)
         await lane.live.settle()
         await lane.live.reset()
@@ -149,7 +149,7 @@ async def test_out_of_memory_in_a_prompt_ends_that_request_alone(
     free, _ = torch.cuda.mem_get_info(0)
     torch.cuda.empty_cache()
     hog = torch.empty(free - 24 * MIB, dtype=torch.uint8, device="cuda:0")
-    monkeypatch.setattr(lane.engine._session, "batch_tokens", 65_536)
+    monkeypatch.setattr(lane.engine.session, "batch_tokens", 65_536)
     with pytest.raises(EngineFailure, match="too little free memory"):
         await lane.live.call(lane.engine.extend, ids(60_000, 2), cancel=NEVER)
     del hog

@@ -58,10 +58,10 @@ class LlamaCppEngine(OneSeatEngine):
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         """Raises ModelError."""
-        self._model = model
+        self.model = model
         self._batch_tokens = model.batch_tokens
-        self._sequence = TokenSequence(model, model.batch_tokens)
-        self._timeline = Timeline(model, self._sequence, model.config.ctx_checkpoints)
+        self.sequence = TokenSequence(model, model.batch_tokens)
+        self.timeline = Timeline(model, self.sequence, model.config.ctx_checkpoints)
         self._fresh_seed = fresh_seed
         self.images: ImageReader | None = None
         self._vocabulary = LlamaTokenizer(model)
@@ -91,25 +91,25 @@ class LlamaCppEngine(OneSeatEngine):
 
     @property
     def position(self) -> int:
-        return self._timeline.position
+        return self.timeline.position
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        return self._timeline.checkpoints
+        return self.timeline.checkpoints
 
     @property
     def rewind_floor(self) -> int:
-        return self._timeline.rewind_floor
+        return self.timeline.rewind_floor
 
     def checkpoint(self) -> None:
-        self._timeline.checkpoint()
+        self.timeline.checkpoint()
 
     def reset(self) -> None:
-        self._timeline.reset()
+        self.timeline.reset()
 
     def truncate(self, position: int) -> None:
         """Raises RestoreFailed if the library refuses a cut that should be possible; the engine is then empty."""
-        self._timeline.truncate(position)
+        self.timeline.truncate(position)
 
     def extend(
         self,
@@ -119,7 +119,7 @@ class LlamaCppEngine(OneSeatEngine):
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),
     ) -> int:
-        timeline, base = self._timeline, self.position
+        timeline, base = self.timeline, self.position
         stop = base + len(token_ids)
         if stop > self.info.context_tokens:
             raise EngineFailure(f"{stop} tokens do not fit the context of {self.info.context_tokens}.")
@@ -144,8 +144,8 @@ class LlamaCppEngine(OneSeatEngine):
         top_logprobs = begun.sampling.top_logprobs
         token = int(begun.token_ids[-1])
         while self.position < self.info.context_tokens:
-            self._timeline.decode(np.array([token], dtype=np.int64), None)
-            logits = self._sequence.logits()
+            self.timeline.decode(np.array([token], dtype=np.int64), None)
+            logits = self.sequence.logits()
             try:
                 token = sampler.pick_row(logits, None if mask is None else mask.allowed())
             except LogitsNotFinite:
@@ -168,7 +168,7 @@ class LlamaCppEngine(OneSeatEngine):
 
     @property
     def opening_ids(self) -> Sequence[int]:
-        return self._model.opening_tokens()
+        return self.model.opening_tokens()
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
         return self._vectors.digest(scales)
@@ -182,19 +182,19 @@ class LlamaCppEngine(OneSeatEngine):
         return TextAssembler(self._answer_bytes)
 
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
-        partial = tuple(self._timeline.held(place).nbytes for place in checkpoints)
-        return StateSizes(self._sequence.state_size(WHOLE), partial)
+        partial = tuple(self.timeline.held(place).nbytes for place in checkpoints)
+        return StateSizes(self.sequence.state_size(WHOLE), partial)
 
     def capture(self, transfer: Transfer) -> Checksums:
         [stage] = transfer.stages
         if transfer.layout_digest != self.info.layout.digest or transfer.stop != self.position:
             raise EngineFailure(f"The engine is at {self.position}, not at {transfer.stop}: nothing can be parked.")
         for run in stage.rows:
-            if not self._sequence.read_state(run.buffer, WHOLE):
+            if not self.sequence.read_state(run.buffer, WHOLE):
                 raise EngineFailure("llama.cpp wrote a state of another size than it announced.")
         for part in stage.fixed:
             if part.buffer.nbytes:
-                held = self._timeline.held(part.position)
+                held = self.timeline.held(part.position)
                 if held.nbytes != part.buffer.nbytes:
                     raise EngineFailure(f"The checkpoint at {part.position} has another size than was announced.")
                 part.buffer[:] = held
@@ -206,8 +206,8 @@ class LlamaCppEngine(OneSeatEngine):
 
     def close(self) -> None:
         """Frees weights and memory. The engine must not be used afterwards."""
-        self._sequence.close()
-        self._model.close()
+        self.sequence.close()
+        self.model.close()
 
     def _restore(self, transfer: Transfer) -> None:
         if transfer.layout_digest != self.info.layout.digest or len(transfer.stages) != 1 or transfer.start:
@@ -218,27 +218,27 @@ class LlamaCppEngine(OneSeatEngine):
         [run] = stage.rows
         partial = [part for part in stage.fixed if part.buffer.nbytes]
         is_cut = transfer.position < transfer.stop
-        if is_cut and self._timeline.has_fixed_state and [part.position for part in partial] != [transfer.position]:
+        if is_cut and self.timeline.has_fixed_state and [part.position for part in partial] != [transfer.position]:
             raise RestoreFailed(f"There is no partial state of {transfer.position} tokens.")
         compare_sums([run.buffer], transfer.checksums)
         compare_sums([part.buffer for part in stage.fixed], transfer.fixed_checksums)
         self.reset()
-        self._timeline.set(run.buffer, WHOLE, transfer.stop)
-        if is_cut and self._timeline.has_fixed_state:
-            self._timeline.set(partial[0].buffer, PARTIAL, transfer.position)
+        self.timeline.set(run.buffer, WHOLE, transfer.stop)
+        if is_cut and self.timeline.has_fixed_state:
+            self.timeline.set(partial[0].buffer, PARTIAL, transfer.position)
         if is_cut:
-            self._timeline.cut(transfer.position)
+            self.timeline.cut(transfer.position)
         self.checkpoint()
 
     def _steer_by(self, scales: Mapping[str, float] | None) -> bytes:
         steering = self._vectors.select(scales)
-        self._model.steer(steering)
+        self.model.steer(steering)
         return steering.digest
 
     def _describe(self) -> EngineInfo:
-        model, config = self._model, self._model.config
+        model, config = self.model, self.model.config
         row_bytes, fixed_bytes = self._probe()
-        name = f"{model.architecture} {' '.join(config.llama.cache_types)} {self._timeline.window}"
+        name = f"{model.architecture} {' '.join(config.llama.cache_types)} {self.timeline.window}"
         digest = blake2b(name.encode(), digest_size=16, person=b"llama.cpp-state").digest()
         layout = StateLayout((StageLayout(0, model.layers, row_bytes, fixed_bytes, digest),), CHECKSUM, Grain.OPAQUE)
         return EngineInfo(
@@ -251,9 +251,9 @@ class LlamaCppEngine(OneSeatEngine):
             layout=layout,
             devices=("llama.cpp",),
             weights_bytes=model.weights_bytes,
-            arena_bytes=row_bytes * model.context_tokens + fixed_bytes * (1 + self._timeline.limit),
+            arena_bytes=row_bytes * model.context_tokens + fixed_bytes * (1 + self.timeline.limit),
             is_demo_model=config.is_demo_model,
-            ctx_checkpoints=self._timeline.limit,
+            ctx_checkpoints=self.timeline.limit,
             build=f"{low.__name__} {version(LIBRARY)} {config.llama} {config.batch_tokens} {config.threads}",
         )
 
@@ -263,15 +263,15 @@ class LlamaCppEngine(OneSeatEngine):
         sizes = []
         for count in (_PROBE_TOKENS, 2 * _PROBE_TOKENS):
             while self.position < count:
-                self._timeline.decode(token, None)
-            sizes.append((self._sequence.state_size(WHOLE), self._sequence.state_size(PARTIAL)))
+                self.timeline.decode(token, None)
+            sizes.append((self.sequence.state_size(WHOLE), self.sequence.state_size(PARTIAL)))
         self.reset()
         (whole, partial), (later, later_partial) = sizes
         a_token = (later - whole) // _PROBE_TOKENS
-        if not self._timeline.has_fixed_state:
+        if not self.timeline.has_fixed_state:
             return a_token, 0
         in_window = (later_partial - partial) // _PROBE_TOKENS
-        return a_token - in_window, max(1, partial + in_window * max(0, self._timeline.window - _PROBE_TOKENS))
+        return a_token - in_window, max(1, partial + in_window * max(0, self.timeline.window - _PROBE_TOKENS))
 
 
 def _vectors(model: LlamaModel) -> SteeringBank:

@@ -68,7 +68,7 @@ class LlamaServerEngine(OneSeatEngine):
         self._client = upstream.client
         self._files = SlotFiles(upstream.client, config.slot_dir)
         self._parking = SlotParking(upstream, self._files)
-        self._watch = RunWatch(upstream, config, monotonic)
+        self.watch = RunWatch(upstream, config, monotonic)
         self._table = SlotTable(upstream.incarnation.slots)
         self._completion: Completion | None = None
         self._text = ""
@@ -83,12 +83,13 @@ class LlamaServerEngine(OneSeatEngine):
         """None: no state passes through parkd's memory."""
 
     @property
-    def _slot(self) -> Slot:
+    def slot(self) -> Slot:
+        """The slot of the live conversation."""
         return self._table.current
 
     @property
     def position(self) -> int:
-        return self._slot.position
+        return self.slot.position
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -114,11 +115,11 @@ class LlamaServerEngine(OneSeatEngine):
         if position == 0:
             self._table.take()
         elif position < self.position:
-            self._slot.holds(self._slot.ids[:position], exact=False)
+            self.slot.holds(self.slot.ids[:position], exact=False)
 
     @property
     def is_awake(self) -> bool:
-        return self._watch.is_fresh
+        return self.watch.is_fresh
 
     def awake(self) -> None:
         """Checks whether the server was restarted; if so, nothing is live. Raises UpstreamFailed, and EngineLost if it
@@ -144,7 +145,7 @@ class LlamaServerEngine(OneSeatEngine):
         assert mask is None, "the server enforces schemas itself"
         assert not images, "`self.images` is None"
         self._drop()
-        slot, ids = self._slot, np.array(token_ids, dtype=np.int64)
+        slot, ids = self.slot, np.array(token_ids, dtype=np.int64)
         promised = slot.position
         assert promised < len(ids)
         assert np.array_equal(ids[:promised], slot.ids)
@@ -165,7 +166,7 @@ class LlamaServerEngine(OneSeatEngine):
         slot.holds(ids[:reused], exact=False)
         if reused < min(promised, len(ids) - 1):
             log.warning("the llama-server's slot %d held %d of %d expected tokens", slot.id, reused, promised)
-            self._watch.doubt()
+            self.watch.doubt()
         return reused
 
     def extend(
@@ -176,10 +177,10 @@ class LlamaServerEngine(OneSeatEngine):
         on_chunk: Callable[[int], None] | None = None,
         checkpoint_at: Sequence[int] = (),  # noqa: ARG002 - the server takes its own checkpoints
     ) -> int:
-        ids = np.concatenate([self._slot.ids, np.asarray(token_ids, dtype=np.int64)])
+        ids = np.concatenate([self.slot.ids, np.asarray(token_ids, dtype=np.int64)])
         if self._completion is None and len(token_ids):  # `begin` was not called for these tokens
             self.begin(np.append(ids, ids[-1:]), SamplingParams(), limit=0)
-        completion, slot = self._completion, self._slot
+        completion, slot = self._completion, self.slot
         if completion is None:
             return self.position
         with self._following(completion):
@@ -238,11 +239,11 @@ class LlamaServerEngine(OneSeatEngine):
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
         assert not checkpoints
         self._drop()
-        return self._parking.sizes(self._slot)
+        return self._parking.sizes(self.slot)
 
     def capture(self, transfer: Transfer) -> Checksums:
         self._look()
-        return self._parking.capture(self._slot, transfer)
+        return self._parking.capture(self.slot, transfer)
 
     def restore(self, transfer: Transfer) -> None:
         """Besides RestoreFailed, raises UpstreamDown, after which the parked state is still valid and is kept."""
@@ -252,14 +253,14 @@ class LlamaServerEngine(OneSeatEngine):
             self._look()
             self._parking.restore(self._table, transfer)
         except UpstreamDown:
-            self._forget(self._slot)
+            self._forget(self.slot)
             raise
         except (UpstreamFailed, OSError) as error:
-            self._slot.forget()
+            self.slot.forget()
             said = error.message if isinstance(error, ParkdError) else f"its file cannot be read: {error.strerror}"
             raise RestoreFailed(said) from error
         except BaseException:
-            self._slot.forget()
+            self.slot.forget()
             raise
 
     def close(self) -> None:
@@ -268,9 +269,9 @@ class LlamaServerEngine(OneSeatEngine):
 
     def _look(self) -> None:
         """Forgets all slots if the server was restarted. Raises EngineLost, UpstreamFailed."""
-        if self._watch.look():
+        if self.watch.look():
             self._drop()
-            self._table = SlotTable(self._watch.run.slots)
+            self._table = SlotTable(self.watch.run.slots)
 
     @contextmanager
     def _following(self, completion: Completion) -> Iterator[None]:
@@ -280,10 +281,10 @@ class LlamaServerEngine(OneSeatEngine):
             yield
         except (UpstreamTimeout, UpstreamDown):
             completion.close()
-            self._forget(self._slot)
+            self._forget(self.slot)
             raise
         except ParkdError:
-            self._watch.doubt()
+            self.watch.doubt()
             self._drop()
             raise
 
@@ -295,7 +296,7 @@ class LlamaServerEngine(OneSeatEngine):
             return
         completion.close()
         self._text = ""
-        slot = self._slot
+        slot = self.slot
         if completion.ended:
             slot.holds(completion.decoded, exact=not completion.hidden)
             self._ended_well(slot)
@@ -314,25 +315,25 @@ class LlamaServerEngine(OneSeatEngine):
 
     def _ended_well(self, slot: Slot) -> None:
         """Called after a complete answer. If the server was restarted before it, only this slot holds known state."""
-        if not self._watch.in_doubt:
-            self._watch.heard()
+        if not self.watch.in_doubt:
+            self.watch.heard()
             return
         try:
-            if self._watch.look():
-                self._table = SlotTable(self._watch.run.slots, slot)
+            if self.watch.look():
+                self._table = SlotTable(self.watch.run.slots, slot)
         except ParkdError as error:
             log.warning("checking the llama-server for a restart failed, the next turn tries again: %s", error.message)
 
     def _forget(self, slot: Slot) -> None:
         self._completion = None
         slot.forget()
-        self._watch.doubt()
+        self.watch.doubt()
 
     def _read_back(self, completion: Completion, end_id: int) -> Sequence[int]:
         """The ids that the server did not send, because the text of their tokens was not whole characters. Empty if
         they cannot be read back."""
         try:
-            held = self._files.ids(self._slot)
+            held = self._files.ids(self.slot)
         except (ParkdError, OSError) as error:
             log.warning("some ids of an answer could not be read back, so it is parked without its end: %s", error)
             return ()

@@ -91,7 +91,7 @@ class TorchEngine(OneSeatEngine):
     @property
     def images_encoded(self) -> int:
         """The number of images encoded by the vision tower since the engine was loaded."""
-        return 0 if self._session.vision is None else self._session.vision.encoded
+        return 0 if self.session.vision is None else self.session.vision.encoded
 
     def tokenizer_json(self) -> str:
         """The text of the model's `tokenizer.json`."""
@@ -108,31 +108,32 @@ class TorchEngine(OneSeatEngine):
         return PinnedMemory() if uses_cards else None
 
     @property
-    def _session(self) -> Session:
+    def session(self) -> Session:
+        """The session in which it computes. Raises EngineFailure if it was closed."""
         if self._open is None:
             raise EngineFailure("The engine is closed.")
         return self._open
 
     @property
     def position(self) -> int:
-        return self._session.position
+        return self.session.position
 
     def reset(self) -> None:
-        self._session.reset()
+        self.session.reset()
 
     def truncate(self, position: int) -> None:
-        self._session.truncate(position)
+        self.session.truncate(position)
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        return self._session.checkpoints
+        return self.session.checkpoints
 
     @property
     def rewind_floor(self) -> int:
-        return self._session.rewind_floor
+        return self.session.rewind_floor
 
     def checkpoint(self) -> None:
-        self._session.checkpoint()
+        self.session.checkpoint()
 
     def extend(
         self,
@@ -143,7 +144,7 @@ class TorchEngine(OneSeatEngine):
         checkpoint_at: Sequence[int] = (),
     ) -> int:
         with noticing_loss():
-            return self._session.extend(
+            return self.session.extend(
                 token_ids,
                 cancel=cancel,
                 on_chunk=on_chunk,
@@ -155,7 +156,7 @@ class TorchEngine(OneSeatEngine):
         begun = self.begun
         sampler = Sampler(begun.sampling, self.info.vocab_size, begun.token_ids, fresh_seed=self._fresh_seed())
         decoder = Decoder(
-            self._session,
+            self.session,
             sampler,
             mask=begun.mask,
             end_token_ids=self.info.end_token_ids,
@@ -190,32 +191,32 @@ class TorchEngine(OneSeatEngine):
 
     def steer(self, scales: Mapping[str, float] | None) -> bytes:
         # The set is often the same for a whole conversation, so the summed directions are computed only on a change.
-        if self.steering_digest(scales) != self._session.steering_digest:
+        if self.steering_digest(scales) != self.session.steering_digest:
             with noticing_loss():
-                self._session.steer(self._vectors.select(scales))
-        return self._session.steering_digest
+                self.session.steer(self._vectors.select(scales))
+        return self.session.steering_digest
 
     def text_stream(self) -> TextStream:
         return self._chat.text()
 
     def state_parts(self) -> Mapping[str, bytes]:
-        return state_parts(self._session)
+        return state_parts(self.session)
 
     def capture(self, transfer: Transfer) -> Checksums:
         with noticing_loss():
-            return snapshot.capture(self._session, transfer)
+            return snapshot.capture(self.session, transfer)
 
     def start_capture(self, transfer: Transfer) -> CaptureInFlight | None:
         with noticing_loss():
-            return snapshot.start_capture(self._session, transfer)
+            return snapshot.start_capture(self.session, transfer)
 
     def restore(self, transfer: Transfer) -> None:
         with self.emptied_by_failures():  # A mismatch leaves rows in place.
-            snapshot.restore(self._session, transfer)
+            snapshot.restore(self.session, transfer)
 
     def restore_and_read(self, transfer: Transfer, token_ids: TokenIds, checkpoint_at: Sequence[int] = ()) -> None:
         with self.emptied_by_failures(), noticing_loss():
-            snapshot.restore_and_read(self._session, transfer, token_ids, checkpoint_at=checkpoint_at)
+            snapshot.restore_and_read(self.session, transfer, token_ids, checkpoint_at=checkpoint_at)
 
     def close(self) -> None:
         """Frees weights and arenas. The engine must not be used afterwards."""

@@ -75,7 +75,7 @@ async def running_on(
     )
     server = Server(services)
     # The fake engine reads faster than any disk; a model does not. So reading costs what is assumed at first.
-    server.proxy.disk._costs.note_read = lambda *_: None
+    server.proxy.costs.note_read = lambda *_: None
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             async with anyio.create_task_group() as tasks:

@@ -225,7 +225,7 @@ async def test_reading_is_chosen_where_it_is_cheaper_than_the_disk(tmp_path: Pat
     async with running_on(tmp_path / "park") as server:
         first = await server.chat(a1)
     async with running_on(tmp_path / "park") as server:
-        costs = server.server.proxy.disk._costs
+        costs = server.server.proxy.costs
         for speed in costs._speeds.values():
             speed.bytes_per_s = speed.best = 1.0
         a2 = turn_after(a1, first.text, "And then?")

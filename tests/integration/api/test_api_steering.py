@@ -82,8 +82,8 @@ def test_flags_reach_the_engine(tmp_path: Path) -> None:
     config = load(flags, {"XDG_CACHE_HOME": str(tmp_path)})
     engine = cli.load_engine(config, flags["model"], cli.MemoryShare(0), lambda _what, _share: None, is_demo=False)
     assert engine.steer(None) == engine.steering_digest({"calm": 0.5}) != engine.steering_digest({"calm": 1.0})
-    assert list(engine._session._steered.steering.sums) == [2, 3]
-    assert {field.name for field in engine._session.arenas[0].layout.row_fields} == {"key", "value", "scale"}
+    assert list(engine.session._steered.steering.sums) == [2, 3]
+    assert {field.name for field in engine.session.arenas[0].layout.row_fields} == {"key", "value", "scale"}
     engine.close()
 
 

@@ -177,7 +177,7 @@ async def test_a_b_a_reads_little_of_a_again() -> None:
 async def test_five_conversations_under_a_budget_for_three() -> None:
     # Turns come at regular times and reading costs what is assumed of a model, however busy the machine is.
     async with running(FakeEngine(stages=2), slots=3, clock=map(float, count()).__next__) as server:
-        server.server.proxy.lives[0]._costs.note_read = lambda *_: None
+        server.server.proxy.costs.note_read = lambda *_: None
         names = "abcde"
         talks = {name: opening(name, 900) for name in names}
         for _ in range(3):

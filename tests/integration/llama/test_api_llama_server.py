@@ -65,7 +65,7 @@ async def test_conversations_outlive_a_restart_of_both(upstream: FakeLlama) -> N
         first = await check(server, a)
         await check(server, opening("b"))
         upstream.restart()
-        server.engine._watch.doubt()
+        server.engine.watch.doubt()
         second = await check(server, turn_after(a, first.text, "And more?"))
         assert second.reused >= len(server.prompt_tokens(a))
     upstream.restart()
@@ -167,7 +167,7 @@ async def test_report_3_an_empty_slot_does_not_hide_what_is_parked(upstream: Fak
         a = opening("a")
         first = await check(server, a)
         upstream.restart()
-        server.engine._watch.doubt()
+        server.engine.watch.doubt()
         assert not upstream.slots[0].ids
         answer = await check(server, turn_after(a, first.text, "And?"))
         assert answer.reused >= len(server.prompt_tokens(a))
@@ -221,7 +221,7 @@ async def test_report_16_the_truth_is_told_and_a_bad_entry_goes(upstream: FakeLl
         a = opening("a")
         await check(server, a)
         await check(server, opening("b"))
-        restore = upstream._slot
+        restore = upstream.act_on_slot
 
         def forgetful(request: httpx.Request) -> httpx.Response:
             answer = restore(0, "restore", json.loads(request.content))
@@ -275,7 +275,7 @@ async def test_a_server_that_now_has_another_model_ends_parkd(upstream: FakeLlam
         await check(server, opening("a", 100))
         upstream.restart()
         upstream.model_path = "/models/other.gguf"
-        server.engine._watch.doubt()
+        server.engine.watch.doubt()
         failed = await server.client.post("/v1/chat/completions", json=body_of(opening("b", 100), LIMIT))
         assert failed.status_code == 500
         assert "another model" in failed.json()["error"]["message"]

@@ -136,7 +136,7 @@ async def test_a_server_that_fails_is_told_wherever_it_is_met(
 ) -> None:
     async with before(upstream) as server:
         upstream.answers[path] = raising(fault)
-        server.engine._watch.doubt()
+        server.engine.watch.doubt()
         failed = await server.client.post("/v1/chat/completions", json=body_of(opening("q", 50), LIMIT))
         assert failed.status_code == status, failed.text
         assert failed.json()["error"]["code"] == {502: "upstream_failed", 503: "upstream_down"}.get(

@@ -272,10 +272,10 @@ async def test_state_that_gives_no_scores_is_neither_gone_on_from_nor_parked(eng
     async with running(engine) as server:
         first = await server.chat(a1, max_tokens=6)
         await server.settled()
-        state = np.empty(engine._sequence.state_size(WHOLE), dtype=np.uint8)
-        assert engine._sequence.read_state(state, WHOLE)
+        state = np.empty(engine.sequence.state_size(WHOLE), dtype=np.uint8)
+        assert engine.sequence.read_state(state, WHOLE)
         state[-256:] = 0xFF
-        engine._timeline.set(state, WHOLE, engine.position)
+        engine.timeline.set(state, WHOLE, engine.position)
         a2 = turn_after(a1, first.text)
         failed = await server.client.post("/v1/chat/completions", json=body_of(a2, 6))
         assert failed.status_code == 500
@@ -310,15 +310,13 @@ async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest
         try:
             restore(transfer)
         finally:
-            left.append((engine.position, engine._sequence.position, engine.checkpoints))
+            left.append((engine.position, engine.sequence.position, engine.checkpoints))
 
     async with running(engine) as server:
         first = await server.chat(a1, max_tokens=6)
         await server.chat(opening("b"), max_tokens=6)
-        write = engine._sequence.write_state
-        monkeypatch.setattr(
-            engine._sequence, "write_state", lambda state, flags: write(state, flags) and flags != WHOLE
-        )
+        write = engine.sequence.write_state
+        monkeypatch.setattr(engine.sequence, "write_state", lambda state, flags: write(state, flags) and flags != WHOLE)
         monkeypatch.setattr(engine, "restore", restored)
         a2 = turn_after(a1, first.text)
         second = await server.chat(a2, max_tokens=6)
@@ -331,7 +329,7 @@ async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest
 
 async def test_a_client_that_leaves_stops_the_batch_and_what_was_read_stays(engine, monkeypatch) -> None:
     """Report 27: cancelled inside a batch; the whole batches before it are not read again, and that batch is."""
-    decode, reached = engine._sequence.decode, threading.Event()
+    decode, reached = engine.sequence.decode, threading.Event()
 
     def held(token_ids, start, *, is_cancelled=None) -> bool:
         """The third batch begins once its client is seen to have left: the library finds out inside it."""
@@ -345,7 +343,7 @@ async def test_a_client_that_leaves_stops_the_batch_and_what_was_read_stays(engi
         assert not done, "the batch was computed for nobody"
         return done
 
-    monkeypatch.setattr(engine._sequence, "decode", held)
+    monkeypatch.setattr(engine.sequence, "decode", held)
     async with running(engine) as server:
         longer = (opening("long", words) for words in range(70, 400, 10))
         long = next(prompt for prompt in longer if len(server.prompt_tokens(prompt)) > 2 * BATCH + 16)
@@ -375,7 +373,7 @@ async def test_a_batch_is_aborted_inside_and_the_position_is_exact(engine) -> No
     position = engine.extend(ids[100:], cancel=SoonSet())
     assert position == engine.position == 100
     engine.extend(ids[position:], cancel=threading.Event())
-    after_abort = engine._sequence.position
+    after_abort = engine.sequence.position
     engine.reset()
     engine.extend(ids, cancel=threading.Event())
     assert after_abort == engine.position == len(ids)
@@ -396,15 +394,15 @@ async def test_what_was_kept_of_a_conversation_goes_with_it(engine) -> None:
 
 
 async def test_the_plan_s_sizes_are_those_that_the_library_reports(engine) -> None:
-    config = engine._model.config
+    config = engine.model.config
     planned = state_size(Path(config.model), *config.llama.cache_types)
     assert engine.info.layout.row_bytes == planned.row_bytes
-    assert (planned.layers, planned.architecture) == (engine._model.layers, engine.info.architecture)
+    assert (planned.layers, planned.architecture) == (engine.model.layers, engine.info.architecture)
     fixed = engine.info.layout.fixed_bytes
     assert planned.fixed_bytes == pytest.approx(fixed, rel=0.02, abs=512)
     ids = np.arange(256, dtype=np.int64) % 200 + 3
     engine.extend(ids, cancel=threading.Event())
-    if not engine._model.window_tokens:  # else the windows are not full yet
+    if not engine.model.window_tokens:  # else the windows are not full yet
         whole = len(ids) * planned.row_bytes + planned.fixed_bytes
         assert engine.state_sizes(()).whole == pytest.approx(whole, rel=0.02, abs=512)
 
@@ -465,7 +463,7 @@ async def test_a_step_that_fails_never_goes_back_to_another_conversation(engine,
     engine.extend(other[:60], cancel=never)
     engine.begin(other[:61], SamplingParams(temperature=0))
     expected = next(iter(engine.generate()))
-    expected_logits = engine._sequence.logits().copy()
+    expected_logits = engine.sequence.logits().copy()
     engine.reset()
     engine.extend(one[:40], cancel=never)
     engine.extend(one[40:60], cancel=never)
@@ -477,13 +475,13 @@ async def test_a_step_that_fails_never_goes_back_to_another_conversation(engine,
         def fail(*_: object, **__: object) -> bool:
             raise EngineFailure("The library failed.")
 
-        broken.setattr(engine._sequence, "decode", fail)
+        broken.setattr(engine.sequence, "decode", fail)
         with pytest.raises(EngineFailure):
             next(iter(engine.generate()))
     engine.extend(other[engine.position : 60], cancel=never)
     engine.begin(other[:61], SamplingParams(temperature=0))
     assert next(iter(engine.generate())) == expected
-    assert np.allclose(engine._sequence.logits(), expected_logits, atol=1e-3)
+    assert np.allclose(engine.sequence.logits(), expected_logits, atol=1e-3)
 
 
 def test_it_reads_in_chunks_of_its_own_when_none_are_asked_for(folder: Path) -> None:

@@ -125,8 +125,8 @@ def logits_of(engine, tokens) -> np.ndarray:
     """`[tokens, vocab]`, each token computed alone."""
     rows = []
     for token in tokens:
-        engine._timeline.decode(np.array([token], dtype=np.int64), None)
-        rows.append(engine._sequence.logits().copy())
+        engine.timeline.decode(np.array([token], dtype=np.int64), None)
+        rows.append(engine.sequence.logits().copy())
     return np.array(rows)
 
 

@@ -51,7 +51,7 @@ class LogitsRecorder:
 
     def __init__(self, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[torch.Tensor] = []
-        session = engine._session
+        session = engine.session
         step = session.step
 
         def recorded(token_id: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Uninterrupted:
 
     def turn(self, messages: Messages) -> tuple[int, list[torch.Tensor], list[int]]:
         """The position it resumed at (the oracle), the logits it decoded from and the greedy tokens."""
-        session = self.engine._session
+        session = self.engine.session
         ids = self.engine.tokenizer.encode(self.engine.template.render(messages, (), {}).text)
         common = 0
         while common < min(len(self.known), len(ids) - 1) and self.known[common] == ids[common]:
@@ -96,7 +96,7 @@ class Uninterrupted:
 
 
 def valid_rows(engine: TorchEngine) -> list[torch.Tensor]:
-    session = engine._session
+    session = engine.session
     return [arena.rows[: session.position].clone() for arena in session.arenas]
 
 

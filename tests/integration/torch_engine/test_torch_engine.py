@@ -150,7 +150,7 @@ def test_it_is_an_engine_of_rows(engine: TorchEngine) -> None:
     # Keys and values of 2 layers, 2 heads of 16 numbers of 4 bytes.
     assert [stage.row_bytes for stage in checked.info.layout.stages] == [2 * 2 * 2 * 16 * 4] * 2
     assert checked.info.arena_bytes == 1024 * checked.info.layout.row_bytes
-    assert checked.info.layout.digest == engine._session.layout.digest
+    assert checked.info.layout.digest == engine.session.layout.digest
 
 
 def test_the_fingerprint_knows_state_and_nothing_else(engine: TorchEngine, cache: Path) -> None:
@@ -269,16 +269,16 @@ def test_a_broken_forward_is_an_engine_failure_and_is_survived(
     ids = ids_of(engine, "A server holds one conversation in memory. " * 12)
     expected = answer(engine, ids, 6)
     engine.reset()
-    whole = engine._session.stages[1].forward
+    whole = engine.session.stages[1].forward
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(engine._session.stages[1], "forward", fail)
+    monkeypatch.setattr(engine.session.stages[1], "forward", fail)
     with pytest.raises(EngineFailure, match="out of luck") as caught:
         engine.extend(ids[:-1], cancel=NEVER)
     assert not isinstance(caught.value, EngineLost)
-    monkeypatch.setattr(engine._session.stages[1], "forward", whole)
+    monkeypatch.setattr(engine.session.stages[1], "forward", whole)
     assert answer(engine, ids, 6) == expected
 
 
@@ -286,7 +286,7 @@ def test_a_poisoned_device_is_lost(engine: TorchEngine, monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine._session.stages[0], "forward", fail)
+    monkeypatch.setattr(engine.session.stages[0], "forward", fail)
     with pytest.raises(EngineLost, match="must be restarted"):
         engine.extend(ids_of(engine, "hello"), cancel=NEVER)
 
@@ -323,8 +323,8 @@ def test_a_context_that_does_not_fit_is_a_model_error_with_numbers(cache: Path) 
 def test_closing_gives_the_memory_back(cache: Path) -> None:
     engine = tiny(cache)
     answer(engine, ids_of(engine, "hello there"), 3)
-    held = [weakref.ref(arena.rows) for arena in engine._session.arenas]
-    held += [weakref.ref(parameter) for parameter in engine._session.stages[0].inner.parameters()]
+    held = [weakref.ref(arena.rows) for arena in engine.session.arenas]
+    held += [weakref.ref(parameter) for parameter in engine.session.stages[0].inner.parameters()]
     engine.close()
     gc.collect()
     assert [ref() for ref in held] == [None] * len(held)

@@ -72,7 +72,7 @@ def part_left_out(engine: TorchEngine, part: str) -> Iterator[None]:
 
 def views(engine: TorchEngine, part: str) -> list[torch.Tensor]:
     """The memory of a part, over the whole context."""
-    session, found = engine._session, []
+    session, found = engine.session, []
     place, field = part.rsplit(" ", 1)
     layer = session.stages[0].num_layers if place == "draft head" else int(place.split()[1])
     for arena in session.arenas:
@@ -148,7 +148,7 @@ def test_state_that_no_part_tells_of_shows_in_the_answer(opened: Opened) -> None
         calls[0] += 1
         return output * (1.0 + 1e-3 * calls[0])
 
-    handle = engine._session.stages[-1].inner.norm.register_forward_hook(drift)  # type: ignore[union-attr, operator]
+    handle = engine.session.stages[-1].inner.norm.register_forward_hook(drift)  # type: ignore[union-attr, operator]
     verdict = examine(engine)
     handle.remove()
     assert named(verdict) == {THE_ANSWER}

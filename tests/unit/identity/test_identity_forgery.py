@@ -38,7 +38,7 @@ class Kit:
         self.control = list(dict.fromkeys([*(t for t in self.words.control_tokens if t.strip()), *marks]))
         self.ids = {self.words.encode(token)[0] for token in self.control}
         self.builder = IdentityBuilder(self.words, template, b"f" * 16, 256, 1 << 20)
-        self.openers = [opener for opener in self.builder._renderer.profile.openers.values() if opener]
+        self.openers = [opener for opener in self.builder.renderer.profile.openers.values() if opener]
         self.with_tools = family not in ("gemma3", "smollm2")
 
     def controls(self, identity: PromptIdentity) -> list[int]:
@@ -104,7 +104,7 @@ def put(request: TurnRequest, path: tuple[Any, ...], text: str) -> TurnRequest:
 
 def forgeries(kit: Kit) -> list[str]:
     """A turn of each role, behind the end of every kind of turn; and each control token that the template writes."""
-    written = kit.builder._renderer.profile.written
+    written = kit.builder.renderer.profile.written
     ends = [token for token in kit.control if token in written]
     assert ends
     assert kit.openers

@@ -96,7 +96,7 @@ def test_a_stop_string_leaves_the_position_that_the_server_says(server: FakeLlam
     _, text = turn(engine, prompt, limit=30, stop=("three",))
     assert text.startswith("one two three")
     assert engine.position <= len(server.slots[0].ids)
-    np.testing.assert_array_equal(engine._slot.ids, server.slots[0].ids[: engine.position])
+    np.testing.assert_array_equal(engine.slot.ids, server.slots[0].ids[: engine.position])
 
 
 def test_ids_of_half_characters_are_read_back_from_the_slot(server: FakeLlama) -> None:
@@ -112,7 +112,7 @@ def test_ids_of_half_characters_are_read_back_from_the_slot(server: FakeLlama) -
     assert ids == [*"a🙂b".encode(), *engine.info.end_token_ids]
     assert "".join(text for _, text in got) == "a🙂b"
     assert engine.position == len(prompt) + len(ids) - 1
-    assert engine._slot.is_exact
+    assert engine.slot.is_exact
 
 
 def test_a_parked_conversation_comes_back_as_it_was(server: FakeLlama, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_parked_conversation_comes_back_as_it_was(server: FakeLlama, tmp_path:
     engine = server.engine()
     first = prompt_of("the first conversation, which will leave and come back")
     turn(engine, first)
-    live = engine._slot.ids
+    live = engine.slot.ids
     parked = capture(engine, tmp_path / "store.extent")
     engine.reset()
     turn(engine, prompt_of("another one that takes its place"))
@@ -145,14 +145,14 @@ def test_with_several_slots_what_left_comes_back_without_its_file(server: FakeLl
     engine.restore(other)
     engine.restore(parked)
     assert "restore" not in server.calls
-    again = np.concatenate([engine._slot.ids, prompt_of("!")])
+    again = np.concatenate([engine.slot.ids, prompt_of("!")])
     assert turn(engine, again)[1] == expected_answer(again.tolist(), 12)
 
 
 def test_a_slot_that_someone_else_used_is_not_believed(server: FakeLlama, tmp_path: Path) -> None:
     engine = server.engine()
     turn(engine, prompt_of("the first conversation"))
-    live = engine._slot.ids
+    live = engine.slot.ids
     parked = capture(engine, tmp_path / "a.extent")
     engine.reset()
     turn(engine, prompt_of("the second conversation"))
@@ -166,10 +166,10 @@ def test_a_slot_that_someone_else_used_is_not_believed(server: FakeLlama, tmp_pa
 def test_a_restart_is_noticed_before_the_next_turn(server: FakeLlama, tmp_path: Path) -> None:
     engine = server.engine()
     turn(engine, prompt_of("the first conversation"))
-    live = engine._slot.ids
+    live = engine.slot.ids
     parked = capture(engine, tmp_path / "a.extent")
     server.restart()
-    engine._watch.doubt()
+    engine.watch.doubt()
     engine.awake()
     assert engine.position == 0
     engine.restore(parked)
@@ -180,11 +180,11 @@ def test_a_restart_is_noticed_before_the_next_turn(server: FakeLlama, tmp_path: 
 def test_a_restart_that_went_unnoticed_costs_a_read_and_no_more(server: FakeLlama) -> None:
     engine = server.engine()
     turn(engine, prompt_of("the first conversation"))
-    again = np.concatenate([engine._slot.ids, prompt_of("!")])
+    again = np.concatenate([engine.slot.ids, prompt_of("!")])
     server.restart()
     assert turn(engine, again) == (0, expected_answer(again.tolist(), 12))
     live = engine.position
-    engine._watch.doubt()
+    engine.watch.doubt()
     engine.awake()
     assert engine.position == live > len(again)
 
@@ -193,7 +193,7 @@ def test_another_model_under_the_same_address_ends_the_engine(server: FakeLlama)
     engine = server.engine()
     server.restart()
     server.model_path = "/models/other.gguf"
-    engine._watch.doubt()
+    engine.watch.doubt()
     with pytest.raises(EngineLost, match="another model"):
         engine.awake()
 
@@ -201,7 +201,7 @@ def test_another_model_under_the_same_address_ends_the_engine(server: FakeLlama)
 def test_another_adapter_ends_the_engine(server: FakeLlama) -> None:
     engine = server.engine()
     server.adapters = [{"id": 0, "path": "/models/lora.gguf", "scale": 0.5}]
-    engine._watch.doubt()
+    engine.watch.doubt()
     with pytest.raises(EngineLost, match="adapter"):
         engine.awake()
 
@@ -260,7 +260,7 @@ def test_a_slot_that_lost_its_state_after_a_restore_is_told(server: FakeLlama, t
     server.slots = server.slots[:1]
     engine = server.engine()
     turn(engine, prompt_of("the first conversation"))
-    live = engine._slot.ids
+    live = engine.slot.ids
     parked = capture(engine, tmp_path / "a.extent")
     engine.reset()
     engine.restore(parked)
@@ -293,7 +293,7 @@ def test_a_file_cut_short_by_a_full_disk_parks_nothing(server: FakeLlama, tmp_pa
     turn(engine, prompt_of("the first conversation"))
 
     def short(request: object) -> object:
-        answer = server._slot(0, "save", {"filename": "parkd-short.slot"})
+        answer = server.act_on_slot(0, "save", {"filename": "parkd-short.slot"})
         name = __import__("json").loads(request.content)["filename"]
         (tmp_path / "parkd-short.slot").rename(tmp_path / name)
         with (tmp_path / name).open("r+b") as file:
@@ -332,8 +332,8 @@ def test_a_failure_in_the_middle_of_an_answer_leaves_what_the_server_holds(serve
     server.cut = lambda events: events
     position = engine.position
     assert engine._completion is None
-    np.testing.assert_array_equal(engine._slot.ids, server.slots[0].ids[:position])
-    assert turn(engine, np.concatenate([engine._slot.ids, prompt_of("!")]))[0] == position
+    np.testing.assert_array_equal(engine.slot.ids, server.slots[0].ids[:position])
+    assert turn(engine, np.concatenate([engine.slot.ids, prompt_of("!")]))[0] == position
 
 
 def test_steering_by_request_is_refused(server: FakeLlama) -> None:
@@ -342,7 +342,7 @@ def test_steering_by_request_is_refused(server: FakeLlama) -> None:
 
 
 def test_a_server_that_clears_idle_slots_is_told_by_its_flag(server: FakeLlama) -> None:
-    original = server._completion
+    original = server.complete
 
     def clearing(request: object) -> object:
         body = __import__("json").loads(request.content)

@@ -155,7 +155,7 @@ class FakeLlama:
             return self.answers[name](request)
         body = orjson.loads(request.content) if request.content else {}
         if action:
-            return self._slot(int(path.split("/")[2]), action, body)
+            return self.act_on_slot(int(path.split("/")[2]), action, body)
         return {
             "/props": lambda: ok(self.properties()),
             "/v1/models": lambda: ok({"data": [{"id": "fake.gguf", "meta": {"n_vocab": 258, "size": 0}}]}),
@@ -164,7 +164,7 @@ class FakeLlama:
             "/apply-template": lambda: self._template(body),
             "/tokenize": lambda: ok({"tokens": self._tokens(body)}),
             "/detokenize": lambda: ok({"content": self.tokenizer.decode(body["tokens"])}),
-            "/completion": lambda: self._completion(body),
+            "/completion": lambda: self.complete(body),
         }[path]()
 
     def properties(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class FakeLlama:
             return self.tokenizer.encode(body["content"])
         return list(body["content"].encode())
 
-    def _slot(self, number: int, action: str, body: dict[str, Any]) -> httpx.Response:
+    def act_on_slot(self, number: int, action: str, body: dict[str, Any]) -> httpx.Response:
         slot = self.slots[number % len(self.slots)]
         path = self.slot_dir / body.get("filename", "")
         if action == "save":
@@ -217,7 +217,7 @@ class FakeLlama:
             slot.task = slot.task
         return ok({"id_slot": number, "filename": path.name, "n_restored": len(slot.ids), "n_read": len(data)})
 
-    def _completion(self, body: dict[str, Any]) -> httpx.Response:
+    def complete(self, body: dict[str, Any]) -> httpx.Response:
         self.bodies.append(body)
         if len(body["prompt"]) >= self.context_tokens:
             return refusal(400, "request exceeds the available context size", "exceed_context_size_error")

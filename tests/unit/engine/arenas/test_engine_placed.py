@@ -44,9 +44,7 @@ def test_a_recorded_forward_is_the_librarys(preset: str, kv_dtype: torch.dtype |
     config = preset_config(f"random:{preset}")
     model = random_model(config, torch.float32, torch.device("cpu"))
     plain, placed = opened(model, kv_dtype), opened(model, kv_dtype)
-    decoders = [
-        LibraryDecoder(stage, cache, config) for stage, cache in zip(placed.stages, placed._caches, strict=True)
-    ]
+    decoders = [LibraryDecoder(stage, cache, config) for stage, cache in zip(placed.stages, placed.caches, strict=True)]
     ids = np.random.default_rng(0).integers(0, config.vocab_size, READ + STEPS)
     for session in (plain, placed):
         session.extend(ids[:READ])
@@ -70,9 +68,7 @@ def test_a_chunk_that_broke_between_two_layers_leaves_their_windows_together() -
     config = preset_config("random:tiny-gemma3")
     model = random_model(config, torch.float32, torch.device("cpu"))
     plain, placed = opened(model, None), opened(model, None)
-    decoders = [
-        LibraryDecoder(stage, cache, config) for stage, cache in zip(placed.stages, placed._caches, strict=True)
-    ]
+    decoders = [LibraryDecoder(stage, cache, config) for stage, cache in zip(placed.stages, placed.caches, strict=True)]
     ids = np.random.default_rng(0).integers(0, config.vocab_size, CONTEXT)
     for session in (plain, placed):
         session.extend(ids[:130])

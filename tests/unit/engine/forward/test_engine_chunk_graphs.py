@@ -103,7 +103,7 @@ def test_what_cannot_be_recorded_stays_as_it_was(
 
     monkeypatch.setattr(chunk_graphs, "recorded", refuse)
     session, plain = opened(), opened()
-    for stage, cache in zip(session.stages, session._caches, strict=True):
+    for stage, cache in zip(session.stages, session.caches, strict=True):
         chunk_graphs.record_chunks(stage, cache, CHUNK)
     session.reset()
     assert "recording failed" in caplog.text

@@ -101,7 +101,7 @@ def test_weights_and_state_are_those_of_the_loaded_stages(name: str, devices: tu
     named = ("weights", "vision tower", "draft head")
     assert sum(lines.get(part, 0) for lines in accounts for part in named) == sum(tensors.values())
     assert parts.info.weights_bytes == sum(tensors.values())
-    for lines, arena, cache in zip(accounts, session.arenas, session._caches, strict=True):
+    for lines, arena, cache in zip(accounts, session.arenas, session.caches, strict=True):
         live = (arena.rows, arena.fixed, *(b for pair in arena.windows.values() for b in pair))
         live += tuple(arena.index_blocks.values())
         held = sum(lines.get(part, 0) for part in ("rows", "fixed state", "windows", "index"))

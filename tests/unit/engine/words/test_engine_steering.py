@@ -138,10 +138,10 @@ def test_recorded_decoding_is_not_used_while_steered(bank: SteeringBank, monkeyp
         used.extend(tokens)
         return torch.zeros((1, 1))
 
-    dense = [DenseStage(*pair, session.config) for pair in zip(session.stages, session._caches, strict=True)]
-    monkeypatch.setattr(session._forward, "decode_graph", DecodeGraph({1: ()}, ()))
-    monkeypatch.setattr(session._forward, "dense", dense)
-    monkeypatch.setattr(session._forward, "step_recorded", recorded)
+    dense = [DenseStage(*pair, session.config) for pair in zip(session.stages, session.caches, strict=True)]
+    monkeypatch.setattr(session.forward, "decode_graph", DecodeGraph({1: ()}, ()))
+    monkeypatch.setattr(session.forward, "dense", dense)
+    monkeypatch.setattr(session.forward, "step_recorded", recorded)
     session.step(1)
     session.steer(bank.select(None))
     assert session.step(2).shape != (1,)
