@@ -64,6 +64,7 @@ def test_what_is_superseded_goes_first_and_the_other_side_of_the_switch_last():
     first, second, third, ancestor = (read(seed).park(store) for seed in (1, 2, 3, 4))
     store.touch(first.id)
     store.touch(ancestor.id)
+    assert len(queue_of(store)) == 4, "all are rated from here on"
     queue = queue_of(store, family=[ancestor], superseded=[ancestor])
     assert len(queue) == 4
     assert popped(store, queue) == [ancestor.id, second.id, third.id, first.id]
