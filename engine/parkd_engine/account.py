@@ -29,7 +29,7 @@ from parkd_engine.forward.chunk_graphs import LINEAR
 from parkd_engine.forward.dense import refusal, unrecorded
 from parkd_engine.loading.layer_weights import ModelWeights, model_weights
 from parkd_engine.memory import free_bytes, is_card, library_bytes, usable_bytes
-from parkd_engine.workspace import chunk_workspace
+from parkd_engine.workspace import chunk_workspace, numbers_bytes
 
 CONTEXT_STEP = 256
 """A context below the model's limit that is chosen here is a multiple of this."""
@@ -162,11 +162,12 @@ class ModelMemory:
         device = self._layout.devices[index]
         read = (self._config, self._room.chunk_tokens, self._dtype, self._kv_dtype, device)
         work = chunk_workspace(*read)
+        made = numbers_bytes(self._weights.codes, self._dtype.itemsize, on_card=is_card(device))
         streams = 2 if self._is_recorded else 1
         is_first = self._layout.devices.index(device) == index
         return (
             Part("graphs", self._graph_bytes(layout, read) if self._is_recorded else 0),
-            Part(WORKSPACE, work.constant_bytes, work.bytes_a_token),
+            Part(WORKSPACE, work.constant_bytes + made, work.bytes_a_token),
             Part("library", streams * self._library[device] if is_first else 0),
         )
 
@@ -184,7 +185,8 @@ class ModelMemory:
         if LINEAR not in kinds or family_of(text).recorded_chunks is None:
             return decoding
         flow = read[1] * int(text.hidden_size) * self._dtype.itemsize
-        return decoding + flow + chunk_workspace(*read, linear_only=True).constant_bytes
+        made = numbers_bytes(self._weights.codes, self._dtype.itemsize, on_card=True)
+        return decoding + flow + made + chunk_workspace(*read, linear_only=True).constant_bytes
 
 
 def device_needs(stages: Sequence[StageMemory]) -> Mapping[str, tuple[int, float]]:

@@ -11,6 +11,7 @@ from parkd_engine.families.layer_state import LAYER_KINDS, experts_of, kv_shape,
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import family_of
 from parkd_engine.loading.layer_weights import weightless_model
+from parkd_engine.weights.schemes import without_weights_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class ReadingWork:
 def reading_work(config: Any) -> ReadingWork:
     """The work for a model with this configuration. Builds the model on the meta device to count its parameters."""
     text = language_config(config)
-    model, _ = weightless_model(text)
+    model, _ = weightless_model(without_weights_kind(text))  # A code takes part in as many operations as a number.
     experts, chosen = experts_of(text)
     share = chosen / experts if experts else 1.0
     met = 0.0

@@ -30,6 +30,7 @@ from parkd_engine.families.records import family_of, vision_of
 from parkd_engine.forward.attention import GATHERED, QUERY_BLOCK, WINDOW_QUERIES
 from parkd_engine.forward.dense import refusal
 from parkd_engine.forward.indexer import MOST_SCORES
+from parkd_engine.weights.linear import WORKSPACE_BYTES
 
 FLOAT = 4
 """Bytes of a float32: the reference code of recurrences computes in it."""
@@ -66,6 +67,12 @@ def chunk_workspace(
     attends = bool(kinds & {"full_attention", "hybrid", INDEXED})
     scratch = _context_bytes(config, dtype, kv_dtype, on_card=on_card) if attends else 0
     return Workspace(tokens * each + bias + chosen, scratch)
+
+
+def numbers_bytes(codes: int, itemsize: int, *, on_card: bool) -> int:
+    """What the product of a prompt with weights that are codes takes: the numbers that some rows of a matrix become.
+    `codes` is the size of the largest matrix. On CPUs the codes, unpacked, are beside them."""
+    return min(codes * itemsize, WORKSPACE_BYTES) * (1 if on_card else 2)
 
 
 def _feed_forward(text: Any) -> int:

@@ -10,6 +10,7 @@ from parkd.errors import UnsupportedModel
 from parkd_engine.families.layer_state import INDEXED, LAYER_KINDS, kv_shape, layer_kinds
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import ARCHITECTURES, FAMILY_BY_TYPE, Family, family_of, vision_of
+from parkd_engine.weights.schemes import scheme_of
 
 SLIDING = "sliding_attention"
 
@@ -24,7 +25,6 @@ UNHONOURED_SETTINGS: Mapping[str, str] = MappingProxyType(
         "attention_sinks": "attention sinks",
         "num_kv_shared_layers": "layers that share keys and values",
         "hidden_size_per_layer_input": "embeddings of its own for each layer",
-        "quantization_config": "quantised weights",
         TWO_WAYS: "bidirectional attention",
     }
 )
@@ -45,6 +45,10 @@ def check_config(config: Any) -> str:
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"the architecture {architecture} is not supported; these are: {known}")
+    try:
+        scheme_of(config)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{architecture} is not supported as it is stored: {error.message}") from error
     sees, config = vision_of(config) is not None, language_config(config)
     if config.model_type not in FAMILY_BY_TYPE:
         raise UnsupportedModel(f"{architecture} has text of the kind {config.model_type}, which is not supported")

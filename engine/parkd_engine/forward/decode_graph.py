@@ -53,7 +53,7 @@ class Decoder(ABC):
         """float32 `[tokens, vocab]`; last stage only."""
         if stage.head is not None:
             head: Any = stage.head
-            self.logits = torch.empty((tokens, head.weight.shape[0]), dtype=torch.float32, device=device)
+            self.logits = torch.empty((tokens, head.out_features), dtype=torch.float32, device=device)
         self._graph: Any = None
 
     def record(self) -> None:
@@ -149,7 +149,7 @@ class StageDecoder(Decoder):
         self.layers = dense_layers(stage, cache)
         first = self.layers[0]
         kv_heads, dim = first.key_rows.shape[1:]
-        q_width = first.output.weight.shape[1]
+        q_width = first.output.in_features
         device, dtype = stage.device, stage.dtype
         self.eps = float(config.rms_norm_eps)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)

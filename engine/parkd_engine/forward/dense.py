@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from parkd_engine.arenas.cache import StageCache
 from parkd_engine.families.layer_state import LAYER_KINDS, layer_kinds
@@ -158,10 +158,10 @@ class DenseStage:
                     heads, keys, values, attn_mask=bias, scale=layer.scaling, enable_gqa=grouped
                 )
                 attended = attended.transpose(1, 2).reshape(tokens, -1)
-                add_norm(hidden, _product(layer.output, attended), layer.post_norm, normed, self._eps)
-                gates = _product(layer.gate, normed)
-                gate(gates, _product(layer.up, normed))
-                delta = _product(layer.down, gates)
+                add_norm(hidden, layer.output(attended), layer.post_norm, normed, self._eps)
+                gates = layer.gate(normed)
+                gate(gates, layer.up(normed))
+                delta = layer.down(gates)
         return (hidden + delta if delta is not None else hidden)[None]
 
     def _write_rows(
@@ -170,7 +170,7 @@ class DenseStage:
         from parkd_engine.kernels.rows import write_rows
 
         positions, cos, sin = turns
-        q, k, v = (_product(module, normed) for module in layer.qkv)
+        q, k, v = (module(normed) for module in layer.qkv)
         query = torch.empty_like(q)
         write_rows(
             q,
@@ -200,7 +200,3 @@ def _kept_numbers(layer: DenseLayer, stop: int, dtype: torch.dtype) -> tuple[tor
         keys = numbers(keys, layer.scale_rows[:stop, 0], dtype)
         values = numbers(values, layer.scale_rows[:stop, 1], dtype)
     return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-
-
-def _product(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return linear(x, module.weight, module.bias)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from parkd_engine.families.records import FUSED_PARTS, FusedPart
+from parkd_engine.weights.linear import compute_dtype, is_linear
 
 Forward = Callable[..., Any]
 Note = Callable[[int, int], None]
@@ -55,7 +56,7 @@ def few_kernels(*modules: nn.Module | None, together: bool = False, note: Note |
 
 
 def _in_few_kernels(module: Any, note: Note | None, *, together: bool) -> Forward | None:
-    if type(module) is nn.Linear:
+    if is_linear(module):
         return _products(module) if together else _product(module)
     part = FUSED_PARTS.get(type(module).__name__)
     if part is FusedPart.NORM:
@@ -89,9 +90,11 @@ def _has_even_heads(module: Any) -> bool:
 def _product(linear: Any) -> Forward:
     from parkd_engine.kernels.matvec import matvec
 
+    usual: Callable[[torch.Tensor], torch.Tensor] = linear.forward
+
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if x.numel() != linear.in_features or x.dtype != linear.weight.dtype:
-            return torch.nn.functional.linear(x, linear.weight, linear.bias)
+        if x.numel() != linear.in_features or x.dtype != compute_dtype(linear, x):
+            return usual(x)
         out = x.new_empty((*x.shape[:-1], linear.out_features))
         matvec(x.reshape(-1), (linear,), out.view(-1))
         return out
@@ -102,10 +105,12 @@ def _product(linear: Any) -> Forward:
 def _products(linear: Any) -> Forward:
     from parkd_engine.kernels.few_tokens import MOST_TOKENS, products
 
+    usual: Callable[[torch.Tensor], torch.Tensor] = linear.forward
+
     def forward(x: torch.Tensor) -> torch.Tensor:
         vectors = x.reshape(-1, linear.in_features)
-        if len(vectors) > MOST_TOKENS or x.dtype != linear.weight.dtype:
-            return torch.nn.functional.linear(x, linear.weight, linear.bias)
+        if len(vectors) > MOST_TOKENS or x.dtype != compute_dtype(linear, x):
+            return usual(x)
         out = x.new_empty((*x.shape[:-1], linear.out_features))
         products(vectors, linear, out.view(-1, linear.out_features))
         return out

@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from parkd_engine.kernels import codes
 from parkd_engine.kernels.overlap import overlap, wait
+from parkd_engine.weights.kinds import kind_of
 
 MOST_TOKENS = 16
 ROWS, COLUMNS, WARPS, STEPS_AHEAD = 32, 256, 2, 4
@@ -65,7 +67,10 @@ def _products_kernel(
 
 def products(x: torch.Tensor, linear: Any, out: torch.Tensor) -> None:
     """`out[t] = W x[t] + b` for up to `MOST_TOKENS` tokens. `x` is `[tokens, k]`, `out` `[tokens, n]`; both contiguous
-    and in the weights' dtype."""
+    and in the weights' dtype. Weights may be codes that the kernels know (`codes.is_known`)."""
+    if kind_of(linear) is not None:
+        codes.products(x, linear, out, MOST_TOKENS)
+        return
     weight = linear.weight
     rows, columns = weight.shape
     _products_kernel[(triton.cdiv(rows, ROWS),)](

@@ -7,26 +7,17 @@ each operation, these kernels round at the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from parkd_engine.kernels import codes
 from parkd_engine.kernels.overlap import overlap, wait, wait_alone
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a product is divided."""
-
-    rows: int
-    """Rows of the weights per program."""
-    columns: int
-    """Columns of the weights per step."""
-    warps: int
-
+from parkd_engine.kernels.tiling import CUBIC, SQRT_8_OVER_PI, Tiling
+from parkd_engine.weights.kinds import kind_of
 
 NARROW, UNEVEN, MIDDLE, WIDE = Tiling(4, 2048, 8), Tiling(4, 512, 4), Tiling(2, 1024, 4), Tiling(8, 512, 4)
 NARROW_COLUMNS, MIDDLE_COLUMNS, WIDE_ROWS = 4096, 8192, 4096
@@ -41,9 +32,6 @@ def tiling_for(rows: int, columns: int) -> Tiling:
     if columns <= NARROW_COLUMNS:
         return NARROW if columns % NARROW.columns == 0 else UNEVEN
     return MIDDLE if columns <= MIDDLE_COLUMNS or rows < WIDE_ROWS else WIDE
-
-
-SQRT_8_OVER_PI, CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
 
 
 @triton.jit
@@ -192,6 +180,9 @@ def matvec(
     its mean square plus `eps`, and multiplied by `norm` (plus one if `offset`). `out` may be `residual` itself. Raises
     ValueError if only some of the modules have a bias.
     """
+    if any(kind_of(linear) is not None for linear in linears):
+        _codes_matvec(x, linears, out, norm=norm, offset=offset, eps=eps, residual=residual)
+        return
     weights = [linear.weight for linear in linears]
     tiling = tiling or tiling_for(*weights[0].shape)
     sizes = [weight.shape[0] for weight in weights] + [0, 0]
@@ -243,6 +234,9 @@ def gated(
 ) -> None:
     """`out = silu(G x) * (U x)`; with `gelu`, its tanh approximation in place of silu. `x` is `[k]` and is first normed
     as in `matvec` if there is a `norm`. Weights are `[n, k]` without bias, `out` is `[n]`."""
+    if kind_of(gate) is not None or kind_of(up) is not None:
+        _codes_gated(x, gate, up, out, norm=norm, offset=offset, eps=eps, gelu=gelu)
+        return
     rows = gate.weight.shape[0]
     _gated_kernel[(triton.cdiv(rows, tiling.rows),)](
         x,
@@ -261,3 +255,55 @@ def gated(
         num_warps=tiling.warps,
         **overlap(x.device),
     )
+
+
+def _codes_matvec(
+    x: torch.Tensor,
+    linears: tuple[Any, ...],
+    out: torch.Tensor,
+    *,
+    norm: torch.Tensor | None,
+    offset: bool,
+    eps: float,
+    residual: torch.Tensor | None,
+) -> None:
+    """`matvec` over matrices of which some are codes: in one launch if they are alike, else one after the other."""
+    if codes.are_known(linears):
+        codes.matvec(x, linears, out, norm=norm, offset=offset, eps=eps, residual=residual)
+        return
+    if len(linears) > 1:
+        starts = [0, *accumulate(linear.out_features for linear in linears)]
+        # The vector may be the output: products read it to their end.
+        vector = x.clone() if x.data_ptr() == out.data_ptr() else x
+        for linear, first, end in zip(linears, starts, starts[1:], strict=False):
+            beside = None if residual is None else residual[first:end]
+            matvec(vector, (linear,), out[first:end], norm=norm, offset=offset, eps=eps, residual=beside)
+        return
+    (linear,) = linears
+    if norm is not None:
+        scale = norm.float() + float(offset)
+        x = (x.float() * torch.rsqrt(x.float().square().mean() + eps) * scale).to(x.dtype)
+    product = linear(x[None])[0]
+    out.copy_(product if residual is None else residual + product)
+
+
+def _codes_gated(
+    x: torch.Tensor,
+    gate: Any,
+    up: Any,
+    out: torch.Tensor,
+    *,
+    norm: torch.Tensor | None,
+    offset: bool,
+    eps: float,
+    gelu: bool,
+) -> None:
+    """`gated` over matrices of which some are codes."""
+    if codes.are_known((gate, up)):
+        codes.gated(x, gate, up, out, norm=norm, offset=offset, eps=eps, gelu=gelu)
+        return
+    both = x.new_empty(2, len(out))
+    for linear, half in zip((gate, up), both, strict=True):
+        matvec(x, (linear,), half, norm=norm, offset=offset, eps=eps)
+    activation = torch.nn.functional.gelu(both[0], approximate="tanh") if gelu else torch.nn.functional.silu(both[0])
+    torch.mul(activation, both[1], out=out)

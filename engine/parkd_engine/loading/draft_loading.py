@@ -24,6 +24,8 @@ from parkd_engine.draft.stream_head import head_class
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import family_of
 from parkd_engine.loading.library_bars import no_library_bars
+from parkd_engine.weights.published import FORMATS
+from parkd_engine.weights.schemes import scheme_of
 
 INDEX_FILE = "model.safetensors.index.json"
 _LAYER = re.compile(r"(mtp|model)\.layers\.(\d+)\.")
@@ -91,6 +93,10 @@ def _refusal(names: Iterable[str], config: Any) -> str | None:
         return f"heads of {family.model_type} models are not supported"
     if any(name.startswith("mtp.embed_tokens") for name in names):
         return "it has an embedding of its own, which is not supported"
+    scheme = scheme_of(config)
+    marks = () if scheme is None else FORMATS[scheme.format].marks
+    if any(name.rpartition(".")[2] in marks for name in names):
+        return "its weights are quantised, which is not supported"
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,8 @@ from parkd_engine.families.layer_state import draft_layers
 from parkd_engine.families.multimodal import language_config, language_model, model_class
 from parkd_engine.families.records import family_of
 from parkd_engine.forward.stages import MIXER
+from parkd_engine.weights.linear import QuantisedLinear
+from parkd_engine.weights.schemes import quantised_layers, scheme_of, without_weights_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class ModelWeights:
     """First stage: the vision tower; 0 for text models."""
     draft: int
     """Last stage: the draft head, without what it shares with the model; 0 without one."""
+    codes: int
+    """Weights of the largest matrix that is stored as codes; 0 without any."""
 
 
 def model_weights(config: Any, dtype: torch.dtype = torch.float32) -> ModelWeights:
@@ -52,23 +55,40 @@ def model_weights(config: Any, dtype: torch.dtype = torch.float32) -> ModelWeigh
         layers=tuple(_nbytes([layer]) for layer in decoder.layers),
         embedding=_nbytes([embedding]),
         head=_nbytes([output]),
-        is_tied=output.weight is embedding.weight,
+        is_tied=getattr(output, "weight", None) is embedding.weight,
         last=_nbytes(ends),
         everywhere=_nbytes(parts.values()) - _nbytes(ends),
         tower=_nbytes([model]) - _nbytes([decoder, output]),
         draft=_nbytes(own),
+        codes=max(
+            (part.in_features * part.out_features for part in model.modules() if isinstance(part, QuantisedLinear)),
+            default=0,
+        ),
     )
 
 
 def weightless_model(config: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """The library's model on the meta device, and the draft head that the configuration declares, or None."""
+    """The library's model on the meta device, with its quantised layers, and the draft head that the configuration
+    declares, or None. Heads are in full precision."""
+    scheme = scheme_of(config)
     with torch.device("meta"), no_init_weights():
-        model: Any = model_class(config).from_config(copy.deepcopy(config), dtype=dtype)
+        model: Any = model_class(config).from_config(without_weights_kind(config), dtype=dtype)
         model.tie_weights()
         has_head = draft_layers(language_config(config)) > 0
-        return model, head_class(config)(model, 1).to(dtype) if has_head else None
+        head = head_class(config)(model, 1).to(dtype) if has_head else None
+        for name, (linear, stored) in ({} if scheme is None else quantised_layers(model, scheme)).items():
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, QuantisedLinear.empty(stored, linear))
+        return model, head
 
 
 def _nbytes(modules: Iterable[nn.Module]) -> int:
-    """Bytes of all parameters; one that several modules share counts once."""
-    return sum({id(p): p.nbytes for module in modules for p in module.parameters()}.values())
+    """Bytes of all parameters and codes; a tensor that several modules share counts once."""
+    return sum({id(tensor): tensor.nbytes for module in modules for tensor in _weights(module)}.values())
+
+
+def _weights(module: nn.Module) -> Iterable[torch.Tensor]:
+    yield from module.parameters()
+    for part in module.modules():
+        if isinstance(part, QuantisedLinear):
+            yield from part.buffers()

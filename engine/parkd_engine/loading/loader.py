@@ -40,7 +40,9 @@ from parkd_engine.loading import gguf_convert
 from parkd_engine.loading.draft_loading import drop_head, find_head, load_head
 from parkd_engine.loading.library_bars import no_library_bars
 from parkd_engine.loading.model_cache import DIGEST_BYTES, ModelCache, Progress
+from parkd_engine.loading.quantised_loading import load_quantised
 from parkd_engine.vision.images import ImageProcessor, image_tokens, processor_class
+from parkd_engine.weights.schemes import scheme_of
 from parkd_engine.words.chat import ChatTemplate, ChatTokenizer
 
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
@@ -137,16 +139,15 @@ def _load_folder(
     images = _image_processor(folder, settings, tokenizer)
     kind = model_class(settings)
     ranges = _ranges(config, settings, dtype)
+    scheme = scheme_of(settings)
+    files: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
     try:
         with no_library_bars():
-            model = kind.from_pretrained(
-                str(folder),
-                config=settings,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-            ).eval()
+            if scheme is None:
+                model = kind.from_pretrained(str(folder), config=settings, dtype=dtype, **files)
+            else:
+                model = load_quantised(kind, folder, settings, scheme, dtype=dtype, **files)
+        model.eval()
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"The weights in {folder} cannot be loaded: {error}") from error
     draft_model = load_head(model, folder) if has_head else None

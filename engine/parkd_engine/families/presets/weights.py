@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers.initialization import no_init_weights
 
 from parkd_engine.families.multimodal import model_class
+from parkd_engine.weights.kinds import WeightKind
+from parkd_engine.weights.linear import QuantisedLinear
+from parkd_engine.weights.rounding import rounded
+from parkd_engine.weights.schemes import quantised_layers, scheme_of, without_weights_kind
 
 SEED = 20
 RECIPE_VERSION = 2
@@ -37,13 +42,15 @@ def draw_weights(
     generator: torch.Generator,
     layer_gain: float = 1.0,
     place: Placement | None = None,
+    kinds: Mapping[str, WeightKind] = MappingProxyType({}),
 ) -> None:
     """Fills every parameter, in the order of `named_parameters`. `layer_gain` scales what layers add to the residual.
 
-    With `place`, each parameter is drawn on the generator's device and then moved to `place(name)`.
+    With `place`, each parameter is drawn on the generator's device and then moved to `place(name)`. Weights of linear
+    layers in `kinds` are rounded to codes as soon as they are drawn; that takes a `place`.
     """
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in list(model.named_parameters()):
             drawn = parameter if place is None else torch.empty_like(parameter, device=generator.device)
             if name.endswith(FORGETTING):
                 drawn.copy_(torch.linspace(*SLOW_AND_FAST, parameter.numel(), device=drawn.device))
@@ -52,8 +59,19 @@ def draw_weights(
                 drawn.normal_(0.0, gain / parameter.shape[-1] ** 0.5, generator=generator)
             else:
                 drawn.fill_(0.0 if name.endswith("bias") else 1.0)
-            if place is not None:
+            if name in kinds:
+                assert place is not None, "codes are made elsewhere than the numbers"
+                _put_codes(model, name.removesuffix(".weight"), drawn, kinds[name], place(name))
+            elif place is not None:
                 parameter.data = drawn.to(place(name))
+
+
+def _put_codes(model: Any, name: str, matrix: torch.Tensor, kind: WeightKind, device: torch.device) -> None:
+    parent, _, child = name.rpartition(".")
+    linear = model.get_submodule(name)
+    tensors = {each: tensor.to(device) for each, tensor in rounded(matrix, kind).items()}
+    layer = QuantisedLinear(kind, linear.in_features, linear.out_features, tensors, linear.bias)
+    setattr(model.get_submodule(parent), child, layer)
 
 
 def preset_digest(model: str, dtype: torch.dtype, device: torch.device) -> bytes:
@@ -69,11 +87,20 @@ def random_model(
 
     With `place`, each parameter is moved to its device as soon as it is drawn. Placement does not change the numbers.
     """
+    scheme = scheme_of(config)
+    if scheme is not None:
+        config = without_weights_kind(config)
+        place = place or (lambda _: device)
     # The CPU tensors that are replaced one by one are never written, so they take no physical memory.
     with torch.device(device if place is None else "cpu"), no_init_weights():
         model = model_class(config).from_config(config, dtype=dtype)
     model.tie_weights()
-    draw_weights(model, torch.Generator(device).manual_seed(SEED), layer_gain, place)
+    kinds = (
+        {}
+        if scheme is None
+        else {f"{name}.weight": kind for name, (_, kind) in quantised_layers(model, scheme).items()}
+    )
+    draw_weights(model, torch.Generator(device).manual_seed(SEED), layer_gain, place, kinds)
     return model.eval()
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from parkd_engine import EngineConfig, Session, capture, host_transfer, open_session, restore
+from parkd_engine import EngineConfig, Session, open_session, restore
 from parkd_engine.arenas.layout import OFFSET_FIELD, build_layout
 from parkd_engine.families.architectures import check_config
 from parkd_engine.families.records import vision_of
@@ -20,7 +19,6 @@ from parkd_engine.loading.draft_loading import declare_head
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 from parkd.errors import StageFailed
-from parkd.state import FixedPart, StageTransfer, Transfer
 from tests.unit.engine.kit.core_models import (
     FAMILIES,
     assert_same,
@@ -33,6 +31,7 @@ from tests.unit.engine.kit.core_models import (
     token_ids,
 )
 from tests.unit.engine.kit.hybrid_models import HYBRIDS, WINDOW, hybrid_config, hybrid_model
+from tests.unit.engine.kit.parking import parked, resumed_at
 from tests.unit.engine.kit.vision_models import put_pictures
 
 BATCH = 64
@@ -75,46 +74,6 @@ def model_of(family: str) -> Any:
     if family in WITH_HEADS:
         declare_head(model.config)
     return model
-
-
-def parked(session: Session, positions: Sequence[int], stop: int) -> Transfer:
-    """A capture of `[0, stop)` with the checkpoints at `positions`, where there are any."""
-    positions = positions if session.fixed_state.exists else ()
-    plan = host_transfer(session, stop, block_tokens=32)
-    stages = [
-        StageTransfer(
-            stage.rows,
-            tuple(FixedPart(at, np.empty(arena.layout.fixed_bytes, dtype=np.uint8)) for at in positions),
-        )
-        for stage, arena in zip(plan.stages, session.arenas, strict=True)
-    ]
-    plan = replace(plan, stages=tuple(stages))
-    sums = capture(session, plan)
-    return replace(plan, checksums=sums.rows, fixed_checksums=sums.fixed)
-
-
-def resumed_at(plan: Transfer, position: int) -> Transfer:
-    """The part of a capture that a restore to `position` takes: whole blocks, and one checkpoint."""
-    size = plan.block_tokens
-    stop = min(-(-position // size) * size, plan.stop)
-    assert plan.fixed_checksums is not None
-    places = [part.position for part in plan.stages[0].fixed]
-    chosen = slice(places.index(position), places.index(position) + 1) if places else slice(0)
-    stages = []
-    for stage in plan.stages:
-        [run] = stage.rows
-        row_bytes = run.buffer.nbytes // run.stop
-        rows = replace(run, stop=stop, buffer=run.buffer[: stop * row_bytes])
-        stages.append(StageTransfer((rows,), stage.fixed[chosen]))
-    assert plan.checksums is not None
-    return replace(
-        plan,
-        stop=stop,
-        stages=tuple(stages),
-        checksums=plan.checksums[: -(-stop // size)],
-        fixed_checksums=plan.fixed_checksums[chosen],
-        resume_at=None if position == stop else position,
-    )
 
 
 @in_shapes(list(HYBRIDS))

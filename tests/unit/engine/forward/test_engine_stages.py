@@ -66,7 +66,9 @@ def sharing_config() -> Any:
 
 @pytest.mark.parametrize("start", [3, 4, 5])
 def test_layers_that_share_keys_stay_together(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = ModelWeights((100,) * 6, embedding=10, head=10, is_tied=False, last=0, everywhere=0, tower=0, draft=0)
+    weights = ModelWeights(
+        (100,) * 6, embedding=10, head=10, is_tied=False, last=0, everywhere=0, tower=0, draft=0, codes=0
+    )
     monkeypatch.setattr(layer_split, "model_weights", lambda config: weights)
     with pytest.raises(InvalidSplit, match="share keys and values"):
         split_layers(sharing_config(), 2, (start,))

@@ -1,0 +1,495 @@
+"""Products of vectors with weights that are codes (`weights.kinds`): a few tokens over the codes themselves, and the
+codes of many rows as numbers.
+
+    int4    four words a thread: 32 columns, of which bits 4 k of a word meet column 4 k + j
+    bytes   sixteen codes a thread, int8 or fp8
+
+An integer of few bits becomes a float by writing it into the low bits of 2^23: no conversion, which would take longer
+than reading the codes. Sums are in float32 and are multiplied by the scale once for a thread's run of columns. The
+products of one vector (`matvec`) do what those of `kernels.matvec` do, and those of a few vectors what those of
+`kernels.few_tokens` do: a token gets the same bits however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from parkd_engine.kernels.overlap import overlap, wait, wait_alone
+from parkd_engine.kernels.tiling import CUBIC, SQRT_8_OVER_PI, Tiling
+from parkd_engine.weights.kinds import CodedLinear, Codes, kind_of
+
+MAGIC_BITS, MAGIC = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
+"""2^23 as a float, whose lowest bit counts one."""
+SIGNED_MAGIC_BITS, SIGNED_MAGIC = tl.constexpr(0x4B000080), tl.constexpr(8388736.0)
+"""The same for signed bytes, whose highest bit is turned: 2^23 + 128."""
+FP8_EXPONENTS = tl.constexpr(2.0**120)
+"""Between a float32 with the exponent and mantissa of an e4m3 code, and what the code means."""
+INT4, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NUMBER_OF = {Codes.INT4: 0, Codes.INT8: 1, Codes.FP8: 2}
+RUN = 16
+"""Codes of a byte that a thread reads at once; no scale changes within them."""
+NIBBLES = Tiling(4, 64, 2)
+BYTES = Tiling(4, 64, 2)
+"""Rows of a program; runs of columns for each step (32 columns of int4, 16 of bytes); warps."""
+FEW_ROWS, FEW_COLUMNS, FEW_WARPS = 32, 64, 4
+"""Tiles of `products`: rows of a program, and words or bytes for each step."""
+
+
+@triton.jit
+def _byte(codes, zero, CODES: tl.constexpr):
+    # What bytes mean, in float32, without their scale.
+    bits = codes.to(tl.int32) & 255
+    if CODES == INT8:
+        number = (bits ^ SIGNED_MAGIC_BITS).to(tl.float32, bitcast=True) - (SIGNED_MAGIC + zero)
+    else:
+        number = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * FP8_EXPONENTS
+    return number
+
+
+@triton.jit
+def _nibble(words, zero, LANE: tl.constexpr):
+    # `16^(LANE % 5) (code - zero)` of the codes at bits `4 LANE`, in float32: five fit below the exponent.
+    placed = words if LANE < 5 else words >> 20
+    number = ((placed & (15 << (4 * (LANE % 5)))) | MAGIC_BITS).to(tl.float32, bitcast=True)
+    return number - (MAGIC + zero * (16.0 ** (LANE % 5)))
+
+
+@triton.jit
+def _number(codes, zero, CODES: tl.constexpr, LANE: tl.constexpr):
+    # What codes mean, in float32, without their scale.
+    return _nibble(codes, zero, LANE) * (1.0 / 16.0 ** (LANE % 5)) if CODES == INT4 else _byte(codes, zero, CODES)
+
+
+@triton.jit
+def _row_sums(
+    x_ptr,
+    norm_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    rows,
+    inside,
+    K: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    # The products of some rows, [ROWS], and the sum of the vector's squares.
+    lanes: tl.constexpr = 8 if CODES == INT4 else 1
+    width: tl.constexpr = 4 if CODES == INT4 else 16
+    run_columns: tl.constexpr = 32 if CODES == INT4 else 16
+    stored: tl.constexpr = K // 8 if CODES == INT4 else K
+    groups_a_row: tl.constexpr = (K + GROUP - 1) // GROUP
+    runs: tl.constexpr = K // run_columns
+    starts = rows.to(tl.int64)[:, None, None] * stored
+    scale_rows = (rows // SCALE_ROWS)[:, None] * groups_a_row
+    place = tl.arange(0, width)[None, None, :]
+    sums = tl.zeros([ROWS, RUNS], dtype=tl.float32)
+    squares = tl.zeros([1, RUNS, width], dtype=tl.float32)
+    for start in range(0, runs, RUNS):
+        run = start + tl.arange(0, RUNS)
+        there = run < runs
+        whole = run[None, :, None]
+        codes = tl.load(
+            codes_ptr + starts + whole * width + place, mask=inside[:, None, None] & there[None, :, None], other=0
+        )
+        valid = inside[:, None] & there[None, :]
+        groups = (run * run_columns // GROUP)[None, :]
+        scale = tl.load(scales_ptr + scale_rows + groups, mask=valid, other=0.0).to(tl.float32)
+        if ZEROS:
+            zero = tl.load(zeros_ptr + scale_rows + groups, mask=valid, other=0).to(tl.float32)[:, :, None]
+        elif CODES == INT4:
+            zero = 8.0
+        else:
+            zero = 0.0
+        part = tl.zeros([ROWS, RUNS, width], dtype=tl.float32)
+        for lane in tl.static_range(lanes):
+            columns = whole * run_columns + lane * width + place
+            x = tl.load(x_ptr + columns, mask=there[None, :, None], other=0.0).to(tl.float32)
+            if NORM:
+                squares += x * x
+                x *= tl.load(norm_ptr + columns, mask=there[None, :, None], other=0.0).to(tl.float32) + OFFSET
+            if CODES == INT4:
+                part += _nibble(codes, zero, lane) * (x * (1.0 / 16.0 ** (lane % 5)))
+            else:
+                part += _byte(codes, zero, CODES) * x
+        sums += tl.sum(part, axis=2) * scale
+    return tl.sum(sums, axis=1), tl.sum(tl.sum(tl.sum(squares, axis=2), axis=1), axis=0)
+
+
+@triton.jit
+def _matvec_kernel(
+    x_ptr,
+    norm_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    codes1,
+    codes2,
+    scales1,
+    scales2,
+    zeros1,
+    zeros2,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    residual_ptr,
+    out_ptr,
+    n0,
+    n1,
+    n2,
+    eps,
+    K: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    # Up to three matrices, as in `kernels.matvec`.
+    program = tl.program_id(0)
+    blocks0 = tl.cdiv(n0, ROWS)
+    blocks1 = blocks0 + tl.cdiv(n1, ROWS)
+    is1 = (program >= blocks0) & (program < blocks1)
+    is2 = program >= blocks1
+    block = program - tl.where(is2, blocks1, tl.where(is1, blocks0, 0))
+    n = tl.where(is2, n2, tl.where(is1, n1, n0))
+    base = tl.where(is2, n0 + n1, tl.where(is1, n0, 0))
+    codes = codes_ptr + tl.where(is2, codes2, tl.where(is1, codes1, 0))
+    scales = scales_ptr + tl.where(is2, scales2, tl.where(is1, scales1, 0))
+    zeros = zeros_ptr + tl.where(is2, zeros2, tl.where(is1, zeros1, 0))
+    rows = block * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    wait(EARLY)
+    y, squares = _row_sums(
+        x_ptr, norm_ptr, codes, scales, zeros, rows, inside,
+        K, CODES, GROUP, SCALE_ROWS, ZEROS, NORM, OFFSET, ROWS, RUNS,
+    )  # fmt: skip
+    if NORM:
+        y *= tl.rsqrt(squares / K + eps)
+    if BIAS:
+        b0 = tl.load(bias0_ptr + rows, mask=inside & ~is1 & ~is2, other=0.0)
+        b1 = tl.load(bias1_ptr + rows, mask=inside & is1, other=0.0)
+        b2 = tl.load(bias2_ptr + rows, mask=inside & is2, other=0.0)
+        y += (b0 + b1 + b2).to(tl.float32)
+    if RESIDUAL:
+        y = y.to(residual_ptr.dtype.element_ty).to(tl.float32)
+        y += tl.load(residual_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + base + rows, y.to(x_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_kernel(
+    x_ptr,
+    norm_ptr,
+    gate_codes_ptr,
+    gate_scales_ptr,
+    gate_zeros_ptr,
+    up_codes_ptr,
+    up_scales_ptr,
+    up_zeros_ptr,
+    out_ptr,
+    n,
+    eps,
+    K: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    wait_alone(EARLY)  # The down projection is next.
+    gates, squares = _row_sums(
+        x_ptr, norm_ptr, gate_codes_ptr, gate_scales_ptr, gate_zeros_ptr, rows, inside,
+        K, CODES, GROUP, SCALE_ROWS, ZEROS, NORM, OFFSET, ROWS, RUNS,
+    )  # fmt: skip
+    ups, _ = _row_sums(
+        x_ptr, norm_ptr, up_codes_ptr, up_scales_ptr, up_zeros_ptr, rows, inside,
+        K, CODES, GROUP, SCALE_ROWS, ZEROS, NORM, OFFSET, ROWS, RUNS,
+    )  # fmt: skip
+    if NORM:
+        scale = tl.rsqrt(squares / K + eps)
+        gates *= scale
+        ups *= scale
+    dtype = x_ptr.dtype.element_ty
+    gates = gates.to(dtype).to(tl.float32)
+    ups = ups.to(dtype).to(tl.float32)
+    # The tanh approximation of GELU, as in `kernels.matvec`.
+    turned = SQRT_8_OVER_PI * (gates + CUBIC * gates * gates * gates) if GELU else gates
+    act = (gates * tl.sigmoid(turned)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + rows, (act * ups).to(dtype), mask=inside)
+
+
+@triton.jit
+def _products_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    n,
+    K: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    # A step takes `STEP` words of int4, or bytes, of each row. Weights are rounded to the vectors' dtype.
+    lanes: tl.constexpr = 8 if CODES == INT4 else 1
+    stored: tl.constexpr = K // 8 if CODES == INT4 else K
+    groups_a_row: tl.constexpr = (K + GROUP - 1) // GROUP
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    starts = rows.to(tl.int64)[:, None] * stored
+    scale_rows = (rows // SCALE_ROWS)[:, None] * groups_a_row
+    wait(EARLY)
+    token = tl.arange(0, PLACES)
+    is_there = token < TOKENS
+    dtype = x_ptr.dtype.element_ty
+    sums = tl.zeros([ROWS, PLACES], dtype=tl.float32)
+    for start in range(0, stored, STEP):
+        at = start + tl.arange(0, STEP)
+        there = at < stored
+        valid = inside[:, None] & there[None, :]
+        codes = tl.load(codes_ptr + starts + at[None, :], mask=valid, other=0)
+        first = (at // 4) * 32 + at % 4 if CODES == INT4 else at
+        groups = (first // GROUP)[None, :]
+        scale = tl.load(scales_ptr + scale_rows + groups, mask=valid, other=0.0).to(tl.float32)
+        if ZEROS:
+            zero = tl.load(zeros_ptr + scale_rows + groups, mask=valid, other=0).to(tl.float32)
+        elif CODES == INT4:
+            zero = 8.0
+        else:
+            zero = 0.0
+        for lane in tl.static_range(lanes):
+            x = tl.load(
+                x_ptr + token[None, :] * K + (first + 4 * lane)[:, None],
+                mask=is_there[None, :] & there[:, None],
+                other=0.0,
+            )
+            number = _number(codes, zero, CODES, lane)
+            sums = tl.dot((number * scale).to(dtype), x, sums)
+    if BIAS:
+        sums += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+    at = token[None, :] * n + rows[:, None]
+    tl.store(out_ptr + at, sums.to(out_ptr.dtype.element_ty), mask=inside[:, None] & is_there[None, :])
+
+
+@triton.jit
+def _numbers_kernel(
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    out_ptr,
+    first_row,
+    end_row,
+    K: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    lanes: tl.constexpr = 8 if CODES == INT4 else 1
+    stored: tl.constexpr = K // 8 if CODES == INT4 else K
+    groups_a_row: tl.constexpr = (K + GROUP - 1) // GROUP
+    rows = first_row + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    valid = (rows < end_row)[:, None] & (at < stored)[None, :]
+    codes = tl.load(codes_ptr + rows.to(tl.int64)[:, None] * stored + at[None, :], mask=valid, other=0)
+    first = (at // 4) * 32 + at % 4 if CODES == INT4 else at
+    scale_at = (rows // SCALE_ROWS)[:, None] * groups_a_row + (first // GROUP)[None, :]
+    scale = tl.load(scales_ptr + scale_at, mask=valid, other=0.0).to(tl.float32)
+    if ZEROS:
+        zero = tl.load(zeros_ptr + scale_at, mask=valid, other=0).to(tl.float32)
+    elif CODES == INT4:
+        zero = 8.0
+    else:
+        zero = 0.0
+    target = out_ptr + (rows - first_row).to(tl.int64)[:, None] * K + first[None, :]
+    for lane in tl.static_range(lanes):
+        number = _number(codes, zero, CODES, lane)
+        tl.store(target + 4 * lane, (number * scale).to(out_ptr.dtype.element_ty), mask=valid)
+
+
+def are_known(linears: Sequence[Any]) -> bool:
+    """Whether `matvec` and `gated` take these layers in one launch: codes of one kind and width. Where columns have an
+    order, each layer has its own."""
+    first = linears[0]
+    if len(linears) > 1 and any(getattr(each, "order", None) is not None for each in linears):
+        return False
+    return all(
+        kind_of(each) is not None
+        and is_known(each)
+        and (each.kind, each.in_features) == (first.kind, first.in_features)
+        for each in linears
+    )
+
+
+def is_known(linear: CodedLinear) -> bool:
+    """Whether the kernels take this layer's codes."""
+    return linear.kind.codes is Codes.INT4 or (linear.in_features % RUN == 0 and linear.kind.group % RUN == 0)
+
+
+def _settings(linear: CodedLinear) -> dict[str, Any]:
+    kind = linear.kind
+    return {
+        "K": linear.in_features,
+        "CODES": NUMBER_OF[kind.codes],
+        "GROUP": kind.group or linear.in_features,
+        "SCALE_ROWS": kind.rows,
+        "ZEROS": kind.has_zeros,
+    }
+
+
+def _stored(linear: CodedLinear) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and zeros, for kernels: codes of a byte as uint8 or int8."""
+    codes = linear.codes.view(torch.uint8) if linear.kind.codes is Codes.FP8 else linear.codes
+    return codes, linear.scales, linear.scales if linear.zeros is None else linear.zeros
+
+
+def _distance(first: torch.Tensor, other: torch.Tensor) -> int:
+    return (other.data_ptr() - first.data_ptr()) // first.element_size()
+
+
+def matvec(
+    x: torch.Tensor,
+    linears: tuple[CodedLinear, ...],
+    out: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    offset: bool = False,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> None:
+    """As `kernels.matvec.matvec`, over codes of one kind (`are_known`)."""
+    tiling = tiling or _tiling(linears[0])
+    x, norm = linears[0].in_order(x), None if norm is None else linears[0].in_order(norm)
+    stored = [_stored(linear) for linear in linears]
+    sizes = [linear.out_features for linear in linears] + [0, 0]
+    apart = [[_distance(a, b) for a, b in zip(stored[0], other, strict=True)] for other in stored[1:]] + [[0] * 3] * 2
+    biases = [linear.bias for linear in linears]
+    has_bias = any(bias is not None for bias in biases)
+    if has_bias and any(bias is None for bias in biases):
+        raise ValueError("either all or none of the matrices have a bias")
+    tables = [x if bias is None else bias for bias in biases] + [x, x]
+    _matvec_kernel[(sum(triton.cdiv(size, tiling.rows) for size in sizes),)](
+        x,
+        x if norm is None else norm,
+        *stored[0],
+        *(each for pair in zip(apart[0], apart[1], strict=True) for each in pair),
+        *tables[:3],
+        x if residual is None else residual,
+        out,
+        *sizes[:3],
+        eps,
+        **_settings(linears[0]),
+        NORM=norm is not None,
+        OFFSET=float(offset),
+        BIAS=has_bias,
+        RESIDUAL=residual is not None,
+        ROWS=tiling.rows,
+        RUNS=tiling.columns,
+        num_warps=tiling.warps,
+        **overlap(x.device),
+    )
+
+
+def gated(
+    x: torch.Tensor,
+    gate: CodedLinear,
+    up: CodedLinear,
+    out: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    offset: bool = False,
+    eps: float = 0.0,
+    gelu: bool = False,
+    tiling: Tiling | None = None,
+) -> None:
+    """As `kernels.matvec.gated`, over codes of one kind (`are_known`)."""
+    tiling = tiling or _tiling(gate)
+    _gated_kernel[(triton.cdiv(gate.out_features, tiling.rows),)](
+        x,
+        x if norm is None else norm,
+        *_stored(gate),
+        *_stored(up),
+        out,
+        gate.out_features,
+        eps,
+        **_settings(gate),
+        NORM=norm is not None,
+        OFFSET=float(offset),
+        GELU=gelu,
+        ROWS=tiling.rows,
+        RUNS=tiling.columns,
+        num_warps=tiling.warps,
+        **overlap(x.device),
+    )
+
+
+def products(x: torch.Tensor, linear: CodedLinear, out: torch.Tensor, places: int) -> None:
+    """As `kernels.few_tokens.products`, over codes (`is_known`), for up to `places` tokens."""
+    x = linear.in_order(x)
+    _products_kernel[(triton.cdiv(linear.out_features, FEW_ROWS),)](
+        x,
+        *_stored(linear),
+        x if linear.bias is None else linear.bias,
+        out,
+        linear.out_features,
+        **_settings(linear),
+        BIAS=linear.bias is not None,
+        TOKENS=x.shape[0],
+        PLACES=places,
+        ROWS=FEW_ROWS,
+        STEP=FEW_COLUMNS,
+        num_warps=FEW_WARPS,
+        **overlap(x.device),
+    )
+
+
+def numbers(linear: CodedLinear, dtype: torch.dtype, first: int, end: int) -> torch.Tensor:
+    """The rows `[first, end)` as numbers in `dtype`, `[end - first, in]`, in the stored order of columns."""
+    codes, scales, zeros = _stored(linear)
+    out = torch.empty((end - first, linear.in_features), dtype=dtype, device=codes.device)
+    step = 128
+    grid = (triton.cdiv(end - first, 8), triton.cdiv(codes.shape[1], step))
+    with torch.cuda.device(codes.device):
+        _numbers_kernel[grid](codes, scales, zeros, out, first, end, **_settings(linear), ROWS=8, STEP=step)
+    return out
+
+
+def _tiling(linear: CodedLinear) -> Tiling:
+    return NIBBLES if linear.kind.codes is Codes.INT4 else BYTES

@@ -1,0 +1,164 @@
+"""The kinds of quantised weights. A matrix `[out, in]` is codes, and a scale for each block of them.
+
+    number[r, c] = (code[r, c] - zero[r, c / group]) * scale[r / rows, c / group]
+
+    int4   int32 [out, in / 8]    eight codes from 0 to 15 in a word; without zeros, the zero is 8
+    int8   int8 [out, in]         without zeros, the zero is 0
+    fp8    float8_e4m3fn [out, in]
+
+Four words of int4 hold 32 adjacent columns: bits 4 k of word j hold column 4 k + j, so that a thread that reads four
+words needs runs of four numbers of the vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+CODES_A_WORD = 8
+BLOCK_WORDS = 4
+BLOCK_COLUMNS = CODES_A_WORD * BLOCK_WORDS
+"""Columns of int4 codes that lie together."""
+MIDDLE = 8
+"""The zero of int4 codes without zeros of their own."""
+
+
+class Codes(Enum):
+    """What a code is."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+CODE_DTYPES = {Codes.INT4: torch.int32, Codes.INT8: torch.int8, Codes.FP8: torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightKind:
+    """How the weights of a linear layer are stored. Raises ValueError for what cannot be."""
+
+    codes: Codes
+    group: int = 0
+    """Columns that share a scale; 0 for all of a row."""
+    rows: int = 1
+    """Rows that share a scale."""
+    has_zeros: bool = False
+    """Whether each group has its own zero; of integers only."""
+    scale_dtype: torch.dtype = torch.bfloat16
+    is_ordered: bool = False
+    """Whether the columns are stored in an order of their own (GPTQ's `desc_act`)."""
+
+    def __post_init__(self) -> None:
+        if self.has_zeros and (self.codes is Codes.FP8 or self.rows != 1):
+            raise ValueError("only integers in groups of one row have zeros")
+        if self.group < 0 or self.rows < 1:
+            raise ValueError(f"groups of {self.group} columns and {self.rows} rows")
+
+    def fits(self, columns: int) -> bool:
+        """Whether a matrix of so many columns can be stored so."""
+        whole = not self.group or self.rows > 1 or columns % self.group == 0
+        return whole and (self.codes is not Codes.INT4 or columns % BLOCK_COLUMNS == 0)
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        return -(-rows // self.rows), -(-columns // self.group) if self.group else 1
+
+    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name of each tensor that stores a matrix `[rows, columns]` -> its shape and dtype."""
+        width = columns // CODES_A_WORD if self.codes is Codes.INT4 else columns
+        scales = self.scale_shape(rows, columns)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "codes": ((rows, width), CODE_DTYPES[self.codes]),
+            "scales": (scales, self.scale_dtype),
+        }
+        if self.has_zeros:
+            shapes["zeros"] = (scales, torch.int8)
+        if self.is_ordered:
+            shapes["order"] = ((columns,), torch.int32)
+        return shapes
+
+    def __str__(self) -> str:
+        if self.rows > 1:
+            block = f" in blocks of {self.rows}x{self.group}"
+        else:
+            block = f" in groups of {self.group}" if self.group else " by rows"
+        return self.codes.value + block + (" with zeros" if self.has_zeros else "")
+
+
+class CodedLinear(Protocol):
+    """A linear layer over codes, such as a `linear.QuantisedLinear`, as kernels see it."""
+
+    kind: WeightKind
+    in_features: int
+    out_features: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    order: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[..., in]` with its last axis in the stored order of columns."""
+
+
+def kind_of(linear: Any) -> WeightKind | None:
+    """The kind of a linear layer's weights; None for full precision."""
+    kind: WeightKind | None = getattr(linear, "kind", None)
+    return kind
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """int4 codes from 0 to 15, any integer dtype `[rows, columns]` -> words, int32 `[rows, columns / 8]`. `columns` is
+    a multiple of `BLOCK_COLUMNS`."""
+    rows = codes.shape[0]
+    lanes = codes.view(rows, -1, CODES_A_WORD, BLOCK_WORDS)
+    words = torch.zeros((rows, lanes.shape[1], BLOCK_WORDS), dtype=torch.int32, device=codes.device)
+    for lane in range(CODES_A_WORD):
+        words |= lanes[:, :, lane].to(torch.int32) << (4 * lane)
+    return words.view(rows, -1)
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """Words, int32 `[rows, columns / 8]` -> codes, uint8 `[rows, columns]`."""
+    rows = words.shape[0]
+    blocks = words.view(rows, -1, BLOCK_WORDS)
+    lanes = [((blocks >> (4 * lane)) & 15).to(torch.uint8) for lane in range(CODES_A_WORD)]
+    return torch.stack(lanes, dim=2).view(rows, -1)
+
+
+def numbers(
+    kind: WeightKind,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    dtype: torch.dtype,
+    first_row: int = 0,
+) -> torch.Tensor:
+    """What some rows of codes mean, `[rows, columns]` in `dtype`: computed in float32, then rounded. `codes` are those
+    of the rows from `first_row` on; `scales` and `zeros` those of the whole matrix. Columns stay in stored order."""
+    rows = codes.shape[0]
+    chosen = slice(first_row, first_row + rows)
+    plain = unpacked(codes) if kind.codes is Codes.INT4 else codes
+    out = plain.to(torch.float32)
+    columns = out.shape[1]
+    group = kind.group or columns
+    if kind.rows > 1:
+        places = torch.arange(first_row, first_row + rows, device=codes.device) // kind.rows
+        each = scales[places].to(torch.float32)
+    else:
+        each = scales[chosen].to(torch.float32)
+    grouped = out.view(rows, -1, group) if columns % group == 0 else None
+    if kind.has_zeros:
+        assert zeros is not None, "the kind has them"
+        assert grouped is not None, "kinds with zeros have whole groups"
+        grouped -= zeros[chosen].to(torch.float32)[..., None]
+    elif kind.codes is Codes.INT4:
+        out -= MIDDLE
+    if grouped is None:
+        out *= each.repeat_interleave(group, dim=1)[:, :columns]
+    else:
+        grouped *= each[..., None]
+    return out.to(dtype)

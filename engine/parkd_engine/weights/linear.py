@@ -1,0 +1,142 @@
+"""A linear layer whose weights are codes and scales, and its product with any number of vectors.
+
+    a few vectors     GPUs: kernels over the codes             CPUs: the library's weight-only products
+    more, a prompt    some rows of the matrix at a time become numbers, and the matrix library multiplies
+
+Numbers of a prompt's product are rounded to the dtype of the vectors, like weights that were never quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear as full_product
+
+from parkd_engine.kernels import has_triton
+from parkd_engine.weights.kinds import WeightKind, numbers
+
+HALVES = frozenset({torch.bfloat16, torch.float16})
+WORKSPACE_BYTES = 256 << 20
+"""The most memory for numbers that a product makes of codes for a while."""
+
+
+class QuantisedLinear(nn.Module):
+    """Takes the place of an `nn.Linear`. Codes, scales, zeros and order are buffers, so that they are moved, shared and
+    counted like any other tensors of a module."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    order: torch.Tensor | None
+    """int32 `[in]`: the column of the vector for each stored column."""
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        kind: WeightKind,
+        in_features: int,
+        out_features: int,
+        tensors: Mapping[str, torch.Tensor],
+        bias: nn.Parameter | None = None,
+    ) -> None:
+        """`tensors` as `kind.tensors` names them. Raises ValueError if they are others."""
+        super().__init__()
+        self.kind, self.in_features, self.out_features = kind, in_features, out_features
+        for name, (shape, dtype) in kind.tensors(out_features, in_features).items():
+            tensor = tensors.get(name)
+            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                seen = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                raise ValueError(f"{name} should be {dtype} {list(shape)} and is {seen}")
+            self.register_buffer(name, tensor)
+        for name in ("zeros", "order"):
+            if name not in self._buffers:
+                self.register_buffer(name, None)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def empty(cls, kind: WeightKind, linear: nn.Linear, device: torch.device | str = "meta") -> QuantisedLinear:
+        """A layer of the shape of `linear`, with its bias, and codes that are not set."""
+        shapes = kind.tensors(linear.out_features, linear.in_features)
+        tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+        return cls(kind, linear.in_features, linear.out_features, tensors, linear.bias)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and what belongs to them, without the bias."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def numbers(self, dtype: torch.dtype, first: int = 0, end: int | None = None) -> torch.Tensor:
+        """The rows `[first, end)` as numbers, `[end - first, in]`, in the stored order of columns."""
+        stop = self.out_features if end is None else end
+        if self.codes.is_cuda and has_triton():
+            from parkd_engine.kernels import codes
+
+            return codes.numbers(self, dtype, first, stop)
+        return numbers(self.kind, self.codes[first:stop], self.scales, self.zeros, dtype, first)
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[..., in]` with its last axis in the stored order of columns."""
+        return x if self.order is None else x[..., self.order]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return product(x, self)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantisedLinear:
+        """As of any module, but a change of dtype is one of the bias alone: codes and scales stay what they are."""
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            changed = self._buffers[name]
+            if buffer is not None and changed is not None and changed.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(changed.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
+
+
+def rows_at_once(columns: int, itemsize: int) -> int:
+    """Rows of a matrix of so many columns that are made numbers at once, so that they take at most `WORKSPACE_BYTES`
+    (but one row at least)."""
+    return max(1, WORKSPACE_BYTES // (columns * itemsize))
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module is a linear layer of any kind."""
+    return type(module) is nn.Linear or isinstance(module, QuantisedLinear)
+
+
+def compute_dtype(linear: Any, x: torch.Tensor) -> torch.dtype:
+    """The dtype in which a linear layer takes its vectors: that of its numbers, or that of `x` for codes."""
+    return x.dtype if isinstance(linear, QuantisedLinear) else linear.weight.dtype
+
+
+def product(x: torch.Tensor, linear: QuantisedLinear) -> torch.Tensor:
+    """`W x + b` for vectors `x` `[..., in]` of a floating dtype; `[..., out]` in the same."""
+    if x.is_cuda and x.dtype in HALVES and has_triton():
+        from parkd_engine.kernels import codes
+        from parkd_engine.kernels.few_tokens import MOST_TOKENS, products
+
+        vectors = x.reshape(-1, linear.in_features).contiguous()
+        if len(vectors) <= MOST_TOKENS and codes.is_known(linear):
+            out = x.new_empty((*x.shape[:-1], linear.out_features))
+            with torch.cuda.device(x.device):
+                products(vectors, linear, out.view(-1, linear.out_features))
+            return out
+    return _through_numbers(x, linear)
+
+
+def _through_numbers(x: torch.Tensor, linear: QuantisedLinear) -> torch.Tensor:
+    x = linear.in_order(x)
+    step = rows_at_once(linear.in_features, x.dtype.itemsize)
+    if step >= linear.out_features:
+        return full_product(x, linear.numbers(x.dtype), linear.bias)
+    out = x.new_empty((*x.shape[:-1], linear.out_features))
+    for first in range(0, linear.out_features, step):
+        end = min(first + step, linear.out_features)
+        bias = None if linear.bias is None else linear.bias[first:end]
+        out[..., first:end] = full_product(x, linear.numbers(x.dtype, first, end), bias)
+    return out

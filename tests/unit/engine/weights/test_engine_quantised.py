@@ -1,0 +1,180 @@
+"""Models with quantised weights: exact where they leave and return, and as near to what their codes mean as can be."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from parkd_engine import EngineConfig, open_session, restore
+from parkd_engine.forward.stages import moved_twin
+from parkd_engine.loading.draft_loading import declare_head
+from parkd_engine.weights import linear as linear_module
+from parkd_engine.weights.kinds import Codes, WeightKind, packed, unpacked
+from parkd_engine.weights.linear import QuantisedLinear
+from parkd_engine.weights.rounding import rounded
+from parkd_engine.weights.schemes import OWN_KINDS
+from torch.nn.functional import linear
+
+from tests.unit.engine.kit.core_models import assert_same, step_with_guesses, tiny_session, token_ids
+from tests.unit.engine.kit.hybrid_models import HYBRIDS
+from tests.unit.engine.kit.parking import parked, resumed_at
+from tests.unit.engine.kit.quantised_models import KINDS, NARROW, numbers_of, put_numbers, quantised_model, random_codes
+
+EVERY_KIND = pytest.mark.parametrize("kind", list(KINDS))
+BATCH = 48
+CASES = [
+    *(
+        (family, kind, 2, torch.int8 if kind.startswith("int") else None)
+        for kind in KINDS
+        for family in ("qwen2", "qwen3.5-mtp")
+    ),
+    *((family, "int8" if family in NARROW else "int4", 3, None) for family in HYBRIDS if family != "qwen3.5-mtp"),
+    *((family, "int8", 1, torch.int8) for family in ("llama", "gemma3", "deepseek-v3")),
+]
+
+
+def layer(kind: WeightKind, rows: int = 60, columns: int = 192, seed: int = 0) -> QuantisedLinear:
+    return random_codes(kind, rows, columns, torch.Generator().manual_seed(seed))
+
+
+def model_of(family: str, kind: str) -> Any:
+    model = quantised_model(family.removesuffix("-mtp"), kind)
+    if family.endswith("-mtp"):
+        declare_head(model.config)
+    return model
+
+
+@pytest.mark.parametrize(("family", "kind", "stages", "kv_dtype"), CASES, ids=str)
+def test_a_quantised_model_resumes_as_if_never_left(
+    family: str, kind: str, stages: int, kv_dtype: torch.dtype | None
+) -> None:
+    """Bit for bit, at checkpoints, after another conversation was there."""
+    session = tiny_session(stages, model_of(family, kind), batch_tokens=BATCH, context=256, kv_dtype=kv_dtype)
+    ids, others, places = token_ids(101), token_ids(90, seed=9), (40, 75, 100)
+
+    def read_on() -> list[torch.Tensor]:
+        for place in places:
+            session.extend(ids[session.position : place], checkpoint_at=places)
+        return step_with_guesses(session, int(ids[100]))
+
+    expected = read_on()
+    plan = parked(session, places, 100)
+    for place in places:
+        session.reset()
+        session.extend(others)
+        session.reset()
+        restore(session, resumed_at(plan, place))
+        assert_same(read_on(), expected)
+
+
+@EVERY_KIND
+def test_codes_become_the_numbers_of_their_definition(kind: str) -> None:
+    each = layer(KINDS[kind])
+    stored = each.numbers(torch.float32, 7, 44)
+    expected = numbers_of(each)[7:44]
+    assert torch.equal(stored, expected if each.order is None else expected[:, each.order.long()])
+
+
+def test_words_hold_every_code() -> None:
+    codes = torch.randint(0, 16, (5, 96), dtype=torch.uint8)
+    assert torch.equal(unpacked(packed(codes)), codes)
+    assert packed(codes).dtype == torch.int32
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_a_product_is_that_of_the_numbers(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and some rows at a time."""
+    each = layer(KINDS[kind])
+    each.bias = torch.nn.Parameter(torch.randn(60), requires_grad=False)
+    x = torch.randn(2, tokens, 192)
+    expected = linear(x, numbers_of(each), each.bias)
+    with torch.inference_mode():
+        torch.testing.assert_close(each(x), expected, atol=2e-5, rtol=2e-5)
+        monkeypatch.setattr(linear_module, "WORKSPACE_BYTES", 7 * 192 * 4)
+        torch.testing.assert_close(each(x), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3", "int4-zeros"), ("qwen3.5", "int8"), ("qwen3", "fp8-blocks")])
+def test_logits_are_as_near_as_those_of_torchs_own_half_product(family: str, kind: str) -> None:
+    """To a model in float32 with the numbers that the codes mean; in bf16 beside bf16 of them."""
+    model = quantised_model(family, kind)
+    exact = put_numbers(copy.deepcopy(model), torch.float32)
+    own = put_numbers(copy.deepcopy(model), torch.bfloat16)
+    mine = model.to(torch.bfloat16)
+    ids = torch.from_numpy(token_ids(120))[None]
+    with torch.inference_mode():
+        reference = exact(ids).logits
+        errors = [float((each(ids).logits.float() - reference).abs().mean()) for each in (mine, own)]
+    assert errors[0] <= 1.1 * errors[1]
+
+
+@EVERY_KIND
+def test_a_change_of_dtype_leaves_codes_and_scales(kind: str) -> None:
+    each = layer(KINDS[kind])
+    each.bias = torch.nn.Parameter(torch.randn(60))
+    before = each.numbers(torch.float32)
+    each.to(torch.float16)
+    assert each.bias.dtype == torch.float16
+    assert torch.equal(each.numbers(torch.float32), before)
+    assert each.codes.dtype == layer(KINDS[kind]).codes.dtype
+
+
+@EVERY_KIND
+def test_a_moved_layer_shares_what_is_there_already(kind: str) -> None:
+    each = layer(KINDS[kind])
+    twin = moved_twin(each, torch.device("cpu"))
+    assert isinstance(twin, QuantisedLinear)
+    assert {name: buffer.data_ptr() for name, buffer in twin.named_buffers()} == {
+        name: buffer.data_ptr() for name, buffer in each.named_buffers()
+    }
+    assert twin.kind == each.kind
+
+
+@pytest.mark.parametrize("name", list(OWN_KINDS))
+def test_rounding_is_to_the_nearest_code(name: str) -> None:
+    """No other code of the same scale is nearer to the number."""
+    kind = OWN_KINDS[name]
+    torch.manual_seed(2)
+    matrix = torch.randn(40, 256) * torch.logspace(-3, 1, 40)[:, None]
+    matrix[3] = 0.0
+    each = QuantisedLinear(kind, 256, 40, rounded(matrix, kind))
+    scales = each.scales.float().repeat_interleave(256 // each.scales.shape[1], dim=1)
+    if kind.codes is Codes.FP8:
+        every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        every = every[every.isfinite()]
+    else:
+        every = torch.arange(-7.0, 8.0) if kind.codes is Codes.INT4 else torch.arange(-127.0, 128.0)
+    least = (every[:, None, None] * scales - matrix).abs().amin(dim=0)
+    mine = (each.numbers(torch.float32) - matrix).abs()
+    torch.testing.assert_close(mine, least, atol=0, rtol=1e-5)
+    assert bool((each.numbers(torch.float32)[3] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"codes": torch.zeros(8, 64, dtype=torch.int8)}, "scales .* missing"),
+        (
+            {"codes": torch.zeros(8, 32, dtype=torch.int8), "scales": torch.ones(8, 1).bfloat16()},
+            "codes .*8, 64.*8, 32",
+        ),
+        ({"codes": torch.zeros(8, 64), "scales": torch.ones(8, 1).bfloat16()}, "float32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantisedLinear(WeightKind(Codes.INT8), 64, 8, tensors)
+
+
+def test_stages_share_codes_with_their_model() -> None:
+    model = quantised_model("qwen3", "int4")
+    session = open_session(model, EngineConfig(("cpu", "cpu"), context_tokens=64))
+    held = {b.data_ptr() for s in session.stages for b in s.inner.buffers() if b.dtype == torch.int32}
+    assert held == {
+        module.codes.data_ptr()
+        for name, module in model.named_modules()
+        if isinstance(module, QuantisedLinear) and name != "lm_head"
+    }
