@@ -42,6 +42,10 @@ class EngineConfig:
     kv_dtype: torch.dtype | None = None
     """The dtype that stores keys and values, one of `arenas.kv_format.KV_FORMATS`; None is the compute dtype."""
 
+    weights: str | None = None
+    """The kind to which weights in full precision are converted, one of `weights.schemes.OWN_KINDS`; None: as they
+    are."""
+
     ctx_checkpoints: int = CTX_CHECKPOINTS
     """The most checkpoints of fixed state kept on the devices, for models that have fixed state."""
     draft_tokens: int | None = None

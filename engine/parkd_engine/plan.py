@@ -24,6 +24,7 @@ from parkd_engine.loading.gguf_convert import config_of
 from parkd_engine.loading.gguf_metadata import read_metadata
 from parkd_engine.loading.loader import checked_config
 from parkd_engine.memory import free_bytes, is_card
+from parkd_engine.weights.schemes import convert_to, scheme_of
 
 EMPTY_CARD_BYTES = 1 << 50
 """Free memory of a GPU that is not in the machine that plans: enough for any model."""
@@ -41,6 +42,8 @@ class WeightlessModel:
     """The transformers configuration."""
     memory: tuple[StageMemory, ...]
     """What each stage takes on its device."""
+    weights: str
+    """The kind of the weights."""
 
 
 def plan_model(model: str, config: EngineConfig, free: Callable[[str], int] | None = None) -> WeightlessModel:
@@ -54,6 +57,8 @@ def plan_model(model: str, config: EngineConfig, free: Callable[[str], int] | No
     if config.guesses == 0:
         drop_head(settings)
     check_config(settings)
+    if config.weights is not None:
+        convert_to(settings, config.weights)
     own = getattr(settings, "dtype", None)
     # The same choice as the loader's: float32 on CPUs, else the checkpoint's dtype.
     dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
@@ -63,7 +68,10 @@ def plan_model(model: str, config: EngineConfig, free: Callable[[str], int] | No
     ranges = choose_split(settings, dtype, config, free or _free_here, memory)
     layouts = build_layout(settings, ranges, config.kv_dtype or dtype, dtype)
     context_tokens = int(language_config(settings).max_position_embeddings)
-    return WeightlessModel(architecture_of(settings), context_tokens, layouts, settings, memory.stages(ranges))
+    scheme = scheme_of(settings)
+    weights = f"full precision ({str(dtype).removeprefix('torch.')})" if scheme is None else str(scheme)
+    stages = memory.stages(ranges)
+    return WeightlessModel(architecture_of(settings), context_tokens, layouts, settings, stages, weights)
 
 
 def _free_here(device: str) -> int:

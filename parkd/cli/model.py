@@ -95,12 +95,19 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
         wants = f"--{config.llama.given[0]} is its flag" if config.llama.given else ""
         if config.devices or not is_gguf:  # --layer-split goes with --devices only
             name, why = "torch", "--devices names its stages" if config.devices else "the model is not a GGUF file"
+        elif config.weights is not None and not wants:
+            name, why = "torch", "--weights converts for it"
         elif not has_library:
             name, why = "torch", f"llama.cpp is not installed: {LLAMA_HINT}"
         elif is_demo and not wants:
             name, why = "torch", "the demo shows stages"
         else:
             name, why = "llama.cpp", wants or "the model is a GGUF file, and the library is installed"
+    if name == "llama.cpp" and config.weights is not None:
+        raise ConfigError(
+            f"--weights {config.weights} is for --engine torch, and this runs on llama.cpp, since {why}: name a GGUF "
+            f"file of fewer bits instead"
+        )
     if name == "llama.cpp" and not is_gguf:
         raise ConfigError(f"--engine llama.cpp runs GGUF files, and --model is {model}")
     if name == "llama.cpp" and not has_library:
@@ -191,6 +198,7 @@ def engine_layout(config: ModelConfig) -> EngineConfig:
         layer_split=config.layer_split or None,
         context_tokens=config.context_tokens,
         batch_tokens=config.batch_tokens or batch_for(devices),
+        weights=config.weights,
         ctx_checkpoints=config.ctx_checkpoints,
         draft_tokens=config.draft_tokens,
         kv_dtype=None if config.kv_format is None else KV_FORMATS[config.kv_format],

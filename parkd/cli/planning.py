@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from parkd.cli import arguments
 from parkd.cli.model import MemoryShare, choose_engine, engine_layout, find_model, on_disk
-from parkd.config import Config, ModelConfig, load
+from parkd.config import MIB, Config, ModelConfig, load
 from parkd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ def plan(config: Config) -> int:
         name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
         layout, longest = budget_table.layout_of(known.stages), known.context_tokens
         tokens = config.model.context_tokens or longest
-        notes = [
+        size = sum(stage.lines(0).get("weights", 0) for stage in known.memory)
+        notes = [f"weights   {known.weights}, {-(-size // MIB):,} MiB"]
+        notes += [
             memory_line(each.device, each.first_layer, each.end_layer, each.lines(tokens)) for each in known.memory
         ]
     sizes = budget_table.Sizes(layout, store_config.budget_bytes, config.cache.slots)

@@ -16,6 +16,9 @@ from parkd.state import VectorFile
 KV_ALIASES = {"auto": None, "bf16": "bf16", "f16": "f16", "f32": "f32", "int8": "int8", "q8_0": "int8"}
 """Names that a user may give -> KV format: the engine's own names, and llama.cpp's name for int8."""
 
+WEIGHTS = {"auto": None, "int4": "int4", "int8": "int8", "fp8": "fp8"}
+"""Names that a user may give -> kind of weights, by the engine's own names."""
+
 MAX_DRAFT_TOKENS = 16
 """Most guesses per step; the engine has the same limit."""
 
@@ -24,6 +27,12 @@ def kv_format(text: str) -> str | None:
     if text.lower() not in KV_ALIASES:
         raise ValueError(f"expected one of {', '.join(KV_ALIASES)}")
     return KV_ALIASES[text.lower()]
+
+
+def weights_kind(text: str) -> str | None:
+    if text.lower() not in WEIGHTS:
+        raise ValueError(f"expected one of {', '.join(WEIGHTS)}")
+    return WEIGHTS[text.lower()]
 
 
 def vectors(text: str) -> tuple[VectorFile, ...]:

@@ -203,6 +203,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             context_tokens=values["ctx-size"],
             batch_tokens=values["batch-size"],
             ctx_checkpoints=values["ctx-checkpoints"],
+            weights=values["weights"],
             kv_format=None if values["engine"] == "llama.cpp" or llama.given else one_kv_format(values),
             draft_tokens=draft_tokens(values),
             control_vectors=control_vectors(values),

@@ -8,7 +8,7 @@ from typing import Any
 
 from parkd.config import parsers
 from parkd.config.llama_settings import cache_type, engine_name, flash_attn, loras, scaled_loras, shares, split_mode
-from parkd.config.model_settings import guesses, kv_format, layer_range, scaled_vectors, vectors
+from parkd.config.model_settings import guesses, kv_format, layer_range, scaled_vectors, vectors, weights_kind
 
 ENV_PREFIX = "PARKD_"
 
@@ -96,6 +96,14 @@ SETTINGS: tuple[Setting, ...] = (
         None,
         "threads that compute on CPUs (as many as there are cores)",
         short=("-t",),
+    ),
+    Setting(
+        "weights",
+        "model",
+        "KIND",
+        weights_kind,
+        None,
+        "convert weights in full precision: int4, int8, fp8 (auto: as they are)",
     ),
     Setting(
         "ctx-checkpoints",

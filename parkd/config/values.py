@@ -91,6 +91,8 @@ class ModelConfig:
     """Tokens per prefill chunk; None: by the kind of devices."""
     ctx_checkpoints: int = default_of("ctx-checkpoints")
     """Copies of the fixed state on the devices, for models that have it."""
+    weights: str | None = None
+    """The kind to which weights in full precision are converted; None: as they are."""
     kv_format: str | None = None
     """Type of the stored keys and values, a name in `arenas.kv_format`; None: the type they are computed in."""
     draft_tokens: int | None = None

@@ -40,9 +40,9 @@ from parkd_engine.loading import gguf_convert
 from parkd_engine.loading.draft_loading import drop_head, find_head, load_head
 from parkd_engine.loading.library_bars import no_library_bars
 from parkd_engine.loading.model_cache import DIGEST_BYTES, ModelCache, Progress
-from parkd_engine.loading.quantised_loading import load_quantised
+from parkd_engine.loading.quantised_loading import convert_folder, load_quantised
 from parkd_engine.vision.images import ImageProcessor, image_tokens, processor_class
-from parkd_engine.weights.schemes import scheme_of
+from parkd_engine.weights.schemes import OWN_VERSION, convert_to, scheme_of
 from parkd_engine.words.chat import ChatTemplate, ChatTokenizer
 
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
@@ -69,6 +69,8 @@ class LoadConfig:
     """Device of the first stage. Weights are loaded to main memory; random ones are drawn on the GPU."""
     devices: tuple[str, ...] = ()
     """Devices of all stages, if there are several."""
+    weights: str | None = None
+    """The kind to which weights in full precision are converted, one of `weights.schemes.OWN_KINDS`; None: none."""
     split: Callable[[Any, torch.dtype], Ranges] | None = None
     """(the library's configuration, compute dtype) -> the stages' layer ranges. Called before weights are read. None:
     one stage."""
@@ -115,6 +117,7 @@ def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedMo
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"{path} is a file but not a GGUF file; name a .gguf file or a model directory.")
         folder, digest = _converted(path, config, cache, progress)
+        folder, digest = _of_kind(folder, digest, config, cache, progress)
         return _load_folder(path.stem, folder, config, template, digest, progress)
     if path.is_dir():
         folder = path
@@ -124,6 +127,7 @@ def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedMo
     else:
         raise ModelError(f"{config.model} is neither a directory, a GGUF file nor a hub id such as owner/name.")
     digest = _directory_digest(folder, cache, progress)
+    folder, digest = _of_kind(folder, digest, config, cache, progress)
     return _load_folder(path.name, folder, config, template, digest, progress)
 
 
@@ -173,6 +177,8 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
     if not config.draft:
         drop_head(settings)
     check_config(settings)
+    if config.weights is not None:
+        convert_to(settings, config.weights)
     device = torch.device(config.device)
     dtype = config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     tokenizer = preset_tokenizer(settings)
@@ -189,7 +195,7 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
         tokenizer=ChatTokenizer(tokenizer, declares=template is None),
         template=ChatTemplate(tokenizer, template),
         dtype=dtype,
-        weights_digest=preset_digest(config.model, dtype, device),
+        weights_digest=preset_digest(config.model, dtype, device, config.weights),
         end_token_ids=frozenset({language_config(settings).eos_token_id}),
         images=images,
         ranges=ranges,
@@ -210,6 +216,20 @@ def _converted(path: Path, config: LoadConfig, cache: ModelCache, progress: Prog
     digest = blake2b(recipe.encode(), digest_size=DIGEST_BYTES).digest()
     folder = cache.converted(digest.hex(), lambda part: gguf_convert.convert(path, part, dtype, progress), progress)
     return folder, digest
+
+
+def _of_kind(
+    folder: Path, digest: bytes, config: LoadConfig, cache: ModelCache, progress: Progress | None
+) -> tuple[Path, bytes]:
+    """The folder, or its copy of the kind of weights that is asked for, converted now or earlier, and the digest of
+    what is loaded. Raises ModelError."""
+    if config.weights is None:
+        return folder, digest
+    settings, weights = checked_config(folder), config.weights
+    convert_to(settings, weights)
+    recipe = f"{digest.hex()} weights {OWN_VERSION} {weights}"
+    whole = blake2b(recipe.encode(), digest_size=DIGEST_BYTES).digest()
+    return cache.converted(whole.hex(), lambda part: convert_folder(folder, part, settings, progress), progress), whole
 
 
 def _downloaded(hub_id: str) -> Path:

@@ -9,16 +9,24 @@ The library's own support of quantised weights needs a package for each format, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from parkd.errors import ModelError
+from parkd_engine.loading.draft_loading import INDEX_FILE
+from parkd_engine.loading.layer_weights import weightless_model
+from parkd_engine.loading.model_cache import MANIFEST, Progress
+from parkd_engine.weights.kinds import WeightKind
 from parkd_engine.weights.published import FORMATS, PublishedLinear
-from parkd_engine.weights.schemes import Scheme, quantised_layers, tail, without_weights_kind
+from parkd_engine.weights.rounding import rounded
+from parkd_engine.weights.schemes import OUTPUT_HEAD, Scheme, quantised_layers, scheme_of, tail, without_weights_kind
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
@@ -32,6 +40,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Names of dtypes in the headers of safetensors files, of tensors that quantised layers have."""
 NUMBERS = frozenset({"BF16", "F16", "F32"})
+COPIED = frozenset({".json", ".txt", ".jinja", ".model"})
+CONFIG_FILE = "config.json"
+HEAD_PREFIX = "mtp."
+"""Weights of a draft head, whose layers have numbers of their own."""
 Header = tuple[tuple[int, ...], str]
 """Shape, and the dtype's name."""
 
@@ -70,12 +82,61 @@ def finish(model: torch.nn.Module, folder: Path) -> None:
             raise ModelError(f"The quantised weights of {name} in {folder} cannot be used: {error}.") from error
 
 
+def convert_folder(folder: Path, target: Path, settings: Any, progress: Progress | None = None) -> None:
+    """Writes a copy of a model's folder with its linear layers converted to the kind that `settings`, the library's
+    configuration, names in `quantization_config`. Holds one file's tensors in memory at a time.
+
+    Raises ModelError.
+    """
+    scheme = scheme_of(settings)
+    assert scheme is not None, "the kind to convert to"
+    model, _ = weightless_model(without_weights_kind(settings))
+    kinds = {tail(name): kind for name, (_, kind) in quantised_layers(model, scheme).items()}
+    files = sorted(folder.glob("*.safetensors"))
+    places: dict[str, str] = {}
+    doing = f"Converting weights to {scheme.kind.codes.value}"
+    if progress is not None:
+        progress(doing, 0.0)
+    for index, file in enumerate(files):
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                tensors = dict(_converted(opened, kinds))
+            save_file(tensors, target / file.name, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} cannot be converted: {error}.") from error
+        places |= dict.fromkeys(tensors, file.name)
+        if progress is not None:
+            progress(doing, (index + 1) / len(files))
+    if len(files) > 1:
+        (target / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix in COPIED and file.name not in (INDEX_FILE, MANIFEST, CONFIG_FILE):
+            shutil.copyfile(file, target / file.name)
+    written = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    written["quantization_config"] = settings.quantization_config
+    (target / CONFIG_FILE).write_text(json.dumps(written))
+
+
+def _converted(opened: Any, kinds: Mapping[str, WeightKind]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in opened.keys():  # noqa: SIM118 - it is no mapping
+        tensor = opened.get_tensor(name)
+        module, _, what = name.rpartition(".")
+        kind = kinds.get(tail(module)) if what == "weight" and not name.startswith(HEAD_PREFIX) else None
+        if kind is None:
+            yield name, tensor
+            continue
+        for part, value in rounded(tensor, kind).items():
+            yield f"{module}.{part}", value
+
+
 def _take_places(model: Any, scheme: Scheme, headers: Mapping[str, Mapping[str, Header]]) -> None:
     expected = quantised_layers(model, scheme)
     for name, module in list(model.named_modules()):
         if type(module) is not torch.nn.Linear:
             continue
         there = headers.get(tail(name), {})
+        if not there and tail(name) == OUTPUT_HEAD:
+            continue  # The embedding is the head.
         form = FORMATS[scheme.format]
         is_plain = "weight" in there and there["weight"][1] in NUMBERS
         if not any(mark in there for mark in form.marks) and (is_plain or name not in expected):
@@ -101,7 +162,7 @@ def _headers(folder: Path) -> Mapping[str, Mapping[str, Header]]:
         try:
             with safe_open(str(file), framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    if name.startswith("mtp."):
+                    if name.startswith(HEAD_PREFIX):
                         continue
                     piece = opened.get_slice(name)
                     module, _, tensor = name.rpartition(".")

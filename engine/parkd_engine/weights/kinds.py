@@ -98,7 +98,8 @@ class CodedLinear(Protocol):
     scales: torch.Tensor
     zeros: torch.Tensor | None
     order: torch.Tensor | None
-    bias: torch.Tensor | None
+    bias: Any
+    """A tensor `[out]`, or None."""
 
     def in_order(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[..., in]` with its last axis in the stored order of columns."""

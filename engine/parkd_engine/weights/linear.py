@@ -87,7 +87,7 @@ class QuantisedLinear(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantisedLinear:
         """As of any module, but a change of dtype is one of the bias alone: codes and scales stay what they are."""
         kept = dict(self._buffers)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in kept.items():
             changed = self._buffers[name]
             if buffer is not None and changed is not None and changed.dtype != buffer.dtype:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parkd.errors import UnsupportedModel
+from parkd.errors import ModelError, UnsupportedModel
 from parkd_engine.families.layer_state import experts_of
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.weights.kinds import BLOCK_COLUMNS, Codes, WeightKind
@@ -66,6 +66,10 @@ class Scheme:
     """Names, parts of names, or after `re:` patterns, of layers in full precision."""
     only_layers: bool = False
     """Whether nothing outside of the decoder's layers is quantised, except for `head_kind`."""
+
+    def __str__(self) -> str:
+        head = self.head_kind
+        return str(self.kind) if head in (None, self.kind) else f"{self.kind}, the output head {head}"
 
     def kind_of(self, name: str, columns: int) -> WeightKind | None:
         """The kind of the weights, of so many columns, of the linear layer of this name in the model; None for full
@@ -146,6 +150,17 @@ def quantised_layers(model: nn.Module, scheme: Scheme) -> dict[str, tuple[nn.Lin
 def own_settings(name: str) -> dict[str, Any]:
     """The `quantization_config` of a copy converted to a kind of `OWN_KINDS`."""
     return {"quant_method": OWN_METHOD, "version": OWN_VERSION, "weights": name}
+
+
+def convert_to(config: Any, name: str) -> None:
+    """Says in the library's configuration of a model in full precision that its weights are of a kind of `OWN_KINDS`.
+    Raises ModelError if they are codes already."""
+    if (scheme := scheme_of(config)) is not None:
+        raise ModelError(
+            f"The model's weights are quantised already ({scheme.kind}), and only weights in full precision can be "
+            f"converted to {name}. Start without --weights."
+        )
+    config.quantization_config = own_settings(name)
 
 
 def without_weights_kind(config: Any) -> Any:

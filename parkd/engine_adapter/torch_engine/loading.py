@@ -70,6 +70,7 @@ def load_parts(
                 draft=layout.guesses > 0,
                 device=layout.devices[0],
                 devices=layout.devices,
+                weights=layout.weights,
                 split=split,
             ),
             progress,

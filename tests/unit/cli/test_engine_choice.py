@@ -45,6 +45,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
         ({}, GGUF, True, False, "torch", f"llama.cpp is not installed: {LLAMA_HINT}"),
         ({"gpu-layers": "3"}, GGUF, True, True, "llama.cpp", "--gpu-layers is its flag"),
         ({"main-gpu": "1"}, GGUF, False, True, "llama.cpp", "--main-gpu is its flag"),
+        ({"weights": "int4"}, GGUF, False, True, "torch", "--weights converts for it"),
         ({"threads": "2"}, HUB, False, True, "torch", "the model is not a GGUF file"),
         ({"engine": "torch"}, GGUF, False, True, "torch", "--engine names it"),
         ({"engine": "llama.cpp"}, GGUF, True, True, "llama.cpp", "--engine names it"),
@@ -89,6 +90,7 @@ def with_slots(flags: dict[str, str], folder: Path) -> dict[str, str]:
         ({"main-gpu": "1"}, GGUF, False, "since llama.cpp is not installed"),
         ({"main-gpu": "1", "devices": "cpu"}, GGUF, True, "since --devices names its stages"),
         ({"engine": "torch", "gpu-layers": "3"}, GGUF, True, "since --engine names it"),
+        ({"engine": "llama.cpp", "weights": "int4"}, GGUF, True, "--weights int4 is for --engine torch"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_with_the_reason(

@@ -103,6 +103,7 @@ def test_missing_file_is_refused() -> None:
         ("model", " ", "some text"),
         ("insecure", "maybe", "true or false"),
         ("kv-cache-dtype", "q4_0", "auto, bf16, f16, f32, int8, q8_0"),
+        ("weights", "q4_0", "auto, int4, int8, fp8"),
         ("draft-tokens", "17", "from 0 to 16"),
         ("control-vector", "/nowhere.gguf", "no file '/nowhere.gguf'"),
         ("control-vector-scaled", "/nowhere.gguf", "FILE:SCALE"),
@@ -143,6 +144,11 @@ def test_a_servers_address_may_be_that_of_its_clients(tmp_path: Path, text: str)
 )
 def test_keys_and_values_are_kept_as_one_type(flags: dict[str, str], kept_as: str | None) -> None:
     assert load(flags, {}).model.kv_format == kept_as
+
+
+@pytest.mark.parametrize(("text", "kind"), [("auto", None), ("INT4", "int4"), ("fp8", "fp8")])
+def test_weights_are_converted_to_a_kind_by_name(text: str, kind: str | None) -> None:
+    assert load({"weights": text}, {}).model.weights == kind
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from parkd_engine.families.multimodal import model_class
 from parkd_engine.weights.kinds import WeightKind
 from parkd_engine.weights.linear import QuantisedLinear
 from parkd_engine.weights.rounding import rounded
-from parkd_engine.weights.schemes import quantised_layers, scheme_of, without_weights_kind
+from parkd_engine.weights.schemes import OWN_VERSION, quantised_layers, scheme_of, without_weights_kind
 
 SEED = 20
 RECIPE_VERSION = 2
@@ -74,9 +74,11 @@ def _put_codes(model: Any, name: str, matrix: torch.Tensor, kind: WeightKind, de
     setattr(model.get_submodule(parent), child, layer)
 
 
-def preset_digest(model: str, dtype: torch.dtype, device: torch.device) -> bytes:
+def preset_digest(model: str, dtype: torch.dtype, device: torch.device, weights: str | None = None) -> bytes:
     """16 bytes over everything that determines the weights. Each kind of device draws different numbers."""
     text = f"{model} {SEED} {RECIPE_VERSION} {dtype} {device.type}"
+    if weights is not None:
+        text += f" {weights} {OWN_VERSION}"
     return blake2b(text.encode(), digest_size=16, person=b"parkd-random").digest()
 
 
