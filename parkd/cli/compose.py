@@ -240,6 +240,7 @@ def mask_builder(engine: AnyEngine, output: OutputFormat, structured: Structured
     A llama-server, for which there is no `structured` output, enforces schemas itself and knows no thinking budget, so
     there requests are only checked.
     """
+    from parkd.answers.ends import with_ends_held
     from parkd.answers.thinking import ThinkingLimits
     from parkd.engine_adapter.llama_server.sampling import check_enforceable
 
@@ -253,6 +254,7 @@ def mask_builder(engine: AnyEngine, output: OutputFormat, structured: Structured
     limits = ThinkingLimits(marks, engine.template_source, info.vocab_size, engine.tokenizer.encode, engine.text_stream)
 
     def mask(request: TurnRequest, tail: str, still_wanted: StillWanted) -> TokenMask | None:
-        return limits.over(request, tail, structured.mask(request, output, tail, still_wanted))
+        inner = limits.over(request, tail, structured.mask(request, output, tail, still_wanted))
+        return with_ends_held(request, info.end_token_ids, info.vocab_size, inner)
 
     return mask

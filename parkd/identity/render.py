@@ -94,8 +94,8 @@ class Renderer:
                 text = self._told(turns, tools, request.template_kwargs, rendered.text)
                 text += self.stand_ins.put(beginning, self._structure)
                 return RenderedPrompt(text, tuple(turns), bool(tools), rewrites, rendered.proof)
-        turns, rendered = self._turns(messages, dropped, tools, request.template_kwargs)
-        text = self._told(turns, tools, request.template_kwargs, rendered.text)
+        turns, rendered = self._turns(messages, dropped, tools, request.template_kwargs, opens=request.opens_answer)
+        text = self._told(turns, tools, request.template_kwargs, rendered.text, opens=request.opens_answer)
         return RenderedPrompt(text, tuple(turns), bool(tools), rewrites, rendered.proof)
 
     def _told(
@@ -104,6 +104,8 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]],
         kwargs: Mapping[str, Any],
         plain: str,
+        *,
+        opens: bool = True,
     ) -> str:
         """`plain`, which is what the template writes, with stand-ins in what the client said.
 
@@ -114,7 +116,7 @@ class Renderer:
         marked = [over_texts(value, self.stand_ins.put) for _, value in said]
         if marked == [value for _, value in said]:
             return plain
-        text = self._told_by(turns, marked, plain)
+        text = self._told_by(turns, marked, plain, opens=opens)
         if text is not None:
             return text
         best, trials = plain, 0
@@ -125,7 +127,8 @@ class Renderer:
             trials += 1
             if trials > MOST_TRIALS:
                 return False
-            text = self._told_by(turns, [over_texts(value, self._put_but(who, kept)) for who, value in said], plain)
+            marked = [over_texts(value, self._put_but(who, kept)) for who, value in said]
+            text = self._told_by(turns, marked, plain, opens=opens)
             best = best if text is None else text
             return text is not None
 
@@ -138,12 +141,14 @@ class Renderer:
         tokens = {token for by, token in kept if by == who and token != _REST}
         return partial(self.stand_ins.put, kept=tokens, everywhere=(who, _REST) not in kept)
 
-    def _told_by(self, turns: Sequence[CanonicalMessage], marked: Sequence[Any], plain: str) -> str | None:
+    def _told_by(
+        self, turns: Sequence[CanonicalMessage], marked: Sequence[Any], plain: str, *, opens: bool
+    ) -> str | None:
         """What the template writes for messages, tools and settings with stand-ins; None if that is not `plain`."""
         *said, tools, kwargs = marked
         messages = [{**message, "role": turn.message["role"]} for message, turn in zip(said, turns, strict=True)]
         try:
-            rendered = self._template.render(messages, tools, kwargs)
+            rendered = self._template.render(messages, tools, kwargs, add_generation_prompt=opens)
         except (Cancelled, RenderingTooLong):
             raise
         except Exception:  # a template may raise anything for words that it does not know
@@ -166,11 +171,13 @@ class Renderer:
         first_origin: int,
         tools: Sequence[Mapping[str, Any]],
         kwargs: Mapping[str, Any],
+        *,
+        opens: bool = True,
     ) -> tuple[Sequence[CanonicalMessage], Rendered]:
         """The messages in the form that the template takes, and what it writes for them."""
         turns = canonical_messages(messages, self.profile, first_origin=first_origin)
         try:
-            return turns, self._text(turns, tools, kwargs)
+            return turns, self._text(turns, tools, kwargs, opens=opens)
         except RenderingTooLong:
             raise
         except InvalidRequest:
@@ -180,13 +187,19 @@ class Renderer:
             again = canonical_messages(messages, merged, first_origin=first_origin)
             if again == turns:
                 raise
-            return again, self._text(again, tools, kwargs)
+            return again, self._text(again, tools, kwargs, opens=opens)
 
     def _text(
-        self, turns: Sequence[CanonicalMessage], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
+        self,
+        turns: Sequence[CanonicalMessage],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        opens: bool,
     ) -> Rendered:
         try:
-            return self._template.render([turn.message for turn in turns], tools, kwargs)
+            messages = [turn.message for turn in turns]
+            return self._template.render(messages, tools, kwargs, add_generation_prompt=opens)
         except ParkdError:
             raise
         except Exception as error:  # A template is a program: whatever it raises, it cannot render this request.

@@ -410,6 +410,7 @@ def _begin_and_prove(seat: Seat, turn: Turn, limit: int | None) -> int:
         images=prompt.images,
         mask=turn.mask,
         schema=request.response_schema if seat.info.enforces_schemas else None,
+        form=request.response_form if seat.info.enforces_schemas else None,
         limit=limit,
     )
     if prompt.proof is not None:

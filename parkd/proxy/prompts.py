@@ -14,6 +14,7 @@ from parkd.errors import ContextOverflow, InvalidRequest
 from parkd.identity.lengths import check_length
 from parkd.lane.turn import prompt_tail
 from parkd.proxy.config import Services
+from parkd.proxy.dialects import fields
 from parkd.types import PromptIdentity, StillWanted, TokenMask, TurnRequest, always_wanted
 
 BUILD_THREADS = 2
@@ -31,6 +32,8 @@ class Prepared:
     """For its answer."""
     tail: str
     """The end of the rendered prompt."""
+    request: TurnRequest
+    """The request, with ids for the texts in it that mean tokens."""
 
 
 class Prompts:
@@ -78,11 +81,22 @@ class Prompts:
         if request.infill is not None:
             opening = services.engine.text_of(services.engine.opening_ids)
             request = replace(request, infill=replace(request.infill, opening=opening))
+        request = self._with_biased_ids(request)
         steering = services.engine.steering_digest(request.steering)
         prompt = services.build_identity(request, steering=steering, still_wanted=still_wanted)
         tail = prompt_tail(services.engine, prompt)
         mask = services.build_mask(request, tail, still_wanted) if services.build_mask else None
-        return Prepared(prompt, mask, tail)
+        return Prepared(prompt, mask, tail, request)
+
+    def _with_biased_ids(self, request: TurnRequest) -> TurnRequest:
+        sampling = request.sampling
+        if not sampling.text_bias:
+            return request
+        of_texts = {
+            token_id: bias for text, bias in sampling.text_bias for token_id in self._tokenise(text, special=False)
+        }
+        biases = {**of_texts, **sampling.logit_bias}
+        return replace(request, sampling=replace(sampling, logit_bias=biases, text_bias=()))
 
     def check_fits(self, prompt_tokens: int, request: TurnRequest) -> None:
         """Raises InvalidRequest for an empty prompt, and ContextOverflow unless the prompt and one token of output fit.
@@ -90,6 +104,7 @@ class Prompts:
         asked = request.max_output_tokens
         info = self._services.engine.info
         context_tokens = info.context_tokens
+        fields.check_least(request.sampling, asked)
         if prompt_tokens == 0:
             raise InvalidRequest("The prompt is empty. Send at least one message.", param="messages")
         if prompt_tokens + (0 if asked == 0 else 1) > context_tokens:

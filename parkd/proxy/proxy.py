@@ -211,7 +211,7 @@ class Proxy:
                 turn = Turn(
                     request_id,
                     caller.shown,
-                    turn_request,
+                    ready.request,
                     ready.prompt,
                     arrived_s,
                     services.monotonic(),

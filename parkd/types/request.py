@@ -55,6 +55,13 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id -> what is added to its logit; minus infinity: never."""
+    text_bias: tuple[tuple[str, float], ...] = ()
+    """The same for all tokens of texts; moved to `logit_bias` when the prompt is built."""
+    ignore_eos: bool = False
+    """The model cannot end the answer."""
+    min_tokens: int = 0
+    """Nor before so many tokens of it."""
     top_logprobs: int | None = None
     """Logprobs of the answer's tokens are wanted, and of so many others in each place; None: none are."""
 
@@ -180,6 +187,8 @@ class TurnRequest:
     """None if `response_schema` is given."""
     reasoning: ReasoningParams = field(default_factory=ReasoningParams)
     cache: CacheHints = field(default_factory=CacheHints)
+    opens_answer: bool = True
+    """The prompt ends with what opens an answer."""
     continues: bool = False
     """The last message is the beginning of the answer: the prompt ends inside it, and only what follows is sent."""
     steering: Mapping[str, float] | None = None

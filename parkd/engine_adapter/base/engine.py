@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream, Tokenizer
 from parkd.state import Checksums, StateLayout, StateSizes, Transfer
-from parkd.types import DraftCounts, ImageSpan, SamplingParams, TokenIds, TokenMask
+from parkd.types import DraftCounts, ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask
 
 BLOCK_TOKENS = 256
 """Rows in a block. Blocks begin at absolute multiples of this."""
@@ -151,13 +151,14 @@ class Seat(ABC):
         images: Sequence[ImageSpan] = (),
         mask: TokenMask | None = None,
         schema: Mapping[str, Any] | None = None,  # noqa: ARG002 - for engines that enforce schemas
+        form: TextForm | None = None,  # noqa: ARG002 - the same
         limit: int | None = None,  # noqa: ARG002 - for engines that are asked for a whole answer at once
     ) -> int:
         """Tells the whole prompt, which begins with what is live, and how it is to be answered: `extend` and
         `generate` then follow. Called once a turn, after its steering is set.
 
-        `images` are all images of the prompt, with their files. `mask` says which tokens may come next. `schema` is
-        what the answer must obey, if `info.enforces_schemas`. `limit` is the most tokens of the answer.
+        `images` are all images of the prompt, with their files. `mask` says which tokens may come next. `schema` or
+        `form` is what the answer must obey, if `info.enforces_schemas`. `limit` is the most tokens of the answer.
 
         Returns the position from which the engine really starts, now also `position`. It is lower than before if
         another process no longer held that state. Raises EngineFailure and InvalidRequest, after which nothing is live.

@@ -17,12 +17,12 @@ import numpy as np
 
 from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
 from parkd.engine_adapter.llama_server.probe import base_body
-from parkd.engine_adapter.llama_server.sampling import sampling_fields
+from parkd.engine_adapter.llama_server.sampling import grammar_of, sampling_fields
 from parkd.engine_adapter.llama_server.slot_file import Ids
 from parkd.engine_adapter.llama_server.slots import Slot
 from parkd.engine_adapter.llama_server.stream import CompletionEvent, CompletionStream, Ended, Reading, Token
 from parkd.errors import ContextOverflow, InvalidRequest, UpstreamFailed, UpstreamTimeout
-from parkd.types import SamplingParams
+from parkd.types import SamplingParams, TextForm
 
 SETTLE_S = 120.0
 """Longest wait for a slot to finish its current batch after its answer was abandoned."""
@@ -163,6 +163,7 @@ def open_completion(
     prompt: Ids,
     sampling: SamplingParams,
     schema: Mapping[str, Any] | None,
+    form: TextForm | None,
     limit: int | None,
     context_tokens: int,
     seed: int,
@@ -179,14 +180,17 @@ def open_completion(
     }
     if schema is not None:
         body["json_schema"] = schema
+    if form is not None:
+        body["grammar"] = grammar_of(form)
     try:
         return Completion(client.complete(body), prompt, limit)
     except UpstreamRefused as refused:
         if refused.kind == _TOO_LONG:
             raise ContextOverflow(len(prompt), 0, context_tokens) from refused
-        if schema is not None and refused.upstream_status == 400:
+        if (schema is not None or form is not None) and refused.upstream_status == 400:
             raise InvalidRequest(
-                f"The llama-server cannot enforce the response format: {refused.text}", param="response_format"
+                f"The llama-server cannot enforce the response format: {refused.text}",
+                param="response_format" if form is None else form.param,
             ) from refused
         raise
 

@@ -39,7 +39,7 @@ from parkd.errors import (
     UpstreamTimeout,
 )
 from parkd.state import Checksums, StateSizes, Transfer
-from parkd.types import ImageSpan, SamplingParams, TokenIds, TokenMask
+from parkd.types import ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +135,7 @@ class LlamaServerEngine(OneSeatEngine):
         images: Sequence[ImageSpan] = (),
         mask: TokenMask | None = None,
         schema: Mapping[str, Any] | None = None,
+        form: TextForm | None = None,
         limit: int | None = None,
     ) -> int:
         """Sends the whole prompt. Returns the number of its tokens that the server reuses, at most `position`.
@@ -155,7 +156,7 @@ class LlamaServerEngine(OneSeatEngine):
                 return promised
         try:
             completion = open_completion(
-                self._client, slot, ids, sampling, schema, limit, self.info.context_tokens, self._fresh_seed()
+                self._client, slot, ids, sampling, schema, form, limit, self.info.context_tokens, self._fresh_seed()
             )
         except ParkdError:
             self._forget(slot)

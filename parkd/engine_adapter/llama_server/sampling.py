@@ -8,10 +8,11 @@ server's do.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from parkd.errors import InvalidRequest
-from parkd.types import SamplingParams, ToolChoiceMode, TurnRequest
+from parkd.types import FormKind, SamplingParams, TextForm, ToolChoiceMode, TurnRequest
 
 SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
 SEED_MODULUS = 0xFFFFFFFF
@@ -31,10 +32,12 @@ def sampling_fields(sampling: SamplingParams, context_tokens: int, fresh_seed: i
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "seed": seed % SEED_MODULUS,
-        "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],
+        "logit_bias": [
+            [token_id, False if bias == -math.inf else bias] for token_id, bias in sampling.logit_bias.items()
+        ],
         "dynatemp_range": 0.0,
         "mirostat": 0,
-        "ignore_eos": False,
+        "ignore_eos": sampling.ignore_eos,
         "n_probs": 0,
     }
 
@@ -51,6 +54,11 @@ def check_enforceable(request: TurnRequest, *, thinks: bool) -> None:
             "character. Leave it out, or let parkd run the GGUF file itself (--model).",
             param="logprobs",
         )
+    if request.sampling.min_tokens:
+        raise InvalidRequest(
+            "`min_tokens` cannot be enforced on a llama-server. Send `ignore_eos` with a limit, which it can.",
+            param="min_tokens",
+        )
     mode = request.tool_choice.mode
     if mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
         raise InvalidRequest(
@@ -62,21 +70,41 @@ def check_enforceable(request: TurnRequest, *, thinks: bool) -> None:
         raise InvalidRequest(
             "`allowed_tools` cannot be enforced on a llama-server. Send only those tools.", param="tool_choice"
         )
-    if form is not None:
+    if request.sampling.ignore_eos and (form is not None or request.response_schema is not None):
         raise InvalidRequest(
-            f"`{form.param}` cannot be enforced on a llama-server. Ask for JSON under a schema.", param=form.param
+            "`ignore_eos` contradicts a form of the answer, which has an end. Send one of them.", param="ignore_eos"
         )
-    if request.response_schema is None:
+    if form is not None and form.kind is FormKind.REGEX:
+        raise InvalidRequest(
+            f"`{form.param}` cannot be enforced on a llama-server, whose grammars have no regular expressions. Send a "
+            "`grammar` in its own form (GBNF), a choice or a JSON schema.",
+            param=form.param,
+        )
+    if request.response_schema is None and form is None:
         return
+    param = "response_format" if form is None else form.param
     if request.tools and mode is ToolChoiceMode.AUTO:
         raise InvalidRequest(
             "A response format and tools together cannot be enforced on a llama-server. Send one of them, or "
             "`tool_choice: none`.",
-            param="response_format",
+            param=param,
         )
     if thinks:
         raise InvalidRequest(
             "A response format cannot be enforced on a llama-server while the model thinks. Turn its thinking off "
             "(`reasoning_effort: none`).",
-            param="response_format",
+            param=param,
         )
+
+
+def grammar_of(form: TextForm) -> str:
+    """A grammar or a choice in llama.cpp's GBNF. What is wrong with a grammar, the server says."""
+    if form.kind is FormKind.GRAMMAR:
+        return str(form.source)
+    return "root ::= " + " | ".join(map(_literal, form.source))
+
+
+def _literal(text: str) -> str:
+    """A text in a grammar."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(char if char >= " " else f"\\x{ord(char):02X}" for char in escaped) + '"'

@@ -63,6 +63,16 @@ def limit(body: Body, name: str) -> int | None:
     return None if body.get(name) == -1 else whole(body, name, 0, MAX_TOKENS)
 
 
+def check_least(sampling: SamplingParams, most: int | None) -> None:
+    """Raises InvalidRequest if an answer must be longer than it may be."""
+    if most is not None and sampling.min_tokens > most:
+        raise InvalidRequest(
+            f"`min_tokens` is {sampling.min_tokens}, and the answer may have {most} tokens. Ask for fewer, or raise "
+            "the limit.",
+            param="min_tokens",
+        )
+
+
 def only_one(body: Body, name: str) -> None:
     """Checks a field for the number of answers."""
     if whole(body, name, 1, MAX_TOKENS) not in (None, 1):
@@ -150,6 +160,7 @@ def sampling(body: Body) -> SamplingParams:
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
 
+    biases = _biases(body)
     top_k, seed = whole(body, "top_k", -1, MAX_TOP_K), whole(body, "seed", MIN_SEED, MAX_SEED)
     repetition = number(body, "repetition_penalty", *REPETITION_PENALTIES)
     if repetition is None:
@@ -163,7 +174,10 @@ def sampling(body: Body) -> SamplingParams:
         presence_penalty=given(number(body, "presence_penalty", -2.0, 2.0), known.presence_penalty),
         frequency_penalty=given(number(body, "frequency_penalty", -2.0, 2.0), known.frequency_penalty),
         seed=None if seed == RANDOM_SEED else seed,
-        logit_bias=_logit_bias(body),
+        logit_bias={token: bias for token, bias in biases if isinstance(token, int)},
+        text_bias=tuple((token, bias) for token, bias in biases if isinstance(token, str)),
+        ignore_eos=flag(body, "ignore_eos", default=False),
+        min_tokens=whole(body, "min_tokens", 0, MAX_TOKENS) or 0,
     )
 
 
@@ -176,15 +190,40 @@ def top_logprobs(body: Body, *, asked: bool) -> int | None:
     return (others or 0) if asked else None
 
 
-def _logit_bias(body: Body) -> Mapping[int, float]:
-    """`{"token id": bias}` with biases from -100 to 100."""
-    biases = obj(body, "logit_bias")
-    if len(biases) > MAX_LOGIT_BIASES:
+def _biases(body: Body) -> list[tuple[int | str, float]]:
+    """`{"token id or text": bias}`, or as in llama-server `[[token id or text, bias]]`. A bias is from -100 to 100, or
+    false: never."""
+    given = body.get("logit_bias")
+    if given is None:
+        return []
+    pairs = list(given.items()) if isinstance(given, dict) else given
+    if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise InvalidRequest(
+            "`logit_bias` must be an object, or a list of pairs of token and bias.", param="logit_bias"
+        )
+    if len(pairs) > MAX_LOGIT_BIASES:
         raise InvalidRequest(f"`logit_bias` takes at most {MAX_LOGIT_BIASES} tokens.", param="logit_bias")
-    parsed = {}
-    for token, bias in biases.items():
-        is_id = token.isascii() and token.isdecimal() and len(token) <= TOKEN_ID_DIGITS
-        if not is_id or not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
-            raise InvalidRequest("`logit_bias` must map token ids to numbers from -100 to 100.", param="logit_bias")
-        parsed[int(token)] = float(bias)
-    return parsed
+    return [(_biased(token), _bias(bias)) for token, bias in pairs]
+
+
+def _biased(token: Any) -> int | str:
+    if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= TOKEN_ID_DIGITS:
+        return int(token)
+    if isinstance(token, str) and 0 < len(token) <= MAX_STOP_CHARACTERS and not token.isdecimal():
+        return token
+    if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 10**TOKEN_ID_DIGITS:
+        return token
+    raise InvalidRequest(
+        f"`logit_bias` must name tokens by their ids, or by texts of at most {MAX_STOP_CHARACTERS} characters.",
+        param="logit_bias",
+    )
+
+
+def _bias(bias: Any) -> float:
+    if bias is False:
+        return -math.inf
+    if not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
+        raise InvalidRequest(
+            "`logit_bias` must map tokens to numbers from -100 to 100, or to false for never.", param="logit_bias"
+        )
+    return float(bias)

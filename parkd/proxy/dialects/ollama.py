@@ -28,7 +28,7 @@ from parkd.types import Event, Finished, FinishReason, ReasoningDelta, Started, 
 
 _OPTIONS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
-    *("repeat_penalty", "repeat_last_n", "logit_bias"),
+    *("repeat_penalty", "repeat_last_n", "logit_bias", "ignore_eos", "min_tokens"),
 )
 """Entries of `options` that have the same name and meaning in requests of the OpenAI dialect."""
 _NO_LIMIT = (-1, -2)

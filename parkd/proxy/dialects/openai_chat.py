@@ -76,7 +76,8 @@ class OpenAIChat(TurnDialect):
         reasoning = reasoning_of(body, fields.text(body, "reasoning_effort") or None)
         choice = _tool_choice(body, tools)
         form = asked_form(body, fields.obj(body, "response_format"), "response_format")
-        may_continue = fields.flag(body, "continue_final_message", default=True)
+        opens = fields.flag(body, "add_generation_prompt", default=True)
+        may_continue = fields.flag(body, "continue_final_message", default=opens)
         if body.get("continue_final_message") and fields.flag(body, "add_generation_prompt", default=False):
             raise InvalidRequest(
                 "`continue_final_message` and `add_generation_prompt` contradict each other. Send one of them.",
@@ -102,6 +103,7 @@ class OpenAIChat(TurnDialect):
             response_form=form[1],
             reasoning=reasoning,
             cache=cache_hints(body, headers),
+            opens_answer=opens,
             continues=may_continue and continues(messages, choice, form),
             steering=fields.steering(body),
         )

@@ -48,14 +48,15 @@ class OpenAICompletions(TurnDialect):
         form = asked_form(body, fields.obj(body, "response_format"), "response_format")
         fields.only_one(body, "best_of")
         fields.flag(fields.obj(body, "stream_options"), "include_usage", default=False)
-        limit = fields.limit(body, "max_tokens")
+        named = "n_predict" if body.get("max_tokens") is None else "max_tokens"
+        limit = fields.limit(body, named)
         request = TurnRequest(
             prompt=_prompt(body),
             sampling=replace(
                 fields.sampling(body), top_logprobs=fields.whole(body, "logprobs", 0, fields.MAX_TOP_LOGPROBS)
             ),
             stop=fields.stop_strings(body, "stop"),
-            max_output_tokens=DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else limit,
+            max_output_tokens=DEFAULT_MAX_TOKENS if body.get(named) is None else limit,
             answers=fields.answers(body),
             stream=fields.flag(body, "stream", default=False),
             model=fields.text(body, "model"),

@@ -119,7 +119,7 @@ async def test_no_output_asked_for_reads_the_prompt_only() -> None:
         ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
         ({"stop": [1]}, "stop"),
         ({"stream": "yes"}, "stream"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 101}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
         ({"tool_choice": 7}, "tool_choice"),

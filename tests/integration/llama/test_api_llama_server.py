@@ -134,6 +134,22 @@ async def test_a_schema_is_the_servers_to_enforce_and_a_forced_call_is_refused(u
         )
         assert forced.status_code == 400
         assert forced.json()["error"]["param"] == "tool_choice"
+        upstream.answers.pop("/completion")
+        for fields, grammar in (
+            ({"grammar": 'root ::= "a" | "b"'}, 'root ::= "a" | "b"'),
+            ({"guided_choice": ["yes", 'a "no"\n\\']}, r'root ::= "yes" | "a \"no\"\x0A\\"'),
+        ):
+            await server.chat(opening("a", 50), **fields)
+            assert upstream.bodies[-1]["grammar"] == grammar
+        for fields, named in (({"regex": "a+"}, "regex"), ({"min_tokens": 3}, "min_tokens")):
+            unfit = await server.client.post("/v1/chat/completions", json=body_of(opening("a", 60), **fields))
+            assert (unfit.status_code, unfit.json()["error"]["param"]) == (400, named)
+        await server.chat(opening("a", 50), ignore_eos=True, logit_bias=[[7, False], [8, 2]])
+        assert upstream.bodies[-1]["ignore_eos"] is True
+        assert upstream.bodies[-1]["logit_bias"] == [[7, False], [8, 2.0]]
+        upstream.answers["/completion"] = lambda _: refusal(400, "failed to parse grammar")
+        bad = await server.client.post("/v1/chat/completions", json=body_of(opening("a", 60), grammar="?"))
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "grammar")
         scored = await server.client.post("/v1/chat/completions", json=body_of(opening("a", 60), logprobs=True))
         assert (scored.status_code, scored.json()["error"]["param"]) == (400, "logprobs")
 
