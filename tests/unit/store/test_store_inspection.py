@@ -34,6 +34,8 @@ def test_two_branches_share_the_blocks_before_they_part():
     assert seen.ram.slot_bytes == BLOCK_BYTES
     assert seen.disk is None
     assert sum(seen.ram.charged_bytes.values()) == store.stats().bytes_allocated
+    store.drop(second.id, "a test")
+    assert {i: block.owners for i, block in store.inspect().blocks.items()} == dict.fromkeys(first.blocks, 1)
 
 
 def test_pins_leases_waiters_and_a_conversation_that_fades():
