@@ -49,7 +49,7 @@ def _seeded() -> None:
 
 @EVERY_DTYPE
 @EVERY_KIND
-@pytest.mark.parametrize("columns", [192, 5120, 17_408])
+@pytest.mark.parametrize("columns", [192, 5120])
 @pytest.mark.parametrize("bias", [True, False])
 def test_three_matrices_at_once(kind: str, dtype: torch.dtype, columns: int, bias: bool) -> None:
     """One of them is in full precision in the second product, so that each has its own launch."""
@@ -138,8 +138,8 @@ async def test_a2_after_b_is_a2_never_interrupted(
     use_shapes(monkeypatch)
     layout = {"draft_tokens": 2} if kind == "drafting-echo" else {}
     engine = opened(kind, (CARD,), tmp_path, weights=weights, kv_dtype=torch.int8, context_tokens=16_384, **layout)
-    assert any(isinstance(module, QuantisedLinear) for module in engine._session.stages[0].inner.modules())
-    assert engine._session._forward.decode_graph is not None
+    assert any(isinstance(module, QuantisedLinear) for module in engine.session.stages[0].inner.modules())
+    assert engine.session.forward.decode_graph is not None
     lane = GpuLane(engine, 512 * MIB)
     a1, b1 = ids(5000, 1), ids(3000, 2)
     first = await lane.turn(lane.prompt("whole", a1), 12)
