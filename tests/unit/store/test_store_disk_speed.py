@@ -26,11 +26,11 @@ class SlowFs(FaultFs):
     def clock(self) -> float:
         return self.now_s
 
-    def _step(self, kind: str, *given: object) -> bool:
+    def step(self, kind: str, *given: object) -> bool:
         if kind in self.moved:
             self.now_s += self.piece_s
             self.moved[kind] += 1
-        return super()._step(kind, *given)
+        return super().step(kind, *given)
 
 
 def test_found_by_use_14_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
