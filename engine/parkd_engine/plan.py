@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +45,9 @@ class WeightlessModel:
     """The kind of the weights."""
 
 
-def plan_model(model: str, config: EngineConfig, free: Callable[[str], int] | None = None) -> WeightlessModel:
+def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
     """`model` is a directory, a hub id, a GGUF file or `random:NAME`. For a hub id, only the configuration and the
-    index of the weights are downloaded. `free` returns the free bytes of a device; without it, GPUs that are not here
-    count as equal and empty.
+    index of the weights are downloaded. GPUs that are not here count as equal and empty.
 
     Raises UnsupportedModel, InvalidSplit or ModelError, as loading would.
     """
@@ -65,7 +63,7 @@ def plan_model(model: str, config: EngineConfig, free: Callable[[str], int] | No
     if torch.device(config.devices[0]).type == "cpu":
         dtype = torch.float32
     memory = ModelMemory(settings, dtype, config)
-    ranges = choose_split(settings, dtype, config, free or _free_here, memory)
+    ranges = choose_split(settings, dtype, config, _free_here, memory)
     layouts = build_layout(settings, ranges, config.kv_dtype or dtype, dtype)
     context_tokens = int(language_config(settings).max_position_embeddings)
     scheme = scheme_of(settings)

@@ -53,13 +53,18 @@ def loras(text: str) -> tuple[LoraAdapter, ...]:
 
 
 def scaled_loras(text: str) -> tuple[LoraAdapter, ...]:
+    return tuple(_lora(file, scale) for file, scale in scaled_files(text, "FILE:SCALE, e.g. style.gguf:0.5"))
+
+
+def scaled_files(text: str, expected: str) -> list[tuple[str, float]]:
+    """Splits one or several `FILE:SCALE`, separated by commas. `expected` is one of them, for the error."""
     found = []
     for item in text.split(","):
         file, _, scale = item.strip().rpartition(":")
         if not file or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", scale):
-            raise ValueError("expected FILE:SCALE, e.g. style.gguf:0.5, or several with a comma between them")
-        found.append(_lora(file, float(scale)))
-    return tuple(found)
+            raise ValueError(f"expected {expected}, or several with a comma between them")
+        found.append((file, float(scale)))
+    return found
 
 
 def _lora(text: str, scale: float) -> LoraAdapter:

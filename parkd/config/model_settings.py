@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from parkd.config.llama_settings import scaled_files
 from parkd.errors import ConfigError
 from parkd.state import VectorFile
 
@@ -42,13 +43,7 @@ def vectors(text: str) -> tuple[VectorFile, ...]:
 
 def scaled_vectors(text: str) -> tuple[VectorFile, ...]:
     """Parses one or several `[NAME=]FILE:SCALE`, separated by commas."""
-    found = []
-    for item in text.split(","):
-        file, _, scale = item.strip().rpartition(":")
-        if not file or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", scale):
-            raise ValueError("expected [NAME=]FILE:SCALE, e.g. calm.gguf:0.8, or several with a comma between them")
-        found.append(_vector(file, float(scale)))
-    return tuple(found)
+    return tuple(_vector(file, scale) for file, scale in scaled_files(text, "[NAME=]FILE:SCALE, e.g. calm.gguf:0.8"))
 
 
 def _vector(text: str, scale: float) -> VectorFile:

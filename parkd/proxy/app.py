@@ -48,12 +48,12 @@ def default_dialects(services: Services) -> Mapping[str, Dialect]:
     }
 
 
-def create_app(services: Services, dialects: Mapping[str, Dialect] | None = None) -> Starlette:
+def create_app(services: Services) -> Starlette:
     """The application over `services`. It does not close the engine."""
     proxy = Proxy(services)
     routes = [
         Route(path, guarded(proxy.config, proxy.metrics, dialect, _turn(proxy, dialect)), methods=["POST"])
-        for path, dialect in (default_dialects(services) if dialects is None else dialects).items()
+        for path, dialect in default_dialects(services).items()
     ]
     counters: Mapping[str, Counter] = {
         "/v1/messages/count_tokens": AnthropicMessages(),

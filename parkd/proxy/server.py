@@ -16,7 +16,6 @@ from types import FrameType
 from typing import cast
 
 import uvicorn
-from starlette.applications import Starlette
 
 from parkd.proxy.app import create_app
 from parkd.proxy.config import Services
@@ -64,10 +63,8 @@ class WritesToTheGone(logging.Filter):
 class Server(uvicorn.Server):
     """uvicorn's server over one `Proxy`. Calls `on_started` with the base URL as soon as it answers requests."""
 
-    def __init__(
-        self, services: Services, *, app: Starlette | None = None, on_started: Callable[[str], None] = lambda _url: None
-    ) -> None:
-        app = app or create_app(services)
+    def __init__(self, services: Services, *, on_started: Callable[[str], None] = lambda _url: None) -> None:
+        app = create_app(services)
         self.proxy: Proxy = app.state.parkd
         self._on_started = on_started
         self._lobby = Lobby(services.config.idle_connection_s)

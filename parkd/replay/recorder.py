@@ -41,7 +41,7 @@ class _Seen:
 class Recorder:
     """A trace file and the thread that writes it."""
 
-    def __init__(self, path: Path, header: TraceHeader, began_s: float, *, secret: bytes | None = None) -> None:
+    def __init__(self, path: Path, header: TraceHeader, began_s: float) -> None:
         """`began_s` is time 0 of the trace. Raises ConfigError if the file exists or cannot be created."""
         try:
             self._file = open(path, "x", encoding="utf-8", opener=private_opener)  # noqa: SIM115 - closed by `close`
@@ -53,7 +53,7 @@ class Recorder:
         self._file.flush()
         self._block_tokens = header.block_tokens
         self._began_s = began_s
-        self._secret = secret or secrets.token_bytes(16)
+        self._secret = secrets.token_bytes(16)
         self._waiting: queue.Queue[_Seen | None] = queue.Queue(QUEUE_TURNS)
         self.dropped = 0
         self._thread = threading.Thread(target=self._write_all, name="parkd-record", daemon=True)

@@ -64,7 +64,7 @@ def _check_capture(session: Session, transfer: Transfer) -> None:
         raise EngineFailure(unfinished(error.message)) from error
 
 
-def start_capture(session: Session, transfer: Transfer, *, steps: CopySteps = DEFAULT_STEPS) -> CaptureInFlight | None:
+def start_capture(session: Session, transfer: Transfer) -> CaptureInFlight | None:
     """Starts a capture that runs while the engine computes. Work that would overwrite its rows waits, on the GPU, until
     they are copied.
 
@@ -81,7 +81,7 @@ def start_capture(session: Session, transfer: Transfer, *, steps: CopySteps = DE
         parts = [session.fixed_state.copies_at(part.position) for part in transfer.stages[0].fixed]
         for index, (arena, move) in enumerate(zip(session.arenas, transfer.stages, strict=True)):
             fixed = [part[index] for part in parts]
-            stages.append(StageCapture(arena, transfer, move, session.checksum, steps.device, fixed))
+            stages.append(StageCapture(arena, transfer, move, session.checksum, DEFAULT_STEPS.device, fixed))
     except Exception as error:
         raise stage_failed(len(stages), "capture", error) from error
     capture_in_flight = CaptureInFlight(stages, transfer.blocks)

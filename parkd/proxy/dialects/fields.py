@@ -94,10 +94,11 @@ def flag(body: Body, name: str, *, default: bool) -> bool:
     return value
 
 
-def text(body: Body, name: str, default: str = "") -> str:
+def text(body: Body, name: str) -> str:
+    """A string; empty if absent."""
     value = body.get(name)
     if value is None:
-        return default
+        return ""
     if not isinstance(value, str):
         raise InvalidRequest(f"`{name}` must be a string.", param=name)
     return value
