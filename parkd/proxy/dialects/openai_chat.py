@@ -67,6 +67,11 @@ class OpenAIChat(TurnDialect):
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         """Raises InvalidRequest."""
         refuse_functions(body)
+        if body.get("audio") is not None or "audio" in fields.items(body, "modalities"):
+            name = "audio" if body.get("audio") is not None else "modalities"
+            raise InvalidRequest(
+                f"`{name}` asks for speech, and this server answers with text. Leave it out.", param=name
+            )
         given = fields.items(body, "messages")
         if not given:
             raise wrong("messages", "a list with at least one message")
