@@ -136,7 +136,7 @@ class Processes:
                 stack = ExitStack()
                 self._up[name] = stack.enter_context(self._process(name)), stack
 
-    def kill(self) -> None:
+    def crash(self) -> None:
         for name in self.victims:
             server, _ = self._up[name]
             server.process.send_signal(signal.SIGKILL)
@@ -247,7 +247,7 @@ def one_life(processes: Processes, talks: Talks, seed: int) -> None:
     for client in clients:
         client.start()
     time.sleep(random.Random(seed).uniform(*LIFE_S))
-    processes.kill()
+    processes.crash()
     for client in clients:
         client.stop.set()
     for client in clients:

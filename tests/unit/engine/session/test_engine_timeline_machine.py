@@ -1,4 +1,7 @@
-"""Random lives of a session against an oracle that reads everything from token 0, with no cache at all."""
+"""Random lives of a session against an oracle that reads everything from token 0, with no cache at all.
+
+The rules have the names of `tests.lives`.
+"""
 
 from __future__ import annotations
 
@@ -108,19 +111,19 @@ class Timeline(RuleBasedStateMachine):
             return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
 
     @rule(count=st.integers(1, 50), marks=st.lists(st.integers(1, 50), max_size=3), picture=PICTURE)
-    def extend(self, count: int, marks: list[int], picture: int) -> None:
+    def read(self, count: int, marks: list[int], picture: int) -> None:
         more, start = self.grown(count, picture), len(self.tokens)
         self.session.extend(more, checkpoint_at=[start + mark for mark in marks], images=self.images)
         self.tokens += more
 
     @rule(count=st.integers(20, 50), chunks=st.integers(0, 2), picture=PICTURE)
-    def cancelled(self, count: int, chunks: int, picture: int) -> None:
+    def leave(self, count: int, chunks: int, picture: int) -> None:
         more = self.grown(count, picture)
         self.session.extend(more, cancel=Failing(chunks), images=self.images)
         self.settle(self.tokens + more)
 
     @rule(layer=st.integers(0, 3), count=st.integers(1, 50), calls=st.integers(1, 3), picture=PICTURE)
-    def broken(self, layer: int, count: int, calls: int, picture: int) -> None:
+    def fail_read(self, layer: int, count: int, calls: int, picture: int) -> None:
         more, left = self.grown(count, picture), [calls]
         stage = next(stage for stage in self.session.stages if stage.first_layer <= layer < stage.end_layer)
 
@@ -141,7 +144,7 @@ class Timeline(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tokens)
     @rule(count=st.integers(1, 4))
-    def decode(self, count: int) -> None:
+    def answer(self, count: int) -> None:
         """The logits of every step are those of reading everything anew, and so are those of a draft head."""
         for token in self.fresh(count):
             *guesses, logits = step_with_guesses(self.session, token)
@@ -169,7 +172,7 @@ class Timeline(RuleBasedStateMachine):
         self.session.checkpoint()
 
     @rule(where=st.floats(0, 1))
-    def truncate(self, where: float) -> None:
+    def go_back(self, where: float) -> None:
         """To any place that is offered; a place that is not is refused and changes nothing."""
         offered = [0, *self.session.checkpoints, *range(self.session.rewind_floor, len(self.tokens) + 1)]
         place = int(where * len(self.tokens))
@@ -199,10 +202,10 @@ class Timeline(RuleBasedStateMachine):
         self.tokens, self.images = list(tokens), list(images)
         if self.images:
             # Positions behind pictures are the restored ones' at once, not only if a step happens to come next.
-            self.decode(count=1)
+            self.answer(count=1)
 
     @rule()
-    def reset(self) -> None:
+    def forget(self) -> None:
         self.session.reset()
         self.tokens, self.images = [], []
 
