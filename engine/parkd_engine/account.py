@@ -22,7 +22,8 @@ from parkd.errors import ModelError
 from parkd_engine.arenas.arena import WindowRoom
 from parkd_engine.arenas.layout import StageStateLayout, build_layout
 from parkd_engine.config import EngineConfig
-from parkd_engine.families.layer_state import draft_layers, layer_kinds
+from parkd_engine.families.layer_shapes import layer_kinds
+from parkd_engine.families.layer_state import draft_layers
 from parkd_engine.families.multimodal import language_config, longest_span
 from parkd_engine.families.records import family_of
 from parkd_engine.forward.chunk_graphs import LINEAR

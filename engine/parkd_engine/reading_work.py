@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from parkd_engine.families.layer_state import LAYER_KINDS, experts_of, kv_shape, layer_kinds
+from parkd_engine.families.layer_shapes import experts_of, kv_shape, layer_kinds
+from parkd_engine.families.layer_state import LAYER_KINDS
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import family_of
 from parkd_engine.loading.layer_weights import weightless_model

@@ -11,20 +11,14 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
 from parkd_engine.arenas.kv_format import is_quantised
-from parkd_engine.families.layer_state import (
-    INDEXED,
-    LAYER_KINDS,
-    draft_layers,
-    experts_of,
-    kv_shape,
-    layer_kinds,
-    streams_of,
-)
+from parkd_engine.families.layer_shapes import experts_of, kv_shape, layer_kinds
+from parkd_engine.families.layer_state import INDEXED, LAYER_KINDS, draft_layers, streams_of
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import family_of, vision_of
 from parkd_engine.forward.attention import GATHERED, QUERY_BLOCK, WINDOW_QUERIES
@@ -91,6 +85,8 @@ def _mixer_bytes(text: Any, kind: str, itemsize: int, *, on_card: bool) -> int:
     """Bytes for each token of a chunk in a layer of this kind, besides the residual."""
     if kind == "dummy":
         return 0
+    if LAYER_KINDS[kind].is_recurrent and family_of(text).by_parts:
+        return _states_of_each(text) + (_attention(text, itemsize) if kind == "hybrid" else 0)
     if kind == "conv":
         return 4 * int(text.hidden_size) * itemsize
     if kind == "linear_attention" and hasattr(text, "linear_num_value_heads"):
@@ -124,6 +120,15 @@ def _delta_net(text: Any, itemsize: int, *, on_card: bool) -> int:
         states = value * int(text.linear_key_head_dim) // DELTA_CHUNK
         return (3 * projected + 2 * key + 4 * value + states) * itemsize + heads * DELTA_CHUNK * (FLOAT + itemsize)
     return (7 * key + 8 * value + 3 * heads * DELTA_CHUNK + 2 * projected) * FLOAT
+
+
+def _states_of_each(text: Any) -> int:
+    """Of a recurrence of which nothing but its states is known: as if each token had states of its own, four times."""
+    states = family_of(text).linear_states
+    assert states is not None, "its layers have recurrent state"
+    layers = [layer for layer, kind in enumerate(layer_kinds(text)) if LAYER_KINDS[kind].is_recurrent]
+    each = (sum(prod(shape) for _, _, shape in states(text, layer, torch.float32)) for layer in layers)
+    return 4 * max(each) * FLOAT
 
 
 def _mamba(text: Any) -> int:

@@ -27,6 +27,7 @@ import torch
 from parkd.errors import UnsupportedModel
 from parkd.state import DIGEST_BYTES, StageLayout
 from parkd_engine.arenas.kv_format import is_quantised
+from parkd_engine.families.layer_shapes import layer_kinds
 from parkd_engine.families.layer_state import (
     INDEX_KEY,
     LAYER_KINDS,
@@ -36,7 +37,6 @@ from parkd_engine.families.layer_state import (
     StateTypes,
     draft_layers,
     draft_state,
-    layer_kinds,
 )
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.records import vision_of

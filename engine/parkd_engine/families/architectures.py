@@ -7,9 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from parkd.errors import UnsupportedModel
-from parkd_engine.families.layer_state import INDEXED, LAYER_KINDS, kv_shape, layer_kinds
-from parkd_engine.families.multimodal import language_config
-from parkd_engine.families.records import ARCHITECTURES, FAMILY_BY_TYPE, Family, family_of, vision_of
+from parkd_engine.families.layer_shapes import kv_shape, layer_kinds
+from parkd_engine.families.layer_state import INDEXED, LAYER_KINDS
+from parkd_engine.families.multimodal import is_whole, language_config
+from parkd_engine.families.records import ARCHITECTURES, FAMILY_BY_TYPE, family_of, vision_of
 from parkd_engine.weights.schemes import scheme_of
 
 SLIDING = "sliding_attention"
@@ -42,20 +43,28 @@ def check_config(config: Any) -> str:
     `config` is the transformers configuration object, as read from a checkpoint.
     """
     architecture = architecture_of(config)
-    if architecture not in ARCHITECTURES:
+    if architecture not in ARCHITECTURES and (is_whole(config) or config.model_type in FAMILY_BY_TYPE):
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(f"the architecture {architecture} is not supported; these are: {known}")
+        raise UnsupportedModel(f"the architecture {architecture} is not supported; by name, these are: {known}")
     try:
         scheme_of(config)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{architecture} is not supported as it is stored: {error.message}") from error
     sees, config = vision_of(config) is not None, language_config(config)
-    if config.model_type not in FAMILY_BY_TYPE:
+    if architecture in ARCHITECTURES and config.model_type not in FAMILY_BY_TYPE:
         raise UnsupportedModel(f"{architecture} has text of the kind {config.model_type}, which is not supported")
-    family = family_of(config)
+    caps = config.model_type in FAMILY_BY_TYPE and FAMILY_BY_TYPE[config.model_type].caps_logits
     for name, meaning in UNHONOURED_SETTINGS.items():
-        if (value := getattr(config, name, None)) and not _is_honoured(name, value, family, sees=sees):
+        if (value := getattr(config, name, None)) and not _is_honoured(name, value, caps=caps, sees=sees):
             raise UnsupportedModel(f"{architecture} sets {name} ({meaning}), which is not supported")
+    if STRETCHED_ROTARY in _rotary_kinds(config):
+        raise UnsupportedModel(
+            f"{architecture} sets rope_type {STRETCHED_ROTARY} (frequencies that change with the length read), "
+            f"which is not supported; yarn, linear and longrope are"
+        )
+    family = family_of(config)
+    if family.by_parts:  # Its trial has compared all the rest with what its code does.
+        return architecture
     kinds = layer_kinds(config)
     unknown = sorted(set(kinds) - set(LAYER_KINDS))
     if unknown:
@@ -88,17 +97,12 @@ def check_config(config: Any) -> str:
         raise UnsupportedModel(
             f"{architecture} has layers of kind {INDEXED} without the settings of their index (indexer_*)"
         )
-    if STRETCHED_ROTARY in _rotary_kinds(config):
-        raise UnsupportedModel(
-            f"{architecture} sets rope_type {STRETCHED_ROTARY} (frequencies that change with the length read), "
-            f"which is not supported; yarn, linear and longrope are"
-        )
     return architecture
 
 
-def _is_honoured(name: str, value: Any, family: Family, *, sees: bool) -> bool:
+def _is_honoured(name: str, value: Any, *, caps: bool, sees: bool) -> bool:
     if name == CAPPED_LOGITS:
-        return family.caps_logits
+        return caps
     return name == TWO_WAYS and value == "vision" and not sees
 
 

@@ -20,7 +20,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from parkd_engine.arenas.cache import StageCache
-from parkd_engine.families.layer_state import LAYER_KINDS, layer_kinds
+from parkd_engine.families.layer_shapes import layer_kinds
+from parkd_engine.families.layer_state import LAYER_KINDS
 from parkd_engine.families.records import family_of
 from parkd_engine.forward.attention import CUDA_KERNELS
 from parkd_engine.forward.stages import Stage
@@ -44,6 +45,8 @@ def unrecorded(config: Any, dtype: torch.dtype) -> str | None:
     """Returns why decoding of such a model, computed in `dtype`, is not recorded on any GPU; None if it may be."""
     if other := {kind for kind in layer_kinds(config) if not LAYER_KINDS[kind].is_recorded}:
         return f"decoding through layers of kind {', '.join(sorted(other))} is not recorded"
+    if family_of(config).by_parts:
+        return "its family is known by its parts alone"
     if family_of(config).has_latents:
         return "its layers compute keys and values of all earlier tokens, whose number varies"
     if dtype not in DTYPES:

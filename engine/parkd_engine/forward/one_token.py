@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parkd_engine.families.records import FUSED_PARTS, FusedPart
+from parkd_engine.families.family import FusedPart
+from parkd_engine.families.records import FUSED_PARTS
 from parkd_engine.weights.linear import compute_dtype, is_linear
 
 Forward = Callable[..., Any]

@@ -24,7 +24,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from parkd.errors import UnreadableImage
 from parkd.state import ImageFacts, ImageSize, ImageTokens
-from parkd_engine.families.records import VisionFamily, vision_of
+from parkd_engine.families.family import VisionFamily
+from parkd_engine.families.records import vision_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_IMAGE_BYTES = 20 * 1024 * 1024

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from parkd.errors import ModelError, UnsupportedModel
-from parkd_engine.families.layer_state import experts_of
+from parkd_engine.families.layer_shapes import experts_of
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.weights.kinds import BLOCK_COLUMNS, Codes, WeightKind
 

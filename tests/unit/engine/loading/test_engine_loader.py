@@ -91,10 +91,10 @@ def test_pickled_weights_are_refused(folder: Path, cache: Path) -> None:
 
 def test_a_wrong_architecture_is_refused_before_weights_are_read(folder: Path, cache: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+    config |= {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 50.0}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(b"not weights: reading them would fail in another way")
-    with pytest.raises(UnsupportedModel, match="GemmaForCausalLM"):
+    with pytest.raises(UnsupportedModel, match="Gemma2ForCausalLM sets attn_logit_softcapping"):
         load(folder, cache)
 
 
