@@ -40,7 +40,7 @@ from parkd.engine_adapter.torch_engine.engine import TorchEngine
 CARD = "cuda:0"
 SHAPES = ((17_408, 5120), (5120, 17_408), (10_240, 5120), (6144, 5120), (5120, 6144))
 """Rows and columns of the matrices of a 27B model with gated delta nets."""
-TILINGS = [Tiling(*sizes) for sizes in ((4, 32, 1), (8, 32, 1), (4, 64, 2), (8, 64, 2), (2, 64, 2), (4, 128, 4))]
+TILINGS = [Tiling(*sizes) for sizes in ((4, 32, 1), (8, 32, 1), (4, 64, 2), (2, 64, 2), (4, 128, 2), (4, 128, 4))]
 ANSWER_TOKENS, DECODED_TOKENS = 17, 65
 
 

@@ -2,7 +2,7 @@
 codes of many rows as numbers.
 
     int4    four words a thread: 32 columns, of which bits 4 k of a word meet column 4 k + j
-    bytes   sixteen codes a thread, int8 or fp8
+    bytes   eight codes a thread, int8 or fp8
 
 An integer of few bits becomes a float by writing it into the low bits of 2^23: no conversion, which would take longer
 than reading the codes. Sums are in float32 and are multiplied by the scale once for a thread's run of columns. The
@@ -31,13 +31,13 @@ FP8_EXPONENTS = tl.constexpr(2.0**120)
 """Between a float32 with the exponent and mantissa of an e4m3 code, and what the code means."""
 INT4, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NUMBER_OF = {Codes.INT4: 0, Codes.INT8: 1, Codes.FP8: 2}
-RUN = 16
+RUN = 8
 """Codes of a byte that a thread reads at once; no scale changes within them."""
-NIBBLES = Tiling(4, 64, 2)
-BYTES = Tiling(4, 64, 2)
-"""Rows of a program; runs of columns for each step (32 columns of int4, 16 of bytes); warps."""
-FEW_ROWS, FEW_COLUMNS, FEW_WARPS = 32, 64, 4
-"""Tiles of `products`: rows of a program, and words or bytes for each step."""
+NIBBLES = Tiling(4, 32, 1)
+BYTES = Tiling(4, 128, 2)
+"""Rows of a program; runs of columns for each step (32 columns of int4, 8 of bytes); warps."""
+FEW_ROWS, FEW_COLUMNS, FEW_WARPS = 32, 256, 4
+"""Tiles of `products`."""
 
 
 @triton.jit
@@ -60,9 +60,38 @@ def _nibble(words, zero, LANE: tl.constexpr):
 
 
 @triton.jit
-def _number(codes, zero, CODES: tl.constexpr, LANE: tl.constexpr):
-    # What codes mean, in float32, without their scale.
-    return _nibble(codes, zero, LANE) * (1.0 / 16.0 ** (LANE % 5)) if CODES == INT4 else _byte(codes, zero, CODES)
+def _numbers(
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    rows,
+    columns,
+    valid,
+    K: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    # Numbers in float32, [rows, columns]. Adjacent columns lie together here, so a word is read by eight of them.
+    groups_a_row: tl.constexpr = (K + GROUP - 1) // GROUP
+    scale_at = (rows // SCALE_ROWS)[:, None] * groups_a_row + (columns // GROUP)[None, :]
+    scale = tl.load(scales_ptr + scale_at, mask=valid, other=0.0).to(tl.float32)
+    if ZEROS:
+        zero = tl.load(zeros_ptr + scale_at, mask=valid, other=0).to(tl.float32)
+    elif CODES == INT4:
+        zero = 8.0
+    else:
+        zero = 0.0
+    if CODES == INT4:
+        words = (columns // 32) * 4 + columns % 4
+        codes = tl.load(codes_ptr + rows.to(tl.int64)[:, None] * (K // 8) + words[None, :], mask=valid, other=0)
+        bits = (codes >> ((columns % 32) // 4 * 4)[None, :]) & 15
+        number = (bits | MAGIC_BITS).to(tl.float32, bitcast=True) - (MAGIC + zero)
+    else:
+        codes = tl.load(codes_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :], mask=valid, other=0)
+        number = _byte(codes, zero, CODES)
+    return number * scale
 
 
 @triton.jit
@@ -84,27 +113,28 @@ def _row_sums(
     ROWS: tl.constexpr,
     RUNS: tl.constexpr,
 ):
-    # The products of some rows, [ROWS], and the sum of the vector's squares.
+    # The products of some rows, [ROWS], and the sum of the vector's squares. Runs are the first axis, so that the
+    # compiler gives a thread the same runs of codes, of the vector and of scales, and exchanges nothing in between.
     lanes: tl.constexpr = 8 if CODES == INT4 else 1
-    width: tl.constexpr = 4 if CODES == INT4 else 16
-    run_columns: tl.constexpr = 32 if CODES == INT4 else 16
+    width: tl.constexpr = 4 if CODES == INT4 else 8
+    run_columns: tl.constexpr = 32 if CODES == INT4 else 8
     stored: tl.constexpr = K // 8 if CODES == INT4 else K
     groups_a_row: tl.constexpr = (K + GROUP - 1) // GROUP
     runs: tl.constexpr = K // run_columns
-    starts = rows.to(tl.int64)[:, None, None] * stored
-    scale_rows = (rows // SCALE_ROWS)[:, None] * groups_a_row
+    starts = rows.to(tl.int64)[None, :, None] * stored
+    scale_rows = (rows // SCALE_ROWS)[None, :] * groups_a_row
     place = tl.arange(0, width)[None, None, :]
-    sums = tl.zeros([ROWS, RUNS], dtype=tl.float32)
-    squares = tl.zeros([1, RUNS, width], dtype=tl.float32)
+    sums = tl.zeros([RUNS, ROWS], dtype=tl.float32)
+    squares = tl.zeros([RUNS, 1, width], dtype=tl.float32)
     for start in range(0, runs, RUNS):
         run = start + tl.arange(0, RUNS)
         there = run < runs
-        whole = run[None, :, None]
+        whole = run[:, None, None]
         codes = tl.load(
-            codes_ptr + starts + whole * width + place, mask=inside[:, None, None] & there[None, :, None], other=0
+            codes_ptr + starts + whole * width + place, mask=there[:, None, None] & inside[None, :, None], other=0
         )
-        valid = inside[:, None] & there[None, :]
-        groups = (run * run_columns // GROUP)[None, :]
+        valid = there[:, None] & inside[None, :]
+        groups = (run * run_columns // GROUP)[:, None]
         scale = tl.load(scales_ptr + scale_rows + groups, mask=valid, other=0.0).to(tl.float32)
         if ZEROS:
             zero = tl.load(zeros_ptr + scale_rows + groups, mask=valid, other=0).to(tl.float32)[:, :, None]
@@ -112,19 +142,19 @@ def _row_sums(
             zero = 8.0
         else:
             zero = 0.0
-        part = tl.zeros([ROWS, RUNS, width], dtype=tl.float32)
+        part = tl.zeros([RUNS, ROWS, width], dtype=tl.float32)
         for lane in tl.static_range(lanes):
             columns = whole * run_columns + lane * width + place
-            x = tl.load(x_ptr + columns, mask=there[None, :, None], other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + columns, mask=there[:, None, None], other=0.0).to(tl.float32)
             if NORM:
                 squares += x * x
-                x *= tl.load(norm_ptr + columns, mask=there[None, :, None], other=0.0).to(tl.float32) + OFFSET
+                x *= tl.load(norm_ptr + columns, mask=there[:, None, None], other=0.0).to(tl.float32) + OFFSET
             if CODES == INT4:
                 part += _nibble(codes, zero, lane) * (x * (1.0 / 16.0 ** (lane % 5)))
             else:
                 part += _byte(codes, zero, CODES) * x
         sums += tl.sum(part, axis=2) * scale
-    return tl.sum(sums, axis=1), tl.sum(tl.sum(tl.sum(squares, axis=2), axis=1), axis=0)
+    return tl.sum(sums, axis=0), tl.sum(tl.sum(tl.sum(squares, axis=2), axis=1), axis=0)
 
 
 @triton.jit
@@ -261,44 +291,26 @@ def _products_kernel(
     TOKENS: tl.constexpr,
     PLACES: tl.constexpr,
     ROWS: tl.constexpr,
-    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # A step takes `STEP` words of int4, or bytes, of each row. Weights are rounded to the vectors' dtype.
-    lanes: tl.constexpr = 8 if CODES == INT4 else 1
-    stored: tl.constexpr = K // 8 if CODES == INT4 else K
-    groups_a_row: tl.constexpr = (K + GROUP - 1) // GROUP
+    # Weights are rounded to the vectors' dtype.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
-    starts = rows.to(tl.int64)[:, None] * stored
-    scale_rows = (rows // SCALE_ROWS)[:, None] * groups_a_row
     wait(EARLY)
     token = tl.arange(0, PLACES)
     is_there = token < TOKENS
     dtype = x_ptr.dtype.element_ty
     sums = tl.zeros([ROWS, PLACES], dtype=tl.float32)
-    for start in range(0, stored, STEP):
-        at = start + tl.arange(0, STEP)
-        there = at < stored
-        valid = inside[:, None] & there[None, :]
-        codes = tl.load(codes_ptr + starts + at[None, :], mask=valid, other=0)
-        first = (at // 4) * 32 + at % 4 if CODES == INT4 else at
-        groups = (first // GROUP)[None, :]
-        scale = tl.load(scales_ptr + scale_rows + groups, mask=valid, other=0.0).to(tl.float32)
-        if ZEROS:
-            zero = tl.load(zeros_ptr + scale_rows + groups, mask=valid, other=0).to(tl.float32)
-        elif CODES == INT4:
-            zero = 8.0
-        else:
-            zero = 0.0
-        for lane in tl.static_range(lanes):
-            x = tl.load(
-                x_ptr + token[None, :] * K + (first + 4 * lane)[:, None],
-                mask=is_there[None, :] & there[:, None],
-                other=0.0,
-            )
-            number = _number(codes, zero, CODES, lane)
-            sums = tl.dot((number * scale).to(dtype), x, sums)
+    for start in range(0, K, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        there = columns < K
+        w = _numbers(
+            codes_ptr, scales_ptr, zeros_ptr, rows, columns, inside[:, None] & there[None, :],
+            K, CODES, GROUP, SCALE_ROWS, ZEROS,
+        )  # fmt: skip
+        x = tl.load(x_ptr + token[None, :] * K + columns[:, None], mask=is_there[None, :] & there[:, None], other=0.0)
+        sums = tl.dot(w.to(dtype), x, sums)
     if BIAS:
         sums += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
     at = token[None, :] * n + rows[:, None]
@@ -319,28 +331,14 @@ def _numbers_kernel(
     SCALE_ROWS: tl.constexpr,
     ZEROS: tl.constexpr,
     ROWS: tl.constexpr,
-    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    lanes: tl.constexpr = 8 if CODES == INT4 else 1
-    stored: tl.constexpr = K // 8 if CODES == INT4 else K
-    groups_a_row: tl.constexpr = (K + GROUP - 1) // GROUP
     rows = first_row + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = tl.program_id(1) * STEP + tl.arange(0, STEP)
-    valid = (rows < end_row)[:, None] & (at < stored)[None, :]
-    codes = tl.load(codes_ptr + rows.to(tl.int64)[:, None] * stored + at[None, :], mask=valid, other=0)
-    first = (at // 4) * 32 + at % 4 if CODES == INT4 else at
-    scale_at = (rows // SCALE_ROWS)[:, None] * groups_a_row + (first // GROUP)[None, :]
-    scale = tl.load(scales_ptr + scale_at, mask=valid, other=0.0).to(tl.float32)
-    if ZEROS:
-        zero = tl.load(zeros_ptr + scale_at, mask=valid, other=0).to(tl.float32)
-    elif CODES == INT4:
-        zero = 8.0
-    else:
-        zero = 0.0
-    target = out_ptr + (rows - first_row).to(tl.int64)[:, None] * K + first[None, :]
-    for lane in tl.static_range(lanes):
-        number = _number(codes, zero, CODES, lane)
-        tl.store(target + 4 * lane, (number * scale).to(out_ptr.dtype.element_ty), mask=valid)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = (rows < end_row)[:, None] & (columns < K)[None, :]
+    w = _numbers(codes_ptr, scales_ptr, zeros_ptr, rows, columns, valid, K, CODES, GROUP, SCALE_ROWS, ZEROS)
+    target = out_ptr + (rows - first_row).to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(target, w.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 def are_known(linears: Sequence[Any]) -> bool:
@@ -474,7 +472,7 @@ def products(x: torch.Tensor, linear: CodedLinear, out: torch.Tensor, places: in
         TOKENS=x.shape[0],
         PLACES=places,
         ROWS=FEW_ROWS,
-        STEP=FEW_COLUMNS,
+        COLUMNS=FEW_COLUMNS,
         num_warps=FEW_WARPS,
         **overlap(x.device),
     )
@@ -484,10 +482,10 @@ def numbers(linear: CodedLinear, dtype: torch.dtype, first: int, end: int) -> to
     """The rows `[first, end)` as numbers in `dtype`, `[end - first, in]`, in the stored order of columns."""
     codes, scales, zeros = _stored(linear)
     out = torch.empty((end - first, linear.in_features), dtype=dtype, device=codes.device)
-    step = 128
-    grid = (triton.cdiv(end - first, 8), triton.cdiv(codes.shape[1], step))
+    rows, columns = 4, 512
+    grid = (triton.cdiv(end - first, rows), triton.cdiv(linear.in_features, columns))
     with torch.cuda.device(codes.device):
-        _numbers_kernel[grid](codes, scales, zeros, out, first, end, **_settings(linear), ROWS=8, STEP=step)
+        _numbers_kernel[grid](codes, scales, zeros, out, first, end, **_settings(linear), ROWS=rows, COLUMNS=columns)
     return out
 
 
