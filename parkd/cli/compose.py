@@ -187,6 +187,7 @@ def compose(
         store=store,
         files=files,
         disk_bytes_per_s=None if store is None or files is None else _disk_speed(store, files),
+        ram_bytes_per_s=None if store is None else engine.copy_bytes_per_s(),
         output=output,
         render=identity.render,
         remember=None if answers is None else partial(_remember, answers, identity, background),

@@ -26,14 +26,20 @@ class CostMeter:
     """Running means of each tier's bytes per second, and a running linear fit of seconds per token over depth, since
     attention makes deep tokens cost more."""
 
-    def __init__(self, disk_bytes_per_s: float | None = None, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """`disk_bytes_per_s` is what was measured at start; None: nothing was."""
+    def __init__(
+        self,
+        disk_bytes_per_s: float | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        *,
+        ram_bytes_per_s: float | None = None,
+    ) -> None:
+        """`disk_bytes_per_s` and `ram_bytes_per_s` are what was measured at start; None: nothing was."""
         first, now_s = Costs(), monotonic()
         self._monotonic = monotonic
         self._means = (0.0, first.read_s, 0.0, 0.0)
         """Means of depth, seconds per token, depth squared, and depth times seconds."""
         self._speeds = {
-            CacheOutcome.RESTORED_RAM: _Speed(first.bytes_per_s, None, now_s),
+            CacheOutcome.RESTORED_RAM: _Speed(first.bytes_per_s, ram_bytes_per_s, now_s),
             CacheOutcome.RESTORED_DISK: _Speed(first.disk_bytes_per_s, disk_bytes_per_s, now_s),
         }
 

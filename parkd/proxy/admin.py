@@ -110,7 +110,9 @@ def props(
     }
 
 
-def health(*, lost: bool, stopping: bool, waiting: int, busy: bool) -> tuple[int, Mapping[str, Any]]:
-    """The status code and the document for `/health`."""
+def health(*, lost: bool, stopping: bool, load: tuple[int, bool] | None) -> tuple[int, Mapping[str, Any]]:
+    """The status code and the document for `/health`. `load` is how many wait and whether one runs, for callers who
+    may know what others do; None for everyone else, who learn whether the server takes requests."""
     status = "lost" if lost else "stopping" if stopping else "ok"
-    return (200 if status == "ok" else 503), {"status": status, "waiting": waiting, "busy": busy}
+    told = {} if load is None else {"waiting": load[0], "busy": load[1]}
+    return (200 if status == "ok" else 503), {"status": status, **told}

@@ -60,6 +60,8 @@ class Services:
     """The file system of a store with a disk; None: the store is in RAM only."""
     disk_bytes_per_s: float | None = None
     """How fast the files were read at start; None: not measured."""
+    ram_bytes_per_s: float | None = None
+    """How fast memory was copied to the engine at start; None: not measured."""
     remembered: Callable[[], Mapping[str, tuple[int, int]]] = dict
     """Bytes of what is remembered of prompts and answers, and the most they may be, by kind."""
     trace: TurnTrace | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from parkd.answers.base import ToolFormat
-from parkd.errors import InvalidRequest, NotFound
+from parkd.errors import Forbidden, InvalidRequest, NotFound, Unauthorized
 from parkd.identity.fill import fill_marks
 from parkd.lane import explain, metrics
 from parkd.proxy import admin
@@ -112,11 +113,18 @@ class Endpoints:
     async def ollama_version(self, _request: Request, request_id: str) -> ASGIApp:
         return _json({"version": admin.OLLAMA_VERSION}, request_id)
 
-    async def health(self, _request: Request, _request_id: str) -> ASGIApp:
+    async def health(self, request: Request, _request_id: str) -> ASGIApp:
+        """Asks for no key. Where there are keys, only an operator's learns how many requests of all keys wait."""
         proxy = self._proxy
-        status, body = admin.health(
-            lost=proxy.lost is not None, stopping=proxy.lane.closed, waiting=proxy.lane.waiting, busy=proxy.lane.busy
-        )
+        with suppress(Unauthorized, Forbidden):
+            check_operator(self._caller(request))
+            status, body = admin.health(
+                lost=proxy.lost is not None,
+                stopping=proxy.lane.closed,
+                load=(proxy.lane.waiting, proxy.lane.busy),
+            )
+            return JSONResponse(body, status_code=status)
+        status, body = admin.health(lost=proxy.lost is not None, stopping=proxy.lane.closed, load=None)
         return JSONResponse(body, status_code=status)
 
     async def metrics_page(self, request: Request, _request_id: str) -> ASGIApp:

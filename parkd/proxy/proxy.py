@@ -71,7 +71,9 @@ class Proxy:
         self.on_lost: Callable[[], None] = lambda: None
         """Called once if the engine is lost: the process must end with an error."""
         self.thread = EngineThread()
-        self.costs = costs = CostMeter(services.disk_bytes_per_s, services.monotonic)
+        self.costs = costs = CostMeter(
+            services.disk_bytes_per_s, services.monotonic, ram_bytes_per_s=services.ram_bytes_per_s
+        )
         self.metrics = Metrics(waiting=lambda: self.lane.waiting, store_stats=store.stats if store else None)
         self.metrics.watch("parkd_cost", lambda: costs.measured)
         self.metrics.watch("parkd_remembered", self._remembered)

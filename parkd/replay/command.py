@@ -118,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", metavar="N", type=int, help="only the first turns")
     parser.add_argument("--bound", action="store_true", help="also the most that any policy could have saved")
     parser.add_argument("--plot", metavar="PNG", type=Path, help="draw the curve; needs matplotlib")
+    parser.add_argument("--force", action="store_true", help="replace files that --save and --plot name")
     parser.add_argument("--save", metavar="TRACE", type=Path, help="write the trace, for example a generated one")
     return parser
 
@@ -133,6 +134,9 @@ def run(words: Sequence[str], say: Callable[[str], None] = print, sizes_of: Size
         model = sizes_of(("--model", given.model, *others))
     trace = _trace(given.trace, given.limit)
     trace = replace(trace, header=_header(trace.header, given, model))
+    for flag, file in (("--save", given.save), ("--plot", given.plot)):
+        if file is not None and file.exists() and not given.force:
+            raise ConfigError(f"{flag} {file} exists. Choose another name, or add --force to replace it.")
     if given.save is not None:
         try:
             write_trace(given.save, trace)

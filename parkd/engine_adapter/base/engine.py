@@ -331,6 +331,11 @@ class Engine(ABC):
         Raises EngineFailure, and EngineLost if it serves another model now.
         """
 
+    def copy_bytes_per_s(self) -> float | None:
+        """How fast parked state in memory gets into the engine, measured by a small copy before the first turn; None
+        where only a restore can tell."""
+        return None
+
     def template_within(self, namespace: str) -> ChatTemplate:  # noqa: ARG002 - most remember nothing
         """The template for the requests of a namespace of keys, apart from others if it remembers what it rendered."""
         return self.template

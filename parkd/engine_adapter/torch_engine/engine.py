@@ -17,6 +17,7 @@ from parkd_engine.loading.loader import LoadedModel
 from parkd_engine.memory import free_bytes
 from parkd_engine.moves import snapshot
 from parkd_engine.moves.capture_in_flight import CaptureInFlight
+from parkd_engine.moves.copy_speed import copy_bytes_per_s
 from parkd_engine.session import Session
 from parkd_engine.state_parts import state_parts
 from parkd_engine.vision.tower import PromptImage
@@ -101,6 +102,9 @@ class TorchEngine(OneSeatEngine):
     def response_reader(self) -> Callable[[str, Sequence[Mapping[str, Any]]], ResponseReader] | None:
         """(end of the prompt, tools) -> a reader for the answer; None if the model has no response template."""
         return None if self._chat.responses is None else self._chat.responses.reader
+
+    def copy_bytes_per_s(self) -> float | None:
+        return copy_bytes_per_s(self.info.devices)
 
     def host_memory_hooks(self) -> PinnedMemory | None:
         """Hooks that page-lock the memory of the pool of parked rows, for fast copies; None without cards."""

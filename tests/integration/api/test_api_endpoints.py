@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import anyio
 import pytest
 
@@ -9,10 +11,11 @@ from parkd.cli.compose import remembered_bytes
 from parkd.config import load
 from parkd.identity.output_memory import OutputMemory
 from parkd.proxy.config import ProxyConfig
+from parkd.proxy.server import Server
 from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
 from tests.fakes.text import END_TOKEN_ID
-from tests.integration.api.api_harness import Gate, Running, running
+from tests.integration.api.api_harness import Gate, Running, make_services, running
 
 pytestmark = pytest.mark.anyio
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -162,3 +165,22 @@ async def test_found_by_use_memory_over_a_day_is_shown_with_its_ceilings() -> No
         assert server.identity.memo_bytes > 0
         for field in ("read_s", "bytes_per_s", "disk_bytes_per_s", "doubt_s"):
             assert float(lines[f"parkd_cost_{field}"]) >= 0
+
+
+async def test_health_tells_what_a_balancer_needs_and_nothing_of_other_keys() -> None:
+    """Without a key, it told how many requests of all keys waited."""
+    config = ProxyConfig(named_keys=(NamedKey("anna", "k-anna"),), operator_keys=("k-operator",))
+    async with running(FakeEngine(), config=config) as server:
+        for headers in ({}, {"x-api-key": "wrong"}, {"x-api-key": "k-anna"}):
+            health = await server.client.get("/health", headers=headers)
+            assert (health.status_code, health.json()) == (200, {"status": "ok"}), headers
+        health = await server.client.get("/health", headers={"x-api-key": "k-operator"})
+        assert health.json() == {"status": "ok", "waiting": 0, "busy": False}
+
+
+async def test_found_by_use_14_the_speed_of_memory_measured_at_start_is_shown() -> None:
+    services, _ = make_services(FakeEngine())
+    for measured, shown in ((3.0e9, 3.0e9), (None, 8.0e9)):
+        page = Server(replace(services, ram_bytes_per_s=measured)).proxy.metrics.page().decode()
+        lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("parkd_cost_bytes"))
+        assert float(lines["parkd_cost_bytes_per_s"]) == shown

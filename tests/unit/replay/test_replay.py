@@ -275,6 +275,23 @@ def test_a_recorder_that_falls_behind_drops_and_counts(tmp_path, caplog):
     assert "1 turns are missing" in caplog.text
 
 
+@pytest.mark.parametrize("flag", ["--save", "--plot"])
+def test_the_command_replaces_no_file_unless_told_to(tmp_path, flag):
+    """It wrote over any file that was named."""
+    if flag == "--plot" and not _plots():
+        pytest.skip("matplotlib is not installed")
+    file = tmp_path / "mine.png"
+    file.write_text("precious")
+    words = ["generate:round-robin?agents=2&turns=2&tokens=2000", "--budgets", "64", "--policy", "lru", flag, str(file)]
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="add --force"):
+        command.run(words, said.append)
+    assert file.read_text() == "precious"
+    assert said == [], "found out before the work"
+    assert command.run([*words, "--force"], said.append) == 0
+    assert file.read_bytes() != b"precious"
+
+
 def _refuse(_item) -> None:
     import queue
 
