@@ -38,6 +38,10 @@ class ToolFormat(StrEnum):
     """`<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>`"""
     DEEPSEEK = "deepseek"
     """A name, a separator token and the arguments as JSON, between begin and end tokens."""
+    GLM = "glm"
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`"""
+    MINIMAX = "minimax"
+    """`<invoke name="name"><parameter name="key">value</parameter></invoke>` in `<minimax:tool_call>`"""
     DEEPSEEK_FENCED = "deepseek-fenced"
     """The same with `function` before the separator token, and the arguments in a code fence after the name."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parkd.answers.base import CallIds, OutputFormat, ReasoningMarks, ToolFormat
 from parkd.answers.deepseek_calls import CALLS_BEGIN, FENCE
+from parkd.answers.tag_calls import KEY, MINIMAX_CALL
 
 THINK = ReasoningMarks("<think>", "</think>")
 GEMMA_THOUGHT = ReasoningMarks("<|channel>thought\n", "<channel|>")
@@ -28,6 +29,10 @@ def pick_format(template_source: str | None) -> ToolFormat:
         return ToolFormat.DEEPSEEK_FENCED if FENCE in source else ToolFormat.DEEPSEEK
     if "<|tool_call>" in source or "<start_function_call>" in source:
         return ToolFormat.GEMMA
+    if MINIMAX_CALL in source:
+        return ToolFormat.MINIMAX
+    if KEY in source:
+        return ToolFormat.GLM
     if "<function=" in source:
         return ToolFormat.QWEN_XML
     if "<tool_call>" in source:

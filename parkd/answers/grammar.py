@@ -16,6 +16,19 @@ from llguidance.gbnf_to_lark import any_to_lark
 from parkd.answers.base import OutputFormat, ReasoningMarks, ToolFormat
 from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, FENCE, SEPARATOR
 from parkd.answers.formats import opens_reasoning
+from parkd.answers.tag_calls import (
+    INVOKE,
+    INVOKE_END,
+    KEY,
+    KEY_END,
+    MINIMAX_CALL,
+    MINIMAX_END,
+    NAME_END,
+    PARAMETER,
+    PARAMETER_END,
+    VALUE,
+    VALUE_END,
+)
 from parkd.answers.xml_calls import takes_text
 from parkd.errors import InvalidRequest
 from parkd.types import FormKind, TextForm
@@ -29,6 +42,8 @@ REGEX_SIGNS = {"/": r"\/", "\n": r"\n"}
 OPENERS: Mapping[ToolFormat, Sequence[str]] = {
     ToolFormat.HERMES: ("<tool_call>",),
     ToolFormat.QWEN_XML: ("<tool_call>", "<function="),
+    ToolFormat.GLM: ("<tool_call>",),
+    ToolFormat.MINIMAX: (MINIMAX_CALL,),
     ToolFormat.LLAMA: ("<|python_tag|>", "{"),
     ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
     ToolFormat.GEMMA: ("<|tool_call>", "<start_function_call>"),
@@ -164,8 +179,10 @@ class _CallGrammar:
                 return self._terms(CALLS_BEGIN), between, self._terms(CALLS_END)
             case ToolFormat.LLAMA:
                 return "", '"; "', ""
-            case ToolFormat.HERMES | ToolFormat.QWEN_XML:
+            case ToolFormat.HERMES | ToolFormat.QWEN_XML | ToolFormat.GLM:
                 return "", r'"\n"', ""
+            case ToolFormat.MINIMAX:
+                return f"{self._terms(MINIMAX_CALL)} {literal(NEWLINE)}", '""', self._terms(MINIMAX_END)
             case _:
                 return "", '""', ""
 
@@ -175,8 +192,8 @@ class _CallGrammar:
 
     def _call(self, name: str, parameters: Mapping[str, Any], index: int) -> str:
         match self._format:
-            case ToolFormat.QWEN_XML:
-                return self._xml_call(name, parameters, index)
+            case ToolFormat.QWEN_XML | ToolFormat.GLM | ToolFormat.MINIMAX:
+                return self._tagged_call(name, parameters, index)
             case ToolFormat.GEMMA:
                 return self._gemma_call(name, parameters)
             case ToolFormat.MISTRAL if self._mistral_named:
@@ -201,27 +218,53 @@ class _CallGrammar:
     def _json_head(self, name: str, key: str) -> str:
         return f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
 
-    def _xml_call(self, name: str, parameters: Mapping[str, Any], index: int) -> str:
-        pieces = [self._terms("<tool_call>"), literal(f"\n<function={name}>\n")]
+    def _tagged_call(self, name: str, parameters: Mapping[str, Any], index: int) -> str:
+        begin, end = self._around(name)
+        pieces = [begin]
         required = parameters.get("required") or ()
         for place, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
             if isinstance(schema, Mapping):
                 schema = {**{name: parameters[name] for name in DEFINITIONS if name in parameters}, **schema}
-            pair = f"{literal(f'<parameter={key}>{NEWLINE}')} {self._xml_value(schema, f'value_{index}_{place}')}"
+            pair = f"{self._before_value(key)} {self._tagged_value(schema, f'value_{index}_{place}')}"
             pieces.append(pair if key in required else f"({pair})?")
-        return " ".join([*pieces, literal("</function>\n"), self._terms("</tool_call>")])
+        return " ".join([*pieces, end])
 
-    def _xml_value(self, schema: Any, rule: str) -> str:
+    def _around(self, name: str) -> tuple[str, str]:
+        """The terms at the beginning and at the end of a call in tags."""
+        match self._format:
+            case ToolFormat.GLM:
+                return f"{self._terms('<tool_call>')} {literal(name + NEWLINE)}", self._terms("</tool_call>")
+            case ToolFormat.MINIMAX:
+                return literal(f"{INVOKE}{name}{NAME_END}{NEWLINE}"), literal(INVOKE_END + NEWLINE)
+            case _:
+                begin = f"{self._terms('<tool_call>')} {literal(f'{NEWLINE}<function={name}>{NEWLINE}')}"
+                return begin, f"{literal(f'</function>{NEWLINE}')} {self._terms('</tool_call>')}"
+
+    def _before_value(self, key: str) -> str:
+        match self._format:
+            case ToolFormat.GLM:
+                terms = (self._terms(KEY), literal(key), self._terms(KEY_END), literal(NEWLINE), self._terms(VALUE))
+                return " ".join(terms)
+            case ToolFormat.MINIMAX:
+                return literal(f"{PARAMETER}{key}{NAME_END}")
+            case _:
+                return literal(f"<parameter={key}>{NEWLINE}")
+
+    def _tagged_value(self, schema: Any, rule: str) -> str:
         """A term for a value and its closing tag: bare text, one of several texts, or JSON."""
-        close = f"{NEWLINE}</parameter>{NEWLINE}"
+        closing = {ToolFormat.GLM: VALUE_END, ToolFormat.MINIMAX: PARAMETER_END}
+        tag = closing.get(self._format, f"{NEWLINE}</parameter>")
+        is_token = self._terms(tag).startswith("<[")
+        close = f"{self._terms(tag)} {literal(NEWLINE)}" if is_token else literal(tag + NEWLINE)
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
-            return f"({' | '.join(map(literal, choices))}) {literal(close)}"
+            return f"({' | '.join(map(literal, choices))}) {close}"
         if takes_text(schema):
-            self._rules.append(f"{rule}[suffix={literal(close)}]: {ANY_TEXT}")
-            return rule
+            # A token of the vocabulary's own ends a text by itself.
+            self._rules.append(f"{rule}: {ANY_TEXT}" if is_token else f"{rule}[suffix={close}]: {ANY_TEXT}")
+            return f"{rule} {close}" if is_token else rule
         self._rules.append(f"{rule}: {json_rule(schema, lenient=True)}")
-        return f"{rule} {literal(close)}"
+        return f"{rule} {close}"
 
     def _gemma_call(self, name: str, parameters: Mapping[str, Any]) -> str:
         """A term for one call. Parameter names are those of the schema; values need only be well-formed."""

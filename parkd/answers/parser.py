@@ -13,6 +13,7 @@ from parkd.answers.gemma_calls import gemma_section
 from parkd.answers.json_calls import JsonCalls, LlamaBare, mistral_section
 from parkd.answers.reasoning import Piece, ReasoningSplitter
 from parkd.answers.signals import Names
+from parkd.answers.tag_calls import MINIMAX_CALL, GlmCall, MiniMaxCalls
 from parkd.answers.xml_calls import bare_function_section, tagged_section, tool_schemas
 from parkd.types import FinishReason, ReasoningDelta, ToolCallDelta, ToolChoiceMode, TurnRequest
 
@@ -97,6 +98,10 @@ def _sections(tools: ToolFormat, request: TurnRequest) -> tuple[Mapping[str, Sec
             if tools is ToolFormat.QWEN_XML:
                 sections["<function="] = lambda: bare_function_section(schemas)
             return sections, None
+        case ToolFormat.GLM:
+            return {"<tool_call>": lambda: GlmCall(schemas)}, None
+        case ToolFormat.MINIMAX:
+            return {MINIMAX_CALL: lambda: MiniMaxCalls(schemas)}, None
         case ToolFormat.LLAMA:
             tagged = {"<|python_tag|>": lambda: JsonCalls(";", None, names.accepts, strict=False)}
             return tagged, lambda: LlamaBare(frozenset(schemas))

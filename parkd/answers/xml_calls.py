@@ -112,10 +112,13 @@ class XmlCall:
 
 
 class XmlValue:
-    """Reads the text of one parameter up to its closing tag, without the newline that the format adds on each side."""
+    """Reads the text of one parameter up to its closing tag `end`. If `is_padded`, the format adds a newline on each
+    side, which is left out."""
 
-    def __init__(self, *, text: bool) -> None:
+    def __init__(self, *, text: bool, end: str = PARAMETER_END, is_padded: bool = True) -> None:
         self.done = False
+        self._end_tag = end
+        self._is_padded = is_padded
         self._text = text
         self._held = ""
         """Text that may not belong to the value: a newline or the beginning of the closing tag. For a value that is
@@ -128,33 +131,33 @@ class XmlValue:
             self._started = True
             if self._text:
                 signals.append(CallArguments('"'))
-            if ch == "\n":
+            if ch == "\n" and self._is_padded:
                 return signals
         self._held += ch
-        if self._held.endswith(PARAMETER_END):
+        if self._held.endswith(self._end_tag):
             self.done = True
-            signals.append(CallArguments(self._end(self._held.removesuffix(PARAMETER_END))))
+            signals.append(CallArguments(self._end(self._held.removesuffix(self._end_tag))))
         elif self._text:
-            ready = len(self._held) - _held_tail(self._held)
+            ready = len(self._held) - self._held_tail()
             if ready:
                 signals.append(CallArguments(escaped(self._held[:ready])))
                 self._held = self._held[ready:]
         return signals
 
     def _end(self, rest: str) -> str:
-        rest = rest.removesuffix("\n")
+        rest = rest.removesuffix("\n") if self._is_padded else rest
         if self._text:
             return escaped(rest) + '"'
         return _json_value(rest.strip())
 
-
-def _held_tail(text: str) -> int:
-    """Length of the longest suffix of `text` that may belong to the closing tag or to the newline before it."""
-    for length in range(min(len(text), len(PARAMETER_END) + 1), 0, -1):
-        tail = text[-length:]
-        if PARAMETER_END.startswith(tail) or ("\n" + PARAMETER_END).startswith(tail):
-            return length
-    return 0
+    def _held_tail(self) -> int:
+        """Length of the longest suffix of what is held that may belong to the closing tag or to the newline before."""
+        end = self._end_tag
+        for length in range(min(len(self._held), len(end) + 1), 0, -1):
+            tail = self._held[-length:]
+            if end.startswith(tail) or (self._is_padded and f"\n{end}".startswith(tail)):
+                return length
+        return 0
 
 
 def _json_value(text: str) -> str:

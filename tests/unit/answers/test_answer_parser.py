@@ -116,6 +116,25 @@ GEMMA_CALLS = [
 ]
 XML_CALLS = [("write", {"path": 'a "b" \\ {x}\n<tool>\n', "count": 7, "deep": {"a": [1]}}), ("look", {})]
 
+GLM_TWO = """I look.
+<tool_call>write
+<arg_key>path</arg_key>
+<arg_value>a <b> </arg_valu
+c</arg_value>
+<arg_key>count</arg_key>
+<arg_value>3</arg_value>
+</tool_call>
+<tool_call>look</tool_call>"""
+MINIMAX_TWO = """I look.
+<minimax:tool_call>
+<invoke name="write">
+<parameter name="path">a <b> </parameter
+c</parameter>
+<parameter name="count">3</parameter>
+</invoke>
+<invoke name="look">
+</invoke>
+</minimax:tool_call>"""
 GOOD = {
     "hermes": (ToolFormat.HERMES, HERMES_TWO, "I look.", CALLS),
     "mistral array": (ToolFormat.MISTRAL, MISTRAL_ARRAY, "I look.", CALLS),
@@ -133,6 +152,24 @@ GOOD = {
     "deepseek": (ToolFormat.DEEPSEEK, DEEPSEEK, "I look.", CALLS),
     "deepseek fenced": (ToolFormat.DEEPSEEK_FENCED, DEEPSEEK_FENCED, "I look.", CALLS),
     "deepseek, no end": (ToolFormat.DEEPSEEK, DEEPSEEK.removesuffix(CALLS_END), "I look.", CALLS),
+    "glm": (
+        ToolFormat.GLM,
+        GLM_TWO,
+        "I look.",
+        [("write", {"path": "a <b> </arg_valu\nc", "count": 3}), ("look", {})],
+    ),
+    "glm in one line": (
+        ToolFormat.GLM,
+        '<tool_call>look<arg_key>deep</arg_key><arg_value>{"a": [1]}</arg_value></tool_call>',
+        "",
+        [("look", {"deep": {"a": [1]}})],
+    ),
+    "minimax": (
+        ToolFormat.MINIMAX,
+        MINIMAX_TWO,
+        "I look.",
+        [("write", {"path": "a <b> </parameter\nc", "count": 3}), ("look", {})],
+    ),
     "gemma": (ToolFormat.GEMMA, GEMMA_TWO, "I look.", GEMMA_CALLS),
     "function gemma": (
         ToolFormat.GEMMA,
@@ -158,6 +195,10 @@ BAD = {
     "xml no function": (ToolFormat.QWEN_XML, "<tool_call>\n<parameter=x>\n</tool_call>"),
     "deepseek prose": (ToolFormat.DEEPSEEK, f"{CALLS_BEGIN} I would rather not {{}}."),
     "deepseek bad name": (ToolFormat.DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}two words{SEPARATOR}{{}}{CALL_END}"),
+    "glm no name": (ToolFormat.GLM, "<tool_call>two words<arg_key>path</arg_key></tool_call>"),
+    "glm value first": (ToolFormat.GLM, "<tool_call><arg_value>1</arg_value></tool_call>"),
+    "minimax prose": (ToolFormat.MINIMAX, "<minimax:tool_call>I would rather not.</minimax:tool_call>"),
+    "minimax empty": (ToolFormat.MINIMAX, "<minimax:tool_call></minimax:tool_call>"),
     "gemma prose": (ToolFormat.GEMMA, "<|tool_call>write it<tool_call|>"),
     "python constants": (ToolFormat.HERMES, '<tool_call>{"name": True}</tool_call>'),
 }

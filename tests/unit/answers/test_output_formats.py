@@ -23,6 +23,8 @@ MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
         ("'<|python_tag|>' + call", ToolFormat.LLAMA, None),
         (f"'{CALLS_BEGIN}' + '{CALL_BEGIN}function'\n{FENCE}", ToolFormat.DEEPSEEK_FENCED, None),
         (f"'{CALLS_BEGIN}' + '{CALL_BEGIN}' + name + '</think>'", ToolFormat.DEEPSEEK, THINK),
+        ("'<tool_call>' + name + '<arg_key>' + '</think>'", ToolFormat.GLM, THINK),
+        ("'<minimax:tool_call>' '<invoke name=' '</think>'", ToolFormat.MINIMAX, THINK),
         ("'<|tool_call>call:' + name '<|channel>thought\\n'", ToolFormat.GEMMA, GEMMA_THOUGHT),
     ],
 )  # fmt: skip
