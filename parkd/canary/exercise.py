@@ -37,6 +37,8 @@ LONGEST_TOKENS = 320
 READ_S = 2.0
 """About the longest that reading both conversations may take; slower models get shorter ones."""
 ANSWER_TOKENS = 3
+SLOW_S = 0.25
+"""If `SHORTEST_TOKENS` take longer to read, answers have one token, which shows a wrong state as well."""
 GREEDY = SamplingParams(temperature=0.0, top_logprobs=16)
 LEAST_BUDGET_BYTES = 1 << 32
 NAMESPACE = "canary"
@@ -89,7 +91,8 @@ def examine(
     most = engine.info.context_tokens
     if most < 2 * SHORTEST_TOKENS:
         return Verdict(skipped=f"the context of {most} tokens is too short for it")
-    tokens = min(_length(seat, clock), most * 2 // 3 - ANSWER_TOKENS)
+    took_s = _seconds(seat, clock)
+    tokens = min(_length(took_s), most * 2 // 3 - ANSWER_TOKENS)
     talks = talks_of(engine, tokens)
     if max(len(talk.ids) for talk in talks) + ANSWER_TOKENS > most:
         return Verdict(skipped=f"the context of {most} tokens is too short for an image in it")
@@ -100,7 +103,7 @@ def examine(
         StoreConfig(budget, BLOCK_TOKENS, slab_bytes=slab_bytes), layout, clock, slab_hooks=slab_hooks
     )
     try:
-        trial = _Trial(engine, seat, store)
+        trial = _Trial(engine, seat, store, 1 if took_s > SLOW_S else ANSWER_TOKENS)
         trial.run(*talks)
     finally:
         seat.reset()
@@ -108,9 +111,8 @@ def examine(
     return Verdict(tuple(trial.differences), trial.steps, tokens, clock() - began_s)
 
 
-def _length(seat: Seat, clock: Callable[[], float]) -> int:
-    """How many tokens a conversation may have, by the time that a few take. The second reading is timed, since the
-    first may compile kernels."""
+def _seconds(seat: Seat, clock: Callable[[], float]) -> float:
+    """How long a few tokens take to read: the second time, since the first may compile kernels."""
     ids = np.random.default_rng(0).integers(0, seat.info.vocab_size, SHORTEST_TOKENS)
     took_s = 0.0
     for _ in range(2):
@@ -120,7 +122,12 @@ def _length(seat: Seat, clock: Callable[[], float]) -> int:
         seat.extend(ids[:-1], cancel=NEVER)
         took_s = clock() - began_s
     seat.reset()
-    return min(LONGEST_TOKENS, max(SHORTEST_TOKENS, int(READ_S / 2 / max(took_s, 1e-6) * len(ids))))
+    return took_s
+
+
+def _length(took_s: float) -> int:
+    """How many tokens a conversation may have if `SHORTEST_TOKENS` take so long."""
+    return min(LONGEST_TOKENS, max(SHORTEST_TOKENS, int(READ_S / 2 / max(took_s, 1e-6) * SHORTEST_TOKENS)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,8 +141,9 @@ class _Kept:
 
 
 class _Trial:
-    def __init__(self, engine: Engine, seat: Seat, store: ConversationStore) -> None:
+    def __init__(self, engine: Engine, seat: Seat, store: ConversationStore, answer_tokens: int) -> None:
         self._engine, self._seat, self._store = engine, seat, store
+        self._answer_tokens = answer_tokens
         self.differences: list[Difference] = []
         self.steps = 0
 
@@ -241,9 +249,9 @@ class _Trial:
         with closing(steps):  # type: ignore[type-var]
             for ids in steps:
                 count += len(ids)
-                if count >= ANSWER_TOKENS:
+                if count >= self._answer_tokens:
                     break
-        scored = self._seat.logprobs[:ANSWER_TOKENS]
+        scored = self._seat.logprobs[: self._answer_tokens]
         return tuple((token.token_id, token.logprob, tuple(token.top)) for token in scored)
 
 
