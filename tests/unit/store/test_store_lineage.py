@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import blake2b
 
 import numpy as np
 import pytest
 
+from parkd.store.planning import block_identity
 from tests.unit.store.store_kit import (
+    KEY,
     CopyEngine,
     assert_counts,
     assert_same_rows,
     leased_rows,
+    make_hashes,
     make_layout,
     make_store,
     make_units,
@@ -167,6 +171,19 @@ def test_a_tail_of_other_length_is_not_taken_for_the_live_one():
         capture = store.begin_capture(replace(engine.request(), lineage=parent.blocks))
         assert capture.transfer.start == 8
         store.abort(capture)
+
+
+def test_the_name_of_a_tail_stands_for_all_units_before_it():
+    """As a whole block's does: equal last units behind other ones have another name."""
+    units, hashes = make_units(1, 10), make_hashes(make_units(1, 10), BLOCK_TOKENS)
+
+    def name(before: bytes, start: int, stop: int) -> bytes:
+        return blake2b(before + units[start:stop].tobytes(), digest_size=16, person=b"parkd-tail").digest()
+
+    assert block_identity(KEY, units, hashes, BLOCK_TOKENS, 2, 2) == name(hashes[1], 8, 10)
+    assert block_identity(KEY, units, hashes, BLOCK_TOKENS, 1, 3) == name(hashes[0], 4, 7)
+    assert block_identity(KEY, units, hashes, BLOCK_TOKENS, 0, 3) == name(KEY, 0, 3)
+    assert block_identity(KEY, units, hashes, BLOCK_TOKENS, 1, 4) == hashes[1]
 
 
 def test_a_whole_block_of_other_tokens_ends_the_lineage():

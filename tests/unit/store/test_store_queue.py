@@ -115,6 +115,20 @@ def test_one_is_rated_anew_when_what_it_shared_becomes_its_own():
     assert popped(store, queue) == [parent.id, other.id, worker.id], "the worker has eleven blocks then, not two"
 
 
+def test_a_capture_in_flight_that_is_left_alone_with_shared_blocks_is_no_candidate():
+    """It holds what its parent held too: the parent's end changes what it holds alone, but it is not rated."""
+    store, engine = make_store(8 << 20, LAYOUT), CopyEngine(LAYOUT)
+    parent, other = read(1).park(store), read(2).park(store)
+    with store.lease(parent.id, 40) as lease:
+        engine.restore(lease)
+    engine.extend(make_units(3, 8))
+    capture = store.begin_capture(engine.request())
+    store.drop(parent.id, "a test")
+    assert popped(store, queue_of(store)) == [other.id]
+    assert engine.finish(store, capture).blocks[:10] == parent.blocks
+    assert_counts(store)
+
+
 def test_what_is_worth_something_raises_the_floor():
     """Greedy-dual: what is used now is worth more than the best that was evicted so far. What is superseded, or frees
     nothing, says nothing of that."""
