@@ -105,14 +105,12 @@ class Queue:
                 return self._table.owned[owner]
 
     def foresee(self, wanted_bytes: int, wanted_count: int) -> Toll:
-        """What would be evicted to free so many bytes and conversations. Ignores that evictions change what others
-        share, so it may name one too many, but never too few."""
+        """What would be evicted to free so many bytes and conversations, before anything is. Ignores that evictions
+        change what others share, so it may name one too many, but never too few."""
         freed, going, most = 0, 0, float("-inf")
         heap = self._heap.copy()
         while heap and (freed < wanted_bytes or going < wanted_count):
             place, owner, _, rating = heapq.heappop(heap)
-            if self._places.get(owner) != place:
-                continue
             freed += rating.candidate.freed_bytes
             going += 1
             if rating.candidate.freed_bytes and owner not in self._superseded:

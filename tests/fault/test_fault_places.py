@@ -377,3 +377,40 @@ def test_blocks_read_in_part_end_with_a_whole_one() -> None:
         head = promote(store, machine.fs, long)
     assert (head.position, len(head.blocks)) == (20, 5)
     assert_same_rows(leased_rows(store, head), [stage[:20] for stage in rows])
+
+
+def test_what_is_pinned_stays_on_disk_though_room_is_needed_there() -> None:
+    machine, store = started(disk_bytes=110_000)
+    kept, _ = away(machine, store, 1)
+    store.pin(kept.id)
+    other, _ = away(machine, store, 2)
+    for seed in range(3, 10):
+        parked(machine, store, seed)
+        assert pump(store, machine.fs) == []
+    assert kept.id in on_disk(store)
+    assert other.id not in on_disk(store)
+
+
+def test_what_is_of_other_weights_is_neither_found_nor_read_and_can_be_dropped() -> None:
+    machine, store = started()
+    there, _ = away(machine, store, 1)
+    machine.fingerprint = b"the weights, two"
+    store = machine.start()
+    assert store.get(there.id) is not None
+    assert store.candidates(KEY, there.prefix_hashes) == []
+    with pytest.raises(ConversationGone):
+        store.promote(there.id, 11)
+    assert store.drop(there.id, "a test")
+    assert pump(store, machine.fs) == []
+    assert machine.fs.names() == []
+
+
+def test_what_memory_refuses_is_not_asked_of_the_disk() -> None:
+    """Nothing goes there for it, and the reason is memory's."""
+    machine, store = started(layout=whole_layout(Grain.FILE), slots=1)
+    there = both(machine, store, 1)
+    store.pin(there.id)
+    store.queue.allowance.spend(machine.write_bytes_per_day)
+    refused, _ = parked(machine, store, 2)
+    assert isinstance(refused, Refused)
+    assert refused.reason is RefusalReason.SLOTS

@@ -13,7 +13,14 @@ from parkd.store.policy import LruPolicy, ValuePolicy
 from parkd.store.records import Parked, RefusalReason, Refused
 from tests.fault.fault_fs import FaultFs
 from tests.fault.whole_kit import FIXED_BYTES, WholeEngine, whole_layout
-from tests.unit.store.store_kit import CopyEngine, assert_counts, make_layout, make_store, make_units
+from tests.unit.store.store_kit import (
+    CopyEngine,
+    assert_counts,
+    make_hashes,
+    make_layout,
+    make_store,
+    make_units,
+)
 
 LAYOUT = make_layout((1024, 1024))
 FIXED = make_layout((1024, 1024), (700, 1000))
@@ -232,6 +239,15 @@ class _Fixed(LruPolicy):
 
     def score(self, candidate, costs, now_s):
         return 1.0
+
+
+def test_what_shares_nothing_with_a_queued_prompt_is_not_kept_for_it():
+    store = make_store(8 << 20, LAYOUT)
+    parked = read(1, 20).park(store)
+    store.expect(parked.key_digest, make_hashes(make_units(2, 20), BLOCK))
+    assert store.inspect().conversations[parked.id].awaited == 0
+    store.expect(parked.key_digest, parked.prefix_hashes[:1])
+    assert store.inspect().conversations[parked.id].awaited == 1
 
 
 def test_the_bytes_stay_until_the_last_of_two_leases_ends():
