@@ -78,15 +78,6 @@ def of_shape(rows: int, columns: int) -> dict[str, float]:
     return {name: round(value, 1) for name, value in line.items()}
 
 
-def best_tiling(table: dict[str, Any], weights: str) -> Tiling:
-    """The tiling with the least sum over the shapes."""
-    sums = {
-        tiling: sum(line[f"{weights} {tiling.rows}x{tiling.columns}, {tiling.warps} warps"] for line in table.values())
-        for tiling in TILINGS
-    }
-    return min(sums, key=sums.__getitem__)
-
-
 def opened(model: str, cache: Path, cap_bytes: int | None, **layout: Any) -> TorchEngine:
     def free(device: str) -> int:
         there = free_bytes(device)
@@ -181,9 +172,6 @@ def main() -> int:
         print(text, flush=True)
 
     figures["kernels_us"] = kernels()
-    codes.NIBBLES = best_tiling(figures["kernels_us"], "int4")
-    codes.BYTES = best_tiling(figures["kernels_us"], "int8")
-    figures["tilings"] = {"int4": str(codes.NIBBLES), "int8": str(codes.BYTES)}
     tell()
     gc.collect()
     torch.cuda.empty_cache()

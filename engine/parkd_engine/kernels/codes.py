@@ -33,11 +33,13 @@ INT4, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NUMBER_OF = {Codes.INT4: 0, Codes.INT8: 1, Codes.FP8: 2}
 RUN = 8
 """Codes of a byte that a thread reads at once; no scale changes within them."""
-NIBBLES = Tiling(4, 32, 1)
-BYTES = Tiling(4, 128, 2)
-"""Rows of a program; runs of columns for each step (32 columns of int4, 8 of bytes); warps."""
-FEW_ROWS, FEW_COLUMNS, FEW_WARPS = 32, 256, 4
-"""Tiles of `products`."""
+NIBBLES, LONG_NIBBLES, BYTES = Tiling(4, 32, 1), Tiling(4, 128, 2), Tiling(4, 128, 4)
+LONG_COLUMNS = 8192
+"""Rows of a program; runs of columns for each step (32 columns of int4, 8 of bytes); warps. The best of those in
+`benchmarks/gpu/weights.py`, H200: int4 in 25 microseconds for 17,408 rows of 5120 (bf16 43), 29 for 5120 of 17,408 (46,
+LONG_NIBBLES), 20 for 10,240 of 5120 (28); int8 in 29, 34 and 19; fp8 in 40, 42 and 26."""
+FEW_ROWS, FEW_WORDS, FEW_BYTES, FEW_WARPS = 32, 64, 128, 4
+"""Tiles of `products`: rows of a program, words or bytes for each step, warps."""
 
 
 @triton.jit
@@ -302,15 +304,38 @@ def _products_kernel(
     is_there = token < TOKENS
     dtype = x_ptr.dtype.element_ty
     sums = tl.zeros([ROWS, PLACES], dtype=tl.float32)
-    for start in range(0, K, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        there = columns < K
-        w = _numbers(
-            codes_ptr, scales_ptr, zeros_ptr, rows, columns, inside[:, None] & there[None, :],
-            K, CODES, GROUP, SCALE_ROWS, ZEROS,
-        )  # fmt: skip
-        x = tl.load(x_ptr + token[None, :] * K + columns[:, None], mask=is_there[None, :] & there[:, None], other=0.0)
-        sums = tl.dot(w.to(dtype), x, sums)
+    if CODES == INT4:
+        # A step takes `COLUMNS` words, whose eight lanes are multiplied one after the other.
+        groups_a_row: tl.constexpr = (K + GROUP - 1) // GROUP
+        for start in range(0, K // 8, COLUMNS):
+            at = start + tl.arange(0, COLUMNS)
+            there = at < K // 8
+            valid = inside[:, None] & there[None, :]
+            words = tl.load(codes_ptr + rows.to(tl.int64)[:, None] * (K // 8) + at[None, :], mask=valid, other=0)
+            first = (at // 4) * 32 + at % 4
+            scale_at = (rows // SCALE_ROWS)[:, None] * groups_a_row + (first // GROUP)[None, :]
+            scale = tl.load(scales_ptr + scale_at, mask=valid, other=0.0).to(tl.float32)
+            zero = tl.load(zeros_ptr + scale_at, mask=valid, other=0).to(tl.float32) if ZEROS else 8.0
+            for lane in tl.static_range(8):
+                x = tl.load(
+                    x_ptr + token[None, :] * K + (first + 4 * lane)[:, None],
+                    mask=is_there[None, :] & there[:, None],
+                    other=0.0,
+                )
+                w = _nibble(words, zero, lane) * (1.0 / 16.0 ** (lane % 5)) * scale
+                sums = tl.dot(w.to(dtype), x, sums)
+    else:
+        for start in range(0, K, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            there = columns < K
+            w = _numbers(
+                codes_ptr, scales_ptr, zeros_ptr, rows, columns, inside[:, None] & there[None, :],
+                K, CODES, GROUP, SCALE_ROWS, ZEROS,
+            )  # fmt: skip
+            x = tl.load(
+                x_ptr + token[None, :] * K + columns[:, None], mask=is_there[None, :] & there[:, None], other=0.0
+            )
+            sums = tl.dot(w.to(dtype), x, sums)
     if BIAS:
         sums += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
     at = token[None, :] * n + rows[:, None]
@@ -472,7 +497,7 @@ def products(x: torch.Tensor, linear: CodedLinear, out: torch.Tensor, places: in
         TOKENS=x.shape[0],
         PLACES=places,
         ROWS=FEW_ROWS,
-        COLUMNS=FEW_COLUMNS,
+        COLUMNS=FEW_WORDS if linear.kind.codes is Codes.INT4 else FEW_BYTES,
         num_warps=FEW_WARPS,
         **overlap(x.device),
     )
@@ -490,4 +515,6 @@ def numbers(linear: CodedLinear, dtype: torch.dtype, first: int, end: int) -> to
 
 
 def _tiling(linear: CodedLinear) -> Tiling:
-    return NIBBLES if linear.kind.codes is Codes.INT4 else BYTES
+    if linear.kind.codes is not Codes.INT4:
+        return BYTES
+    return NIBBLES if linear.in_features <= LONG_COLUMNS else LONG_NIBBLES
