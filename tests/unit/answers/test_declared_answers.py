@@ -192,3 +192,14 @@ def test_a_template_the_library_cannot_read_is_done_without(caplog: pytest.LogCa
 def test_another_chat_template_leaves_the_models_response_template_out() -> None:
     assert ChatTokenizer(library_tokenizer(JSON_CALLS)).responses is not None
     assert ChatTokenizer(library_tokenizer(JSON_CALLS), declares=False).responses is None
+
+
+def test_found_by_use_10_a_declared_call_that_the_limit_cuts_is_no_markup() -> None:
+    """What was written of the call was sent as text, with its marks."""
+    open_mark, call = "<tool_call>", '<tool_call>\n{"name": "look", "arguments": {"path": "a/b"}}\n'
+    for end in range(len(open_mark), len(call) + 1):
+        parser = parser_of(JSON_CALLS, JSON_PROMPT, request())
+        events = [event for piece in ("I look.\n", call[:end]) for event in parser.push(piece)]
+        rest, reason = parser.finish(FinishReason.LENGTH)
+        assert texts(events + rest, TextDelta).strip() == "I look.", end
+        assert (calls(events + rest), reason) == ([], FinishReason.LENGTH)
