@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from parkd.state import Grain
@@ -414,3 +415,40 @@ def test_what_memory_refuses_is_not_asked_of_the_disk() -> None:
     refused, _ = parked(machine, store, 2)
     assert isinstance(refused, Refused)
     assert refused.reason is RefusalReason.SLOTS
+
+
+def test_a_read_that_fails_after_its_files_are_gone_gives_up_nothing_else() -> None:
+    machine, store = started()
+    there, _ = away(machine, store, 1)
+    other, rows = away(machine, store, 2)
+    promotion = store.promote(there.id, 11)
+    store.drop(there.id, "a test")
+    assert store.promoted(promotion, OSError("made up")) is None
+    assert pump(store, machine.fs) == []
+    assert_same_rows(rows_of(store, machine.fs, store.get(other.id)), rows)
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_files_that_a_crash_brings_back_keep_blocks_that_are_in_two_extents(dropped: int) -> None:
+    """A block has one place: what was written with another needs that extent too, whichever of the two goes first."""
+    machine, store = started()
+    engine = machine.engine().read(make_units(1, 8))
+    first, rows = engine.park(store), engine.rows()
+    assert pump(store, machine.fs) == []
+    left = {name: bytes(machine.fs.content(name)) for name in machine.fs.names()}
+    store.table.leave_disk(on_disk(store)[first.id])
+    engine.truncate(7)
+    engine.extend(make_units(2, 6))
+    second, grown_rows = engine.park(store), engine.rows()
+    assert second.blocks[0] == first.blocks[0]
+    assert pump(store, machine.fs) == []
+    for name, data in left.items():
+        file = machine.fs.create(name)
+        file.write(0, [np.frombuffer(data, np.uint8)])
+        file.close()
+    store = machine.start()
+    assert set(on_disk(store)) == {first.id, second.id}
+    store.drop((first, second)[dropped].id, "a test")
+    assert pump(store, machine.fs) == []
+    kept, expected = ((second, grown_rows), (first, rows))[dropped]
+    assert_same_rows(rows_of(store, machine.fs, store.get(kept.id)), expected)

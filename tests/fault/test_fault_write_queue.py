@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
+
 from parkd.store.disk_jobs import RemoveJob, WriteJob
+from parkd.store.records import Parked
+from parkd.store.store import ConversationStore
 from parkd.store.write_queue import FIRST_PAUSE_S
 from tests.fault.fault_fs import Fault
 from tests.fault.test_fault_places import Still, both
@@ -129,3 +135,108 @@ def test_a_write_ends_before_the_next_begins() -> None:
     assert store.next_job() is None
     assert run(store, machine.fs, first) is None
     assert isinstance(store.next_job(), WriteJob)
+
+
+def assert_held(store: ConversationStore) -> None:
+    """Between jobs, what is on disk needs an extent, and nothing else does."""
+    seen = store.inspect()
+    named = Counter(name for each in seen.conversations.values() for name in each.files)
+    assert {each.name: each.holders for each in seen.disk.extents.values()} == {
+        name: count for name, count in named.items() if name.endswith(".extent")
+    }
+
+
+@pytest.mark.parametrize(("disk_bytes", "is_written"), [(1 << 20, True), (80_000, True), (40_000, False)])
+def test_an_extent_that_a_write_reuses_is_let_go_when_it_ends(disk_bytes: int, is_written: bool) -> None:
+    """However it ends: written at once, written once another has made room, or without room for it."""
+    machine, store = started(disk_bytes=disk_bytes)
+    engine = machine.engine().read(make_units(1, 16))
+    first = engine.park(store)
+    store.pin(first.id)
+    assert pump(store, machine.fs) == []
+    other, _ = parked(machine, store, 9, 16)
+    assert pump(store, machine.fs) == []
+    engine.truncate(12)
+    engine.extend(make_units(2, 8))
+    branch = engine.park(store)
+    assert branch.blocks[:3] == first.blocks[:3]
+    assert pump(store, machine.fs) == []
+    assert {first.id, branch.id} <= set(on_disk(store)) if is_written else set(on_disk(store)) == {first.id}
+    assert (other.id in on_disk(store)) == (disk_bytes == 1 << 20)
+    assert_held(store)
+
+
+def test_with_a_short_allowance_what_came_back_is_written_though_nothing_of_it_is_on_disk() -> None:
+    machine, store = started(write_bytes_per_day=200_000)
+    engine = machine.engine().read(make_units(1, 36))
+    store.queue.cancel(engine.park(store).id)
+    store.queue.allowance.left_bytes = 90_000.0
+    engine.extend(make_units(2, 4))
+    grown = engine.park(store)
+    assert store.queue.waiting == (grown.id,)
+    other, _ = parked(machine, store, 3, 40)
+    assert store.queue.waiting == (grown.id,), "it is new"
+    assert isinstance(other, Parked)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_files_and_index_may_take_all_of_their_room(missing: int) -> None:
+    machine, store = started()
+    there = both(machine, store, 1)
+    seen = store.disk_stats()
+    for limits in (
+        {"disk_bytes": seen.bytes_in_use - missing},
+        {"index_bytes": seen.index_bytes - missing},
+    ):
+        machine, store = started(**limits)
+        there, _ = parked(machine, store, 1)
+        assert pump(store, machine.fs) == []
+        assert (there.id in on_disk(store)) == (not missing), limits
+
+
+def test_what_two_share_is_freed_when_both_go() -> None:
+    machine, store = started()
+    engine = machine.engine().read(make_units(1, 16))
+    engine.park(store)
+    assert pump(store, machine.fs) == []
+    engine.truncate(12)
+    engine.extend(make_units(2, 8))
+    engine.park(store)
+    assert pump(store, machine.fs) == []
+    places = [each.disk for each in on_disk(store).values()]
+    free = machine.disk_bytes - store.disk_stats().bytes_in_use
+    manifest_bytes = places[0].manifest_bytes
+    assert store.disk.fits_without(places[:1], free + manifest_bytes, 0)
+    assert not store.disk.fits_without(places[:1], free + manifest_bytes + 1, 0)
+    assert store.disk.fits_without(places, machine.disk_bytes, 0)
+
+
+def test_what_a_failed_write_may_have_left_is_removed_file_by_file() -> None:
+    """Each with the bytes that were charged for it; a write of nothing new has no extent."""
+    machine, store = started()
+    engine = machine.engine().read(make_units(1, 16))
+    engine.park(store)
+    job = store.next_job()
+    assert isinstance(job, WriteJob)
+    machine.fs.fault = Fault(machine.fs.operations + 1)
+    assert run(store, machine.fs, job) is not None
+    charged = store.inspect().disk
+    assert dict(charged.condemned_bytes) == {
+        job.extent.name: 4 * 2 * 4096,
+        job.temporary_name: 4096,
+        job.manifest.name: 0,
+    }
+    assert sum(charged.condemned_bytes.values()) == charged.file_bytes
+
+    machine, store = started()
+    engine = machine.engine().read(make_units(1, 16))
+    engine.park(store)
+    assert pump(store, machine.fs) == []
+    engine.truncate(12)
+    engine.park(store)
+    job = store.next_job()
+    assert isinstance(job, WriteJob)
+    assert job.extent is None
+    machine.fs.fault = Fault(machine.fs.operations + 1)
+    assert run(store, machine.fs, job) is not None
+    assert dict(store.inspect().disk.condemned_bytes) == {job.temporary_name: 4096, job.manifest.name: 0}
