@@ -4,6 +4,7 @@
 #   make test         all tests                    (PYTEST_ARGS="-k lane" narrows it)
 #   make check        formatting, lint, types and the fast tests
 #   make test-agents  Claude Code, Codex and opencode, installed from npm, against a server; needs Node.js 20
+#   make test-harnesses  agent frameworks and load generators, unchanged, against a server (HARNESSES="ai-sdk litellm" chooses)
 #   make test-llama-cpp  llama.cpp in process; compiles it first where pip has no wheel of it (11 minutes on two cores)
 #   make bench        the measurements under benchmarks/
 #   make clean        removes the virtual environment and what the tools left
@@ -14,7 +15,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-agents test-llama-cpp has-llama-cpp check bench clean format setup
+.PHONY: help demo test test-agents test-harnesses test-llama-cpp has-llama-cpp check bench clean format setup
 
 VENV ?= .venv
 PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -23,6 +24,7 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2
 AGENT_ARGS ?=
+HARNESSES ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -c constraints.txt
@@ -33,7 +35,7 @@ pytest := OMP_NUM_THREADS=1 $(bin)/pytest -n $(PYTEST_WORKERS) --dist loadfile
 bench_stamp := $(VENV)/.parkd-bench-installed
 
 help:
-	@sed -n '3,13p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '3,14p' Makefile | sed 's/^# \{0,1\}//'
 
 setup: $(stamp)
 
@@ -68,6 +70,10 @@ test: $(stamp)
 test-agents: $(stamp)
 	$(bin)/python -m tests.clients.real_agents $(AGENT_ARGS)
 
+# Each has an environment of its own under .harnesses, kept for the next time.
+test-harnesses: $(stamp)
+	$(bin)/python -m tests.clients.harnesses --folder .harnesses $(HARNESSES)
+
 # The library of the extra has no wheel on the index: pip builds it from source once and keeps the wheel in its cache. What
 # it builds is the library alone, without servers, tools and tests, for this machine's processor.
 llama_stamp := $(VENV)/.parkd-llama-cpp-installed
@@ -92,5 +98,5 @@ format: $(stamp)
 	$(bin)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .harnesses .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
