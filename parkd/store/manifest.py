@@ -131,7 +131,7 @@ def manifest_name(conversation_id: ConversationId) -> str:
 
 def encode(manifest: Manifest) -> bytes:
     stages, blocks, checkpoints = manifest.stages, manifest.blocks, manifest.checkpoints
-    narrow = len(manifest.units) == 0 or int(manifest.units.max()) < 1 << 32
+    narrow = int(manifest.units.max()) < 1 << 32
     places = {extent.id: index for index, extent in enumerate(manifest.extents)}
     width = len(manifest.prefix_hashes[0]) if manifest.prefix_hashes else HASH_BYTES
     parts: list[DiskBlock | DiskCheckpoint] = [*blocks, *checkpoints]

@@ -240,3 +240,40 @@ def test_what_a_failed_write_may_have_left_is_removed_file_by_file() -> None:
     machine.fs.fault = Fault(machine.fs.operations + 1)
     assert run(store, machine.fs, job) is not None
     assert dict(store.inspect().disk.condemned_bytes) == {job.temporary_name: 4096, job.manifest.name: 0}
+
+
+@pytest.mark.parametrize("layout", ["rows", "fixed state"])
+def test_what_is_on_disk_already_does_not_count_as_waiting(layout: str) -> None:
+    """Of blocks and of checkpoints alike: two new conversations are more than may wait, three branches are not."""
+    machine, store = started(layout=LAYOUTS[layout], ram_bytes=240_000 if layout == "rows" else 300_000)
+    engine = machine.engine().read(make_units(1, 160 if layout == "rows" else 4), checkpoint=True)
+    while layout != "rows" and engine.position < 60:
+        engine.extend(make_units(engine.position, 4), checkpoint=True)
+    stranger = machine.engine(2)
+    first = engine.park(store)
+    for start in range(0, engine.position, 4):
+        stranger.extend(make_units(1000 + start, 4), checkpoint=True)
+    assert stranger.park(store).position == first.position
+    assert store.queue.waiting == (first.id,)
+    assert pump(store, machine.fs) == []
+    branches = []
+    for seed in (3, 4, 5):
+        engine.truncate(first.position - 4)
+        engine.extend(make_units(seed, 4), checkpoint=True)
+        branches.append(engine.park(store).id)
+    assert store.queue.waiting == tuple(branches)
+    assert pump(store, machine.fs) == []
+    assert set(branches) <= set(on_disk(store))
+    assert_held(store)
+
+
+def test_a_beginning_that_is_parked_while_the_whole_is_written_stays() -> None:
+    machine, store = started()
+    engine = machine.engine().read(make_units(1, 16))
+    whole = engine.park(store)
+    job = store.next_job()
+    engine.truncate(8)
+    beginning = engine.park(store)
+    assert run(store, machine.fs, job) is None
+    assert set(on_disk(store)) == {whole.id}
+    assert store.get(beginning.id) is not None

@@ -10,6 +10,7 @@ import struct
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,24 @@ def test_a_manifest_comes_back_as_it_was(tokens: int, wide: bool) -> None:
     data = encode(manifest)
     assert same(decode(data), manifest)
     assert len(data) <= encoded_bytes(tokens, len(manifest.blocks), 1, STAGES, 2)
+
+
+def test_the_first_unit_that_is_too_wide_and_hashes_of_another_width_come_back() -> None:
+    manifest = make_manifest(8)
+    units = manifest.units.copy()
+    units[3] = np.uint64(1 << 32)
+    manifest = replace(manifest, units=units, prefix_hashes=make_hashes(units, 4, width=8))
+    assert same(decode(encode(manifest)), manifest)
+
+
+@pytest.mark.parametrize(("at", "piece", "said"), [(0, b"anything", "not a manifest"), (8, b"\x09", "format 9")])
+def test_another_format_is_named_before_it_is_read(at: int, piece: bytes, said: str) -> None:
+    """Its checksum is right: it is whole, and of another program."""
+    data = bytearray(encode(make_manifest()))
+    data[at : at + len(piece)] = piece
+    data[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(data[:-8])))
+    with pytest.raises(DamagedManifest, match=said):
+        decode(bytes(data))
 
 
 def test_the_header_is_the_one_that_is_described() -> None:
