@@ -1,7 +1,7 @@
 """A linear layer whose weights are codes and scales, and its product with any number of vectors.
 
-    a few vectors     GPUs: kernels over the codes             CPUs: the library's weight-only products
-    more, a prompt    some rows of the matrix at a time become numbers, and the matrix library multiplies
+    a few vectors, on GPUs    kernels over the codes
+    a prompt, and on CPUs     some rows of the matrix at a time become numbers, and the matrix library multiplies
 
 Numbers of a prompt's product are rounded to the dtype of the vectors, like weights that were never quantised.
 """
