@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import pytest
 
@@ -452,3 +454,34 @@ def test_files_that_a_crash_brings_back_keep_blocks_that_are_in_two_extents(drop
     assert pump(store, machine.fs) == []
     kept, expected = ((second, grown_rows), (first, rows))[dropped]
     assert_same_rows(rows_of(store, machine.fs, store.get(kept.id)), expected)
+
+
+@pytest.mark.parametrize("layout", ["rows", "fixed state"])
+def test_blocks_of_two_directories_with_equal_ids_are_told_apart(layout: str) -> None:
+    """Two conversations of each share an extent: what is found under another name there has that name for both."""
+    machines = [Machine(layout=LAYOUTS[layout], numbers=count(first)) for first in (1, 1000)]
+    expected = {}
+    for seed, machine in enumerate(machines):
+        store, engine = machine.start(), machine.engine(seed + 1).read(make_units(10 * seed, 12), checkpoint=True)
+        for number in (1, 2):
+            engine.truncate(12)
+            engine.extend(make_units(10 * seed + number, 4), checkpoint=True)
+            expected[engine.park(store).id] = engine.rows()
+            assert pump(store, machine.fs) == []
+    fs = machines[0].fs
+    for name in machines[1].fs.names():
+        file = fs.create(name)
+        file.write(0, [np.frombuffer(bytes(machines[1].fs.content(name)), np.uint8)])
+        file.close()
+    store = machines[0].start()
+    seen = store.inspect()
+    assert set(seen.conversations) == set(expected)
+    assert len(seen.blocks) == 2 * (3 + 2)
+    assert len(seen.checkpoints) == (2 * (1 + 2) if layout == "fixed state" else 0)
+    for name, rows in expected.items():
+        assert_same_rows(rows_of(store, fs, store.get(name)), rows)
+    for name in expected:
+        store.drop(name, "a test")
+    assert pump(store, fs) == []
+    gone = store.inspect()
+    assert (dict(gone.blocks), dict(gone.checkpoints), fs.names()) == ({}, {}, [])
