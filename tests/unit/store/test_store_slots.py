@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import random
 
 import numpy as np
 import pytest
 
-from parkd.store.budget import Budget, Kind, Need
-from parkd.store.slabs import PAGE_BYTES, SlabGeometry, SlabPool
+from parkd.store.budget import Budget, Kind, Need, Room
+from parkd.store.slabs import PAGE_BYTES, SlabGeometry, SlabPool, anonymous
 from parkd.store.slots import SlotAllocator
 from tests.unit.store.store_kit import Hooks, make_layout
 
@@ -169,3 +170,39 @@ def test_budget_refuses_more_than_it_has():
     budget.charge(Kind.SLABS, 40)
     budget.credit(Kind.SLABS, 40)
     assert (budget.free_bytes, budget.peak_bytes, budget.side_bytes) == (40, 100, 60)
+
+
+def test_large_memory_asks_for_huge_pages_where_there_are_any(monkeypatch):
+    asked = []
+
+    class Watched(mmap.mmap):
+        def madvise(self, *given):
+            asked.append((len(self), *given))
+
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
+    monkeypatch.setattr(mmap, "mmap", Watched)
+    least = 2 << 20
+    for size in (PAGE_BYTES, least - PAGE_BYTES, least):
+        assert anonymous(size).nbytes == size
+    assert asked == [(least, 14)]
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    assert anonymous(least).nbytes == least
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("open_slots", "free_bytes", "slots", "side_bytes", "fits"),
+    [
+        (2, 100, 2, 100, True),  # what is there is enough, to the last byte
+        (2, 100, 1, 101, False),  # slots cannot be used for other bytes
+        (2, 0, 3, 0, False),
+        (0, PAGE_BYTES, PAGE_BYTES // 64, 0, True),  # a slab of a page, full
+        (0, PAGE_BYTES - 1, 1, 0, False),  # a slot fits, its slab does not
+        (0, PAGE_BYTES + 64, PAGE_BYTES // 64 + 1, 0, False),
+        (1, PAGE_BYTES + 7, PAGE_BYTES // 64 + 1, 7, True),
+        (1, PAGE_BYTES + 6, PAGE_BYTES // 64 + 1, 7, False),
+    ],
+)
+def test_what_fits_is_counted_to_the_byte(open_slots, free_bytes, slots, side_bytes, fits):
+    geometry = SlabGeometry((64,), 10 * PAGE_BYTES // 64)
+    assert geometry.fits(Need(slots, side_bytes), Room(open_slots, free_bytes)) == fits
