@@ -9,9 +9,11 @@ import random
 import numpy as np
 import pytest
 
+from parkd.state import Grain
 from parkd.store.budget import Budget, Kind, Need, Room
 from parkd.store.slabs import PAGE_BYTES, SlabGeometry, SlabPool, anonymous
 from parkd.store.slots import SlotAllocator
+from tests.fault.whole_kit import whole_layout
 from tests.unit.store.store_kit import Hooks, make_layout
 
 
@@ -201,8 +203,21 @@ def test_large_memory_asks_for_huge_pages_where_there_are_any(monkeypatch):
         (0, PAGE_BYTES + 64, PAGE_BYTES // 64 + 1, 0, False),
         (1, PAGE_BYTES + 7, PAGE_BYTES // 64 + 1, 7, True),
         (1, PAGE_BYTES + 6, PAGE_BYTES // 64 + 1, 7, False),
+        (0, 10 * PAGE_BYTES + 100, 10 * PAGE_BYTES // 64, 0, True),  # the rest is no slab
     ],
 )
 def test_what_fits_is_counted_to_the_byte(open_slots, free_bytes, slots, side_bytes, fits):
     geometry = SlabGeometry((64,), 10 * PAGE_BYTES // 64)
     assert geometry.fits(Need(slots, side_bytes), Room(open_slots, free_bytes)) == fits
+
+
+def test_slabs_are_smaller_where_other_state_shares_the_budget():
+    budget_bytes = 64 << 20
+    for fixed_bytes, pieces in ((0, 8), (700, 32)):
+        geometry = SlabGeometry.of(make_layout((1024,), (fixed_bytes,)), 4, 1 << 30, budget_bytes)
+        assert geometry.full_slab_bytes == budget_bytes // pieces
+
+
+def test_no_slab_is_made_for_states_that_are_not_rows():
+    geometry = SlabGeometry.of(whole_layout(Grain.OPAQUE), 4, 1 << 20, 64 << 20)
+    assert not SlabPool(geometry, Budget(64 << 20)).grow_ahead()
