@@ -66,12 +66,13 @@ async def running_on(
     ram_bytes: int = 8 * MIB,
     disk_bytes: int = 64 * MIB,
     slots: int | None = None,
+    config: ProxyConfig | None = None,
 ) -> AsyncIterator[Running]:
     """Starts a server over the directory, gives it, stops it as SIGTERM would."""
     engine = engine or FakeEngine()
     files = files or open_directory(path)
     services, identity = disk_services(
-        engine, files, ram_bytes=ram_bytes, disk_bytes=disk_bytes, slots=slots, directory=path
+        engine, files, ram_bytes=ram_bytes, disk_bytes=disk_bytes, slots=slots, config=config, directory=path
     )
     server = Server(services)
     # The fake engine reads faster than any disk; a model does not. So reading costs what is assumed at first.

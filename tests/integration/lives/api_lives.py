@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import anyio
 import numpy as np
 
 from parkd.errors import EngineFailure, EngineLost, RestoreFailed
 from tests.integration.api.api_harness import Gate, Running, until
+from tests.integration.lives.life_dialects import DIALECTS
 from tests.integration.lives.life_server import CONTEXT, Injected, LifeServer
 from tests.integration.lives.life_talks import Ask, Talk
 from tests.lives.life import Step
@@ -47,6 +49,7 @@ class Life(LifeServer):
         await self.at_rest(server)
         self.check(server)
         self.check_parked(server)
+        await self.check_slots(server)
 
     async def _happen(self, server: Running) -> bool:
         [step] = self.steps(HAPPENINGS, 1)
@@ -79,10 +82,17 @@ class Life(LifeServer):
             await self._turn_of(server, next_one())
 
     async def again_at_once(self, server: Running) -> None:
-        """Costs one token."""
+        """Costs one token, in whatever dialect, and also under another key of the namespace. A key of another one has
+        nothing of it."""
         if self.last is not None and self.last.mode == "use" and self.ctx_checkpoints > 2:
-            reply = await self.ask(server, self.last)
-            assert reply.reused == self.talks.tokens(self.last.messages) - 1, reply
+            last, namespace = self.last, self.last.client.namespace
+            here = [client for client in self.clients if client.namespace == namespace]
+            again = replace(last, client=self.pick(here), dialect=self.pick(self.dialects_of(last)))
+            reply = await self.ask(server, again)
+            assert reply.reused == reply.prompt_tokens - 1, reply
+            if elsewhere := [client for client in self.clients if client.namespace != namespace]:
+                self.last = None
+                await self.ask(server, replace(last, client=self.pick(elsewhere)))
 
     async def several(self, server: Running) -> None:
         """Some wait while one is answered, and some of those leave."""
@@ -188,8 +198,13 @@ class Life(LifeServer):
         await server.settled()
         server.engine.hook = _nothing
 
+    def dialects_of(self, _ask: Ask) -> list[str]:
+        """Those in which a prompt is the same."""
+        return list(DIALECTS)
+
     async def _sent_and_left(self, server: Running, ask: Ask, moment: Callable[[], bool]) -> None:
         """The client leaves at that moment, if it is not answered before."""
+        self.expected(ask)
         async with anyio.create_task_group() as tasks:
             ended: list[bool] = []
 
@@ -209,7 +224,7 @@ def _nothing(_step: str, _number: int) -> None:
 HAPPENINGS = (
     Step("turn", 14),
     Step("away_and_back", 4),
-    Step("again_at_once", 1),
+    Step("again_at_once", 2),
     Step("several", 2),
     Step("leave", 2),
     Step("fail", 2),

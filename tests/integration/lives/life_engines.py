@@ -17,6 +17,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.opaque import FakeOpaqueEngine
 from tests.fakes.rows import chain_of, row_words
 from tests.integration.api.api_harness import Messages
+from tests.integration.lives.life_dialects import Expected
 
 VECTORS = {"calm": 0.0, "terse": 0.0}
 COPY_S = 0.003
@@ -103,22 +104,25 @@ class Reference:
 
     def answer(
         self, messages: Messages, max_tokens: int, stop: str | None, steering: Mapping[str, float] | None
-    ) -> str:
-        """What the model says to a prompt that it has never seen."""
+    ) -> tuple[Expected, list[int]]:
+        """What the model says to a prompt that it has never seen, and the ids of prompt and answer."""
         engine = self.engine
         ids = np.array(engine.tokenizer.encode(engine.template.render(messages, (), {}).text), dtype=np.int64)
         self.read(ids[:-1], steering)
-        stream, text, told = engine.text_stream(), "", 0
+        stream, text, told = engine.text_stream(), "", list[int]()
+        ended = "length"
         engine.begin(ids, SamplingParams(temperature=0))
         for token in _tokens(engine.generate()):
+            told.append(token)
             if token in engine.info.end_token_ids:
+                ended = "stop"
                 break
-            text, told = text + stream.push([token]), told + 1
+            text += stream.push([token])
             if stop is not None and stop in text:
-                return text[: text.index(stop)]
-            if told == max_tokens:
+                return Expected(text[: text.index(stop)], "stop string"), [*ids.tolist(), *told]
+            if len(told) == max_tokens:
                 break
-        return text + str(stream.flush())
+        return Expected(text + str(stream.flush()), ended), [*ids.tolist(), *told]
 
     def read(self, ids: Sequence[int], steering: Mapping[str, float] | None, places: Sequence[int] = ()) -> None:
         self.engine.reset()

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import logging
+import re
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from parkd.errors import EngineLost, RestoreFailed
 from parkd.lane import checkpoints
+from parkd.proxy.access import namespace_of
+from parkd.proxy.config import ProxyConfig
 from parkd.store.records import Parked
-from parkd.types import ConversationKey
+from parkd.types import ConversationKey, NamedKey
+from tests.clients.said import Said
 from tests.fakes.engine import FakeEngine
-from tests.integration.api.api_harness import MIB, Running, body_of, running
+from tests.integration.api.api_harness import MIB, Running, running
 from tests.integration.api.disk_harness import running_on, written
+from tests.integration.lives.life_dialects import DIALECTS, Expected
 from tests.integration.lives.life_engines import KINDS, VECTORS, Reference
-from tests.integration.lives.life_talks import Ask, Talk, Talks
+from tests.integration.lives.life_talks import NOBODY, Ask, Client, Talk, Talks
 from tests.lives.life import Choices, History
 
 CONTEXT = 4096
 ROOM = CONTEXT - 600
+KEYS = ProxyConfig(
+    named_keys=(NamedKey("ann", "k-ann", "team"), NamedKey("bob", "k-bob", "team"), NamedKey("eve", "k-eve"))
+)
+CLIENTS = (Client("k-ann", "=team"), Client("k-bob", "=team"), Client("k-eve", namespace_of("k-eve")))
 LOGS = ("parkd", "asyncio", "uvicorn.error")
 ANSWERS_ANYWAY = frozenset({"capture", "copied"})
 """Steps whose failure costs time, never an answer."""
+FAILED = re.compile(r'^(data: |event: )?(\{"error"|error$|response\.failed$)', re.MULTILINE)
+"""In a stream of any dialect."""
+DIFFERS = re.compile(r"differs from token (\d+)")
+LEARNT = re.compile(r"(?:from token|restoring|and) (\d+)")
+"""Places in known text, in what a client is told of why tokens were read."""
 
 
 class Injected:
@@ -78,11 +91,12 @@ class Heard(logging.Handler):
 
 @dataclass
 class Reply:
-    text: str = ""
+    said: Said | None = None
     error: str = ""
     """Empty: it is a whole answer."""
     cache: str = ""
     reused: int = 0
+    prompt_tokens: int = 0
 
 
 class LifeServer(Choices):
@@ -110,13 +124,29 @@ class LifeServer(Choices):
         self._slots = self.pick([None, None, None, 2, 4])
         self._read_s = self.pick([1e-3, 1e-3, 1e-3, 6e-9])
         """What reading a token is taken to cost: mostly more than restoring it, sometimes about the same."""
+        self.clients = self.pick([(NOBODY,), CLIENTS, CLIENTS])
         fixed_bytes = 8 * self._make().fixed.words
         self.reference = Reference(
             FakeEngine(**self._options, fixed_bytes=fixed_bytes, ctx_checkpoints=64, batch_tokens=384)
         )
-        self.talks = Talks(self.reference.engine, self.random, ROOM, min(self.step, 512), scales)
+        self.talks = Talks(self.reference.engine, self.random, ROOM, min(self.step, 512), scales, self.clients)
         self._heard = Heard()
-        self._steerings = {self._key_digest(scale): scale for scale in scales}
+        self._steerings = {self._key_digest(client, scale): scale for client in self.clients for scale in scales}
+        self._told: list[tuple[Ask, np.ndarray]] = []
+        """What was asked, with the ids of prompt and answer."""
+
+    # -- what may be another in other lives --
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        """How the server reads and remembers answers."""
+        return {}
+
+    def expected(self, ask: Ask) -> Expected:
+        """What is answered. Notes that its client knows it, and what it asks."""
+        answer, ids = self.reference.answer(ask.messages, ask.max_tokens, ask.stop, ask.steering)
+        self._told.append((ask, np.array(ids)))
+        return answer
 
     # -- its processes --
 
@@ -135,11 +165,14 @@ class LifeServer(Choices):
     async def serving(self) -> AsyncIterator[Running]:
         """A process, from its start to an orderly end. Without a folder it knows nothing of the one before."""
         engine, ticks = self._make(), count()
+        config = None if self.clients == (NOBODY,) else KEYS
         if self.folder is None:
             budgets = {"budget_bytes": self._budget_bytes, "slots": self._slots}
-            process = running(engine, **budgets, clock=lambda: float(next(ticks)), answer_bytes=0)
+            answers = {"config": config, "answer_bytes": 0, **self.answers}
+            process = running(engine, **budgets, **answers, clock=lambda: float(next(ticks)))
         else:
-            process = running_on(self.folder, engine, ram_bytes=max(200_000, self._budget_bytes), slots=self._slots)
+            ram_bytes = max(200_000, self._budget_bytes)
+            process = running_on(self.folder, engine, ram_bytes=ram_bytes, slots=self._slots, config=config)
         async with process as server:
             costs = server.server.proxy.costs
             costs.note_read(10_000, 10_000 * self._read_s)
@@ -162,29 +195,40 @@ class LifeServer(Choices):
 
     async def ask(self, server: Running, ask: Ask, talk: Talk | None = None, fault: Injected | None = None) -> Reply:
         """Sends it and compares the answer; without one, there must have been a fault that excuses it."""
-        expected = self.reference.answer(ask.messages, ask.max_tokens, ask.stop, ask.steering)
+        expected = self.expected(ask)
         reply = await self.send(server, ask)
         if reply.error:
             assert fault is not None, reply
             assert fault.may_cost_the_answer, (fault.step, fault.error, reply)
             self.counts["no answer"] += 1
             return reply
-        assert reply.text == expected, (reply, expected)
+        assert reply.said == DIALECTS[ask.dialect].said(expected), (ask, reply, expected)
         self.counts[reply.cache] += 1
+        self.counts[f"in {ask.dialect}"] += 1
         if talk is not None:
-            talk.answer = reply.text
+            talk.answer = expected
         return reply
 
     async def send(self, server: Running, ask: Ask) -> Reply:
-        fields: dict[str, Any] = {"stop": ask.stop} if ask.stop else {}
-        if ask.steering is not None:
-            fields["steering"] = ask.steering
+        dialect, key = DIALECTS[ask.dialect], {"x-api-key": ask.client.key} if ask.client.key else {}
         response = await server.client.post(
-            "/v1/chat/completions",
-            json=body_of(ask.messages, ask.max_tokens, stream=ask.streams, **fields),
-            headers={"x-parkd-cache-mode": ask.mode},
+            dialect.path, json=dialect.body(ask), headers={"x-parkd-cache-mode": ask.mode, **key}
         )
-        return _reply(response, streams=ask.streams)
+        if response.status_code != 200:
+            return Reply(error=f"{response.status_code} {response.text}")
+        if ask.streams and FAILED.search(response.text):
+            return Reply(error=response.text)
+        told = await server.client.get(f"/parkd/explain/{response.headers['x-request-id']}", headers=key)
+        assert told.status_code == 200, told.text
+        report = told.json()
+        reply = Reply(cache=report["cache"], reused=report["reused_tokens"], prompt_tokens=report["prompt_tokens"])
+        if ask.streams:
+            reply.said = dialect.from_stream(response.content)
+        else:
+            reply.said = dialect.from_document(response.json())
+            assert dialect.reused(response.json()) in (None, reply.reused), response.text
+        self.check_told(ask, reply, report, response.headers)
+        return reply
 
     # -- what must hold --
 
@@ -225,22 +269,47 @@ class LifeServer(Choices):
         entries = list(server.store.table.in_ram.values())
         return self.pick(entries).parked if entries else None
 
-    def _key_digest(self, scale: Any) -> bytes:
+    def check_told(self, ask: Ask, reply: Reply, report: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+        """Its client has state from its namespace only, and learns only of what it said and was told itself."""
+        assert reply.prompt_tokens == self.talks.tokens(ask.messages), "every dialect has the same prompt"
+        ids = np.array(self.talks.ids(ask.messages))
+        before = [told for told in self._told if told[0] is not ask and told[0].steering == ask.steering]
+        namespace = [known for other, known in before if other.client.namespace == ask.client.namespace]
+        assert reply.reused <= max((_common(known, ids) for known in namespace), default=0), (ask, report)
+        told = [known for other, known in before if other.client == ask.client]
+        own = [_common(known, ids) for known in told]
+        numbers = [int(number) for number in LEARNT.findall(report["why"])]
+        assert all(number <= max(own, default=0) for number in numbers), (ask, report)
+        if (place := DIFFERS.search(report["why"])) is not None:
+            assert int(place[1]) in own, (ask, report)
+        divergence = report["divergence"]
+        if divergence is not None:
+            self.counts["divergence"] += 1
+            token, shown = divergence["token"], ast.literal_eval(divergence["known_text"])
+            rests = [known[token:].tolist() for known, common in zip(told, own, strict=True) if common == token]
+            texts = [self.reference.engine.tokenizer.decode(rest) for rest in rests]
+            assert any(text.startswith(shown) for text in texts), (ask, report, texts)
+            assert divergence["known_text"] in headers.get("x-parkd-divergence", divergence["known_text"])
+        else:
+            assert "x-parkd-divergence" not in headers
+        if ask.client.key:
+            self.counts["of a sibling" if max(own, default=0) < reply.reused else "of its own"] += 1
+
+    async def check_slots(self, server: Running) -> None:
+        """No client sees a conversation that is longer than what it said and was told itself."""
+        for client in self.clients:
+            response = await server.client.get("/slots", headers={"x-api-key": client.key} if client.key else {})
+            lengths = [len(known) for ask, known in self._told if ask.client == client and ask.steering is None]
+            shown = [parked["tokens"] for parked in response.json()[0]["parked"]]
+            assert max(shown, default=0) <= max(lengths, default=0)
+
+    def _key_digest(self, client: Client, scale: Any) -> bytes:
         engine = self.reference.engine
-        return ConversationKey("", engine.info.fingerprint, engine.steering_digest(scale)).digest
+        return ConversationKey(client.namespace, engine.info.fingerprint, engine.steering_digest(scale)).digest
 
 
-def _reply(response: httpx.Response, *, streams: bool) -> Reply:
-    if response.status_code != 200:
-        return Reply(error=f"{response.status_code} {response.text}")
-    if not streams:
-        document = response.json()
-        timings = document["timings"]
-        text = document["choices"][0]["message"]["content"]
-        return Reply(text or "", "", timings["cache"], timings["cache_n"])
-    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-    if failed := [chunk for chunk in chunks if "error" in chunk]:
-        return Reply(error=json.dumps(failed))
-    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    timings = next(chunk["timings"] for chunk in reversed(chunks) if "timings" in chunk)
-    return Reply("".join(delta.get("content") or "" for delta in deltas), "", timings["cache"], timings["cache_n"])
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """How many ids at the start are the same."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length

@@ -10,10 +10,24 @@ import numpy as np
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from tests.integration.api.api_harness import Messages
+from tests.integration.lives.life_dialects import DIALECTS, Expected
 from tests.lives.life import Choices
 
 LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvw   ", dtype=np.uint8)
 MOST_TALKS = 5
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who asks."""
+
+    key: str = ""
+    namespace: str = ""
+    """As the server calls it."""
+
+
+NOBODY = Client()
+"""Of a server without keys."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,12 @@ class Ask:
     mode: str = "use"
     steering: Mapping[str, float] | None = None
     streams: bool = False
+    dialect: str = "chat"
+    client: Client = NOBODY
+    budget: int | None = None
+    """Of thinking, in tokens."""
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    """Schemas by name."""
 
 
 @dataclass
@@ -35,8 +55,9 @@ class Talk:
     messages: Messages
     """Up to the last question."""
     steering: Mapping[str, float] | None = None
-    answer: str | None = None
+    answer: Expected | None = None
     """To the last question; None: not known."""
+    client: Client = NOBODY
 
 
 @dataclass
@@ -50,6 +71,7 @@ class Talks(Choices):
     step: int
     """Tokens between checkpoints."""
     scales: tuple[Mapping[str, float] | None, ...] = (None,)
+    clients: tuple[Client, ...] = (NOBODY,)
     known: list[Talk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,8 +83,11 @@ class Talks(Choices):
     # -- places --
 
     def tokens(self, messages: Messages, *, asks: bool = True) -> int:
+        return len(self.ids(messages, asks=asks))
+
+    def ids(self, messages: Messages, *, asks: bool = True) -> list[int]:
         text = self.engine.template.render(messages, (), {}, add_generation_prompt=asks).text
-        return len(self.engine.tokenizer.encode(text))
+        return list(self.engine.tokenizer.encode(text))
 
     def aimed(self, messages: Messages) -> Messages:
         """Often lengthened, so that the prompt ends at a place of interest, or just beside it."""
@@ -87,17 +112,19 @@ class Talks(Choices):
 
     def opened(self) -> Talk:
         head = [] if self.chance(0.2) else self.pick(self.systems)
-        return self._keep(Talk(self.aimed([*head, self.question()]), self.pick(self.scales)))
+        return self._keep(
+            Talk(self.aimed([*head, self.question()]), self.pick(self.scales), client=self.pick(self.clients))
+        )
 
     def continued(self, talk: Talk | None = None) -> Talk:
         """The next turn; sometimes the client sends back less than it was told, or something else."""
         talk = talk or self.again()
-        answer = talk.answer if talk.answer is not None else "Nothing."
+        said = talk.answer if talk.answer is not None else Expected("Nothing.", "stop")
         if self.chance(0.15):
-            answer = answer[self.up_to(len(answer) + 1) - 1 :]
+            said = replace(said, text=said.text[self.up_to(len(said.text) + 1) - 1 :])
         elif self.chance(0.05):
-            answer = self.text(5)
-        turn = [{"role": "assistant", "content": answer}, self.question()]
+            said = Expected(self.text(5), "stop")
+        turn = [*sent_back(said, len(talk.messages)), self.question()]
         talk.messages, talk.answer = self.aimed([*talk.messages, *turn]), None
         if self.tokens(talk.messages) > self.room:
             self.known.remove(talk)
@@ -114,7 +141,7 @@ class Talks(Choices):
         """Back to a question before."""
         talk = talk or self.again()
         asked = [index for index, message in enumerate(talk.messages) if message["role"] == "user"]
-        return self._keep(Talk(talk.messages[: self.pick(asked) + 1], talk.steering))
+        return self._keep(Talk(talk.messages[: self.pick(asked) + 1], talk.steering, client=talk.client))
 
     def forked(self) -> Talk:
         """A message is another from some place on; what came after it is gone, or not."""
@@ -128,14 +155,15 @@ class Talks(Choices):
         ]:
             at = self.pick([at, *edges])
         role = talk.messages[index]["role"]
-        edited = {"role": role, "content": content[:at] + self.pick(["x", "y", "z"]) + self.text(self.up_to(40))}
+        new = content[:at] + self.pick(["x", "y", "z"]) + self.text(self.up_to(40))
+        edited = {**talk.messages[index], "content": new}
         rest = talk.messages[index + 1 :]
         if role == "user" and self.chance(0.7):
             rest = []
         messages = self.aimed([*talk.messages[:index], edited, *rest])
         if messages[-1]["role"] != "user" or self.tokens(messages) > self.room:
             return self.opened()
-        return self._keep(Talk(messages, talk.steering))
+        return self._keep(Talk(messages, talk.steering, client=talk.client))
 
     def steered(self) -> Talk:
         """The same words under another setting."""
@@ -161,7 +189,16 @@ class Talks(Choices):
         most = to_edge if 0 < to_edge < 48 and self.chance(0.6) else self.pick([1, 2, 8, 8, 20])
         stop = self.text(1) if self.chance(0.15) else None
         mode = self.pick(["read", "off"]) if self.chance(0.08) else "use"
-        return Ask(talk.messages, most, stop, mode, talk.steering, self.chance(0.3))
+        return Ask(
+            talk.messages,
+            most,
+            stop,
+            mode,
+            talk.steering,
+            streams=self.chance(0.3),
+            dialect=self.pick(list(DIALECTS)),
+            client=talk.client if self.chance(0.7) else self.pick(self.clients),
+        )
 
     def _system(self, characters: int, multiple: int) -> Messages:
         """A system prompt whose end is at a multiple of so many tokens."""
@@ -172,3 +209,21 @@ class Talks(Choices):
     def _keep(self, talk: Talk) -> Talk:
         self.known = [*self.known[1 - MOST_TALKS :], talk]
         return talk
+
+
+def sent_back(answer: Expected, place: int) -> Messages:
+    """An answer as the history has it, with results of its calls. `place`: messages before it."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.thinking:
+        message["reasoning_content"] = answer.thinking
+    calls = [
+        {"id": f"call_{place}_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(answer.calls)
+    ]
+    if calls:
+        message["tool_calls"] = calls
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "ok"}
+        for call in calls
+    ]
+    return [message, *results]

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.integration.lives.api_lives import Life
+from tests.integration.lives.life_dialects import DIALECTS
+from tests.integration.lives.scripted_lives import ScriptedLife
 
 pytestmark = pytest.mark.anyio
 
 EVENTS = 20
 ON_DISK = ("rows", "linear", "late-linear", "opaque-linear", "file")
-SHORT = {"rows": 0, "linear": 4, "window": 6, "late": 0, "late-linear": 4, "opaque": 5, "opaque-linear": 0}
+SHORT = {"rows": 0, "linear": 4, "window": 6, "late": 0, "late-linear": 4, "opaque": 5, "opaque-linear": 3}
 """A seed for each kind, chosen so that little time covers much."""
+TEAMS = ("rows", "late")
+"""In these, a key goes on with what another key of its namespace has said."""
+SCRIPTED = {"rows": 0, "linear": 1}
 
 
 @pytest.mark.parametrize(("kind", "seed"), SHORT.items())
@@ -22,6 +27,17 @@ async def test_a_short_life(kind: str, seed: int) -> None:
     assert counts["live"]
     assert counts["restored-ram"]
     assert counts["restorable"]
+    assert all(counts[f"in {dialect}"] for dialect in DIALECTS)
+    assert counts["divergence"]
+    assert counts["of a sibling"] or kind not in TEAMS
+
+
+@pytest.mark.parametrize(("kind", "seed"), SCRIPTED.items())
+async def test_a_short_life_of_answers_cut_at_any_token(kind: str, seed: int) -> None:
+    counts = await ScriptedLife(kind, seed).go_on(EVENTS)
+    assert counts["restored-ram"]
+    assert all(counts[f"in {dialect}"] for dialect in DIALECTS)
+    assert min(counts[what] for what in ("cut", "budget", "thought", "calls")) > 4
 
 
 async def test_a_short_life_on_disk(tmp_path: Path) -> None:
@@ -34,6 +50,13 @@ async def test_a_short_life_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", SHORT)
 async def test_a_life(kind: str, seed: int) -> None:
     await Life(kind, seed).go_on(2 * EVENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 102))
+@pytest.mark.parametrize("kind", SHORT)
+async def test_a_life_of_answers_cut_at_any_token(kind: str, seed: int) -> None:
+    await ScriptedLife(kind, seed).go_on(3 * EVENTS)
 
 
 @pytest.mark.slow
