@@ -221,3 +221,19 @@ def test_slabs_are_smaller_where_other_state_shares_the_budget():
 def test_no_slab_is_made_for_states_that_are_not_rows():
     geometry = SlabGeometry.of(whole_layout(Grain.OPAQUE), 4, 1 << 20, 64 << 20)
     assert not SlabPool(geometry, Budget(64 << 20)).grow_ahead()
+
+
+def test_room_counts_a_slab_as_free_only_if_all_that_is_used_of_it_goes():
+    budget = Budget(16 * PAGE_BYTES)
+    pool = SlabPool(SlabGeometry((PAGE_BYTES,), 4), budget)
+    pool.reserve(Need(8, 0))
+    slots = pool.allocate(8, None)
+    assert pool.room() == Room(0, 8 * PAGE_BYTES)
+    assert pool.room(slots[:6]) == Room(2, 12 * PAGE_BYTES)
+    assert pool.room(slots) == Room(0, 16 * PAGE_BYTES)
+
+
+def test_slabs_grow_ahead_up_to_the_share_of_metadata():
+    for slots, grows in ((63, True), (64, False)):
+        pool = SlabPool(SlabGeometry((PAGE_BYTES,), slots), Budget(64 * PAGE_BYTES))
+        assert pool.grow_ahead() == grows
