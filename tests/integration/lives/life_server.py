@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from parkd.errors import EngineLost, RestoreFailed
@@ -218,14 +219,17 @@ class LifeServer(Choices):
             return Reply(error=f"{response.status_code} {response.text}")
         if ask.streams and FAILED.search(response.text):
             return Reply(error=response.text)
-        told = await server.client.get(f"/parkd/explain/{response.headers['x-request-id']}", headers=key)
+        said = dialect.from_stream(response.content) if ask.streams else dialect.from_document(response.json())
+        try:
+            told = await server.client.get(f"/parkd/explain/{response.headers['x-request-id']}", headers=key)
+        except httpx.TransportError:
+            # The engine was lost behind the answer, and the process ends: nobody is there to explain it.
+            assert isinstance(getattr(server.engine.hook, "error", None), EngineLost)
+            return Reply(said, cache="unexplained")
         assert told.status_code == 200, told.text
         report = told.json()
-        reply = Reply(cache=report["cache"], reused=report["reused_tokens"], prompt_tokens=report["prompt_tokens"])
-        if ask.streams:
-            reply.said = dialect.from_stream(response.content)
-        else:
-            reply.said = dialect.from_document(response.json())
+        reply = Reply(said, "", report["cache"], report["reused_tokens"], report["prompt_tokens"])
+        if not ask.streams:
             assert dialect.reused(response.json()) in (None, reply.reused), response.text
         self.check_told(ask, reply, report, response.headers)
         return reply
