@@ -82,13 +82,15 @@ def check_operator(caller: Caller) -> None:
         )
 
 
-def narrowed(namespace: str, salt: str | None) -> str:
-    """The part of a namespace for one `cache_salt`. No salt can reach another namespace, or the part of another
-    salt."""
+def narrowed(caller: Caller, salt: str | None) -> str:
+    """The part of a caller's namespace for one `cache_salt`. No salt can reach another namespace, the part of another
+    salt, or, where keys share the namespace, that of another key."""
     if not salt:
-        return namespace
-    digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=NAMESPACE_BYTES, person=b"parkd-salt")
-    return f"{namespace}/{digest.hexdigest()}"
+        return caller.namespace
+    owner = caller.owner.encode() if caller.shares_namespace else b""
+    text = salt.encode("utf-8", "surrogatepass")
+    digest = blake2b(text, key=owner, digest_size=NAMESPACE_BYTES, person=b"parkd-salt")
+    return f"{caller.namespace}/{digest.hexdigest()}"
 
 
 def namespace_of(api_key: str) -> str:

@@ -195,7 +195,7 @@ class Proxy:
                     encoded(document) + b"\n", headers=id_headers(request_id), media_type="application/json"
                 )
             parsed = dialect.parse(body, request.headers)
-            turn_request = dataclasses.replace(parsed, namespace=narrowed(caller.namespace, parsed.cache.salt))
+            turn_request = dataclasses.replace(parsed, namespace=narrowed(caller, parsed.cache.salt))
             turn = self.resends.take(turn_request, caller.owner)
             meta = ResponseMeta(turn.request_id if turn is not None else request_id, model, created_s)
             encoder = dialect.encoder(turn_request, body, meta)
@@ -286,7 +286,7 @@ class Proxy:
             parsed = dialect.parse_count(body, request.headers)
             counted = dataclasses.replace(
                 parsed,
-                namespace=narrowed(caller.namespace, parsed.cache.salt),
+                namespace=narrowed(caller, parsed.cache.salt),
                 response_schema=None,
                 response_form=None,
                 tool_choice=ToolChoice(),

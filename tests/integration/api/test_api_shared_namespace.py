@@ -153,3 +153,14 @@ async def test_a_key_alone_in_its_namespace_is_told_no_size_of_another_keys_conv
             await ask(server, "k-carol", asked(name * 2000))
         _, told = await ask(server, "k-dave", asked("a" * 2000))
         assert re.fullmatch(r"evicted \d+ s ago: its room was needed for another conversation", told["why"])
+
+
+async def test_found_by_attack_a_salt_keeps_state_from_the_other_keys_of_a_namespace() -> None:
+    """The documents promised the same key and the same salt; another key of the team that sent the same salt was given
+    the state."""
+    async with team() as server:
+        await ask(server, "k-carol", asked(SECRET), cache_salt="s")
+        _, other = await ask(server, "k-dave", asked(SECRET), cache_salt="s")
+        _, own = await ask(server, "k-carol", asked(SECRET), cache_salt="s")
+    assert other["reused_tokens"] == 0
+    assert own["reused_tokens"] == own["prompt_tokens"] - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parkd.errors import Forbidden, Unauthorized
-from parkd.proxy.access import authenticate, check_origin, is_loopback, namespace_of, narrowed
+from parkd.proxy.access import Caller, authenticate, check_origin, is_loopback, namespace_of, narrowed
 from parkd.proxy.requests import request_id_of
 from parkd.proxy.sse import cache_headers, header_text
 from parkd.types import CacheOutcome, CacheReport, NamedKey
@@ -34,10 +34,10 @@ def test_keys_of_one_namespace_share_a_cache_and_nothing_else() -> None:
 
 
 def test_a_salt_narrows_and_never_reaches_another_namespace() -> None:
-    spaces = ["", "=team", "=team2", namespace_of("one")]
+    callers = [Caller(space) for space in ("", "=team", "=team2", namespace_of("one"))]
     salts = [None, "a", "b", "/a", "2"]
-    assert narrowed("=team", "") == "=team"
-    assert len({narrowed(space, salt) for space in spaces for salt in salts}) == len(spaces) * len(salts)
+    assert narrowed(Caller("=team"), "") == "=team"
+    assert len({narrowed(caller, salt) for caller in callers for salt in salts}) == len(callers) * len(salts)
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "one"}, {"authorization": "Bearer ONE"}, {"x-api-key": "é"}])
