@@ -141,20 +141,22 @@ class Endpoints:
         return _json(admin.props(self._info, self._config.alias, template, reads_images=reads_images), request_id)
 
     async def slots(self, request: Request, request_id: str) -> ASGIApp:
-        """As in llama-server, with one slot, since there is one lane. Shows details only to the owner of the running
-        request."""
+        """As in llama-server, with one slot, since there is one lane. Shows a request only to the key that sent it, and
+        what all keys do, as in `/health`, only to an operator's."""
         caller = self._caller(request)
         running = self._proxy.lane.running
         mine = running.explained if running is not None else None
         if mine is not None and mine.owner != caller.owner:
             mine = None
+        lane = self._proxy.lane
+        waiting = {"waiting": lane.waiting} if caller.is_operator else {}
         return _json(
             [
                 {
                     "id": 0,
                     "n_ctx": self._info.context_tokens,
-                    "is_processing": self._proxy.lane.busy,
-                    "waiting": self._proxy.lane.waiting,
+                    "is_processing": lane.busy and (caller.is_operator or mine is not None),
+                    **waiting,
                     "request": None if mine is None else explain.summary(mine),
                     "parked": [
                         {"tokens": tokens, "idle_s": round(max(0.0, idle_s), 1)}

@@ -136,7 +136,8 @@ async def test_a_slot_shows_its_request_to_its_own_key_only() -> None:
         await gate.wait_reached()
         mine, other = await slot(server, "k1"), await slot(server, "k2")
         gate.opened.set()
-        assert mine["is_processing"] is other["is_processing"] is True
+        assert mine["is_processing"] is True
+        assert other["is_processing"] is False
         assert isinstance(mine["request"], dict)
         assert mine["request"]["state"] == "running"
         assert other["request"] is None
@@ -145,6 +146,21 @@ async def test_a_slot_shows_its_request_to_its_own_key_only() -> None:
         assert isinstance(parked, list)
         assert len(parked) == 1
         assert (await slot(server, "k2"))["parked"] == []
+
+
+async def test_found_by_attack_a_slot_tells_the_load_of_the_server_to_its_operator_alone() -> None:
+    """`/health` hid from a key whether another key's request runs and how many wait; `/slots` told both."""
+    gate = Gate("token")
+    config = ProxyConfig(api_keys=("k1", "k2"), operator_keys=("op",))
+    async with running(FakeEngine(hook=gate), config=config) as server, anyio.create_task_group() as tasks:
+        body = {"messages": HELLO, "max_tokens": 2}
+        tasks.start_soon(lambda: server.client.post("/v1/chat/completions", json=body, headers={"x-api-key": "k1"}))
+        await gate.wait_reached()
+        told = {key: await slot(server, key) for key in ("k1", "k2", "op")}
+        gate.opened.set()
+        assert {key: each["is_processing"] for key, each in told.items()} == {"k1": True, "k2": False, "op": True}
+        assert {key for key, each in told.items() if "waiting" in each} == {"op"}
+        assert told["op"]["request"] is None, "what it is stays with its key"
 
 
 async def test_found_by_use_memory_over_a_day_is_shown_with_its_ceilings() -> None:
