@@ -173,14 +173,14 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
         count, kept = query.shape[2], key.shape[2]
-        scaling, window, spans = rest
+        scaling, window, spans, sinks = rest
         outputs = []
         for index in range(count):
             stop = kept - count + index + 1
             first = max(0, stop - window) if window is not None else 0
             seen = slice(first, stop)
             outputs.append(
-                attend(query[:, :, index : index + 1], key[:, :, seen], value[:, :, seen], scaling, None, spans)
+                attend(query[:, :, index : index + 1], key[:, :, seen], value[:, :, seen], scaling, None, spans, sinks)
             )
         return torch.cat(outputs, dim=2)
 
