@@ -9,7 +9,7 @@
 #   make bench        the measurements under benchmarks/
 #   make clean        removes the virtual environment and what the tools left
 #
-# PYTEST_WORKERS=4 runs the tests in four processes instead of two. PYTHON=python3.12 chooses an interpreter. TORCH_ARGS is
+# PYTEST_WORKERS=4 runs the tests in four processes instead of three. PYTHON=python3.12 chooses an interpreter. TORCH_ARGS is
 # handed to pip for torch alone, for example --index-url and the index of torch's CPU builds where the CUDA build is not
 # wanted.
 
@@ -22,7 +22,7 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done))
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 AGENT_ARGS ?=
 HARNESSES ?=
 

@@ -27,7 +27,11 @@ DENSE = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-long")
 PLAIN = [name for name in PRESETS if name.startswith("tiny") and not name.endswith(("-vl", WITH_HEAD, ECHO))]
 FAMILIES = [*(name for name in PLAIN if name not in DENSE), "tiny-qwen3.5-mtp"]
 
-REWINDS = ("tiny-gemma3", "tiny-deepseek-v2", "tiny-deepseek-v3", "tiny-glm4-lite")
+REWINDS = (
+    *("tiny-deepseek-v2", "tiny-deepseek-v3", "tiny-gemma3", "tiny-gemma4", "tiny-glm4-lite", "tiny-glm4-moe"),
+    *("tiny-gpt-oss", "tiny-minimax-m2", "tiny-ministral3", "tiny-mistral", "tiny-qwen3-moe"),
+)
+"""Families without recurrent state."""
 
 
 def tiny(folder: Path, family: str, **layout: Any) -> TorchEngine:

@@ -16,7 +16,7 @@ from typing import Any
 
 from parkd.answers.thinking import ThinkingLimits
 from tests.clients.client_kit import FORMAT, SCHEMA
-from tests.integration.api.api_harness import MIB
+from tests.integration.api.api_harness import MIB, Messages
 from tests.integration.lives.api_lives import Life
 from tests.integration.lives.life_dialects import DIALECTS, Expected
 from tests.integration.lives.life_server import Reply
@@ -42,6 +42,11 @@ def script_of(prompt: str) -> str:
     """What is answered to the last question that has a number."""
     numbers = QUESTION.findall(prompt)
     return SCRIPTS[int(numbers[-1]) if numbers else 0]
+
+
+def script_for(messages: Messages) -> str:
+    """What is answered to these messages: an edit may have taken the number of the last question."""
+    return script_of("".join(f"user\n{each['content']}\n" for each in messages if each["role"] == "user"))
 
 
 def written(script: str, budget: int | None, limit: int) -> tuple[str, bool]:
@@ -97,7 +102,7 @@ class ScriptedTalks(Talks):
 
     def ask_of(self, talk: Talk) -> Ask:
         ask = super().ask_of(talk)
-        script = script_of(f"user\n{talk.messages[-1]['content']}")
+        script = script_for(talk.messages)
         budget = self.up_to(script.find(CLOSE) + 2) if self.chance(0.4) else None
         most = self.up_to(len(script.encode()) + 12)
         stop = self.pick(STOPS) if self.chance(0.2) else None
@@ -137,7 +142,7 @@ class ScriptedLife(Life):
         }
 
     def expected(self, ask: Ask) -> Expected:
-        text, cut = written(script_of(f"user\n{ask.messages[-1]['content']}"), ask.budget, ask.max_tokens)
+        text, cut = written(script_for(ask.messages), ask.budget, ask.max_tokens)
         return read(text, ask.stop, cut=cut)
 
     def check_told(self, ask: Ask, reply: Reply, *_: Any) -> None:
@@ -153,5 +158,7 @@ class ScriptedLife(Life):
         """There is one client."""
 
     def dialects_of(self, ask: Ask) -> list[str]:
-        """Calls of the history have other ids and other words in each."""
-        return [ask.dialect] if any(message.get("tool_calls") for message in ask.messages) else super().dialects_of(ask)
+        """Calls of the history have other ids and other words in each, and not all have a field for budgets."""
+        if any(message.get("tool_calls") for message in ask.messages):
+            return [ask.dialect]
+        return [name for name in super().dialects_of(ask) if ask.budget is None or DIALECTS[name].has_budgets]
