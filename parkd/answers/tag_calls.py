@@ -9,13 +9,9 @@ belongs to the format.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
-
 from parkd.answers.json_machine import WHITESPACE
-from parkd.answers.signals import CallArguments, CallClosed, CallOpened, Malformed, Names, Signal
-from parkd.answers.xml_calls import ToolSchemas, XmlValue, takes_text
+from parkd.answers.signals import CallOpened, Malformed, Names, Signal
+from parkd.answers.xml_calls import Arguments, ToolSchemas, XmlValue
 
 TOOL_CALL_END = "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -27,27 +23,6 @@ PARAMETER, PARAMETER_END = '<parameter name="', "</parameter>"
 NAME_END = '">'
 
 
-class _Arguments:
-    """The arguments of one call, as JSON text that grows."""
-
-    def __init__(self, properties: Mapping[str, Any]) -> None:
-        self.names = Names(properties)
-        self._properties = properties
-        self._keys: set[str] = set()
-
-    def key(self, raw: str) -> tuple[Signal, bool]:
-        """The beginning of an argument, and whether its value is text. Raises Malformed for a key given twice."""
-        key = self.names.read(raw)
-        if key in self._keys:
-            raise Malformed
-        begin = ", " if self._keys else "{"
-        self._keys.add(key)
-        return CallArguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: "), takes_text(self._properties.get(key))
-
-    def end(self) -> list[Signal]:
-        return [CallArguments("}" if self._keys else "{}"), CallClosed()]
-
-
 class GlmCall:
     """Reads what follows GLM's `<tool_call>`, to its end."""
 
@@ -56,7 +31,7 @@ class GlmCall:
         self._schemas = schemas
         self._names = Names(schemas)
         self._held = ""
-        self._arguments: _Arguments | None = None
+        self._arguments: Arguments | None = None
         self._expected: tuple[str, ...] = (KEY, TOOL_CALL_END)
         self._is_text = True
         self._value: XmlValue | None = None
@@ -86,14 +61,14 @@ class GlmCall:
     def _name(self, ch: str) -> list[Signal]:
         if ch == "<" and not self._names.goes_on(self._held + ch):
             name = self._names.read(self._held)
-            self._arguments, self._held = _Arguments(self._schemas.get(name, {})), ch
+            self._arguments, self._held = Arguments(self._schemas.get(name, {})), ch
             return [CallOpened(name)]
         self._held += ch
         if len(self._held) > self._names.limit + len("\n"):
             raise Malformed
         return []
 
-    def _key(self, arguments: _Arguments) -> list[Signal]:
+    def _key(self, arguments: Arguments) -> list[Signal]:
         if KEY not in self._expected or len(self._held) > arguments.names.limit + len(KEY + KEY_END):
             raise Malformed
         if not self._held.endswith(KEY_END):
@@ -111,7 +86,7 @@ class MiniMaxCalls:
         self._schemas = schemas
         self._names = Names(schemas)
         self._held = ""
-        self._arguments: _Arguments | None = None
+        self._arguments: Arguments | None = None
         self._has_called = False
         self._value: XmlValue | None = None
 
@@ -141,7 +116,7 @@ class MiniMaxCalls:
         raw, self._held = raw.removesuffix(NAME_END), ""
         if self._arguments is None:
             name = names.read(raw)
-            self._arguments, self._has_called = _Arguments(self._schemas.get(name, {})), True
+            self._arguments, self._has_called = Arguments(self._schemas.get(name, {})), True
             return [CallOpened(name)]
         signal, is_text = self._arguments.key(raw)
         self._value = XmlValue(text=is_text, end=PARAMETER_END, is_padded=False)

@@ -59,20 +59,39 @@ def takes_text(schema: Any) -> bool:
     return kind is None or kind == "string"
 
 
+class Arguments:
+    """The arguments of one call, as JSON text that grows."""
+
+    def __init__(self, properties: Mapping[str, Any]) -> None:
+        self.names = Names(properties)
+        self._properties = properties
+        self._keys: set[str] = set()
+
+    def key(self, raw: str) -> tuple[Signal, bool]:
+        """The beginning of an argument, and whether its value is text. Raises Malformed for a key given twice."""
+        key = self.names.read(raw)
+        if key in self._keys:
+            raise Malformed
+        begin = ", " if self._keys else "{"
+        self._keys.add(key)
+        return CallArguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: "), takes_text(self._properties.get(key))
+
+    def end(self) -> list[Signal]:
+        return [CallArguments("}" if self._keys else "{}"), CallClosed()]
+
+
 class XmlCall:
     """Reads one call. `opened`: `<function=` was already consumed as a marker."""
 
     def __init__(self, schemas: ToolSchemas, *, opened: bool = False) -> None:
         self.done = False
         self._schemas = schemas
-        self._properties: Mapping[str, Any] = {}
         self._names = Names(schemas)
         """Of tools; then of the parameters of the one that is called."""
         self._tag = FUNCTION if opened else ""
         """The tag that is being read; empty between tags."""
-        self._is_open = False
-        """The name was read."""
-        self._keys: set[str] = set()
+        self._arguments: Arguments | None = None
+        """None until the name was read."""
         self._value: XmlValue | None = None
 
     def feed(self, ch: str) -> list[Signal]:
@@ -84,7 +103,7 @@ class XmlCall:
         if not self._tag and ch in WHITESPACE:
             return []
         self._tag += ch
-        expected = (PARAMETER, FUNCTION_END) if self._is_open else (FUNCTION,)
+        expected = (PARAMETER, FUNCTION_END) if self._arguments is not None else (FUNCTION,)
         if not any(tag.startswith(self._tag) or self._tag.startswith(tag) for tag in expected):
             raise Malformed
         if len(self._tag) > self._names.limit + len(PARAMETER) + len(">"):
@@ -94,21 +113,18 @@ class XmlCall:
 
     def _tag_read(self) -> list[Signal]:
         tag, self._tag = self._tag, ""
+        raw = tag.partition("=")[2][:-1]
+        if self._arguments is None:
+            name = self._names.read(raw)
+            self._arguments = Arguments(self._schemas.get(name, {}))
+            self._names = self._arguments.names
+            return [CallOpened(name)]
         if tag == FUNCTION_END:
             self.done = True
-            return [CallArguments("}" if self._keys else "{}"), CallClosed()]
-        name = self._names.read(tag.partition("=")[2][:-1])
-        if not self._is_open:
-            self._is_open = True
-            self._properties = self._schemas.get(name, {})
-            self._names = Names(self._properties)
-            return [CallOpened(name)]
-        if name in self._keys:
-            raise Malformed
-        first = not self._keys
-        self._keys.add(name)
-        self._value = XmlValue(text=takes_text(self._properties.get(name)))
-        return [CallArguments(("{" if first else ", ") + json.dumps(name, ensure_ascii=False) + ": ")]
+            return self._arguments.end()
+        signal, is_text = self._arguments.key(raw)
+        self._value = XmlValue(text=is_text)
+        return [signal]
 
 
 class XmlValue:

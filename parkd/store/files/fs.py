@@ -168,9 +168,9 @@ READING = os.O_RDONLY if fcntl is not None else os.O_RDWR
 class OpenFile:
     """A file descriptor. Uses direct I/O if the file system supports it and the buffers are aligned."""
 
-    def __init__(self, fd: int, *, direct: bool, calls: Calls | None = None) -> None:
+    def __init__(self, fd: int, *, direct: bool) -> None:
         self._fd = fd
-        self._calls = calls or calls_of(fd)
+        self._calls = calls_of(fd)
         self._direct = direct and self._set_direct(on=True)
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
