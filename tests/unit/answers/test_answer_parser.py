@@ -204,6 +204,35 @@ BAD = {
 }
 
 
+TWICE = {
+    "xml": (
+        ToolFormat.QWEN_XML,
+        "<tool_call>\n<function=write>\n<parameter=path>\na\n</parameter>",
+        "\n<parameter=path>\nb\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "glm": (
+        ToolFormat.GLM,
+        "<tool_call>write<arg_key>path</arg_key><arg_value>a</arg_value>",
+        "<arg_key>path</arg_key><arg_value>b</arg_value></tool_call>",
+    ),
+    "minimax": (
+        ToolFormat.MINIMAX,
+        '<minimax:tool_call><invoke name="write"><parameter name="path">a</parameter>',
+        '<parameter name="path">b</parameter></invoke></minimax:tool_call>',
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("name", TWICE)
+def test_an_argument_that_comes_twice_ends_the_call(name: str, stream: bool) -> None:
+    """JSON with a key twice means something else to each reader of it. What follows is shown as it was written."""
+    tools, call, rest = TWICE[name]
+    expected = ("", rest, [("write", '{"path": "a"')], FinishReason.STOP)
+    assert parse([call + rest], tools, stream=stream) == expected
+    assert parse(list(call + rest), tools, stream=stream) == expected
+
+
 def cuts(text: str) -> st.SearchStrategy[list[str]]:
     places = st.lists(st.integers(0, len(text)), max_size=12).map(lambda found: sorted({0, len(text), *found}))
     return places.map(lambda found: [text[a:b] for a, b in itertools.pairwise(found)])
