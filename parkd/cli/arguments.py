@@ -155,5 +155,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
                 help=text,
             )
         else:
-            group.add_argument(f"--{setting.name}", action="store_const", const="true", help=text)
+            group.add_argument(
+                *setting.short, f"--{setting.name}", dest=dest, action="store_const", const="true", help=text
+            )
     return parser

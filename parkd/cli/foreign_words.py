@@ -53,7 +53,7 @@ _LLAMA_SERVER = (
     ),
     (
         _NOTHING,
-        "--no-slots --no-metrics --no-ui --no-webui --ui --webui --no-jinja --no-cache-prompt --no-warmup "
+        "--no-slots --no-metrics --ui --webui --no-jinja --no-cache-prompt --no-warmup "
         "--warmup --check-tensors --mlock --no-mmap --mmap --swa-full --direct-io -nr --no-repack -v "
         "--verbose -lv --verbosity -to --timeout --numa --prio --poll -tb --threads-batch -td "
         "--threads-http -C --cpu-mask --path --api-prefix --warn --color -co --props-file "

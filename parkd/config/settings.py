@@ -339,6 +339,8 @@ SETTINGS: tuple[Setting, ...] = (
         "origin of a web page that may call; may be repeated (none)",
         True,
     ),
+    Setting("no-ui", "server", "", parsers.switch, False, "serve no page at /", short=("--no-webui",)),
+    Setting("page-text", "server", "", parsers.switch, False, "show words of prompts on the page (none)"),
     Setting(
         "keep-billing-header",
         "server",

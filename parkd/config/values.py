@@ -162,6 +162,10 @@ class ProxyConfig:
     """Those in `api_key_file`, once it is read."""
     operator_keys: tuple[str, ...] = ()
     """Keys that may also see what all keys do together. If there are any keys at all, only these may."""
+    has_page: bool = True
+    """Whether `/` is a page for browsers."""
+    shows_text: bool = False
+    """Whether what is told about conversations and turns may contain words of their prompts."""
     body_limit_bytes: int = 64 * MIB
     bodies_limit_bytes: int = default_of("max-queue-mib") * MIB
     """Limit for all bodies together that are being read, wait or run. Each body also has its own limit."""

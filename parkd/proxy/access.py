@@ -16,6 +16,8 @@ NAMESPACE_BYTES = 16
 SHOWN_CHARACTERS = 8
 """Characters of the namespace in logs: enough to tell keys apart, and nothing of the key itself."""
 
+ACTION_HEADER = "x-parkd-action"
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -117,6 +119,17 @@ def check_origin(headers: Mapping[str, str], *, bound_host: str, allowed_origins
         raise Forbidden(
             "Web pages, apps and browser extensions of this origin may not use this server. If they should, start "
             "parkd with --cors-origin and the origin that they send."
+        )
+
+
+def check_deliberate(headers: Mapping[str, str]) -> None:
+    """For calls that change something and need no body. Raises Forbidden unless they have a header that a web page of
+    another origin cannot send without asking first, which is answered with nothing that permits it."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and ACTION_HEADER not in headers:
+        raise Forbidden(
+            f"This call changes something, so it must have the header `{ACTION_HEADER}: 1` or "
+            "`content-type: application/json`, which web pages elsewhere cannot send."
         )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from parkd import cli
 from parkd.cli import arguments
+from parkd.config import load
 from parkd.proxy.foreign_paths import ADVICE, advice
 
 
@@ -20,6 +21,13 @@ def test_short_flags_of_llama_cpp_are_taken() -> None:
         "cache-type-v": "q8_0",
         "port": "1",
     }
+
+
+@pytest.mark.parametrize("flag", ["--no-ui", "--no-webui"])
+def test_the_page_is_turned_off_as_in_llama_server(flag: str) -> None:
+    config = load(arguments.parse([flag]).flags, {})
+    assert not config.server.has_page
+    assert load({}, {}).server.has_page
 
 
 @pytest.mark.parametrize("flag", ["-hf", "-hfr", "--hf-repo"])
@@ -43,7 +51,7 @@ def test_a_name_on_the_hub_is_taken_where_llama_server_takes_it(flag: str) -> No
         (["--reasoning", "off"], "thinking_budget"),
         (["--context-shift"], "--ctx-size"),
         (["--kv-unified"], "one conversation runs at a time"),
-        (["--no-ui"], "leave it out"),
+        (["--webui"], "leave it out"),
         (["--model-url", "https://x.example/y.gguf"], "--model owner/name:Q4_K_M"),
         (["--no-slots"], "leave it out"),
         (["--log-file", "x.log"], "redirect"),

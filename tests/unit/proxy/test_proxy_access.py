@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from parkd.errors import Forbidden, Unauthorized
-from parkd.proxy.access import Caller, authenticate, check_origin, is_loopback, namespace_of, narrowed
+from parkd.proxy.access import (
+    Caller,
+    authenticate,
+    check_deliberate,
+    check_origin,
+    is_loopback,
+    namespace_of,
+    narrowed,
+)
 from parkd.proxy.requests import request_id_of
 from parkd.proxy.sse import cache_headers, header_text
 from parkd.types import CacheOutcome, CacheReport, NamedKey
@@ -87,6 +95,21 @@ def test_a_server_for_others_takes_any_name_and_the_pages_it_allows() -> None:
     check_origin(extension, bound_host="127.0.0.1", allowed_origins=("chrome-extension://abc",))
     with pytest.raises(Forbidden):
         check_origin(page, bound_host="0.0.0.0", allowed_origins=())
+
+
+@pytest.mark.parametrize(
+    "headers", [{"content-type": "application/json; charset=utf-8"}, {"x-parkd-action": "1"}, {"x-parkd-action": ""}]
+)
+def test_what_a_page_elsewhere_cannot_send_unasked_is_deliberate(headers: dict[str, str]) -> None:
+    check_deliberate(headers)
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"content-type": "text/plain"}, {"content-type": "application/json-no"}, {"x-parkd": "1"}]
+)
+def test_what_any_page_can_send_is_not(headers: dict[str, str]) -> None:
+    with pytest.raises(Forbidden, match="x-parkd-action"):
+        check_deliberate(headers)
 
 
 def test_loopback_is_told_by_address_not_by_spelling() -> None:
