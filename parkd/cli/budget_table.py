@@ -5,72 +5,11 @@ Takes the flags of `parkd serve`, and applies the store's own rules for slabs, b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from parkd.config import MIB
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.state import Grain, StageLayout, StateLayout
-from parkd.store.blocks import whole_charge
-from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
 from parkd.store.checkpoints import checkpoint_bytes_of
-from parkd.store.records import StoreConfig
-from parkd.store.slabs import SlabGeometry
-
-EXAMPLE_TOKENS = (2_000, 8_000, 32_000, 128_000)
-"""Lengths of the conversations shown, besides one that fills the context."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a store of some layout and budget can hold. Pure."""
-
-    layout: StateLayout
-    budget_bytes: int
-    slots: int | None = None
-    checkpoints: int = 1
-    """Checkpoints of each conversation, if the model has fixed state."""
-
-    @property
-    def geometry(self) -> SlabGeometry:
-        slab_bytes = StoreConfig(self.budget_bytes, BLOCK_TOKENS).slab_bytes
-        return SlabGeometry.of(self.layout, BLOCK_TOKENS, slab_bytes, self.budget_bytes)
-
-    def need(self, tokens: int, count: int = 1) -> Need:
-        """What `count` conversations of `tokens` tokens need if they share nothing."""
-        if self.layout.is_opaque:
-            whole = tokens * self.layout.row_bytes + self.layout.fixed_bytes
-            fixed = checkpoint_bytes_of(self.layout) * self.checkpoints
-            metadata = conversation_metadata_bytes(tokens, BLOCK_TOKENS) + BLOCK_BYTES
-            return Need(0, count * (metadata + whole_charge(whole) + fixed))
-        blocks = -(-tokens // BLOCK_TOKENS)
-        fixed = checkpoint_bytes_of(self.layout) * self.checkpoints
-        side = conversation_metadata_bytes(tokens, BLOCK_TOKENS) + blocks * BLOCK_BYTES + fixed
-        return Need(blocks * count, side * count)
-
-    def need_bytes(self, tokens: int) -> int:
-        need = self.need(tokens)
-        return need.slots * self.geometry.slot_bytes + need.side_bytes
-
-    def longest(self) -> int:
-        """Tokens of the longest single conversation that is parked whole, in multiples of a block."""
-        return BLOCK_TOKENS * _most(lambda blocks: self.need(blocks * BLOCK_TOKENS), self.geometry, self.budget_bytes)
-
-    def count(self, tokens: int) -> int:
-        """How many conversations of `tokens` tokens fit together."""
-        fits = _most(lambda count: self.need(tokens, count), self.geometry, self.budget_bytes)
-        return fits if self.slots is None else min(fits, self.slots)
-
-
-def _most(need: Callable[[int], Need], geometry: SlabGeometry, budget_bytes: int) -> int:
-    low, high = 0, 1
-    room = Room(0, budget_bytes)
-    while geometry.fits(need(high), room):
-        low, high = high, high * 2
-    while high - low > 1:  # `low` fits, `high` does not
-        middle = (low + high) // 2
-        low, high = (middle, high) if geometry.fits(need(middle), room) else (low, middle)
-    return low
+from parkd.store.sizes import EXAMPLE_TOKENS, Sizes
 
 
 def layout_of(stages: tuple[StageLayout, ...], grain: Grain = Grain.ROWS) -> StateLayout:

@@ -24,6 +24,7 @@ def plan(config: Config) -> int:
     from parkd.cli import budget_table
     from parkd.cli.compose import store_config_of
     from parkd.cli.startup import memory_line
+    from parkd.store.sizes import Sizes
 
     if config.model.upstream is not None:
         raise ConfigError(
@@ -46,7 +47,7 @@ def plan(config: Config) -> int:
         notes += [
             memory_line(each.device, each.first_layer, each.end_layer, each.lines(tokens)) for each in known.memory
         ]
-    sizes = budget_table.Sizes(layout, store_config.budget_bytes, config.cache.slots)
+    sizes = Sizes(layout, store_config)
     context_tokens = config.model.context_tokens or longest
     print("\n".join([*budget_table.lines(name, sizes, context_tokens, store_config.min_free_bytes), *notes]))
     return 0

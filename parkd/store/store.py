@@ -29,7 +29,7 @@ from itertools import count
 from parkd.state import Checksums, Costs, StateLayout
 from parkd.store.admission import Admission, Decision, Replaced, replaced
 from parkd.store.blocks import BlockTable, Owner, RowPlaces, StateKind, WholePlaces
-from parkd.store.budget import mib
+from parkd.store.budget import Room, mib
 from parkd.store.checkpoints import CheckpointTable
 from parkd.store.conversations import Conversation, Conversations, InRam, Waiter, superseded
 from parkd.store.disk import NO_DISK, Disk, DiskSetup, file_bytes, index_limit_bytes
@@ -389,6 +389,10 @@ class ConversationStore:
     def disk_stats(self) -> DiskStats:
         """What is on disk."""
         return disk_stats(self.table, self.disk, self.queue, self._totals)
+
+    def room(self) -> Room:
+        """What a capture could take without an eviction."""
+        return self.table.memory.room()
 
     def inspect(self) -> Inspection:
         """All that the store holds now, down to its blocks. Takes time with each of them: for tests and for

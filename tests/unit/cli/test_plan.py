@@ -11,12 +11,13 @@ from parkd_engine.families.presets.shapes import PREFIX, preset_config
 from parkd_engine.reading_work import reading_work
 
 from parkd import cli
-from parkd.cli.budget_table import Sizes, lines
+from parkd.cli.budget_table import lines
 from parkd.cli.planning import sizes_of
 from parkd.engine_adapter.llama_cpp.state_size import state_size
 from parkd.errors import ModelError
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes
 from parkd.store.records import Capture, CaptureRequest, StoreConfig
+from parkd.store.sizes import Sizes
 from parkd.store.store import ConversationStore
 
 MIB = 1 << 20
@@ -28,6 +29,10 @@ def layout(row_bytes=(4096, 2048), fixed_bytes=(0, 0)) -> StateLayout:
         for index, (rows, fixed) in enumerate(zip(row_bytes, fixed_bytes, strict=True))
     )
     return StateLayout(tuple(stages), "planned")
+
+
+def sizes_in(layout: StateLayout, budget: int, slots: int | None = None) -> Sizes:
+    return Sizes(layout, StoreConfig(budget, 256, slots))
 
 
 def park(store: ConversationStore, seed: int, tokens: int) -> int:
@@ -48,7 +53,7 @@ def park(store: ConversationStore, seed: int, tokens: int) -> int:
 @pytest.mark.parametrize("fixed", [(0, 0), (100_000, 50_000)])
 @pytest.mark.parametrize("budget", [8 * MIB, 37 * MIB, 100 * MIB])
 def test_the_store_holds_what_the_plan_says_and_not_a_block_more(budget, fixed):
-    sizes = Sizes(layout(fixed_bytes=fixed), budget)
+    sizes = sizes_in(layout(fixed_bytes=fixed), budget)
     longest = sizes.longest()
     assert park(ConversationStore(StoreConfig(budget, 256), sizes.layout, lambda: 0.0), 1, longest) == longest
     more = ConversationStore(StoreConfig(budget, 256), sizes.layout, lambda: 0.0)
@@ -63,12 +68,12 @@ def test_the_store_holds_what_the_plan_says_and_not_a_block_more(budget, fixed):
 
 
 def test_the_lines_say_what_is_refused():
-    text = "\n".join(lines("m", Sizes(layout(), 8 * MIB, slots=2), 32_768, 512 * MIB))
+    text = "\n".join(lines("m", sizes_in(layout(), 8 * MIB, slots=2), 32_768, 512 * MIB))
     assert "in part   longer than" in text
     assert "conversation 3 while the other 2" in text
     assert "less than 512 MiB of memory free" in text
-    assert "parking is off" in "\n".join(lines("m", Sizes(layout(), 0), 4096, 0))
-    assert "refused   everything: one block" in "\n".join(lines("m", Sizes(layout(), MIB), 4096, 0))
+    assert "parking is off" in "\n".join(lines("m", sizes_in(layout(), 0), 4096, 0))
+    assert "refused   everything: one block" in "\n".join(lines("m", sizes_in(layout(), MIB), 4096, 0))
 
 
 @pytest.mark.slow
@@ -192,7 +197,7 @@ def test_a_replay_does_not_take_torchs_cost_for_llama_cpp(tmp_path, capsys, monk
 @pytest.mark.parametrize("fixed", [0, 300_000])
 def test_the_store_holds_as_many_whole_states_as_the_plan_says(fixed):
     planned = StateLayout((StageLayout(0, 1, 4096, fixed, b""),), "planned", Grain.OPAQUE)
-    sizes = Sizes(planned, 37 * MIB)
+    sizes = sizes_in(planned, 37 * MIB)
     longest, count = sizes.longest(), sizes.count(1000)
     assert park_whole(whole_store(planned), 1, longest, fixed) == longest
     assert park_whole(whole_store(planned), 1, longest + 256, fixed) == 0
