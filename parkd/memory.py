@@ -26,6 +26,11 @@ def total_memory_bytes(root: Path = Path("/")) -> int:
     return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
 
 
+def resident_bytes() -> int:
+    """Bytes of this process that are in main memory, those of mapped files included."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def return_freed_memory() -> None:
     """Returns freed memory that the allocator still holds to the system. glibc keeps freed memory for each thread
     without a limit, so the memory of one large request would stay taken. Does nothing on other systems (musl, macOS,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parkd.cli.model import MemoryShare
 from parkd.config import Config
 from parkd.errors import ConfigError
-from parkd.memory import free_memory_bytes, return_freed_memory, total_memory_bytes
+from parkd.memory import free_memory_bytes, resident_bytes, return_freed_memory, total_memory_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.answers.base import OutputFormat
@@ -152,6 +152,7 @@ def compose(
     from parkd.identity.normalise import NormaliserConfig
     from parkd.proxy.access import namespaces_of
     from parkd.proxy.config import Services
+    from parkd.proxy.page.budget import Machine
 
     server = config.server
     namespaces = len(namespaces_of(server.api_keys, named_keys, server.operator_keys))
@@ -196,6 +197,7 @@ def compose(
         build_mask=build_mask,
         prepare=None if structured is None else structured.prepare,
         return_memory=return_freed_memory,
+        machine=lambda: Machine(resident_bytes(), free_memory_bytes(), total_memory_bytes()),
         config=replace(server, named_keys=named_keys, resend_grace_s=RESEND_GRACE_S),
     )
 

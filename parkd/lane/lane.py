@@ -66,6 +66,11 @@ class Lane(Generic[W]):
         return len(self._waiting)
 
     @property
+    def queue(self) -> tuple[W, ...]:
+        """The waiting turns, the next one first."""
+        return tuple(self._waiting)
+
+    @property
     def busy(self) -> bool:
         return self._running is not None
 

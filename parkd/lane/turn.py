@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from parkd.engine_adapter.base import Engine
 from parkd.errors import ParkdError
+from parkd.lane.answer import Answer
 from parkd.lane.events import EventChannel
 from parkd.lane.explain import Explained
 from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnRequest, Units
@@ -44,6 +45,8 @@ class Turn:
     own_nearest: Callable[[], Units] | None = None
     """Of what the caller's key itself sent and got, the units that share most with the prompt. The turn is told of
     parked state only as far as these go. None: all state in the namespace is the caller's own."""
+    answer: Answer | None = None
+    """What is generated so far; filled on the engine's thread, and only its numbers may be read elsewhere."""
     note_answer: Callable[[Units], None] = lambda _units: None
     """Called with the units of prompt and answer."""
     release_awaited: Callable[[], None] = lambda: None

@@ -75,8 +75,7 @@ class TurnLog:
         elif progress.elapsed_s < self._line_due_s or progress.read_tokens >= progress.total_tokens:
             return
         self._line_due_s = progress.elapsed_s + READING_LINE_S
-        speed = progress.read_tokens / progress.elapsed_s if progress.elapsed_s and progress.read_tokens else 0.0
-        left_s = (progress.total_tokens - progress.read_tokens) / speed if speed else None
+        speed, left_s = progress.tokens_per_s, progress.left_s
         requests_log.info(
             "key=%s prompt=%d reused=%d reading=%d/%d%s",
             turn.caller,
@@ -84,7 +83,7 @@ class TurnLog:
             progress.reused_tokens,
             progress.read_tokens,
             progress.total_tokens,
-            "" if left_s is None else f" speed={speed:.0f}tok/s left={left_s:.0f}s",
+            "" if left_s is None or speed is None else f" speed={speed:.0f}tok/s left={left_s:.0f}s",
         )
 
     def note(self, turn: Turn, live: LiveRows, error: ParkdError | None) -> None:

@@ -235,7 +235,7 @@ class TurnRunner:
             emit=emit,
             monotonic=self._monotonic,
         )
-        answer = loop.answer
+        answer = turn.answer = loop.answer
         began_s = self._monotonic()
         try:
             await live.call(loop.run)

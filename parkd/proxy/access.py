@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -93,6 +94,15 @@ def narrowed(caller: Caller, salt: str | None) -> str:
     text = salt.encode("utf-8", "surrogatepass")
     digest = blake2b(text, key=owner, digest_size=NAMESPACE_BYTES, person=b"parkd-salt")
     return f"{caller.namespace}/{digest.hexdigest()}"
+
+
+def holds(caller: Caller, namespace: str) -> bool:
+    """Whether a namespace is the caller's own, or the part of it for one salt. Where keys share it, not all in it is
+    the caller's."""
+    part = namespace.removeprefix(f"{caller.namespace}/")
+    # Other names may begin with the caller's: a salt's part is a digest and nothing else.
+    is_part = part != namespace and re.fullmatch(f"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}", part) is not None
+    return namespace == caller.namespace or is_part
 
 
 def namespace_of(api_key: str) -> str:

@@ -23,6 +23,7 @@ from parkd.proxy.dialects.openai_completions import OpenAICompletions
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
 from parkd.proxy.endpoints import Endpoints
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
+from parkd.proxy.page.endpoints import PageEndpoints
 from parkd.proxy.proxy import Proxy
 from parkd.proxy.requests import id_headers
 
@@ -63,7 +64,8 @@ def create_app(services: Services) -> Starlette:
         counted = guarded(proxy.config, proxy.metrics, counter, _count(proxy, counter))
         routes.append(Route(path, counted, methods=["POST"]))
     endpoints = Endpoints(proxy)
-    for method, handlers in (("GET", endpoints.reading()), ("POST", endpoints.asking())):
+    pages = PageEndpoints(proxy, endpoints.root)
+    for method, handlers in (("GET", {**endpoints.reading(), **pages.reading()}), ("POST", endpoints.asking())):
         for path, handler in handlers.items():
             routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
     middleware = []

@@ -15,6 +15,7 @@ from parkd.lane.turn_log import TurnTrace
 from parkd.types import PromptIdentity, StillWanted, TokenMask, TurnRequest, always_wanted
 
 if TYPE_CHECKING:
+    from parkd.proxy.page.budget import Machine
     from parkd.store.files.fs import FileSystem
     from parkd.store.store import ConversationStore
 
@@ -64,6 +65,8 @@ class Services:
     """How fast memory was copied to the engine at start; None: not measured."""
     remembered: Callable[[], Mapping[str, tuple[int, int]]] = dict
     """Bytes of what is remembered of prompts and answers, and the most they may be, by kind."""
+    machine: Callable[[], Machine] | None = None
+    """Main memory as the system counts it; None: that is not told."""
     trace: TurnTrace | None = None
     """Called for each turn; None: nothing is recorded."""
     return_memory: Callable[[], None] = lambda: None

@@ -76,7 +76,7 @@ class Proxy:
         )
         self.metrics = Metrics(waiting=lambda: self.lane.waiting, store_stats=store.stats if store else None)
         self.metrics.watch("parkd_cost", lambda: costs.measured)
-        self.metrics.watch("parkd_remembered", self._remembered)
+        self.metrics.watch("parkd_remembered", self.remembered)
         self.disk: DiskWorker | None = None
         if store is not None and store.has_disk and services.files is not None:
             self.disk = DiskWorker(store, services.files, costs, services.monotonic)
@@ -259,7 +259,8 @@ class Proxy:
             turn.own_nearest = partial(self.requests.own_nearest, turn.explained)
             turn.note_answer = partial(self.requests.note_answer, turn.explained)
 
-    def _remembered(self) -> Remembered:
+    def remembered(self) -> Remembered:
+        """What is remembered outside the parking budget."""
         kinds = {**self.services.remembered(), "requests": (self.requests.bytes, EXPLAINED_BYTES)}
         if self.services.store is not None and self.runner.groups is not None:
             kinds["histories"] = self.services.store.histories_bytes

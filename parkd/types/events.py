@@ -35,6 +35,17 @@ class Progress:
     """Since the reading began."""
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """None before the first tokens are read."""
+        return self.read_tokens / self.elapsed_s if self.elapsed_s and self.read_tokens else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Expected seconds until the prompt is read, at the speed so far."""
+        speed = self.tokens_per_s
+        return None if speed is None else (self.total_tokens - self.read_tokens) / speed
+
+    @property
     def shown(self) -> Mapping[str, int]:
         """In llama-server's fields: `processed` counts from the prompt's start, as `total` does. The prompt's last
         token, which is read with the answer, is left out of both."""

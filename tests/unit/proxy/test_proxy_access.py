@@ -10,6 +10,7 @@ from parkd.proxy.access import (
     authenticate,
     check_deliberate,
     check_origin,
+    holds,
     is_loopback,
     namespace_of,
     narrowed,
@@ -132,3 +133,13 @@ def test_a_request_id_is_the_clients_only_if_harmless() -> None:
     assert request_id_of({"x-request-id": "abc-1.2_3"}) == "abc-1.2_3"
     for sent in ("", "a b", "x" * 129, "a\nb"):
         assert request_id_of({"x-request-id": sent}).startswith("req_")
+
+
+def test_what_a_salt_narrows_is_still_the_callers_and_no_other_name_is() -> None:
+    team = Caller("=team")
+    assert holds(team, "=team")
+    assert holds(team, narrowed(team, "salt"))
+    assert not holds(team, "=team/other")
+    assert not holds(team, "=team2")
+    assert not holds(team, narrowed(Caller("=team2"), "salt"))
+    assert not holds(Caller("=team/other"), "=team")

@@ -1,0 +1,310 @@
+"""The page and what it reads: `/`, `/parkd/now`, `/parkd/events`, `/parkd/budget`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parkd.proxy.config import ProxyConfig
+from parkd.proxy.page.events import LISTENERS_PER_KEY, STEP_S
+from parkd.types import NamedKey
+from tests.fakes.engine import FakeEngine
+from tests.integration.api.api_harness import Gate, Running, body_of, running, running_in_thread, until
+
+pytestmark = pytest.mark.anyio
+LONG = [{"role": "user", "content": "A long question. " * 200}]
+KEYS = ProxyConfig(
+    named_keys=(NamedKey("anna", "k1", "team"), NamedKey("ben", "k2", "team"), NamedKey("carl", "k3")),
+    operator_keys=("op",),
+)
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+async def now(server: Running, name: str = "none") -> dict[str, Any]:
+    response = await server.client.get("/parkd/now", headers=key(name))
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+@asynccontextmanager
+async def listening(server: Running, name: str = "none") -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    async with server.client.stream("GET", "/parkd/events", headers=key(name)) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+
+        async def states() -> AsyncIterator[dict[str, Any]]:
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line[6:])
+
+        yield states()
+
+
+async def test_a_browser_gets_the_page_and_a_program_what_it_always_got() -> None:
+    async with running(FakeEngine(), config=KEYS) as server:
+        page = await server.client.get("/", headers=BROWSER)
+        assert page.headers["content-type"].startswith("text/html")
+        assert "script-src 'self'" in page.headers["content-security-policy"]
+        assert page.headers["x-frame-options"] == "DENY"
+        assert "Accept" in page.headers["vary"]
+        script = await server.client.get("/parkd/page/main.js")
+        assert (script.status_code, script.headers["x-content-type-options"]) == (200, "nosniff")
+        for headers in ({}, {"accept": "*/*"}, {"accept": "application/json"}):
+            assert (await server.client.get("/", headers=headers)).json()["name"] == "parkd"
+        assert (await server.client.get("/api/hello", headers=BROWSER)).json()["name"] == "parkd"
+        assert (await server.client.get("/parkd/page/none.js")).status_code == 404
+        assert (await server.client.head("/", headers=BROWSER)).content == b""
+
+
+async def test_without_a_page_a_browser_gets_json_and_the_data_stay() -> None:
+    async with running(FakeEngine(), config=ProxyConfig(has_page=False)) as server:
+        assert (await server.client.get("/", headers=BROWSER)).json()["name"] == "parkd"
+        assert (await server.client.get("/parkd/page/main.js")).status_code == 404
+        assert (await now(server))["state"] == "ok"
+
+
+@pytest.mark.parametrize("path", ["/parkd/now", "/parkd/events", "/parkd/budget"])
+async def test_what_the_page_reads_asks_for_a_key_and_refuses_other_origins(path: str) -> None:
+    async with running(FakeEngine(), config=KEYS) as server:
+        assert (await server.client.get(path)).status_code == 401
+        assert (await server.client.get(path, headers=key("wrong"))).status_code == 401
+        foreign = key("op") | {"origin": "https://evil.example"}
+        assert (await server.client.get(path, headers=foreign)).status_code == 403
+        rebound = key("op") | {"host": "evil.example"}
+        assert (await server.client.get(path, headers=rebound)).status_code == 403
+        assert (await server.client.get("/", headers=BROWSER | {"host": "evil.example"})).status_code == 403
+
+
+async def test_a_running_turn_tells_how_far_it_is() -> None:
+    gate, tokens = Gate("chunk", 3), Gate("token", 4)
+
+    def hook(name: str, number: int) -> None:
+        gate(name, number)
+        tokens(name, number)
+
+    async with running(FakeEngine(hook=hook, end_odds=10**9)) as server, anyio.create_task_group() as tasks:
+        tasks.start_soon(server.chat, LONG)
+        await gate.wait_reached()
+        length = len(server.prompt_tokens(LONG))
+        await until(lambda: server.server.proxy.lane.running.explained.progress.read_tokens == 1024)  # type: ignore[union-attr]
+        tasks.start_soon(server.chat, [{"role": "user", "content": "Another"}])
+        await until(lambda: server.server.proxy.lane.waiting == 1)
+        shown = await now(server)
+        [turn], [waits] = shown["running"], shown["waiting"]
+        assert (turn["phase"], turn["prompt_tokens"], turn["cache"]) == ("reading", length, "cold")
+        assert (turn["reading"]["read_tokens"], turn["reading"]["total_tokens"]) == (1024, length - 1)
+        assert turn["reading"]["tokens_per_s"] > 0
+        assert turn["reading"]["left_s"] >= 0
+        assert (waits["place"], waits["request_id"] != turn["request_id"]) == (1, True)
+        gate.opened.set()
+        await tokens.wait_reached()
+        [turn] = (await now(server))["running"]
+        assert turn["phase"] == "answering"
+        assert turn["answer"]["tokens"] == 3
+        assert turn["answer"]["limit_tokens"] == 8
+        tokens.opened.set()
+        await server.settled()
+        shown = await now(server)
+        assert (shown["running"], shown["waiting"]) == ([], [])
+        [seat] = shown["seats"]
+        assert seat["tokens"] > 0
+        assert shown["budget"]["conversations"] == 2
+
+
+async def test_a_key_is_told_of_its_own_turns_only() -> None:
+    """Found by use 1: of what another key said no text, no size and no place is shown."""
+    gate = Gate("token", 2)
+    async with running(FakeEngine(hook=gate), config=KEYS) as server, anyio.create_task_group() as tasks:
+
+        async def ask(name: str) -> None:
+            await server.client.post("/v1/chat/completions", json=body_of(LONG), headers=key(name))
+
+        tasks.start_soon(ask, "k1")
+        await gate.wait_reached()
+        tasks.start_soon(ask, "k2")
+        await until(lambda: server.server.proxy.lane.waiting == 1)
+        mine, mates, others, all_ = [await now(server, name) for name in ("k1", "k2", "k3", "op")]
+        assert [len(shown["running"]) for shown in (mine, mates, others, all_)] == [1, 0, 0, 1]
+        assert [len(shown["waiting"]) for shown in (mine, mates, others, all_)] == [0, 1, 0, 1]
+        assert mates["waiting"][0]["place"] is None
+        assert all_["waiting"][0]["place"] == 1
+        assert [shown["budget"] is None for shown in (mine, mates, others, all_)] == [True, True, True, False]
+        gate.opened.set()
+    # The seat is anna's and ben's same prompt by now; carl, in another namespace, is told of none.
+
+
+async def test_a_live_conversation_is_told_to_whom_it_belongs() -> None:
+    async with running(FakeEngine(), config=KEYS) as server:
+        said = [{"role": "user", "content": "Mine alone. " * 60}]
+        await server.client.post("/v1/chat/completions", json=body_of(said), headers=key("k1"))
+        await server.settled()
+        mine, mates, others, all_ = [(await now(server, name))["seats"] for name in ("k1", "k2", "k3", "op")]
+        assert mine[0]["tokens"] >= len(server.prompt_tokens(said))
+        assert all_ == mine
+        assert (mates, others) == ([], [])
+        await server.client.post("/v1/chat/completions", json=body_of(said), headers=key("k3"))
+        await server.settled()
+        mine, others = [(await now(server, name))["seats"] for name in ("k1", "k3")]
+        assert (mine, others[0]["tokens"] > 0) == ([], True)
+
+
+async def test_events_tell_each_new_state_once() -> None:
+    gate = Gate("token", 2)
+    async with running(FakeEngine(hook=gate)) as server, listening(server) as states:
+        first = await anext(states)
+        assert (first["state"], first["running"]) == ("ok", [])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.chat, LONG)
+            await gate.wait_reached()
+            with anyio.fail_after(10):
+                while not (state := await anext(states))["running"]:
+                    pass
+            assert state["running"][0]["prompt_tokens"] == len(server.prompt_tokens(LONG))
+            gate.opened.set()
+        await server.settled()
+        with anyio.fail_after(10):
+            while (state := await anext(states))["running"]:
+                pass
+        with anyio.move_on_after(4 * STEP_S) as silence:
+            await anext(states)
+        assert silence.cancelled_caught, "nothing changed, and an event came"
+
+
+async def test_a_listener_does_not_hold_up_a_stop() -> None:
+    began_s = 0.0
+    async with running(FakeEngine()) as server, listening(server) as states:
+        await anext(states)
+        server.server.should_exit = True
+        began_s = time.monotonic()
+        with anyio.fail_after(10):
+            last = [state async for state in states][-1]
+        assert last["state"] == "stopping"
+    assert time.monotonic() - began_s < 5
+
+
+async def test_a_key_has_so_many_listeners_and_others_have_theirs() -> None:
+    async with running(FakeEngine(), config=KEYS) as server, anyio.create_task_group() as tasks:
+        listening_now = anyio.Event()
+        count = 0
+
+        async def listen() -> None:
+            nonlocal count
+            async with listening(server, "k1") as states:
+                await anext(states)
+                count += 1
+                if count == LISTENERS_PER_KEY:
+                    listening_now.set()
+                await anyio.sleep_forever()
+
+        for _ in range(LISTENERS_PER_KEY):
+            tasks.start_soon(listen)
+        await listening_now.wait()
+        refused = await server.client.get("/parkd/events", headers=key("k1"))
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        async with listening(server, "k3") as states:
+            assert (await anext(states))["state"] == "ok"
+        tasks.cancel_scope.cancel()
+    async with running(FakeEngine(), config=KEYS) as server:
+        for _ in range(2 * LISTENERS_PER_KEY):  # places are given back
+            async with listening(server, "k1") as states:
+                await anext(states)
+
+
+async def test_a_client_that_floods_the_events_and_reads_none_slows_no_turn() -> None:
+    """Each flooding connection asks again and again, and never reads. Turns take as long as before."""
+    async with running(FakeEngine(end_odds=10**9), send_buffer_bytes=4096) as server:
+
+        async def turn_s() -> float:
+            began_s = time.monotonic()
+            await server.stream(LONG, max_tokens=200)
+            return time.monotonic() - began_s
+
+        await turn_s()
+        quiet_s = min([await turn_s() for _ in range(3)])
+        host, port = server.url.removeprefix("http://").split(":")
+        asked = f"GET /parkd/events HTTP/1.1\r\nhost: {host}:{port}\r\n\r\n".encode()
+        async with anyio.create_task_group() as tasks:
+
+            async def flood() -> None:
+                stream = await anyio.connect_tcp(host, int(port))
+                async with stream:
+                    await stream.send(asked)
+                    await anyio.sleep_forever()
+
+            for _ in range(2 * LISTENERS_PER_KEY):
+                tasks.start_soon(flood)
+            await anyio.sleep(2 * STEP_S)
+            flooded_s = min([await turn_s() for _ in range(3)])
+            health = await server.client.get("/health")
+            assert health.status_code == 200
+            tasks.cancel_scope.cancel()
+        assert flooded_s < 3 * quiet_s + 0.5
+
+
+async def test_the_budget_adds_up_and_plans() -> None:
+    async with running(FakeEngine()) as server:
+        await server.chat(LONG)
+        await server.settled()
+        store = server.store
+        assert store is not None
+        shown = (await server.client.get("/parkd/budget?ram_mib=1")).json()
+        stats = store.stats()
+        assert sum(part["bytes"] for part in shown["ram"]["parts"]) == stats.bytes_allocated
+        [parked] = [each.position for each in store.inspect().conversations.values()]
+        [fits] = shown["holds"]["fits"]
+        assert (fits["tokens"], shown["lengths_are_seen"]) == (parked, True)
+        assert 0 < fits["more"] < fits["conversations"]
+        assert shown["what_if"]["budget_bytes"] == 1 << 20
+        assert shown["what_if"]["fits"][0]["conversations"] < fits["conversations"]
+        assert "what_if" not in (await server.client.get("/parkd/budget")).json()
+        for wrong in ("-1", "1.5", "x", "", "1e3", str(1 << 40), "٣"):
+            assert (await server.client.get("/parkd/budget", params={"ram_mib": wrong})).status_code == 400, wrong
+
+
+async def test_a_key_may_plan_and_is_told_of_nothing_that_is_held() -> None:
+    async with running(FakeEngine(), config=KEYS) as server:
+        await server.client.post("/v1/chat/completions", json=body_of(LONG), headers=key("k1"))
+        await server.settled()
+        before = (await server.client.get("/parkd/budget?ram_mib=9", headers=key("k2"))).json()
+        await server.client.post("/v1/chat/completions", json=body_of(LONG * 3), headers=key("k1"))
+        await server.settled()
+        after = (await server.client.get("/parkd/budget?ram_mib=9", headers=key("k2"))).json()
+        assert before == after, "another key's turn changed what this one is told"
+        assert (after["ram"], after["process"], after["refusals"]) == (None, None, [])
+        assert after["what_if"]["fits"][0]["conversations"] > 0
+        assert (await server.client.get("/parkd/budget", headers=key("op"))).json()["ram"]["conversations"] > 0
+
+
+def test_whatever_is_asked_of_what_the_page_reads_is_answered() -> None:
+    """Paths, queries and headers at random: nothing but 200 and 4xx, and the server answers afterwards."""
+    texts = st.text(st.characters(codec="utf-8"), max_size=30)
+    with running_in_thread(FakeEngine()) as server, httpx.Client(base_url=server.url, trust_env=False) as client:
+
+        @settings(max_examples=150, deadline=None)
+        @given(
+            st.sampled_from(["/", "/parkd/now", "/parkd/budget", "/parkd/page/"]),
+            texts,
+            st.dictionaries(st.sampled_from(["ram_mib", "since", "x"]), texts, max_size=2),
+            st.sampled_from(["accept", "accept-encoding", "if-none-match", "authorization", "x-request-id"]),
+            st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=30),
+        )
+        def ask(path: str, more: str, query: dict[str, str], name: str, value: str) -> None:
+            whole = path + (httpx.URL("/", params={"q": more}).query.decode()[2:] if path.endswith("page/") else "")
+            response = client.get(whole, params=query, headers={name: value.strip()})
+            assert response.status_code in (200, 304, 400, 401, 404), (whole, query, response.text)
+
+        ask()
+        assert client.get("/parkd/now").status_code == 200
