@@ -42,6 +42,8 @@ class ToolFormat(StrEnum):
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`"""
     MINIMAX = "minimax"
     """`<invoke name="name"><parameter name="key">value</parameter></invoke>` in `<minimax:tool_call>`"""
+    HARMONY = "harmony"
+    """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}`, a message of its own"""
     DEEPSEEK_FENCED = "deepseek-fenced"
     """The same with `function` before the separator token, and the arguments in a code fence after the name."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parkd.answers.base import CallIds, OutputFormat, ReasoningMarks, ToolFormat
 from parkd.answers.deepseek_calls import CALLS_BEGIN, FENCE
+from parkd.answers.harmony import ANALYSIS_MARKS
 from parkd.answers.tag_calls import KEY, MINIMAX_CALL
 
 THINK = ReasoningMarks("<think>", "</think>")
@@ -27,6 +28,8 @@ def pick_format(template_source: str | None) -> ToolFormat:
     source = template_source or ""
     if CALLS_BEGIN in source:
         return ToolFormat.DEEPSEEK_FENCED if FENCE in source else ToolFormat.DEEPSEEK
+    if ANALYSIS_MARKS.open in source:
+        return ToolFormat.HARMONY
     if "<|tool_call>" in source or "<start_function_call>" in source:
         return ToolFormat.GEMMA
     if MINIMAX_CALL in source:
@@ -47,6 +50,8 @@ def pick_format(template_source: str | None) -> ToolFormat:
 def pick_reasoning(template_source: str | None) -> ReasoningMarks | None:
     """The markers around thinking; None if the model does not write any."""
     source = template_source or ""
+    if ANALYSIS_MARKS.open in source:
+        return ANALYSIS_MARKS
     if "<|channel>" in source:
         return GEMMA_THOUGHT
     return next((marks for marks in REASONING_STYLES if marks.close in source), None)

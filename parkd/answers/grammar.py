@@ -16,6 +16,18 @@ from llguidance.gbnf_to_lark import any_to_lark
 from parkd.answers.base import OutputFormat, ReasoningMarks, ToolFormat
 from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, FENCE, SEPARATOR
 from parkd.answers.formats import opens_reasoning
+from parkd.answers.harmony import (
+    CHANNEL,
+    COMMENTARY,
+    CONSTRAIN,
+    END,
+    FINAL,
+    FUNCTIONS,
+    MESSAGE,
+    RECIPIENT,
+    ROLE,
+    START,
+)
 from parkd.answers.tag_calls import (
     INVOKE,
     INVOKE_END,
@@ -47,6 +59,7 @@ OPENERS: Mapping[ToolFormat, Sequence[str]] = {
     ToolFormat.LLAMA: ("<|python_tag|>", "{"),
     ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
     ToolFormat.GEMMA: ("<|tool_call>", "<start_function_call>"),
+    ToolFormat.HARMONY: (CHANNEL,),
     ToolFormat.DEEPSEEK: (CALLS_BEGIN,),
     ToolFormat.DEEPSEEK_FENCED: (CALLS_BEGIN,),
 }
@@ -97,21 +110,25 @@ def answer_grammar(
     `tools` (empty: no calls); with `free`, also any text that begins no other call. One of the four must be given."""
     rules: list[str] = []
     bodies = []
+    text = _header(FINAL, terms) if output.tools is ToolFormat.HARMONY else ""
     if schema is not None:
         rules.append(f"json_answer: {json_rule(schema)}")
-        bodies.append("json_answer")
+        bodies.append(f"{text}json_answer")
     if form is not None:
         rules += form_rules(form)
-        bodies.append("form_answer")
+        bodies.append(f"{text}form_answer")
     if tools:
         rules += _CallGrammar(output.tools, terms).rules(tools, parallel=parallel)
         bodies.append("calls")
     if free:
         rules.append(f"FREE: {ANY_TEXT} & ~/{_with_any(OPENERS[output.tools])}/")
         # Only where a special token begins calls can a text end there: else the text would go on over the mark.
-        calls_follow = tools and terms(OPENERS[output.tools][0]).startswith("<[")
-        bodies.append("FREE calls?" if calls_follow else "FREE")
-    head = _thinking(output.reasoning, prompt_tail, terms, rules)
+        calls_follow = tools and not text and terms(OPENERS[output.tools][0]).startswith("<[")
+        bodies.append("FREE calls?" if calls_follow else f"{text}FREE")
+        if text and tools:
+            bodies.append(f"{_header(COMMENTARY, terms)}FREE {terms(END)} {_next_message(terms)} calls")
+    behind = _next_message(terms) if text else r"/[ \n]{0,2}/"
+    head = _thinking(output.reasoning, prompt_tail, terms, rules, behind)
     return "\n".join([f"start: {head}({' | '.join(bodies)})", *rules]) + "\n"
 
 
@@ -127,14 +144,23 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": {**JSON_OPTIONS, "lenient": lenient}})
 
 
-def _thinking(marks: ReasoningMarks | None, prompt_tail: str, terms: Terms, rules: list[str]) -> str:
-    """The terms before the body, followed by a space; "" if the model does not think."""
+def _header(channel: str, terms: Terms) -> str:
+    """What begins a message of harmony, followed by a space."""
+    return f"{terms(CHANNEL)} {literal(channel)} {terms(MESSAGE)} "
+
+
+def _next_message(terms: Terms) -> str:
+    return f"{terms(START)} {literal(ROLE)}"
+
+
+def _thinking(marks: ReasoningMarks | None, prompt_tail: str, terms: Terms, rules: list[str], behind: str) -> str:
+    """The terms before the body, followed by a space; "" if the model does not think. `behind` comes between."""
     if marks is None or prompt_tail.rstrip().endswith(marks.close):
         return ""
-    rules += [f"thought: {until(marks.close, terms, rules, 'ANY_THOUGHT')}", r"blank: /[ \n]{0,2}/"]
+    rules += [f"thought: {until(marks.close, terms, rules, 'ANY_THOUGHT')}", f"behind: {behind}"]
     if opens_reasoning(prompt_tail, marks):
-        return "thought blank "
-    return f"({terms(marks.open)} thought blank)? "
+        return "thought behind "
+    return f"({terms(marks.open)} thought behind)? "
 
 
 def until(close: str, terms: Terms, rules: list[str], name: str) -> str:
@@ -165,7 +191,7 @@ class _CallGrammar:
             self._rules.append(f"call_{index}: {self._call(str(function['name']), parameters, index)}")
             names.append(f"call_{index}")
         before, between, after = self._frame()
-        several = f" ({between} call)*" if parallel else ""
+        several = f" ({between} call)*" if parallel and self._format is not ToolFormat.HARMONY else ""
         self._rules += [f"calls: {before} call{several} {after}", f"call: {' | '.join(names)}"]
         return self._rules
 
@@ -201,6 +227,10 @@ class _CallGrammar:
             case ToolFormat.HERMES:
                 head = f"{self._terms('<tool_call>')} {literal(self._json_head(name, 'arguments'))}"
                 tail = r'"}\n" ' + self._terms("</tool_call>")
+            case ToolFormat.HARMONY:
+                told = literal(f"{COMMENTARY}{RECIPIENT}{FUNCTIONS}{name} ")
+                head = f'{self._terms(CHANNEL)} {told} {self._terms(CONSTRAIN)} "json" {self._terms(MESSAGE)}'
+                tail = ""
             case ToolFormat.DEEPSEEK:
                 head = f"{self._terms(CALL_BEGIN)} {literal(name)} {self._terms(SEPARATOR)}"
                 tail = self._terms(CALL_END)

@@ -10,8 +10,9 @@ from parkd.answers.declared import DeclaredParser
 from parkd.answers.deepseek_calls import CALLS_BEGIN, DeepSeekCalls
 from parkd.answers.formats import opens_reasoning
 from parkd.answers.gemma_calls import gemma_section
+from parkd.answers.harmony import CHANNEL, HarmonyCall, HarmonySplitter
 from parkd.answers.json_calls import JsonCalls, LlamaBare, mistral_section
-from parkd.answers.reasoning import Piece, ReasoningSplitter
+from parkd.answers.reasoning import Piece, ReasoningSplitter, Splitter
 from parkd.answers.signals import Names
 from parkd.answers.tag_calls import MINIMAX_CALL, GlmCall, MiniMaxCalls
 from parkd.answers.xml_calls import bare_function_section, tagged_section, tool_schemas
@@ -21,7 +22,7 @@ from parkd.types import FinishReason, ReasoningDelta, ToolCallDelta, ToolChoiceM
 class AnswerParser:
     """Implements `Parser`. The splitter separates the thinking; the call parser parses everything after it."""
 
-    def __init__(self, splitter: ReasoningSplitter, calls: CallParser) -> None:
+    def __init__(self, splitter: Splitter, calls: CallParser) -> None:
         self._splitter = splitter
         self._calls = calls
 
@@ -74,7 +75,9 @@ def make_parser(output: OutputFormat, request: TurnRequest, prompt_tail: str, ca
     marks = output.reasoning if request.prompt is None else None
     if output.reader is not None and request.prompt is None:
         return DeclaredParser(output.reader(prompt_tail, request.tools), request, call_ids)
-    splitter = ReasoningSplitter(marks, opened=opens_reasoning(prompt_tail, marks))
+    splitter: Splitter = ReasoningSplitter(marks, opened=opens_reasoning(prompt_tail, marks))
+    if output.tools is ToolFormat.HARMONY and request.prompt is None:
+        splitter = HarmonySplitter(Names(tool_schemas(request.tools)).limit)
     wants_calls = bool(request.tools) and request.tool_choice.mode is not ToolChoiceMode.NONE
     sections, bare = _sections(output.tools, request) if wants_calls else ({}, None)
     calls = CallParser(
@@ -98,6 +101,8 @@ def _sections(tools: ToolFormat, request: TurnRequest) -> tuple[Mapping[str, Sec
             if tools is ToolFormat.QWEN_XML:
                 sections["<function="] = lambda: bare_function_section(schemas)
             return sections, None
+        case ToolFormat.HARMONY:
+            return {CHANNEL: lambda: HarmonyCall(names)}, None
         case ToolFormat.GLM:
             return {"<tool_call>": lambda: GlmCall(schemas)}, None
         case ToolFormat.MINIMAX:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 from parkd.answers.base import ReasoningMarks
 from parkd.answers.scan import held_tail
@@ -21,6 +22,19 @@ class _Place(Enum):
 class Piece:
     reasoning: str
     body: str
+
+
+class Splitter(Protocol):
+    """Separates the thinking of one answer from the rest, for the parser."""
+
+    @property
+    def thinking(self) -> bool:
+        """True while pushed text counts as thinking."""
+
+    def push(self, text: str) -> Piece: ...
+
+    def finish(self) -> Piece:
+        """What was held back."""
 
 
 class ReasoningSplitter:

@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 from parkd.engine_adapter.base import ChatTemplate
+from parkd.identity.tokens import common_chars
 
 _SYSTEM, _SYSTEM_2, _USER, _USER_2, _ANSWER, _RESULT = (
     "Qsysmark",
@@ -29,6 +30,8 @@ _SYSTEM, _SYSTEM_2, _USER, _USER_2, _ANSWER, _RESULT = (
     "Qresmark",
 )
 _CALL, _ARGUMENT, _VALUE = "qcallmark", "qargmark", "Qvalmark"
+_CALLS = (_CALL, "othermark")
+"""Names of tools that have no beginning in common."""
 
 _NO_KWARGS: Mapping[str, Any] = {}
 _TOOLS: tuple[Mapping[str, Any], ...] = (
@@ -82,14 +85,15 @@ def probe_template(template: ChatTemplate) -> TemplateProfile:
     probe.thoughts(as_text, want_none)
     system_first = probe.in_order([_say("system", _SYSTEM), _say("user", _USER)])
     lead = [_say("system", _SYSTEM)] if system_first else []
+    generation_prompt = probe.generation_prompt()
     profile = TemplateProfile(
         arguments_as_text=as_text,
         calls_want_none=want_none,
         system_first=system_first,
         systems_lead=system_first and probe.in_order([*lead, _say("system", _SYSTEM_2), _say("user", _USER)]),
         system_inside=probe.system_inside(lead),
-        openers=probe.openers(as_text, want_none),
-        generation_prompt=probe.generation_prompt(),
+        openers=probe.openers(as_text, want_none, generation_prompt),
+        generation_prompt=generation_prompt,
     )
     return replace(profile, written="\n".join(probe.written))
 
@@ -98,9 +102,9 @@ def _say(role: str, content: str | None, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-def _call(as_text: bool, content: str | None) -> dict[str, Any]:
+def _call(as_text: bool, content: str | None, name: str = _CALL) -> dict[str, Any]:
     arguments: Any = f'{{"{_ARGUMENT}": "{_VALUE}"}}' if as_text else {_ARGUMENT: _VALUE}
-    call = {"id": "call_q", "type": "function", "function": {"name": _CALL, "arguments": arguments}}
+    call = {"id": "call_q", "type": "function", "function": {"name": name, "arguments": arguments}}
     return _say("assistant", content, tool_calls=[call])
 
 
@@ -176,22 +180,30 @@ class _Probe:
             return ""
         return with_it[len(without) :]
 
-    def openers(self, as_text: bool, want_none: bool) -> dict[str, str]:
+    def openers(self, as_text: bool, want_none: bool, generation_prompt: str) -> dict[str, str]:
         turns = [_say("user", _USER), _say("assistant", _ANSWER), _say("user", _USER_2)]
         talk = self.text(turns)
-        call = _call(as_text, None if want_none else "")
-        calls = [_say("user", _USER), call, _say("tool", _RESULT, tool_call_id="call_q", name=_CALL)]
-        work = self.text(calls, tools=True)
         system = self.text([*turns[:2], _say("system", _SYSTEM_2), _say("user", _USER_2)])
         user_end = self.end_after(turns[:1], _USER)
-        answer_end = self.end_after(turns[:2], _ANSWER)
+        # The last answer of a conversation may end otherwise than one that others follow, which ends as a message does.
+        answer_ends = (self.end_after(turns[:2], _ANSWER), user_end)
+        assistant = _opener(talk, _USER, (user_end,), _ANSWER)
+        if generation_prompt and assistant.startswith(generation_prompt):
+            assistant = generation_prompt  # an answer may begin with other marks than these: of thinking, or of a call
+        look, other = (self.tool_opener(as_text, want_none, name) for name in _CALLS)
         found = {
-            "user": _opener(talk, _ANSWER, answer_end, _USER_2),
-            "assistant": _opener(talk, _USER, user_end, _ANSWER),
-            "system": _opener(system, _ANSWER, answer_end, _SYSTEM_2),
-            "tool": _opener(work, _VALUE, self.end_after(calls[:2], _VALUE, tools=True), _RESULT),
+            "user": _opener(talk, _ANSWER, answer_ends, _USER_2),
+            "assistant": assistant,
+            "system": _opener(system, _ANSWER, answer_ends, _SYSTEM_2),
+            "tool": look[: common_chars(look, other)],
         }
         return {role: opener for role, opener in found.items() if opener}
+
+    def tool_opener(self, as_text: bool, want_none: bool, name: str) -> str:
+        """The text that opens the result of a call to this tool."""
+        call = _call(as_text, None if want_none else "", name)
+        calls = [_say("user", _USER), call, _say("tool", _RESULT, tool_call_id="call_q", name=name)]
+        return _opener(self.text(calls, tools=True), _VALUE, (self.end_after(calls[:2], _VALUE, tools=True),), _RESULT)
 
     def end_after(self, messages: Sequence[Mapping[str, Any]], mark: str, *, tools: bool = False) -> str | None:
         """The text after the last message's mark."""
@@ -199,12 +211,13 @@ class _Probe:
         return end if found else None
 
 
-def _opener(text: str | None, before: str, end: str | None, mark: str) -> str:
-    """The text between the end of the turn with `before` and `mark`; empty if that cannot be found."""
-    if text is None or end is None:
+def _opener(text: str | None, before: str, ends: Sequence[str | None], mark: str) -> str:
+    """The text between the end of the turn with `before`, which is one of `ends`, and `mark`; empty if that cannot be
+    found."""
+    if text is None:
         return ""
     start, stop = text.find(before), text.find(mark)
     if start < 0 or stop < start:
         return ""
     gap = text[start + len(before) : stop]
-    return gap[len(end) :] if gap.startswith(end) else ""
+    return next((gap[len(end) :] for end in ends if end is not None and gap.startswith(end)), "")

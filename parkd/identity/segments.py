@@ -151,7 +151,8 @@ def _find_turns(
         for place in range(reached, len(openers)):
             char, roles = openers[place]
             if turn.message["role"] not in roles:
-                answers_passed += "assistant" in roles
+                # One answer may have several openers in a row: of its thought, and of its call.
+                answers_passed += "assistant" in roles and not (place and "assistant" in openers[place - 1][1])
                 if answers_passed > answers_before and turn.message["role"] != "assistant":
                     break
                 continue

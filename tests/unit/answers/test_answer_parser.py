@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from parkd.answers.base import OutputFormat, ReasoningMarks, ToolFormat
 from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.answers.formats import THINK
+from parkd.answers.harmony import ANALYSIS_MARKS
 from parkd.answers.parser import make_parser
 from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, ToolChoice, ToolChoiceMode, TurnRequest
 
@@ -116,6 +117,15 @@ GEMMA_CALLS = [
 ]
 XML_CALLS = [("write", {"path": 'a "b" \\ {x}\n<tool>\n', "count": 7, "deep": {"a": [1]}}), ("look", {})]
 
+HARMONY = (
+    "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.write "
+    f"<|constrain|>json<|message|>{TRICKY_JSON}<|call|>"
+)
+HARMONY_OF_TEMPLATE = (
+    "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.write<|channel|>commentary json"
+    f"<|message|>{TRICKY_JSON}<|end|><|start|>assistant to=functions.look<|channel|>commentary json<|message|>{{}}"
+)
+
 GLM_TWO = """I look.
 <tool_call>write
 <arg_key>path</arg_key>
@@ -152,6 +162,14 @@ GOOD = {
     "deepseek": (ToolFormat.DEEPSEEK, DEEPSEEK, "I look.", CALLS),
     "deepseek fenced": (ToolFormat.DEEPSEEK_FENCED, DEEPSEEK_FENCED, "I look.", CALLS),
     "deepseek, no end": (ToolFormat.DEEPSEEK, DEEPSEEK.removesuffix(CALLS_END), "I look.", CALLS),
+    "harmony": (ToolFormat.HARMONY, HARMONY, "I look.", CALLS[:1]),
+    "harmony as its template writes": (ToolFormat.HARMONY, HARMONY_OF_TEMPLATE, "I look.", CALLS),
+    "harmony, no type": (
+        ToolFormat.HARMONY,
+        "<|channel|>commentary to=functions.look<|message|> {}<|call|>",
+        "",
+        CALLS[1:],
+    ),
     "glm": (
         ToolFormat.GLM,
         GLM_TWO,
@@ -195,6 +213,13 @@ BAD = {
     "xml no function": (ToolFormat.QWEN_XML, "<tool_call>\n<parameter=x>\n</tool_call>"),
     "deepseek prose": (ToolFormat.DEEPSEEK, f"{CALLS_BEGIN} I would rather not {{}}."),
     "deepseek bad name": (ToolFormat.DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}two words{SEPARATOR}{{}}{CALL_END}"),
+    "harmony without a header": (ToolFormat.HARMONY, "plainly said"),
+    "harmony in prose": (ToolFormat.HARMONY, "say <|channel|>final in a header"),
+    "harmony arguments are no object": (
+        ToolFormat.HARMONY,
+        "<|channel|>commentary to=functions.look <|constrain|>json<|message|>[1]",
+    ),
+    "harmony bad name": (ToolFormat.HARMONY, "<|channel|>commentary to=functions.two words more<|message|>{}"),
     "glm no name": (ToolFormat.GLM, "<tool_call>two words<arg_key>path</arg_key></tool_call>"),
     "glm value first": (ToolFormat.GLM, "<tool_call><arg_value>1</arg_value></tool_call>"),
     "minimax prose": (ToolFormat.MINIMAX, "<minimax:tool_call>I would rather not.</minimax:tool_call>"),
@@ -388,6 +413,39 @@ def test_one_call_only_when_the_client_wants_one() -> None:
 def test_thinking_is_split_off(text: str, tail: str, thinking: str, shown: str) -> None:
     for pieces in ([text], list(text)):
         assert parse(pieces, ToolFormat.NONE, marks=THINK, tail=tail)[:2] == (thinking, shown)
+
+
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "shown"),
+    [
+        (f"{HARMONY_THOUGHT}<|channel|>final<|message|>Yes.<|return|>", "Let me see.", "Yes."),
+        (f"{HARMONY_THOUGHT}{HARMONY_THOUGHT}<|channel|>final<|message|>Yes.", "Let me see.\n\nLet me see.", "Yes."),
+        (
+            f"<|channel|>commentary<|message|>First.<|end|><|start|>assistant{HARMONY_THOUGHT}"
+            "<|channel|>final<|message|>Yes.<|return|>",
+            "Let me see.",
+            "First.\n\nYes.",
+        ),
+        ("<|channel|>analysis<|message|>Let me", "Let me", ""),
+        (f"{HARMONY_THOUGHT}<|channel|>fin", "Let me see.", ""),
+        (f"{HARMONY_THOUGHT} and so on", "Let me see.", ""),
+        ("<|channel|>analysis<|message|>I <|end of it", "I <|end of it", ""),
+    ],
+)
+@pytest.mark.parametrize("tools", [TOOLS, ()])
+def test_messages_of_harmony_are_told_apart(text: str, thinking: str, shown: str, tools: Any) -> None:
+    for size in range(1, len(text)):
+        pieces = [text[place : place + size] for place in range(0, len(text), size)]
+        assert parse(pieces, ToolFormat.HARMONY, marks=ANALYSIS_MARKS, tools=tools)[:3] == (thinking, shown, [])
+
+
+def test_of_a_harmony_call_that_is_not_wanted_the_text_is_shown_with_its_header() -> None:
+    assert parse([HARMONY], ToolFormat.HARMONY, tools=())[1] == (
+        f"I look.<|channel|>commentary to=functions.write <|constrain|>json<|message|>{TRICKY_JSON}"
+    )
 
 
 def test_thinking_is_known_while_it_lasts() -> None:

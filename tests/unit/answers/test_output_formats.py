@@ -7,6 +7,7 @@ import pytest
 from parkd.answers.base import ReasoningMarks, ToolFormat
 from parkd.answers.deepseek_calls import CALL_BEGIN, CALLS_BEGIN, FENCE
 from parkd.answers.formats import GEMMA_THOUGHT, THINK, call_ids, opens_reasoning, output_format, pick_format
+from parkd.answers.harmony import ANALYSIS_MARKS
 
 MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
 
@@ -25,6 +26,7 @@ MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
         (f"'{CALLS_BEGIN}' + '{CALL_BEGIN}' + name + '</think>'", ToolFormat.DEEPSEEK, THINK),
         ("'<tool_call>' + name + '<arg_key>' + '</think>'", ToolFormat.GLM, THINK),
         ("'<minimax:tool_call>' '<invoke name=' '</think>'", ToolFormat.MINIMAX, THINK),
+        ("'<|start|>assistant<|channel|>analysis<|message|>' + thinking", ToolFormat.HARMONY, ANALYSIS_MARKS),
         ("'<|tool_call>call:' + name '<|channel>thought\\n'", ToolFormat.GEMMA, GEMMA_THOUGHT),
     ],
 )  # fmt: skip

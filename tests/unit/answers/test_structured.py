@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from parkd.answers.base import OutputFormat, ToolFormat
 from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.answers.formats import THINK
+from parkd.answers.harmony import ANALYSIS_MARKS, CHANNEL, CONSTRAIN, MESSAGE, START
 from parkd.answers.parser import make_parser
 from parkd.answers.structured import StructuredOutput
 from parkd.errors import EngineFailure, InvalidRequest, SchemaTooComplex
@@ -34,7 +35,7 @@ VOCAB_SIZE = 420
 END = 0
 MARKERS = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]",
-    "[ARGS]", CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR,
+    "[ARGS]", CHANNEL, CONSTRAIN, MESSAGE, START, CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR,
 )  # fmt: skip
 SCHEMA = {
     "type": "object",
@@ -323,6 +324,7 @@ def test_a_form_that_cannot_be_enforced_is_refused_by_its_field(
 
 
 CALL_TEXTS = {
+    ToolFormat.HARMONY: '<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"on": true}',
     ToolFormat.HERMES: '<tool_call>\n{"name": "NAME", "arguments": {"on": true}}\n</tool_call>',
     ToolFormat.QWEN_XML: (
         "<tool_call>\n<function=NAME>\n<parameter=on>\ntrue\n</parameter>\n</function>\n</tool_call>"
@@ -345,10 +347,51 @@ def test_only_allowed_tools_can_be_called(
     assert accepts(words, structured.mask(request, output, ""), call.replace("NAME", "push"))
     assert not accepts(words, structured.mask(request, output, ""), call.replace("NAME", "look"))
     is_free = mode is ToolChoiceMode.AUTO
-    assert accepts(words, structured.mask(request, output, ""), "No {call} is < needed.") == is_free
-    assert not accepts(words, structured.mask(request, output, ""), "So: " + call.replace("NAME", "look")) or (
+    text = "<|channel|>final<|message|>" if tools is ToolFormat.HARMONY else ""
+    assert accepts(words, structured.mask(request, output, ""), text + "No {call} is < needed.") == is_free
+    assert not accepts(words, structured.mask(request, output, ""), text + "So: " + call.replace("NAME", "look")) or (
         tools is ToolFormat.LLAMA  # which is a call at the beginning only
     )
+
+
+@pytest.fixture(scope="module")
+def harmony() -> tuple[Tokenizer, StructuredOutput]:
+    words = tokenizer(special=False)
+    words.add_special_tokens([AddedToken(mark, normalized=False) for mark in (CHANNEL, CONSTRAIN, MESSAGE, START)])
+    words.add_special_tokens([AddedToken("<|over|>", normalized=False)])
+    return words, StructuredOutput(words.to_str(), VOCAB_SIZE, frozenset({words.token_to_id("<|over|>")}))
+
+
+def test_what_harmony_must_obey_is_its_final_message_or_a_call(harmony: tuple[Tokenizer, StructuredOutput]) -> None:
+    words, structured = harmony
+    over = words.token_to_id("<|over|>")
+    output = OutputFormat(ToolFormat.HARMONY, ANALYSIS_MARKS)
+    thought = "<|channel|>analysis<|message|>Hm {not json.<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"on": true}'
+    good = '<|channel|>final<|message|>{"ok": true, "kind": "a"}'
+    told = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+
+    def can_say(text: str, **changes: Any) -> bool:
+        mask = structured.mask(asked(**changes), output, "<|start|>assistant")
+        assert mask is not None
+        for token_id in words.encode(text).ids:
+            if not mask.allowed()[token_id]:
+                return False
+            mask.accept(token_id)
+        return bool(mask.allowed()[over])
+
+    assert can_say(thought + good, response_schema=SCHEMA)
+    assert can_say(good, response_schema=SCHEMA)
+    assert not can_say('{"ok": true, "kind": "a"}', response_schema=SCHEMA)
+    assert not can_say(thought + "<|channel|>final<|message|>Yes.", response_schema=SCHEMA)
+    assert not can_say(thought.removesuffix("<|start|>assistant") + good, response_schema=SCHEMA)
+    assert can_say(thought + call, response_schema=SCHEMA, tools=TOOLS)
+    assert can_say(thought + call, tools=TOOLS, tool_choice=REQUIRED)
+    assert not can_say(thought + good, tools=TOOLS, tool_choice=REQUIRED)
+    some = ToolChoice(allowed=frozenset({"look"}))
+    assert can_say(thought + told + call, tools=TOOLS, tool_choice=some)
+    assert can_say(good, tools=TOOLS, tool_choice=some)
+    assert not can_say(told + call.replace("look", "push"), tools=TOOLS, tool_choice=some)
 
 
 def test_a_choice_of_no_tool_leaves_text(made: tuple[Tokenizer, StructuredOutput]) -> None:
