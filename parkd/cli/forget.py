@@ -17,6 +17,7 @@ from parkd.proxy.access import namespace_of
 from parkd.store.files.park_directory import open_directory
 from parkd.store.manifest import Manifest
 from parkd.store.opening import forget, scan
+from parkd.store.records import name_of
 from parkd.types import NamedKey
 
 
@@ -79,7 +80,7 @@ def table(manifests: Sequence[Manifest], times: Mapping[str, float], keys: Seque
         namespace, _, salt = each.namespace.partition("/")
         own = ",".join(names.get(namespace, ())) or namespace.removeprefix("=") or "-"
         when = datetime.fromtimestamp(used_s[each.name], UTC).strftime("%Y-%m-%d %H:%M")
-        rows.append((each.id, f"{len(each.units):,}", when, f"{own} (salted)" if salt else own))
+        rows.append((name_of(each.id), f"{len(each.units):,}", when, f"{own} (salted)" if salt else own))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}".rstrip() for row in rows
@@ -96,7 +97,7 @@ def _chosen(given: argparse.Namespace, keys: Sequence[NamedKey]) -> Callable[[st
         return lambda _id, _namespace: True
     if given.conversation is not None:
         wanted: str = given.conversation
-        return lambda conversation_id, _namespace: conversation_id == wanted
+        return lambda conversation_id, _namespace: wanted in (conversation_id, name_of(conversation_id))
     namespaces = _namespaces(given.key, keys)
     # A request's `cache_salt` makes a sub-namespace of its key's namespace, after a slash; it belongs to the key too.
     return lambda _id, namespace: namespace.partition("/")[0] in namespaces

@@ -12,6 +12,7 @@ charged, until the last lease ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +28,7 @@ from parkd.store.index import PrefixIndex
 from parkd.store.manifest import Manifest
 from parkd.store.memory import Memory
 from parkd.store.policy import Evictable, Rank
-from parkd.store.records import ConversationGone, ConversationId, Parked, ParkedCheckpoint, Tier
+from parkd.store.records import ConversationGone, ConversationId, Name, Parked, ParkedCheckpoint, Tier, name_of
 from parkd.types import Units
 
 
@@ -84,6 +85,8 @@ class Conversation:
     is_pinned: bool = False
     source: Conversation | None = None
     """The longer conversation on disk of which this one, in RAM alone, is the beginning."""
+    leaves_ram: bool = False
+    """Its place in RAM is to be emptied as soon as all of it is on disk."""
 
     @property
     def id(self) -> ConversationId:
@@ -137,6 +140,8 @@ class Conversations:
         self._rows: dict[ConversationId, Conversation] = {}
         self._index = PrefixIndex()
         """Of conversations that the running model can use."""
+        self._names: Counter[Name] = Counter()
+        """Rows by name: one that grows has two until what it supersedes is gone."""
 
     # Look-up
 
@@ -176,6 +181,20 @@ class Conversations:
         """All conversations of the key whose units are a prefix of `units`, or equal."""
         found = (self._rows[i] for i in self._index.ending_within(key_digest, prefix_hashes))
         return [each for each in found if _is_prefix(each.parked.units, units)]
+
+    def named(self, name: Name) -> list[Conversation]:
+        """The rows of a conversation, the longest first; empty if there is none of that name."""
+        found = [each for each in self._rows.values() if name_of(each.id) == name] if name in self._names else []
+        return sorted(found, key=lambda each: -each.parked.position)
+
+    def continued(self, key_digest: bytes, units: Units, prefix_hashes: tuple[bytes, ...]) -> Name | None:
+        """The name of the conversation that these units continue: every row of it is a prefix of them. None if there is
+        none: two that go on differently from one point are two conversations, and the first of them keeps the name."""
+        prefixes = self.prefixes_of(key_digest, units, prefix_hashes)
+        within = Counter(name_of(each.id) for each in prefixes)
+        whole = [each for each in prefixes if within[name_of(each.id)] == self._names[name_of(each.id)]]
+        longest = max(whole, key=lambda each: each.parked.position, default=None)
+        return None if longest is None else name_of(longest.id)
 
     # Use
 
@@ -337,13 +356,21 @@ class Conversations:
     def _list(self, conversation: Conversation) -> None:
         """Adds a row, as the latest."""
         parked = conversation.parked
+        if parked.id not in self._rows:
+            self._names[name_of(parked.id)] += 1
         self._rows[parked.id] = conversation
         if not conversation.is_foreign:
             self._index.add(parked.id, parked.key_digest, parked.prefix_hashes)
 
     def _unlist(self, conversation: Conversation) -> None:
         parked = conversation.parked
-        if self._rows.pop(parked.id, None) is not None and not conversation.is_foreign:
+        if self._rows.pop(parked.id, None) is None:
+            return
+        name = name_of(parked.id)
+        self._names[name] -= 1
+        if not self._names[name]:
+            del self._names[name]
+        if not conversation.is_foreign:
             self._index.remove(parked.id, parked.key_digest, parked.prefix_hashes)
 
     def _free(self, ram: InRam) -> None:

@@ -18,6 +18,14 @@ BlockId = int
 """Never used twice by a store, so the id of a freed block cannot name another one."""
 CheckpointId = int
 ConversationId = str
+"""`NAME`, or `NAME.REVISION` of a conversation that continues one with that name. Never used twice by a store."""
+Name = str
+"""What people and the API call a conversation: it stays the same while the conversation grows."""
+NAME_END = "."
+
+
+def name_of(conversation_id: ConversationId) -> Name:
+    return conversation_id.partition(NAME_END)[0]
 
 
 class ConversationGone(LookupError):

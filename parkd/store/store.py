@@ -47,26 +47,31 @@ from parkd.store.flights import (
 )
 from parkd.store.history import GHOST_BYTES, GHOST_LIMIT, GONE_BYTES, GONE_LIMIT, History
 from parkd.store.inspection import Inspection, disk_stats, inspect, ram_stats
+from parkd.store.listing import Listed, listed
 from parkd.store.manifest import ExtentRef
 from parkd.store.memory import Memory
 from parkd.store.planning import Plan, check_request, plan_capture, plan_promotion
 from parkd.store.policy import LruPolicy, Policy
 from parkd.store.records import (
+    NAME_END,
     Capture,
     CaptureRequest,
     ConversationGone,
     ConversationId,
     DiskStats,
     Lease,
+    Name,
     Parked,
     RefusalReason,
     Refused,
     StoreConfig,
     StoreStats,
     Tier,
+    name_of,
 )
 from parkd.store.slabs import SlabHooks
 from parkd.store.write_queue import QUEUE_SHARE, WriteQueue
+from parkd.types import Units
 
 CANDIDATE_LIMIT = 64
 """Most conversations that one look-up returns by default."""
@@ -93,7 +98,8 @@ class ConversationStore:
         free_memory: Callable[[], int] | None = None,
         disk: DiskSetup | None = None,
     ) -> None:
-        """`clock` returns seconds. `new_id` returns an id that was never used before; by default ids are numbers.
+        """`clock` returns seconds. `new_id` returns a name that was never used before, without a dot; by default names
+        are numbers.
         `observer` is called after each change of what is charged to the budget. `free_memory` returns the bytes that
         the machine can still give; without it, `config.min_free_bytes` is not enforced. What describes conversations on
         `disk` is charged to the memory budget at once."""
@@ -134,6 +140,15 @@ class ConversationStore:
     def get(self, conversation_id: ConversationId) -> Parked | None:
         conversation = self.table.get(conversation_id)
         return None if conversation is None else conversation.parked
+
+    def named(self, name: Name) -> list[Parked]:
+        """What is parked of a conversation, the longest first; empty if there is none of that name."""
+        return [each.parked for each in self.table.named(name)]
+
+    def continued(self, key_digest: bytes, units: Units, prefix_hashes: tuple[bytes, ...]) -> Name | None:
+        """The name of the parked conversation that these units continue; None if they continue none."""
+        blocks = len(units) // self.config.block_tokens
+        return self.table.continued(key_digest, units, prefix_hashes[:blocks])
 
     def touch(self, conversation_id: ConversationId) -> None:
         """Marks a conversation as used now. Raises ConversationGone, as `pin` and `unpin` do."""
@@ -256,7 +271,7 @@ class ConversationStore:
         units = request.units[: capture.position].copy()  # the caller may change its own
         units.flags.writeable = False
         parked = Parked(
-            id=self._new_id(),
+            id=self._id_after(self.continued(request.key_digest, units, request.prefix_hashes)),
             key_digest=request.key_digest,
             units=units,
             prefix_hashes=request.prefix_hashes[: capture.position // self.config.block_tokens],
@@ -295,6 +310,26 @@ class ConversationStore:
         if conversation is not None and conversation.disk is not None:
             self.table.leave_disk(conversation)
         return conversation is not None
+
+    def move_to_disk(self, name: Name) -> Refused | None:
+        """Empties the place in RAM of a conversation, after it was written to disk if it is not there yet. None if that
+        is done or under way. Raises ConversationGone."""
+        if not self.has_disk:
+            return Refused(RefusalReason.OFF, "there is no disk for parked conversations")
+        rows = self.table.named(name)
+        if not rows:
+            raise ConversationGone(name)
+        refused: Refused | None = None
+        for each in rows:
+            if each.ram is None:
+                continue
+            if each.ram.awaited_by:
+                refused = Refused(RefusalReason.BUSY, "a request that waits will start from it")
+            elif each.is_on_disk:
+                self.table.leave_ram(each)
+            else:
+                refused = self.queue.ask(each) or refused
+        return refused
 
     # Promotions
 
@@ -394,6 +429,12 @@ class ConversationStore:
         """What a capture could take without an eviction."""
         return self.table.memory.room()
 
+    def listed(self) -> list[Listed]:
+        """What is parked, a value for each conversation and each earlier row of it that is still there."""
+        return [
+            listed(self.table, each, self._admission.policy, self._costs, self._clock()) for each in self.table.all()
+        ]
+
     def inspect(self) -> Inspection:
         """All that the store holds now, down to its blocks. Takes time with each of them: for tests and for
         diagnosis."""
@@ -490,6 +531,10 @@ class ConversationStore:
 
     # Ends
 
+    def _id_after(self, name: Name | None) -> ConversationId:
+        """A new id, of the conversation with that name if it continues one."""
+        return self._new_id() if name is None else f"{name}{NAME_END}{self._new_id()}"
+
     def _publish(self, flight: Flight, conversation: Conversation, parked: Parked) -> InRam:
         """Makes what was filled visible, and empties the places in RAM of what it supersedes."""
         ram = InRam(parked, flight.owner, flight.history, floor=self.table.floor)
@@ -522,7 +567,7 @@ class ConversationStore:
             units.flags.writeable = False
             parked = replace(
                 parked,
-                id=self._new_id(),
+                id=self._id_after(name_of(known.id)),
                 units=units,
                 prefix_hashes=known.prefix_hashes[: end // self.config.block_tokens],
                 blocks=flight.blocks,

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from parkd.store.budget import mib
 from parkd.store.conversations import Conversation, Conversations, InRam, superseded
 from parkd.store.disk import Disk, index_bytes_of, job_bytes, manifest_limit_bytes
 from parkd.store.disk_jobs import RemoveJob, WriteJob, leftovers
 from parkd.store.disk_layout import write_job
 from parkd.store.disk_policy import worth_writing
 from parkd.store.manifest import ExtentRef
-from parkd.store.records import ConversationId
+from parkd.store.records import ConversationId, RefusalReason, Refused
 
 QUEUE_SHARE = 2
 """Waiting conversations hold at most one part in this many of the memory budget. One that waits alone may hold more:
@@ -95,6 +96,26 @@ class WriteQueue:
         self._waiting[parked.id] = _Waiting(conversation, size, self._table.hold(conversation))
         self.on_work()
 
+    def ask(self, conversation: Conversation) -> Refused | None:
+        """Queues a conversation in RAM because someone asked for it, whatever it is worth; it leaves RAM once it is
+        written. Says why not."""
+        if self.is_paused:
+            return Refused(RefusalReason.BUSY, "the disk failed a moment ago")
+        writing = self._writing is not None and self._writing.waiting.conversation is conversation
+        if conversation.id not in self._waiting and not writing:
+            size = self._missing_bytes(conversation)
+            self.allowance.refill(self._clock())
+            if size > self.allowance.left_bytes:
+                return Refused(RefusalReason.VALUE, "what may be written to disk today is used up")
+            if size > self._disk.config.budget_bytes:
+                return Refused(
+                    RefusalReason.BUDGET, f"needs {mib(size)} of {mib(self._disk.config.budget_bytes)} on disk"
+                )
+            self._waiting[conversation.id] = _Waiting(conversation, size, self._table.hold(conversation))
+            self.on_work()
+        conversation.leaves_ram = True
+        return None
+
     def adopt(self, conversation: Conversation, ref: ExtentRef) -> None:
         """Queues a conversation whose file is already written and charged, so that it gets its manifest."""
         self._waiting[conversation.id] = _Waiting(conversation, 0, self._table.hold(conversation), ref)
@@ -151,8 +172,13 @@ class WriteQueue:
             self._failed(job)
         self._disk.let_go(writing.reused)
         writing.waiting.release()
+        conversation = writing.waiting.conversation
         if error is not None and job.is_adopted:
-            self._lost(writing.waiting.conversation)
+            self._lost(conversation)
+        elif (
+            conversation.leaves_ram and conversation.is_on_disk and conversation.ram and not conversation.ram.awaited_by
+        ):
+            self._table.leave_ram(conversation)
 
     def _start(self, waiting: _Waiting) -> _Writing | None:
         """The job that writes a conversation, with its reused extents held and others condemned to make room; None if

@@ -133,6 +133,16 @@ def test_forget_one(tmp_path: Path) -> None:
     assert cli.main(["forget", "--park-dir", str(tmp_path / "d"), "--conversation", "a"]) == 1
 
 
+def test_forget_takes_the_name_that_stays_while_a_conversation_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    park(tmp_path / "d", **{"a": "", "a.b": "", "ab": "", "b.a": ""})
+    assert cli.main(["forget", "--park-dir", str(tmp_path / "d"), "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["a", "a", "ab", "b"]
+    assert cli.main(["forget", "--park-dir", str(tmp_path / "d"), "--conversation", "a"]) == 0
+    assert left(tmp_path / "d") == 2
+
+
 @pytest.mark.parametrize(("asked", "stay"), [("the-key-of-ann", 3), ("team", 3), ("ann", 3), ("nobody", 5), ("", 5)])
 def test_forget_what_is_parked_under_a_key(tmp_path: Path, asked: str, stay: int) -> None:
     """By the key, by the namespace that keys share, or by a key's name; a salt's part goes with its key."""

@@ -9,7 +9,7 @@ import pytest
 
 from parkd.state import Checksums
 from parkd.store.budget import BLOCK_BYTES, conversation_metadata_bytes
-from parkd.store.records import Capture, ConversationGone, Parked, RefusalReason, Refused
+from parkd.store.records import Capture, ConversationGone, Parked, RefusalReason, Refused, name_of
 from tests.unit.store.store_kit import (
     KEY,
     OTHER_KEY,
@@ -296,3 +296,27 @@ def test_found_by_use_24_tokens_that_a_restore_takes_from_the_store_are_counted(
     store.lease(parked.id, 42, 40).release()
     assert store.stats().reused_tokens_total == 42 + 2
     assert store.stats().kept_tokens_total == 0
+
+
+def test_a_conversation_keeps_its_name_while_it_grows_and_a_fork_gets_its_own(engine):
+    """Where two go on differently from one point, the first keeps the name."""
+    store = make_store(AMPLE)
+    first = engine.read(make_units(1, 10)).park(store)
+    assert name_of(first.id) == first.id
+    engine.extend(make_units(2, 7))
+    second = engine.park(store)
+    assert (name_of(second.id), second.id != first.id) == (first.id, True)
+    assert [each.id for each in store.named(first.id)] == [second.id]
+    with store.lease(second.id, 10) as lease:
+        engine.restore(lease)
+    engine.extend(make_units(3, 9))
+    fork = engine.park(store)
+    assert name_of(fork.id) not in (first.id, "")
+    engine.extend(make_units(4, 5))
+    third = engine.park(store)
+    assert name_of(third.id) == name_of(fork.id)
+    assert store.continued(KEY, third.units, make_hashes(third.units, 4)) == name_of(fork.id)
+    assert store.continued(OTHER_KEY, third.units, make_hashes(third.units, 4, OTHER_KEY)) is None
+    store.drop(third.id, "a test")
+    again = engine.read(third.units).park(store)
+    assert name_of(again.id) != name_of(fork.id), "nothing of that name is left"
