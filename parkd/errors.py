@@ -10,6 +10,7 @@
     ├── Unauthorized          401  no API key or a wrong one
     ├── Forbidden             403  the Host or Origin header is not allowed
     ├── NotFound              404
+    ├── Conflict              409  the state of a conversation does not allow what was asked
     ├── BodyStalled           408  the body stopped arriving
     ├── BodyTooLarge          413
     ├── UpgradeRefused        426  the client asked for a WebSocket
@@ -129,6 +130,11 @@ class Forbidden(ParkdError):
 class NotFound(ParkdError):
     status = 404
     code = "not_found"
+
+
+class Conflict(ParkdError):
+    status = 409
+    code = "conflict"
 
 
 class BodyStalled(ParkdError):

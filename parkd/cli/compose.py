@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mi
     from parkd.store.files.fs import FileSystem
     from parkd.store.records import StoreConfig
     from parkd.store.store import ConversationStore
-    from parkd.types import NamedKey, PromptIdentity, StillWanted, TokenMask, TurnRequest
+    from parkd.types import NamedKey, PromptIdentity, StillWanted, TokenMask, TurnRequest, Units
 
 MIN_FREE_SHARE = 16
 MOST_MIN_FREE_BYTES = 2560 * 1024 * 1024
@@ -61,7 +61,10 @@ def answer_memory(config: Config, engine: AnyEngine, background: BackgroundWork)
         return OutputMemory(config.cache.answer_bytes, end_texts)
     file = AnswerFile(directory / NAME, config.cache.answer_bytes)
     memory = OutputMemory(
-        config.cache.answer_bytes, end_texts, on_new=lambda answer: _submit(background, file.append, answer, memory)
+        config.cache.answer_bytes,
+        end_texts,
+        on_new=lambda answer: _submit(background, file.append, answer, memory),
+        on_forgotten=lambda: _submit(background, file.renew, memory),
     )
     file.open(memory)
     return memory
@@ -192,6 +195,7 @@ def compose(
         output=output,
         render=identity.render,
         remember=None if answers is None else partial(_remember, answers, identity, background),
+        forget=None if answers is None else partial(_forget, answers),
         chat_template=engine.template_source,
         remembered=partial(remembered_bytes, config, identity, answers, structured),
         build_mask=build_mask,
@@ -235,6 +239,13 @@ def _remember(
     next prompt in the background."""
     answers.remember(prompt, ids, said)
     background.submit(partial(identity.expect, prompt, ids, said))
+
+
+def _forget(answers: OutputMemory, units: Units, key_digest: bytes, namespace: str) -> int:
+    """Forgets the answers that were given within a conversation. Returns their number."""
+    from parkd.identity.output_memory import is_within
+
+    return answers.forget(is_within(units, key_digest, namespace))
 
 
 def mask_builder(engine: AnyEngine, output: OutputFormat, structured: StructuredOutput | None) -> BuildMask:

@@ -81,6 +81,15 @@ class AnswerFile:
         except OSError as error:
             self._give_up(error)
 
+    def renew(self, memory: OutputMemory) -> None:
+        """Rewrites the file because answers were forgotten."""
+        if self._file is None:
+            return
+        try:
+            self.rewrite(memory)
+        except OSError as error:
+            self._give_up(error)
+
     def rewrite(self, memory: OutputMemory) -> None:
         """Replaces the file by one with the answers in `memory` alone. Raises OSError."""
         self.close()

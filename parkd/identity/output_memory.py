@@ -81,11 +81,14 @@ class OutputMemory:
         end_texts: Sequence[str],
         *,
         on_new: Callable[[RememberedAnswer], None] = lambda _answer: None,
+        on_forgotten: Callable[[], None] = lambda: None,
     ) -> None:
-        """`end_texts` are the texts of the model's end tokens. `on_new` is called with each new answer that is kept."""
+        """`end_texts` are the texts of the model's end tokens. `on_new` is called with each new answer that is kept,
+        `on_forgotten` after answers were forgotten because someone asked for it."""
         self._limit_bytes = limit_bytes
         self._end_texts = tuple(text for text in end_texts if text)
         self._on_new = on_new
+        self._on_forgotten = on_forgotten
         self._answers: OrderedDict[bytes, tuple[RememberedAnswer, ...]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -127,6 +130,22 @@ class OutputMemory:
                 _, gone = self._answers.popitem(last=False)
                 self._bytes -= sum(one.bytes for one in gone)
         return not same
+
+    def forget(self, chosen: Callable[[RememberedAnswer], bool]) -> int:
+        """Removes the `chosen` answers. Returns their number."""
+        going = {id(answer): answer for answer in self.all() if chosen(answer)}
+        with self._lock:
+            for prefix in {answer.prefix for answer in going.values()}:
+                known = self._answers.get(prefix, ())
+                kept = tuple(answer for answer in known if id(answer) not in going)
+                self._bytes -= sum(answer.bytes for answer in known) - sum(answer.bytes for answer in kept)
+                if kept:
+                    self._answers[prefix] = kept
+                elif known:
+                    del self._answers[prefix]
+        if going:
+            self._on_forgotten()
+        return len(going)
 
     def all(self) -> list[RememberedAnswer]:
         """All answers, the least recently used first."""

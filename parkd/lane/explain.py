@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
@@ -39,6 +39,7 @@ SEGMENT_BYTES = 250
 ID_PREFIXES = ("msg_", "resp_", "chatcmpl-", "cmpl-")
 """Prefixes that dialects put before a request's id to make the id of its answer."""
 SYSTEM_ROLES = ("system", "developer")
+Digest: TypeAlias = bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,24 @@ class RequestMemory:
                 known = parts.get(best[1].request_id)
                 parts[best[1].request_id] = best if known is None else max(known, best, key=lambda part: part[0])
         return list(parts.values())
+
+    def said_whole(self, owner: str, key_digest: Digest, units: Units) -> bool:
+        """Whether one request of the key and its answer go at least as far as these units, which are then its own."""
+        end = len(units) - 1
+        for one in self._requests.values():
+            said = one.said
+            if one.owner != owner or len(said) <= end or said[end] != units[end]:
+                continue
+            if one.prompt.key.digest == key_digest and common_prefix(said, units) == len(units):
+                return True
+        return False
+
+    def forget(self, key_digest: Digest, units: Units) -> None:
+        """Drops the requests of a conversation, whichever key sent them."""
+        for key, one in list(self._requests.items()):
+            shorter = min(len(one.said), len(units))
+            if one.prompt.key.digest == key_digest and shorter and common_prefix(one.said, units) == shorter:
+                self._drop(key)
 
     def _own(self, owner: str, key: ConversationKey) -> Iterator[Explained]:
         return (one for one in self._requests.values() if one.owner == owner and one.prompt.key == key)

@@ -27,7 +27,16 @@ from parkd.lane.prompt_tail import PromptTail, read_while_restoring
 from parkd.lane.start import Seated, Start
 from parkd.lane.turn import Turn
 from parkd.state import Checksums, Resume, StateSizes, Transfer
-from parkd.store.records import Capture, CaptureRequest, ConversationGone, Lease, Parked, RefusalReason, Refused
+from parkd.store.records import (
+    Capture,
+    CaptureRequest,
+    ConversationGone,
+    ConversationId,
+    Lease,
+    Parked,
+    RefusalReason,
+    Refused,
+)
 from parkd.store.store import ConversationStore
 from parkd.types import CacheOutcome, CacheReport, ConversationKey, Units
 
@@ -39,6 +48,11 @@ _WAITING = (RefusalReason.BUDGET, RefusalReason.SLOTS, RefusalReason.BUSY)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+NoteParked = Callable[[ConversationId | None], None]
+
+
+def _no_note(_parked: ConversationId | None) -> None:
+    pass
 
 
 @dataclass(eq=False)
@@ -52,6 +66,8 @@ class BackgroundCapture:
     began_s: float
     intact: int
     """Rows `[0, intact)` in the arenas have not changed since the capture began."""
+    note: NoteParked
+    """Called with the id of what was parked when the copy has ended; None: nothing was."""
     task: asyncio.Task[None] | None = None
 
 
@@ -81,6 +97,7 @@ class LiveConversation:
         self._monotonic = monotonic
         self._disk = disk
         self._background: BackgroundCapture | None = None
+        self._is_unwanted = False
 
     @property
     def rows(self) -> LiveRows:
@@ -149,6 +166,22 @@ class LiveConversation:
             await self._thread.run(self.seat.reset)
         except Exception as error:
             raise EngineLost("The engine cannot be made valid again; the server stops.") from error
+
+    def discard(self) -> None:
+        """What is live now is to be forgotten. The seat belongs to the lane, so it is emptied by `empty_if_unwanted`;
+        until then nothing of it is parked."""
+        self._is_unwanted = self._rows.position > 0
+
+    @property
+    def is_unwanted(self) -> bool:
+        return self._is_unwanted
+
+    async def empty_if_unwanted(self) -> None:
+        """Empties the seat if its content was discarded: called when a turn begins. Raises EngineLost."""
+        if self._is_unwanted:
+            await self.settle()
+            self._is_unwanted = False
+            await self.reset()
 
     async def forget(self, keep_rows: int) -> None:
         """Cuts the live state to `keep_rows`, or to the last position before it that it can be cut to."""
@@ -271,19 +304,22 @@ class LiveConversation:
 
     # -- captures into the store --
 
-    async def park(self) -> None:
+    async def park(self, note: NoteParked = _no_note) -> None:
         """Copies the live state into the store, as far as the store does not hold it. Changes nothing if the store
         refuses or the copy fails.
 
         If the engine can overlap the copy with other work, this returns once the copy has begun; `settle` waits for its
-        end. Raises EngineLost.
+        end. `note` is called with the id of what is parked of the live state, when that is known; with None if nothing
+        is. Raises EngineLost.
         """
         await self.settle()
         rows, store = self._rows, self._store
         if store is None or rows.key is None or rows.position == 0:
+            note(None)
             return
         if rows.parked_id is not None and store.get(rows.parked_id) is not None:
             store.touch(rows.parked_id)
+            note(rows.parked_id)
             return
         try:
             await self.checkpoint()
@@ -293,6 +329,7 @@ class LiveConversation:
         except EngineFailure as error:
             log.warning("not parked: taking a checkpoint failed: %s", error.message)
             await self.check()
+            note(None)
             return
         capture = await self._reserve(
             store,
@@ -309,6 +346,7 @@ class LiveConversation:
             ),
         )
         if isinstance(capture, Refused):
+            note(None)
             if capture.reason is RefusalReason.OFF:
                 return
             self._metrics.refusals.labels(capture.reason.value).inc()
@@ -321,14 +359,20 @@ class LiveConversation:
             store.abort(capture)
             if isinstance(error, EngineFailure) and not isinstance(error, EngineLost):
                 log.warning("not parked: the copy failed: %s", error.message)
+                note(None)
                 return
             raise
         if not isinstance(copy, Checksums):
-            self._background = BackgroundCapture(capture, copy, rows, began_s, intact=rows.position)
+            self._background = BackgroundCapture(capture, copy, rows, began_s, rows.position, note)
             self._background.task = asyncio.create_task(self._finish(store, self._background))
+            return
+        if self._is_unwanted:
+            store.abort(capture)
+            note(None)
             return
         parked = self._commit(store, capture, copy, began_s)
         self._set_rows(rows.captured(parked.blocks, parked.position, parked.id))
+        note(parked.id)
 
     async def settle(self) -> None:
         """Waits until the capture in progress, if there is one, is committed or aborted."""
@@ -371,9 +415,16 @@ class LiveConversation:
             self._background = None
             store.abort(capture)
             log.warning("not parked: the copy failed: %s", error)
+            background.note(None)
+            return
+        if self._is_unwanted:
+            self._background = None
+            store.abort(capture)
+            background.note(None)
             return
         parked = self._commit(store, capture, checksums, background.began_s)
         self._background = None
+        background.note(parked.id)
         covered = min(background.intact, parked.position)
         if covered < parked.position:
             covered = covered // BLOCK_TOKENS * BLOCK_TOKENS

@@ -1,21 +1,27 @@
 """Pins what clients asked to keep, until a deadline and within a share of the budget.
 
 A `cache_control` with a ttl asks for a minimum life. It is a hint: pins take at most PINNED_SHARE of the budget, the
-newest requests first, so that no client keeps others from being parked.
+newest requests first, so that no client keeps others from being parked. A conversation can also be kept by its name:
+such pins take from the same share, before the hints, and one that finds no room is refused.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parkd.store.records import ConversationGone, ConversationId, Parked
+from parkd.errors import Conflict
+from parkd.store.budget import mib
+from parkd.store.records import ConversationGone, ConversationId, Name, Parked
 from parkd.store.store import ConversationStore
 from parkd.types import PromptIdentity
 
 PINNED_SHARE = 0.5
 WISHES_LIMIT = 32
 """Most wishes that are remembered; each holds the hashes of a prompt."""
+KEPT_LIMIT = 256
+"""Most conversations that are kept by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,8 @@ class Retention:
         self._store = store
         self._wishes: deque[_Wish] = deque(maxlen=WISHES_LIMIT)
         self._pinned: set[ConversationId] = set()
+        self._kept: dict[Name, float] = {}
+        """Until when each is kept, the oldest wish first; infinite: until it is unpinned."""
 
     @property
     def pinned(self) -> frozenset[ConversationId]:
@@ -53,13 +61,57 @@ class Retention:
                 until_s = max(until_s, earlier.until_s)
         self._wishes.append(_Wish(key_digest, hashes, until_s))
 
+    def keep(self, name: Name, until_s: float, now_s: float) -> None:
+        """Keeps a conversation by its name, and whatever it grows to, while there is room for it. Raises Conflict if
+        there is none, and ConversationGone."""
+        rows = self._store.named(name)
+        if not rows:
+            raise ConversationGone(name)
+        self._end(now_s)
+        limit = self._store.config.budget_bytes * PINNED_SHARE
+        others = sum(self._bytes(self._store.named(other)) for other in self._kept if other != name)
+        if others + self._bytes(rows) > limit:
+            raise Conflict(
+                f"Kept conversations may take {mib(int(limit))}, {PINNED_SHARE:.0%} of the memory for parked ones. "
+                f"{mib(others)} are taken and this one needs {mib(self._bytes(rows))}. Unpin another, or start parkd "
+                "with a larger --conversation-cache-mib."
+            )
+        if len(self._kept) >= KEPT_LIMIT and name not in self._kept:
+            raise Conflict(f"{KEPT_LIMIT} conversations are kept, which is the most. Unpin another.")
+        self._kept.pop(name, None)
+        self._kept[name] = until_s
+        self.apply(now_s)
+
+    def let_go(self, name: Name, now_s: float) -> None:
+        """Ends all wishes to keep a conversation, those of its clients too."""
+        self._kept.pop(name, None)
+        ids = {parked.id for parked in self._store.named(name)}
+        for wish in list(self._wishes):
+            if any(parked.id in ids and shared == len(wish.hashes) for parked, shared in self._named(wish)):
+                self._wishes.remove(wish)
+        self.apply(now_s)
+        for conversation_id in ids:
+            self._store.unpin(conversation_id)
+
+    def kept_until_s(self, name: Name) -> float | None:
+        """Until when a conversation is kept by name; infinite if nothing ends it, None if it is not."""
+        return self._kept.get(name)
+
     def apply(self, now_s: float) -> None:
         """Pins parked conversations that wishes ask for, and unpins those whose wishes have expired."""
-        if not self._wishes and not self._pinned:
+        if not self._wishes and not self._pinned and not self._kept:
             return
         room = self._store.config.budget_bytes * PINNED_SHARE
         wanted: set[ConversationId] = set()
-        ended: set[ConversationId] = set()
+        ended: set[ConversationId] = self._end(now_s)
+        for name in self._kept:
+            rows = self._store.named(name)
+            room -= self._bytes(rows)
+            if room < 0:
+                room += self._bytes(rows)  # It has grown too long: later ones may fit.
+                ended.update(parked.id for parked in rows)
+            else:
+                wanted.update(parked.id for parked in rows)
         for wish in reversed(list(self._wishes)):
             found = [parked for parked, shared in self._named(wish) if shared == len(wish.hashes)]
             if wish.until_s <= now_s:
@@ -69,7 +121,7 @@ class Retention:
             longest = max(found, key=lambda parked: parked.position, default=None)
             if longest is None or longest.id in wanted:
                 continue
-            room -= longest.position * self._store.layout.row_bytes
+            room -= self._bytes([longest])
             if room < 0:
                 ended.add(longest.id)  # It may be pinned from when there was room, or in place of an ancestor.
             else:
@@ -82,6 +134,20 @@ class Retention:
         for conversation_id in wanted:
             self._store.pin(conversation_id)
         self._pinned = wanted
+
+    def _end(self, now_s: float) -> set[ConversationId]:
+        """Ends what was kept until now, or is no longer parked. Returns the ids."""
+        ended: set[ConversationId] = set()
+        for name, until_s in list(self._kept.items()):
+            rows = self._store.named(name)
+            if until_s <= now_s or not rows:
+                ended.update(parked.id for parked in rows)
+                del self._kept[name]
+        return ended
+
+    def _bytes(self, rows: Sequence[Parked]) -> int:
+        """Of the longest: the others are its beginnings."""
+        return max((parked.position for parked in rows), default=0) * self._store.layout.row_bytes
 
     def _named(self, wish: _Wish) -> list[tuple[Parked, int]]:
         return self._store.candidates(wish.key_digest, wish.hashes)

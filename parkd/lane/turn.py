@@ -10,6 +10,7 @@ from parkd.errors import ParkdError
 from parkd.lane.answer import Answer
 from parkd.lane.events import EventChannel
 from parkd.lane.explain import Explained
+from parkd.lane.roster import FirstWords
 from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnRequest, Units
 
 TAIL_TOKENS = 64
@@ -49,6 +50,8 @@ class Turn:
     """What is generated so far; filled on the engine's thread, and only its numbers may be read elsewhere."""
     note_answer: Callable[[Units], None] = lambda _units: None
     """Called with the units of prompt and answer."""
+    words: FirstWords | None = None
+    """The first words of its messages, for its owner; None unless --page-text allows it."""
     release_awaited: Callable[[], None] = lambda: None
     """Releases the state that the store keeps for the turn while it waits. Idempotent."""
     release_body: Callable[[], None] = lambda: None

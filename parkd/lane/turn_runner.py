@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -33,10 +34,12 @@ from parkd.lane.groups import Groups
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.retention import Retention
+from parkd.lane.roster import Roster
 from parkd.lane.start import Start
 from parkd.lane.turn import Turn, output_limit
 from parkd.lane.turn_log import TurnLog
 from parkd.lane.turn_starter import TurnStarter
+from parkd.store.records import ConversationId, name_of
 from parkd.store.store import ConversationStore
 from parkd.types import (
     CacheMode,
@@ -80,7 +83,8 @@ class TurnRunner:
         self._starter = TurnStarter(engine.info, store, disk, costs, monotonic)
         self._log = log
         self._remember = remember
-        self._retention = None if store is None else Retention(store)
+        self.retention = None if store is None else Retention(store)
+        self.roster = Roster()
         self.groups = None if store is None else Groups(store)
         self._store = store
         self._metrics = metrics
@@ -101,11 +105,13 @@ class TurnRunner:
         turn.timings = Timings(wait_s=turn.began_s - turn.queued_s)
         error: ParkdError | None = None
         try:
-            if self._retention is not None:
-                self._retention.apply(turn.began_s)
+            if self.retention is not None:
+                self.retention.apply(turn.began_s)
             if turn.channel.cancel.is_set():
                 raise Cancelled("The client left before its turn came.")
             await self._wake()
+            for each in self._lives:
+                await each.empty_if_unwanted()
             start, why, from_disk_s = await self._starter.find_start(turn, self._lives)
             live = self._lives.pop(start.seat)
             self._lives.append(live)
@@ -281,7 +287,7 @@ class TurnRunner:
             if turn.request.cache.mode is CacheMode.USE:
                 if self.groups is not None and turn.request.cache.group is not None:
                     self.groups.used(turn.request.cache.group, turn.prompt)
-                await live.park()
+                await live.park(partial(self._note_parked, turn))
                 self._retain(turn)
             else:
                 await live.forget(turn.report.reused_tokens if turn.report else 0)
@@ -292,8 +298,13 @@ class TurnRunner:
         except Exception:
             log.exception("parking after request %s failed unexpectedly", turn.request_id)
 
+    def _note_parked(self, turn: Turn, parked_id: ConversationId | None) -> None:
+        """Notes to which conversation a turn belongs, which is known once it is parked."""
+        if parked_id is not None and turn.explained is not None:
+            self.roster.note(name_of(parked_id), turn.explained, turn.words)
+
     def _retain(self, turn: Turn) -> None:
-        asked_s, retention = turn.request.cache.min_retention_s, self._retention
+        asked_s, retention = turn.request.cache.min_retention_s, self.retention
         if retention is not None and asked_s is not None:
             now_s = self._monotonic()
             retention.wish(turn.prompt, asked_s, now_s)

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from parkd.proxy.config import Services
+from parkd.proxy.conversations import ConversationEndpoints
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect
 from parkd.proxy.dialects.llama_server import LlamaCompletion, LlamaInfill
@@ -68,6 +69,8 @@ def create_app(services: Services) -> Starlette:
     for method, handlers in (("GET", {**endpoints.reading(), **pages.reading()}), ("POST", endpoints.asking())):
         for path, handler in handlers.items():
             routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
+    for method, path, handler in ConversationEndpoints(proxy).routes():
+        routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
     middleware = []
     if services.config.cors_origins:
         origins = list(services.config.cors_origins)

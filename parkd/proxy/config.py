@@ -12,7 +12,7 @@ from parkd.config import ProxyConfig
 from parkd.engine_adapter.base import Engine
 from parkd.identity.output_memory import Said
 from parkd.lane.turn_log import TurnTrace
-from parkd.types import PromptIdentity, StillWanted, TokenMask, TurnRequest, always_wanted
+from parkd.types import PromptIdentity, StillWanted, TokenMask, TurnRequest, Units, always_wanted
 
 if TYPE_CHECKING:
     from parkd.proxy.page.budget import Machine
@@ -55,6 +55,9 @@ class Services:
     """Renders a request to the text that the model reads. Runs in a worker thread. Raises InvalidRequest."""
     remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None
     """Called with each answer, so that it is recognised when a client sends it back. Must not wait."""
+    forget: Callable[[Units, bytes, str], int] | None = None
+    """(units, key digest, namespace) of a conversation -> how many remembered answers to it were forgotten. Runs in a
+    worker thread. None: no answers are remembered."""
     chat_template: str | None = None
     """The source of the chat template, for `/props`."""
     files: FileSystem | None = None

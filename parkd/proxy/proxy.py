@@ -32,6 +32,7 @@ from parkd.lane.late_copies import outlive_copies
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics, Remembered
 from parkd.lane.resend import Resends
+from parkd.lane.roster import FirstWords
 from parkd.lane.turn import Turn
 from parkd.lane.turn_log import TurnLog
 from parkd.lane.turn_runner import TurnRunner
@@ -255,6 +256,8 @@ class Proxy:
         prompt = dataclasses.replace(turn.prompt, images=images, proof=None)
         turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
         self.requests.add(turn.explained)
+        if self.config.shows_text:
+            turn.words = FirstWords.of(turn.request)
         if caller.shares_namespace:
             turn.own_nearest = partial(self.requests.own_nearest, turn.explained)
             turn.note_answer = partial(self.requests.note_answer, turn.explained)

@@ -119,6 +119,25 @@ def test_of_several_answers_to_one_prompt_the_one_sent_back_is_taken() -> None:
     assert "three" not in text
 
 
+def test_forgotten_answers_are_rendered_again_and_the_others_stay() -> None:
+    forgotten: list[int] = []
+    kit = Kit()
+    kit.memory._on_forgotten = lambda: forgotten.append(1)
+    prompts = [kit.build({"role": "user", "content": f"Question {number}"}) for number in range(3)]
+    for prompt in prompts:
+        kit.answered(prompt)
+    of_first = kit.memory.all()[0]
+    assert kit.memory.forget(lambda each: each is of_first) == 1
+    assert kit.memory.forget(lambda _each: False) == 0
+    assert forgotten == [1]
+    assert kit.memory.memory_bytes == sum(one.bytes for one in kit.memory.all())
+    texts = [
+        kit.tokenizer.decode(kit.build({"role": "user", "content": f"Question {n}"}, answer()).token_ids.tolist())
+        for n in range(3)
+    ]
+    assert ["1.0" in text for text in texts] == [False, True, True]
+
+
 def test_the_bound_holds_and_the_oldest_go() -> None:
     kit = Kit(limit_bytes=8000)
     prompts = [kit.build({"role": "user", "content": f"Question {number}"}) for number in range(20)]

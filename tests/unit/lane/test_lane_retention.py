@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.lane.retention import Retention
+from parkd.errors import Conflict
+from parkd.lane.retention import KEPT_LIMIT, Retention
 from parkd.store.records import ConversationGone
 from parkd.types import ConversationKey, PromptIdentity
 
@@ -32,6 +34,10 @@ class Shelf:
             (SimpleNamespace(id=name, position=position), len(set(own) & set(hashes)))
             for name, (own, position) in self.parked.items()
         ]
+
+    def named(self, name: str) -> list[Any]:
+        rows = [key for key in self.parked if key.partition(".")[0] == name]
+        return [SimpleNamespace(id=key, position=self.parked[key][1]) for key in rows]
 
     def pin(self, name: str) -> None:
         assert name in self.parked
@@ -107,3 +113,71 @@ def test_a_prompt_shorter_than_a_block_leaves_no_wish(kit: tuple[Shelf, Retentio
     retention.wish(prompt(), 300, 0)
     retention.apply(0)
     assert shelf.pins == set()
+
+
+def test_what_is_kept_by_name_is_pinned_until_its_time_whatever_it_grows_to(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    retention.keep("a", 100, 0)
+    assert shelf.pins == {"a"}
+    assert retention.kept_until_s("a") == 100
+    del shelf.parked["a"]
+    shelf.parked["a.2"] = ((b"a1",), 120)
+    shelf.pins = {"a.2"}  # the store pins what supersedes in its ancestor's place
+    retention.apply(99)
+    assert shelf.pins == {"a.2"}
+    retention.apply(100)
+    assert shelf.pins == set()
+    assert retention.kept_until_s("a") is None
+
+
+def test_kept_conversations_have_a_share_of_the_budget_and_one_too_many_is_refused(
+    kit: tuple[Shelf, Retention],
+) -> None:
+    shelf, retention = kit  # half of 10,000 bytes at 10 a row: 500 rows
+    shelf.parked["c"] = ((b"c1",), 401)
+    retention.keep("a", math.inf, 0)
+    with pytest.raises(Conflict, match="50% of the memory"):
+        retention.keep("c", math.inf, 0)
+    assert shelf.pins == {"a"}
+    retention.let_go("a", 0)
+    assert shelf.pins == set()
+    retention.keep("c", math.inf, 0)
+    assert shelf.pins == {"c"}
+    with pytest.raises(ConversationGone):
+        retention.keep("unknown", 10, 0)
+
+
+def test_what_is_kept_comes_before_what_clients_wish_for(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    shelf.parked["a"] = ((b"a1",), 300)
+    shelf.parked["b"] = ((b"b1",), 300)
+    retention.wish(prompt(b"a1"), 300, 0)
+    retention.apply(0)
+    assert shelf.pins == {"a"}
+    retention.keep("b", math.inf, 0)
+    assert shelf.pins == {"b"}
+    retention.let_go("b", 0)
+    assert shelf.pins == {"a"}
+    retention.let_go("a", 0)
+    assert shelf.pins == set(), "a hand that unpins ends the client's wish too"
+
+
+def test_one_that_grew_beyond_the_share_is_no_longer_pinned_and_others_are(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    retention.keep("a", math.inf, 0)
+    retention.keep("b", math.inf, 0)
+    shelf.parked["a"] = ((b"a1",), 501)
+    retention.apply(1)
+    assert shelf.pins == {"b"}
+
+
+def test_so_many_are_kept_by_name(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    for number in range(KEPT_LIMIT + 1):
+        shelf.parked[f"n{number}"] = ((b"n",), 1)
+    for number in range(KEPT_LIMIT):
+        retention.keep(f"n{number}", math.inf, 0)
+    with pytest.raises(Conflict, match="the most"):
+        retention.keep(f"n{KEPT_LIMIT}", math.inf, 0)
+    retention.keep("n0", 5, 0)
+    assert retention.kept_until_s("n0") == 5

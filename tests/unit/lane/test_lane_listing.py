@@ -1,0 +1,97 @@
+"""The tree of conversations, and what is told of each."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parkd.identity.chain import prefix_hashes
+from parkd.lane.explain import Explained
+from parkd.lane.listing import Shown, document, parents
+from parkd.lane.roster import WORDS_CHARACTERS, Counts, FirstWords, Roster
+from parkd.types import CacheOutcome, CacheReport, ConversationKey, PromptIdentity, TurnRequest
+
+KEY = ConversationKey("", b"f" * 16)
+BLOCK = 4
+
+
+def shown(name: str, age_s: float, *tokens: int) -> Shown:
+    units = np.array(tokens, dtype=np.uint64)
+    hashes = tuple(prefix_hashes(units, KEY.digest, BLOCK))
+    return Shown(name, (), units, hashes, "", KEY.digest, False, Counts(), age_s, 0.0)
+
+
+def test_the_parent_is_the_older_one_that_shares_most() -> None:
+    root = shown("root", 30, *range(9))
+    fork = shown("fork", 20, *range(6), 90, 91, 92)
+    leaf = shown("leaf", 10, *range(6), 90, 91, 80, 81)
+    alone = shown("alone", 40, 7, 7, 7, 7, 7)
+    short = shown("short", 5, 0, 1, 2)  # shares less than a block
+    assert parents([leaf, alone, root, short, fork]) == {"fork": ("root", 6), "leaf": ("fork", 8)}
+
+
+def test_two_equal_ones_have_one_parent_between_them() -> None:
+    assert parents([shown("a", 2, 1, 2, 3, 4), shown("b", 1, 1, 2, 3, 4)]) == {"b": ("a", 4)}
+    assert parents([shown("a", 1, 1, 2, 3, 4), shown("b", 1, 1, 2, 3, 4)]) == {"b": ("a", 4)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=13), max_size=8))
+def test_parents_are_those_of_a_search_through_all_pairs(all_tokens: list[list[int]]) -> None:
+    everyone = [shown(f"c{index}", float(index), *tokens) for index, tokens in enumerate(all_tokens)]
+    found = parents(everyone)
+    for at, tokens in enumerate(all_tokens):
+        lengths = []
+        for older in all_tokens[at + 1 :]:
+            length = 0
+            while length < min(len(tokens), len(older)) and tokens[length] == older[length]:
+                length += 1
+            lengths.append(length)
+        best = max(lengths, default=0)
+        name, shared = found.get(f"c{at}", ("", 0))
+        assert shared == (best if best >= BLOCK else 0)
+        if shared:
+            assert lengths[int(name[1:]) - at - 1] == best
+
+
+def explained(owner: str, name: str, outcome: CacheOutcome) -> Explained:
+    nothing = np.zeros(0, np.int64)
+    one = Explained(name, owner, PromptIdentity(KEY, nothing, nothing.view(np.uint64), ()), None, 100.0)
+    one.report = CacheReport(outcome, 1, 0)
+    return one
+
+
+def test_turns_and_hits_are_counted_by_key_and_words_stay_with_their_owner() -> None:
+    roster = Roster(limit=2)
+    words = FirstWords("be kind", "hello")
+    roster.note("c1", explained("anna", "r1", CacheOutcome.COLD), words)
+    roster.note("c1", explained("anna", "r2", CacheOutcome.LIVE), words)
+    roster.note("c1", explained("ben", "r3", CacheOutcome.RESTORED_RAM), None)
+    known = roster.get("c1")
+    assert known is not None
+    mine, all_keys = known.seen_by("anna"), known.seen_by(None)
+    assert (mine.turns, mine.hits, mine.words) == (2, 1, words)
+    assert (all_keys.turns, all_keys.hits, all_keys.words) == (3, 2, None)
+    assert known.seen_by("carol") == Counts()
+    assert list(known.requests) == [("anna", "r1"), ("anna", "r2"), ("ben", "r3")]
+    for name in ("c2", "c1", "c3"):
+        roster.note(name, explained("anna", "r", CacheOutcome.COLD), None)
+    assert (roster.get("c2"), len(roster)) == (None, 2), "the one whose last turn is longest ago makes room"
+
+
+def test_first_words_are_bounded_and_on_one_line() -> None:
+    messages = [
+        {"role": "system", "content": "You\n are   kind. " + "x" * 500},
+        {"role": "user", "content": "first"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "last"}]},
+    ]
+    words = FirstWords.of(TurnRequest(messages))
+    assert words.system.startswith("You are kind. xxx")
+    assert len(words.system) == WORDS_CHARACTERS
+    assert words.user == "last"
+    assert FirstWords.of(TurnRequest(prompt="once upon")) == FirstWords("", "once upon")
+
+
+def test_words_are_in_the_document_only_if_they_may_be_shown() -> None:
+    assert "first_words" not in document(shown("a", 1, 1, 2), None)
