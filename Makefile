@@ -5,6 +5,7 @@
 #   make check        formatting, lint, types and the fast tests
 #   make test-agents  Claude Code, Codex and opencode, installed from npm, against a server; needs Node.js 20
 #   make test-harnesses  agent frameworks and load generators, unchanged, against a server (HARNESSES="ai-sdk litellm" chooses)
+#   make test-page    the page in Chromium, by Playwright; apt installs chromium where it is missing and you are root
 #   make test-llama-cpp  llama.cpp in process; compiles it first where pip has no wheel of it (11 minutes on two cores)
 #   make bench        the measurements under benchmarks/
 #   make clean        removes the virtual environment and what the tools left
@@ -15,7 +16,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-agents test-harnesses test-llama-cpp has-llama-cpp check bench clean format setup
+.PHONY: help demo test test-agents test-harnesses test-page test-llama-cpp has-llama-cpp check bench clean format setup
 
 VENV ?= .venv
 PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -35,7 +36,7 @@ pytest := OMP_NUM_THREADS=1 $(bin)/pytest -n $(PYTEST_WORKERS) --dist loadfile
 bench_stamp := $(VENV)/.parkd-bench-installed
 
 help:
-	@sed -n '3,14p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '3,15p' Makefile | sed 's/^# \{0,1\}//'
 
 setup: $(stamp)
 
@@ -73,6 +74,19 @@ test-agents: $(stamp)
 # Each has an environment of its own under .harnesses, kept for the next time.
 test-harnesses: $(stamp)
 	$(bin)/python -m tests.clients.harnesses --folder .harnesses $(HARNESSES)
+
+# Without a browser that can be had, this says so and succeeds.
+page_stamp := $(VENV)/.parkd-page-installed
+$(page_stamp): $(stamp)
+	$(pip) -q --no-build-isolation -e '.[page-test]'
+	@touch $@
+
+test-page: $(page_stamp)
+	@if ! command -v chromium >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		apt-get install -y -qq chromium >/dev/null || echo "apt could not install chromium" >&2; fi
+	@if command -v chromium >/dev/null || test -n "$$PARKD_TEST_CHROMIUM"; \
+	then OMP_NUM_THREADS=1 $(bin)/pytest tests/page $(PYTEST_ARGS); \
+	else echo "The page is not tested: there is no chromium here. Install it, or name it in PARKD_TEST_CHROMIUM."; fi
 
 # The library of the extra has no wheel on the index: pip builds it from source once and keeps the wheel in its cache. What
 # it builds is the library alone, without servers, tools and tests, for this machine's processor.

@@ -23,7 +23,7 @@ from parkd.identity.chain import prefix_hashes
 from parkd.lane.listing import Shown, document, parents
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.roster import Counts
-from parkd.proxy.access import Caller, check_deliberate
+from parkd.proxy.access import Caller, check_deliberate, holds
 from parkd.proxy.guard import Handler
 from parkd.proxy.proxy import Proxy
 from parkd.proxy.requests import id_headers
@@ -194,7 +194,7 @@ class ConversationEndpoints:
         counts = Counts() if activity is None else activity.seen_by(caller.owner if caller.shares_namespace else None)
         namespace = rows[0].parked.namespace if rows else live.namespace if live else ""
         key_digest = rows[0].parked.key_digest if rows else live.key_digest if live else b""
-        may_read = proxy.config.shows_text and _is_in(caller, namespace)
+        may_read = proxy.config.shows_text and holds(caller, namespace)
         if activity is not None and may_read:
             counts = replace(counts, words=activity.seen_by(caller.owner).words)
         if not counts.turns and rows and not caller.shares_namespace:
@@ -248,7 +248,7 @@ class ConversationEndpoints:
     def _may_see(self, caller: Caller, namespace: str, key_digest: bytes, units: Units) -> bool:
         if caller.is_operator:
             return True
-        if not _is_in(caller, namespace):
+        if not holds(caller, namespace):
             return False
         return not caller.shares_namespace or self._proxy.requests.said_whole(caller.owner, key_digest, units)
 
@@ -266,11 +266,6 @@ class ConversationEndpoints:
 def _documents(shown: list[Shown]) -> list[Mapping[str, Any]]:
     kin = parents(shown)
     return [document(each, kin.get(each.name)) for each in shown]
-
-
-def _is_in(caller: Caller, namespace: str) -> bool:
-    """Whether a namespace is the caller's, or the part of it for a salt."""
-    return namespace.partition("/")[0] == caller.namespace
 
 
 def _not_found(name: Name) -> NotFound:

@@ -14,6 +14,7 @@ from parkd.lane.live_rows import LiveRows
 from parkd.lane.turn import Turn
 from parkd.proxy.access import Caller, holds
 from parkd.proxy.proxy import Proxy
+from parkd.store.records import name_of
 
 READ_DIGITS = 1
 
@@ -94,7 +95,7 @@ def _seats(proxy: Proxy, caller: Caller) -> list[Mapping[str, Any]]:
         tokens = _seen_tokens(proxy, live, caller)
         if tokens or caller.is_operator:
             whole = tokens == live.rows.position
-            parked = live.rows.parked_id if whole else None
+            parked = name_of(live.rows.parked_id) if whole and live.rows.parked_id else None
             shown.append({"seat": number, "tokens": tokens, "conversation": parked})
     return shown
 

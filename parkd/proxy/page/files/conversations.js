@@ -12,7 +12,7 @@ const ORDERS = {
   used: ["recently used", (each) => each.idle_s ?? Infinity],
   size: ["largest", (each) => -each.tokens],
   age: ["newest", (each) => each.age_s ?? Infinity],
-  value: ["lowest value", (each) => each.value ?? Infinity],
+  value: ["next to go", (each) => each.value ?? Infinity],
 };
 
 const bytesOf = (each) => each.bytes ?? {};
@@ -83,7 +83,7 @@ export function open(root, page) {
     const kept = view.find ? all.filter((each) => `${each.id} ${each.first_words?.system ?? ""} ${each.first_words?.user ?? ""}`.toLowerCase().includes(view.find)) : all;
     const ram = all.reduce((sizes, each) => sizes + (bytesOf(each).ram ?? 0), 0);
     fill(sum, h("b", {}, count(kept.length)), kept.length === all.length ? "" : ` of ${count(all.length)}`, kept.length === 1 ? " conversation" : " conversations",
-      h("span", { class: "quiet" }, ` · ${plural(all.filter((each) => each.live).length, "live").replace(/s$/, "")} · ${bytes(ram)} in RAM`));
+      h("span", { class: "quiet" }, ` · ${plural(all.filter((each) => each.live).length, "live", "live")} · ${bytes(ram)} in RAM`));
     const most = Math.max(...all.map((each) => each.tokens), 1);
     fill(list, kept.length ? h("div", { class: "tree", role: "list", "aria-label": "Conversations" },
       h("div", { class: "columns", "aria-hidden": "true" }, ["Conversation", "Tokens", "RAM", "Disk", "Used", "Turns", ""].map((word) => h("span", {}, word))),
@@ -112,8 +112,8 @@ export function open(root, page) {
 
   function badges(each) {
     const kept = each.kept_until_s ? "kept" : null;
-    return [each.live && "live", each.pinned && "pinned", kept, !bytesOf(each).ram && bytesOf(each).disk && "on disk"].filter(Boolean)
-      .map((word) => h("span", { class: `badge b-${word.replace(" ", "-")}` }, word));
+    return [each.live && "live", each.pinned && "pinned", kept, !bytesOf(each).ram && bytesOf(each).disk && "on disk", each.parked === false && "not parked", each.usable === false && "other model"].filter(Boolean)
+      .map((word) => h("span", { class: `badge b-${word.replaceAll(" ", "-")}` }, word));
   }
 
   function details(each) {
@@ -148,7 +148,8 @@ export function open(root, page) {
         [count(Array.isArray(each.checkpoints) ? each.checkpoints.length : each.checkpoints), "", "Checkpoints"],
         [seconds(each.age_s), "", "Age"], [seconds(each.idle_s), "", "Not used for"],
         [count(each.turns), "", "Turns"], each.hits !== undefined && [count(each.hits), "", "Hits"],
-        each.value !== undefined && [each.value === null ? "–" : each.value.toPrecision(3), "", "Value"],
+        each.saves_s != null && [seconds(each.saves_s), "", "Saves when it returns"],
+        sizes.own ? [bytes(sizes.own), "", "Its alone, in RAM"] : null,
         each.kept_until_s && [new Date(1000 * each.kept_until_s).toLocaleTimeString([], { timeStyle: "short" }), "", "Kept until"]),
       h("div", { class: "actions" },
         each.pinned

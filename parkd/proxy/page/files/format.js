@@ -33,5 +33,5 @@ export function seconds(time) {
 export const ago = (time) => (time === null || time === undefined ? NONE : time < 2 ? "now" : `${seconds(Math.round(time))} ago`);
 /** An id as short as it may be: what is random in it is cut. */
 export const short = (id) => (/^[0-9a-f]{16,}/.test(id) ? id.slice(0, 8) : id);
-export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+export const plural = (number, word, many = `${word}s`) => `${count(number)} ${number === 1 ? word : many}`;
 export const clock = (unix) => new Date(1000 * unix).toLocaleString([], { dateStyle: "short", timeStyle: "short" });

@@ -1,7 +1,7 @@
 // Chooses the view by the address's hash, and keeps one stream of the server's state for all of them.
 
 import { key, listen } from "./api.js";
-import { fill, h } from "./dom.js";
+import { empty, fill, h } from "./dom.js";
 import * as now from "./now.js";
 
 const VIEWS = {
@@ -12,6 +12,7 @@ const VIEWS = {
   try: { title: "Try", load: () => import("./try.js") },
 };
 
+const AHEAD_MS = 1000;
 const at = (id) => document.getElementById(id);
 const page = { state: null, view: null, name: "", again: () => {} };
 
@@ -31,7 +32,7 @@ async function show(focus) {
     if (here) link.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
   document.title = `${VIEWS[name].title} · parkd`;
-  const module = await VIEWS[name].load();
+  const module = await VIEWS[name].load().catch(() => unloaded);
   if (page.name !== name) return;
   page.view?.close?.();
   const root = h("div", { class: `view ${name}` });
@@ -40,6 +41,14 @@ async function show(focus) {
   if (focus) at("main").focus({ preventScroll: true });
   scrollTo(0, 0);
 }
+
+/** What stands for a view whose file did not come; it tries again when the server is back. */
+const unloaded = {
+  open(root) {
+    root.append(empty("This view could not be loaded.", "It will be when the server answers again."));
+    return { changed() { page.name = ""; show(false); } };
+  },
+};
 
 /** A line above the view. `kind`: bad, good, or empty to take it away. */
 function say(kind, ...words) {
@@ -91,4 +100,5 @@ fill(at("views"), Object.entries(VIEWS).map(([name, view]) => h("a", { href: `#/
 addEventListener("hashchange", () => show(true));
 document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); at("main").focus(); });
 show(false);
+setTimeout(() => { for (const view of Object.values(VIEWS)) view.load().catch(() => {}); }, AHEAD_MS); // so that they open without waiting
 page.again = listen(on);
