@@ -8,12 +8,12 @@ from enum import StrEnum
 from functools import cached_property
 from hashlib import blake2b
 
-DIGEST_BYTES = 16
+from parkd.state.fields import DIGEST_BYTES, StateField
 
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """The state of one stage in bytes, which is all that the store knows of it."""
+    """The state of one stage: its bytes, and where each layer's fields are in them."""
 
     first_layer: int
     end_layer: int
@@ -24,6 +24,9 @@ class StageLayout:
     """Bytes of state that does not grow with length; 0 when the stage has none."""
     digest: bytes
     """16 bytes over the names, dtypes, shapes and offsets of all fields."""
+    row_fields: tuple[StateField, ...] = ()
+    """What a row consists of, if the engine tells: then its bytes can be cut for other stages (`recut.py`)."""
+    fixed_fields: tuple[StateField, ...] = ()
 
 
 class Grain(StrEnum):

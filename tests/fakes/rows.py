@@ -9,7 +9,6 @@ The chain can be read back from any row, so a row that is wrong anywhere changes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +17,7 @@ import xxhash
 
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import RestoreFailed
-from parkd.state import StageLayout, StageTransfer
+from parkd.state import StageLayout, StageTransfer, StateField, stage_digest
 
 Words = npt.NDArray[np.uint64]
 
@@ -62,12 +61,14 @@ class FakeRows:
         return sum(arena.nbytes for arena in self.arenas)
 
     def layouts(self, fixed_bytes: int) -> tuple[StageLayout, ...]:
-        """`fixed_bytes` is the fixed state of each stage."""
-        digests = [blake2b(bytes([stage, width]), digest_size=16).digest() for stage, width in enumerate(self.widths)]
-        return tuple(
-            StageLayout(stage, stage + 1, width * 8, fixed_bytes, digest)
-            for stage, (width, digest) in enumerate(zip(self.widths, digests, strict=True))
-        )
+        """`fixed_bytes` is the fixed state of each stage. A stage is one layer, whose words are called numbers."""
+        layouts = []
+        for stage, width in enumerate(self.widths):
+            row = (StateField("words", stage, "float64", (width,), 0),)
+            fixed = (StateField("last", stage, "float64", (fixed_bytes // 8,), 0),) if fixed_bytes else ()
+            digest = stage_digest(stage, stage + 1, row, fixed)
+            layouts.append(StageLayout(stage, stage + 1, width * 8, fixed_bytes, digest, row, fixed))
+        return tuple(layouts)
 
     def write(self, start: int, chain: Words) -> None:
         """Writes the rows `[start, start + len(chain))`."""

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import prod
 from typing import Any
 
 import torch
 
 from parkd.errors import UnsupportedModel
-from parkd.state import DIGEST_BYTES, StageLayout
+from parkd.state import StageLayout, StateField, stage_digest
 from parkd_engine.arenas.kv_format import is_quantised
 from parkd_engine.families.layer_shapes import layer_kinds
 from parkd_engine.families.layer_state import (
@@ -47,23 +46,15 @@ OFFSET_FIELD = "position_offset"
 """One number in the first stage of models whose rotary positions can differ from the token count."""
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One tensor of one layer inside a row, or inside the fixed state."""
+class Field(StateField):
+    """A field of the state, as a tensor of torch."""
 
-    name: str
-    """`key`, `value`, `index_key`; in the fixed state `conv_0`, `recurrent_0`, `window_key`, `window_value`, ..."""
-    layer: int
-    """Index in the whole model; the draft head's layer has the index after the last."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    """In a row, for one token: `(heads, head_dim)` for keys and values. Windows: `(window - 1, heads, head_dim)`."""
-    offset: int
-    """Bytes from the start of the row, or of the fixed state."""
+    __slots__ = ()
 
     @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +63,8 @@ class StageStateLayout(StageLayout):
     over the layer range and over name, layer, dtype, shape and offset of every field. `row_bytes` is a multiple of
     16."""
 
-    row_fields: tuple[Field, ...]
-    fixed_fields: tuple[Field, ...]
+    row_fields: tuple[Field, ...] = ()
+    fixed_fields: tuple[Field, ...] = ()
     index_block_tokens: int = 0
     """Rows per block of the sparse attention index; 0 without an index."""
 
@@ -137,13 +128,13 @@ def build_layout(
         once = [(layer, spec) for layer, state in states for spec in state.row_once]
         first_of = {spec.name: (layer, spec) for layer, spec in reversed(once)}
         specs = [(layer, spec) for layer, state in states for spec in state.row]
-        row_fields, row_bytes = _place([*specs, *first_of.values()])
+        row_fields, row_bytes = _place(specs, tuple(first_of.values()))
         row_bytes = max(row_bytes, ROW_ALIGNMENT)
         fixed = [(layer, spec) for layer, state in states for spec in state.fixed]
         if vision is not None and vision.by_grid and first == 0:
             fixed.append((0, FieldSpec(OFFSET_FIELD, torch.int64, (1,))))
         fixed_fields, fixed_bytes = _place(fixed)
-        digest = _stage_digest(first, end, row_fields, fixed_fields)
+        digest = stage_digest(first, end, row_fields, fixed_fields)
         block_tokens = config.indexer_compress_ratio if any(spec.name == INDEX_KEY for _, spec in specs) else 0
         layouts.append(
             StageStateLayout(first, end, row_bytes, fixed_bytes, digest, row_fields, fixed_fields, block_tokens)
@@ -160,22 +151,16 @@ def _check_format(kind: str, state: LayerState) -> None:
         )
 
 
-def _place(specs: Sequence[tuple[int, FieldSpec]]) -> tuple[tuple[Field, ...], int]:
-    """Places the fields one after the other, aligned; returns them and their total bytes, aligned too."""
+def _place(
+    specs: Sequence[tuple[int, FieldSpec]], shared: Sequence[tuple[int, FieldSpec]] = ()
+) -> tuple[tuple[Field, ...], int]:
+    """Places the fields one after the other, aligned, and then those that are `shared` by all layers; returns them and
+    their total bytes, aligned too."""
     offset = 0
     fields = []
-    for layer, spec in specs:
-        placed = Field(spec.name, layer, spec.dtype, spec.shape, offset)
+    for number, (layer, spec) in enumerate([*specs, *shared]):
+        dtype_name = str(spec.dtype).removeprefix("torch.")
+        placed = Field(spec.name, layer, dtype_name, spec.shape, offset, number >= len(specs))
         fields.append(placed)
         offset += -(-placed.nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
     return tuple(fields), offset
-
-
-def _stage_digest(first: int, end: int, row_fields: Sequence[Field], fixed_fields: Sequence[Field]) -> bytes:
-    hasher = blake2b(digest_size=DIGEST_BYTES, person=b"parkd-stage")
-    hasher.update(f"{first} {end}\n".encode())
-    for part, fields in (("row", row_fields), ("fixed", fixed_fields)):
-        for field in fields:
-            line = f"{part} {field.name} {field.layer} {field.dtype} {field.shape} {field.offset}\n"
-            hasher.update(line.encode())
-    return hasher.digest()

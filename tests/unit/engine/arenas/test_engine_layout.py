@@ -10,6 +10,7 @@ from parkd_engine.arenas.layout import ROW_ALIGNMENT, build_layout
 from parkd.errors import OutOfMemory
 from parkd.state import StateLayout
 from tests.unit.engine.kit.core_models import tiny_config
+from tests.unit.engine.kit.hybrid_models import hybrid_config
 
 
 def test_fields_lie_side_by_side_and_aligned() -> None:
@@ -80,3 +81,17 @@ def test_an_allocator_that_fails_is_translated(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(OutOfMemory):
         StageArena(layout, 10, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "digests"),
+    [
+        ("gemma3", ("ebf2eb8cada0f6a0cdc85c1de4402f3d", "7916a89d3ba0799673fa77dee91beb5c")),
+        ("qwen3.5-mtp", ("91ed6a6a376b8135008802b61fad1018", "1e9de11ee62dee3a1395abd3689fe106")),
+        ("qwen4-exp-vl", ("a175932556d64d814886ff50fe8c17d1", "76c014e8e12565af06afcb42cd97a78a")),
+    ],
+)
+def test_park_directories_of_earlier_versions_are_still_of_this_layout(family: str, digests: tuple[str, str]) -> None:
+    """Written down when directories did not yet describe their layouts."""
+    layouts = build_layout(hybrid_config(family), ((0, 2), (2, 4)), torch.float32)
+    assert tuple(layout.digest.hex() for layout in layouts) == digests
