@@ -11,6 +11,9 @@
     ├── Forbidden             403  the Host or Origin header is not allowed
     ├── NotFound              404
     ├── Conflict              409  the state of a conversation does not allow what was asked
+    ├── ConversationUnfit     409  a portable conversation is of another model or format
+    ├── ConversationDamaged   422  a portable conversation is cut or damaged
+    ├── ConversationRefused   507  a portable conversation finds no room here
     ├── BodyStalled           408  the body stopped arriving
     ├── BodyTooLarge          413
     ├── UpgradeRefused        426  the client asked for a WebSocket
@@ -135,6 +138,21 @@ class NotFound(ParkdError):
 class Conflict(ParkdError):
     status = 409
     code = "conflict"
+
+
+class ConversationUnfit(ParkdError):
+    status = 409
+    code = "conversation_unfit"
+
+
+class ConversationDamaged(ParkdError):
+    status = 422
+    code = "conversation_damaged"
+
+
+class ConversationRefused(ParkdError):
+    status = 507
+    code = "conversation_refused"
 
 
 class BodyStalled(ParkdError):

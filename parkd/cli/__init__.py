@@ -95,6 +95,10 @@ def main(words: Sequence[str] | None = None) -> int:
             from parkd.cli import forget
 
             return forget.run(words[1:])
+        if words[:1] in (["export"], ["import"]):
+            from parkd.cli import portable
+
+            return portable.run(words[0], words[1:])
         if words[:1] == ["completion"]:
             from parkd.cli import completion
 

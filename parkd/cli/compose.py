@@ -190,6 +190,7 @@ def compose(
         build_identity=identity.build,
         store=store,
         files=files,
+        spool_directory=config.cache.disk.directory,
         disk_bytes_per_s=None if store is None or files is None else _disk_speed(store, files),
         ram_bytes_per_s=None if store is None else engine.copy_bytes_per_s(),
         output=output,

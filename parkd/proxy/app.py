@@ -25,6 +25,7 @@ from parkd.proxy.dialects.openai_responses import OpenAIResponses
 from parkd.proxy.endpoints import Endpoints
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.page.endpoints import PageEndpoints
+from parkd.proxy.portable import PortableEndpoints
 from parkd.proxy.proxy import Proxy
 from parkd.proxy.requests import id_headers
 
@@ -69,7 +70,7 @@ def create_app(services: Services) -> Starlette:
     for method, handlers in (("GET", {**endpoints.reading(), **pages.reading()}), ("POST", endpoints.asking())):
         for path, handler in handlers.items():
             routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
-    for method, path, handler in ConversationEndpoints(proxy).routes():
+    for method, path, handler in (*ConversationEndpoints(proxy).routes(), *PortableEndpoints(proxy).routes()):
         routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
     middleware = []
     if services.config.cors_origins:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from parkd.answers.base import OutputFormat
@@ -62,6 +63,8 @@ class Services:
     """The source of the chat template, for `/props`."""
     files: FileSystem | None = None
     """The file system of a store with a disk; None: the store is in RAM only."""
+    spool_directory: Path | None = None
+    """Where conversations lie while they come or go (`spool.py`); None: with the system's temporary files."""
     disk_bytes_per_s: float | None = None
     """How fast the files were read at start; None: not measured."""
     ram_bytes_per_s: float | None = None

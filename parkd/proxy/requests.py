@@ -45,36 +45,54 @@ async def read_body(request: Request, limit_bytes: int, silence_s: float, charge
     QueueFull if all bodies together are too large; ClientDisconnect; and BodyStalled if nothing arrives for `silence_s`
     or the average rate is too low, since a body that is charged keeps others out.
     """
+    charge.check(check_body(request, limit_bytes, "plain JSON"))
+    body = bytearray()
+    async for piece in body_pieces(request, limit_bytes, silence_s, LEAST_BODY_BYTES_A_S):
+        charge.reach(len(body) + len(piece))
+        body += piece
+    return bytes(body)
+
+
+def check_body(request: Request, limit_bytes: int, form: str) -> int:
+    """The length that the request declares for its body; 0 if it declares none. Raises InvalidRequest if the body is
+    compressed (`form`: what it should be), and BodyTooLarge."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise InvalidRequest(f"The body is compressed ({encoding[:20]!r}). Send it as plain JSON.")
+        raise InvalidRequest(f"The body is compressed ({encoding[:20]!r}). Send it as {form}.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
-    charge.check(int(declared) if declared.isdecimal() else 0)
-    body, pieces = bytearray(), aiter(request.stream())
+    return int(declared) if declared.isdecimal() else 0
+
+
+async def body_pieces(
+    request: Request, limit_bytes: int, silence_s: float, least_bytes_a_s: int
+) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises BodyTooLarge, ClientDisconnect, and BodyStalled if nothing arrives for `silence_s`
+    or the average rate is lower than `least_bytes_a_s`."""
+    size, pieces = 0, aiter(request.stream())
     began_s = anyio.current_time()
     while True:
-        due_s = began_s + silence_s + len(body) / LEAST_BODY_BYTES_A_S
-        piece = await _next_piece(pieces, silence_s, due_s)
+        due_s = began_s + silence_s + size / least_bytes_a_s
+        piece = await _next_piece(pieces, silence_s, due_s, least_bytes_a_s)
         if piece is None:
-            return bytes(body)
-        if len(body) + len(piece) > limit_bytes:
+            return
+        size += len(piece)
+        if size > limit_bytes:
             raise _too_large(limit_bytes)
-        charge.reach(len(body) + len(piece))
-        body += piece
+        yield piece
 
 
-async def _next_piece(pieces: AsyncIterator[bytes], silence_s: float, due_s: float) -> bytes | None:
+async def _next_piece(
+    pieces: AsyncIterator[bytes], silence_s: float, due_s: float, least_bytes_a_s: int
+) -> bytes | None:
     """The next piece of the body; None at the end. Raises BodyStalled if none arrives within `silence_s`, or by `due_s`
     on the event loop's clock."""
     now_s = anyio.current_time()
     with anyio.move_on_after(min(silence_s, due_s - now_s)):
         return await anext(pieces, None)
     if due_s < now_s + silence_s:
-        raise BodyStalled(
-            f"The body arrived at less than {LEAST_BODY_BYTES_A_S} bytes a second. Send the request again."
-        )
+        raise BodyStalled(f"The body arrived at less than {least_bytes_a_s} bytes a second. Send the request again.")
     raise BodyStalled(f"No part of the body arrived for {silence_s:g} s. Send the request again.")
 
 

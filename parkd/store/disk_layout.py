@@ -66,7 +66,7 @@ def write_job(
     parts: tuple[Part, ...] = ()
     new = adopted
     if adopted is None:
-        parts, new = _lay_out(fresh, kind.stages, extent_id, is_summed=is_summed)
+        parts, new = lay_out(fresh, kind.stages, extent_id, is_summed=is_summed)
     used = dict.fromkeys([*(each.place.extent for each in blocks), *(each.place.extent for each in checkpoints)])
     reused = tuple(disk.ref(number) for number in used if number != extent_id)
     manifest = Manifest(
@@ -112,7 +112,7 @@ def read_job(
     )
 
 
-def _lay_out(
+def lay_out(
     fresh: list[tuple[list[Bytes], DiskPlace]], stages: int, extent_id: int, *, is_summed: bool
 ) -> tuple[tuple[Part, ...], ExtentRef | None]:
     """Lays out new parts in a file: sets the offsets in their places. Returns the parts in order, and the extent, None

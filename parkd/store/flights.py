@@ -21,7 +21,7 @@ from parkd.store.disk_jobs import ReadJob
 from parkd.store.history import History
 from parkd.store.manifest import ExtentRef
 from parkd.store.planning import Plan
-from parkd.store.records import BlockId, CheckpointId, Parked, ParkedCheckpoint
+from parkd.store.records import BlockId, CheckpointId, Held, Parked, ParkedCheckpoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +122,36 @@ def lease_transfer(table: Conversations, parked: Parked, start: int, stop: int) 
         checksums=table.blocks.checksums(blocks),
         fixed_checksums=np.array(fixed, dtype=np.uint64).reshape(len(fixed), kind.stages),
         resume_at=None if end == stop else stop,
+    )
+
+
+def held_in_ram(table: Conversations, conversation: Conversation) -> Held:
+    """All blocks and checkpoints of a conversation that is in RAM. A state in a file keeps that too."""
+    parked, kind = conversation.parked, table.kind
+    file = conversation.disk if kind.is_file else None
+    end = table.hold(conversation)
+    if file is not None:
+        file.readers += 1
+
+    def release() -> None:
+        if file is not None:
+            file.readers -= 1
+        end()
+
+    blocks = []
+    for block_id in parked.blocks:
+        block = table.blocks[block_id]
+        stop = block.index * kind.block_tokens + block.rows
+        blocks.append(tuple(runs[0] for runs in table.blocks.runs([block_id], stop, writeable=False)))
+    ids = [checkpoint.id for checkpoint in parked.checkpoints]
+    sums = [table.checkpoints.checksums(checkpoint_id) for checkpoint_id in ids]
+    return Held(
+        parked,
+        tuple(blocks),
+        table.blocks.checksums(parked.blocks),
+        tuple(tuple(table.checkpoints.parts(checkpoint_id, writeable=False)) for checkpoint_id in ids),
+        np.array(sums, dtype=np.uint64).reshape(len(ids), kind.stages),
+        release,
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from parkd.store.disk import DiskSetup, file_bytes
 from parkd.store.disk_jobs import remove
 from parkd.store.disk_policy import DAY_S, WriteAllowance
 from parkd.store.files.fs import FileSystem
+from parkd.store.layouts import keep_layouts
 from parkd.store.manifest import EXTENT_SUFFIX, MANIFEST_SUFFIX, TEMPORARY_SUFFIX, DamagedManifest, Manifest, decode
 from parkd.store.policy import Policy
-from parkd.store.records import ConversationId, DiskConfig, Parked, ParkedCheckpoint, StoreConfig, Tier
+from parkd.store.records import BlockId, ConversationId, DiskConfig, Parked, ParkedCheckpoint, StoreConfig, Tier
 from parkd.store.slabs import SlabHooks
 from parkd.store.store import ConversationStore
 from parkd.types import HASH_BYTES as DIGEST_BYTES
@@ -88,13 +89,13 @@ def open_tiered(
     found = scan(fs)
     index_bytes = index_bytes_for(config, options.budget_bytes, layout)
     written = written_last_day(found, wall())
-    seen = {block.id >> BLOCK_EPOCH_BITS for manifest, _ in found.manifests for block in manifest.blocks}
+    first_block = new_block_epoch(block.id for manifest, _ in found.manifests for block in manifest.blocks)
     setup = DiskSetup(
         DiskConfig(options.budget_bytes, fingerprint, index_bytes, options.write_bytes_per_day, options.max_age_s),
         WriteAllowance.full(options.write_bytes_per_day, clock(), written),
         wall,
         lambda: secrets.randbits(64),
-        _epoch(seen) << BLOCK_EPOCH_BITS,
+        first_block,
         (directory or Path()).joinpath,
     )
     store = ConversationStore(
@@ -108,6 +109,8 @@ def open_tiered(
         free_memory=free_memory,
     )
     recover(store.table, fs, found)
+    if directory is not None:  # files that end with the process need no description
+        keep_layouts(fs, layout, {manifest.layout_digest for manifest, _ in found.manifests})
     return store
 
 
@@ -233,10 +236,12 @@ def written_last_day(found: Found, wall_s: float) -> int:
     return sum(recent.values())
 
 
-def _epoch(seen: set[int]) -> int:
+def new_block_epoch(ids: Iterable[BlockId]) -> BlockId:
+    """The first of block ids that a directory has never seen, where `ids` are those of its blocks."""
+    seen = {block_id >> BLOCK_EPOCH_BITS for block_id in ids}
     while (epoch := secrets.randbits(63 - BLOCK_EPOCH_BITS)) in seen:
         pass
-    return epoch
+    return epoch << BLOCK_EPOCH_BITS
 
 
 def forget(fs: FileSystem, chosen: Callable[[Manifest], bool]) -> tuple[list[Manifest], list[str]]:

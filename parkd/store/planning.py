@@ -223,7 +223,7 @@ def plan_capture(
         whole_bytes=0 if request.sizes is None else request.sizes.whole,
         file=file,
     )
-    if kind.is_whole:
+    if kind.is_whole or request.is_indivisible:
         return replace(plan, ends=(tokens,))
     # Parked state can be resumed only at a checkpoint, even where the live state could be cut elsewhere.
     return replace(plan, ends=plan.checkpoint_positions(tokens)) if kind.needs_checkpoints else plan

@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType, TracebackType
 from typing import Literal, Self
 
-from parkd.state import StateSizes, Transfer
+from parkd.state import FixedPart, RowRun, StateSizes, Sums, Transfer
 from parkd.types import Units
 
 BlockId = int
@@ -125,6 +125,8 @@ class CaptureRequest:
     """Only for an opaque state: the bytes of the whole and of each of `checkpoints`."""
     covered: int = 0
     """Only for an opaque state: the tokens `[0, covered)` descend from the segment in `lineage`."""
+    is_indivisible: bool = False
+    """It is parked whole or not at all."""
 
 
 class RefusalReason(StrEnum):
@@ -198,6 +200,23 @@ class Lease:
     ) -> Literal[False]:
         self.release()
         return False
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """All bytes of a conversation in RAM, read-only, until `release` is called."""
+
+    parked: Parked
+    blocks: tuple[tuple[RowRun, ...], ...]
+    """Each block whole, a run for every stage."""
+    block_sums: Sums
+    """`[blocks, stages]`"""
+    checkpoints: tuple[tuple[FixedPart, ...], ...]
+    """Each checkpoint, a part for every stage."""
+    checkpoint_sums: Sums
+    """`[checkpoints, stages]`"""
+    release: Callable[[], None]
+    """Call it once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from parkd.store.flights import (
     Flight,
     Promotion,
     capture_transfer,
+    held_in_ram,
     lease_transfer,
     lineage_of,
     open_flight,
@@ -59,6 +60,7 @@ from parkd.store.records import (
     ConversationGone,
     ConversationId,
     DiskStats,
+    Held,
     Lease,
     Name,
     Parked,
@@ -202,6 +204,14 @@ class ConversationStore:
             end()
 
         return Lease(parked, start, stop, transfer, lineage_of(self.table, parked, stop), release)
+
+    def hold(self, conversation_id: ConversationId) -> Held:
+        """All bytes of a conversation, for a copy of it elsewhere, which is no use of it. They stay until they are
+        released. Raises ConversationGone, also for one that is only on disk."""
+        conversation = self.table.known(conversation_id)
+        if conversation.ram is None:
+            raise ConversationGone(conversation_id)
+        return held_in_ram(self.table, conversation)
 
     @property
     def histories_bytes(self) -> tuple[int, int]:

@@ -36,6 +36,7 @@ RULES = (
     Rule("parkd.config", ("parkd.config", "parkd.identity.normalise", *SHARED), COMPUTE + HTTP),
     Rule("parkd.identity", ("parkd.identity", "parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
     Rule("parkd.store", ("parkd.store", *SHARED), COMPUTE + HTTP),
+    Rule("parkd.portable", ("parkd.portable", "parkd.store", "parkd.identity.chain", *SHARED), COMPUTE + HTTP),
     Rule(
         "parkd.replay",
         (
@@ -72,6 +73,7 @@ RULES = (
             "parkd.answers",
             "parkd.identity",
             "parkd.store",
+            "parkd.portable",
             "parkd.engine_adapter.base",
             *SHARED,
         ),

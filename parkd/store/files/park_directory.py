@@ -25,7 +25,7 @@ MARKER_NAME = "parkd-directory"
 """The file by which a park directory is recognised. Those of earlier versions have none."""
 MARKER_TEXT = b"This directory belongs to parkd (--park-dir), which removes files in it. See docs/FORMAT.md.\n"
 _STATE_NAME = re.compile(r"[0-9a-f]{16}\.extent|[0-9a-f]{32}\.manifest(\.tmp)?")
-_OTHER_NAME = re.compile(r"lock|split\.json(\.new)?|answers(\.part)?")
+_OTHER_NAME = re.compile(r"lock|split\.json(\.new)?|answers(\.part)?|[0-9a-f]{32}\.layout(\.new)?")
 
 
 def open_directory(path: Path, *, direct: bool = True, creates: bool = True) -> DirectoryFs:

@@ -57,7 +57,7 @@ async def test_a_stop_writes_what_waits(tmp_path: Path) -> None:
     async with running_on(tmp_path / "park") as server:
         await server.chat(opening("a"))
     suffixes = [path.suffix for path in (tmp_path / "park").iterdir()]
-    assert sorted(suffixes) == ["", "", ".extent", ".manifest"], "the lock and the marker are two of them"
+    assert sorted(suffixes) == ["", "", ".extent", ".layout", ".manifest"], "the lock and the marker are two of them"
 
 
 async def test_a_stop_puts_down_when_each_was_last_used(tmp_path: Path) -> None:
