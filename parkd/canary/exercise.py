@@ -97,7 +97,7 @@ def examine(
     if max(len(talk.ids) for talk in talks) + ANSWER_TOKENS > most:
         return Verdict(skipped=f"the context of {most} tokens is too short for an image in it")
     blocks = 4 * -(-max(len(talk.ids) for talk in talks) // BLOCK_TOKENS)
-    slab_bytes = max(1 << 20, blocks * BLOCK_TOKENS * layout.row_bytes)
+    slab_bytes = max(1 << 20, layout.block_bytes(blocks * BLOCK_TOKENS, blocks))
     budget = max(LEAST_BUDGET_BYTES, 4 * slab_bytes + 64 * layout.fixed_bytes)
     store = ConversationStore(
         StoreConfig(budget, BLOCK_TOKENS, slab_bytes=slab_bytes), layout, clock, slab_hooks=slab_hooks

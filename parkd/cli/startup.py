@@ -43,7 +43,8 @@ def side_bytes(tokens: int, info: EngineInfo) -> int:
 
 def conversation_bytes(tokens: int, info: EngineInfo) -> int:
     """Bytes of one parked conversation: whole blocks of all stages, and `side_bytes`."""
-    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * info.layout.row_bytes + side_bytes(tokens, info)
+    blocks = -(-tokens // BLOCK_TOKENS)
+    return info.layout.block_bytes(blocks * BLOCK_TOKENS, blocks) + side_bytes(tokens, info)
 
 
 def budget_in_tokens(budget_bytes: int, slab_bytes: int, info: EngineInfo) -> Budget:

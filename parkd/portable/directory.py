@@ -75,7 +75,7 @@ def _sources(fs: FileSystem, directory: Path, manifest: Manifest, header: Portab
             for stage, size in enumerate(header.part_bytes(number)):
                 whole = size
                 if isinstance(part, DiskBlock) and not header.sizes:
-                    whole = part.rows * header.layout.stages[stage].row_bytes
+                    whole = header.layout.stages[stage].block_bytes(part.rows)
                 buffer = np.empty(max(size, whole), dtype=np.uint8)
                 files[extent].read(int(part.place.offsets[stage]), [buffer])
                 stages.append(SourcePart(buffer, int(part.sums[stage]), size))

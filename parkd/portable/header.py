@@ -89,7 +89,7 @@ class PortableHeader:
             return (self.sizes[part],)
         stages = self.layout.stages
         if part < self.blocks:
-            return tuple(self.rows(part) * stage.row_bytes for stage in stages)
+            return tuple(stage.block_bytes(self.rows(part)) for stage in stages)
         return tuple(stage.fixed_bytes for stage in stages)
 
     @property

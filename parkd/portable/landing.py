@@ -11,7 +11,19 @@ import numpy as np
 from parkd.portable.header import PortableHeader
 from parkd.portable.parts import PartReader, scratch_for
 from parkd.private_files import private_opener
-from parkd.state import Bytes, Checksums, Recut, RowRun, StateFile, StateLayout, StateSizes, Sums, Transfer, part_sum
+from parkd.state import (
+    Bytes,
+    Checksums,
+    Recut,
+    RowRun,
+    StageLayout,
+    StateFile,
+    StateLayout,
+    StateSizes,
+    Sums,
+    Transfer,
+    part_sum,
+)
 from parkd.store.records import CaptureRequest
 
 
@@ -48,7 +60,7 @@ def fill(
         state_file = transfer.stages[0].rows[0].file
         assert state_file is not None
         return _file_filled(reader, header, state_file)
-    places = _places(header, transfer)
+    places = _places(header, layout, transfer)
     if recut is None or recut.is_same:
         for part, buffers in enumerate(places):
             for stage, buffer in enumerate(buffers):
@@ -72,23 +84,28 @@ def _sums(checksum: str, places: Sequence[Sequence[Bytes]]) -> Sums:
     return np.array(sums, dtype=np.uint64).reshape(len(places), len(places[0]))
 
 
-def _places(header: PortableHeader, transfer: Transfer) -> list[list[Bytes]]:
+def _places(header: PortableHeader, layout: StateLayout, transfer: Transfer) -> list[list[Bytes]]:
     """The buffers of every part, by stage."""
     places = []
     for block in range(header.blocks):
         start = block * header.block_tokens * (not header.kind.is_whole)
-        places.append([_rows(stage.rows, start, start + header.rows(block)) for stage in transfer.stages])
+        places.append(
+            [
+                _rows(stage.rows, start, start + header.rows(block), header.block_tokens, known)
+                for stage, known in zip(transfer.stages, layout.stages, strict=True)
+            ]
+        )
     fixed = zip(*(stage.fixed for stage in transfer.stages), strict=True)
     return [*places, *([part.buffer for part in stages] for stages in fixed)]
 
 
-def _rows(runs: Sequence[RowRun], start: int, stop: int) -> Bytes:
+def _rows(runs: Sequence[RowRun], start: int, stop: int, block_tokens: int, stage: StageLayout) -> Bytes:
     """The buffer of a block's rows, which are all in one run."""
     run = next(run for run in runs if run.start <= start and stop <= run.stop)
-    row_bytes = run.buffer.nbytes // (run.stop - run.start)
     if (start, stop) == (run.start, run.stop):
         return run.buffer
-    return run.buffer[(start - run.start) * row_bytes : (stop - run.start) * row_bytes]
+    at = stage.block_bytes(start - run.start, (start - run.start) // block_tokens)
+    return run.buffer[at : at + stage.block_bytes(stop - start)]
 
 
 def _file_filled(reader: PartReader, header: PortableHeader, file: StateFile) -> Checksums:

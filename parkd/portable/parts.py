@@ -39,7 +39,8 @@ def write(out: BinaryIO, header: PortableHeader, parts: Iterable[Sequence[Source
     The bytes are compared with the sums that are known of them while they are written. Raises DamagedFile, and OSError.
     """
     out.seek(header_bytes(header))
-    sums = [[_written(out, header.layout.checksum, part) for part in stages] for stages in parts]
+    can_cut = not any(stage.head_bytes for stage in header.layout.stages)
+    sums = [[_written(out, header.layout.checksum, part, can_cut=can_cut) for part in stages] for stages in parts]
     shape = header.parts, header.kind.stages
     whole = replace(header, sums=np.array(sums, dtype=np.uint64).reshape(shape))
     out.seek(0)
@@ -47,13 +48,15 @@ def write(out: BinaryIO, header: PortableHeader, parts: Iterable[Sequence[Source
     return whole
 
 
-def _written(out: BinaryIO, checksum: str, part: SourcePart) -> int:
+def _written(out: BinaryIO, checksum: str, part: SourcePart, *, can_cut: bool) -> int:
     """Writes a part. Returns the sum of what was written."""
     if isinstance(part.bytes, StateFile):
         known = written = _passed_on(out, part.bytes)
     else:
         known = written = part_sum(checksum, part.bytes)
         if part.size != part.bytes.nbytes:
+            if not can_cut:
+                raise DamagedFile("its last block reaches further than it does, and its engine's blocks cannot be cut")
             written = part_sum(checksum, part.bytes[: part.size])
         out.write(part.bytes[: part.size].data)
     if known != part.sum:

@@ -40,6 +40,7 @@ def describe(layout: StateLayout) -> bytes:
                 "digest": stage.digest.hex(),
                 "row": [_described(field) for field in stage.row_fields],
                 "fixed": [_described(field) for field in stage.fixed_fields],
+                **({"head_bytes": stage.head_bytes} if stage.head_bytes else {}),
             }
             for stage in layout.stages
         ],
@@ -89,7 +90,8 @@ def _stage(document: Any) -> StageLayout:
             raise ValueError("a digest is not that of its fields")
     if len(digest) > DIGEST_BYTES * 2:
         raise ValueError("a long digest")
-    return StageLayout(first, end, row_bytes, fixed_bytes, digest, row_fields, fixed_fields)
+    head_bytes = _number(document.get("head_bytes", 0))
+    return StageLayout(first, end, row_bytes, fixed_bytes, digest, row_fields, fixed_fields, head_bytes=head_bytes)
 
 
 def _fields(documents: Any, first: int, end: int, size: int) -> tuple[StateField, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from hashlib import blake2b
@@ -19,7 +19,7 @@ class StageLayout:
     end_layer: int
     """The stage holds layers `[first_layer, end_layer)`."""
     row_bytes: int
-    """Bytes one token leaves in this stage; a multiple of 8."""
+    """Bytes one token leaves in this stage."""
     fixed_bytes: int
     """Bytes of state that does not grow with length; 0 when the stage has none."""
     digest: bytes
@@ -27,6 +27,12 @@ class StageLayout:
     row_fields: tuple[StateField, ...] = ()
     """What a row consists of, if the engine tells: then its bytes can be cut for other stages (`recut.py`)."""
     fixed_fields: tuple[StateField, ...] = ()
+    head_bytes: int = field(default=0, kw_only=True)
+    """Bytes that each block has beside its rows, whole or not: what a library writes in front of them."""
+
+    def block_bytes(self, rows: int, blocks: int = 1) -> int:
+        """Bytes of `blocks` adjacent blocks that hold `rows` rows together."""
+        return blocks * self.head_bytes + rows * self.row_bytes
 
 
 class Grain(StrEnum):
@@ -105,6 +111,10 @@ class StateLayout:
     def row_bytes(self) -> int:
         return sum(stage.row_bytes for stage in self.stages)
 
+    def block_bytes(self, rows: int, blocks: int = 1) -> int:
+        """As of a stage, of all stages together."""
+        return sum(stage.block_bytes(rows, blocks) for stage in self.stages)
+
     @cached_property
     def fixed_bytes(self) -> int:
         return sum(stage.fixed_bytes for stage in self.stages)
@@ -119,5 +129,7 @@ class StateLayout:
         for stage in self.stages:
             for number in (stage.first_layer, stage.end_layer, stage.row_bytes, stage.fixed_bytes):
                 hasher.update(number.to_bytes(8, "little"))
+            if stage.head_bytes:
+                hasher.update(stage.head_bytes.to_bytes(8, "little"))
             hasher.update(stage.digest)
         return hasher.digest()

@@ -42,8 +42,8 @@ class RowRun:
     start: int
     stop: int
     buffer: Bytes
-    """`[(stop - start) * row_bytes]`, contiguous, row `start` first. For an opaque state, all its bytes; empty if it is
-    in a file."""
+    """`[(stop - start) * row_bytes]`, contiguous, row `start` first; and `head_bytes` for each block, which the engine
+    puts where it likes inside the block. For an opaque state, all its bytes; empty if it is in a file."""
     file: StateFile | None = None
 
     @property

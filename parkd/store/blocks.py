@@ -115,7 +115,7 @@ class RowPlaces:
     are_slots = True
 
     def __init__(self, layout: StateLayout, block_tokens: int, slabs: SlabPool) -> None:
-        self._row_bytes = [stage.row_bytes for stage in layout.stages]
+        self._stages = layout.stages
         self._block_tokens = block_tokens
         self._slabs = slabs
 
@@ -144,12 +144,13 @@ class RowPlaces:
             first, last = blocks[start], blocks[end - 1]
             rows = min(last.index * self._block_tokens + last.rows, stop)
             pieces.append((first.index * self._block_tokens, rows, slots[start]))
-        return [self._stage_runs(stage, pieces, writeable) for stage in range(len(self._row_bytes))]
+        return [self._stage_runs(stage, pieces, writeable) for stage in range(len(self._stages))]
 
     def _stage_runs(self, stage: int, pieces: list[tuple[int, int, int]], writeable: bool) -> tuple[RowRun, ...]:
         runs = []
         for first, last, slot in pieces:
-            buffer = self._slabs.buffer(stage, slot, (last - first) * self._row_bytes[stage])
+            blocks = -(-(last - first) // self._block_tokens)
+            buffer = self._slabs.buffer(stage, slot, self._stages[stage].block_bytes(last - first, blocks))
             buffer.flags.writeable = writeable
             runs.append(RowRun(first, last, buffer))
         return tuple(runs)

@@ -83,7 +83,7 @@ class SlabGeometry:
 
     @classmethod
     def of(cls, layout: StateLayout, block_tokens: int, slab_bytes: int, budget_bytes: int) -> SlabGeometry:
-        parts = tuple(0 if layout.is_opaque else stage.row_bytes * block_tokens for stage in layout.stages)
+        parts = tuple(0 if layout.is_opaque else stage.block_bytes(block_tokens) for stage in layout.stages)
         pieces = SLABS_IN_BUDGET_WITH_FIXED_STATE if layout.has_fixed_state else SLABS_IN_BUDGET
         least = LEAST_SLAB_PAGES * PAGE_BYTES * len(parts)
         target = min(slab_bytes, max(least, budget_bytes // pieces))

@@ -42,6 +42,7 @@ def layout_of(fixed: int = 2) -> StateLayout:
     return StateLayout((first, StageLayout(1, 2, 16, 0, stage_digest(1, 2, last_row, ()), last_row)), "xxh3-64")
 
 
+HEADED = StateLayout((StageLayout(0, 2, 12, 0, b"h" * 16, head_bytes=100),), "xxh3-64")
 OPAQUE = StateLayout((StageLayout(0, 2, 24, 8, b"o" * 16),), "xxh3-64", Grain.OPAQUE)
 
 
@@ -89,6 +90,7 @@ def test_the_first_bytes_are_those_of_the_format_page() -> None:
         header_of(steering=b"s" * 16, model=""),
         header_of(units=np.arange(21, dtype=np.uint64) | np.uint64(1 << 63)),
         header_of(OPAQUE),
+        header_of(HEADED),
     ],
 )
 def test_a_header_comes_back(header: PortableHeader) -> None:
@@ -104,6 +106,16 @@ def test_a_header_comes_back(header: PortableHeader) -> None:
         header.sizes,
     )
     assert again.layout.digest == header.layout.digest
+
+
+def test_blocks_with_bytes_beside_their_rows_have_them_in_the_file_and_are_not_cut() -> None:
+    header = header_of(HEADED, tokens=11)
+    assert [header.part_bytes(part) for part in range(2)] == [(100 + 8 * 12,), (100 + 3 * 12,)]
+    whole = np.zeros(100 + 8 * 12, dtype=np.uint8)
+    known = part_sum("xxh3-64", whole)
+    parts = [[SourcePart(whole, known, whole.nbytes)], [SourcePart(whole, known, 100 + 3 * 12)]]
+    with pytest.raises(DamagedFile, match="cannot be cut"):
+        write(io.BytesIO(), header, parts)
 
 
 def resealed(data: bytes) -> bytes:

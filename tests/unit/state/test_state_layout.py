@@ -28,6 +28,18 @@ def test_the_digests_of_park_directories_written_before_are_still_the_same(layou
     assert layout.digest.hex() == digest
 
 
+def test_bytes_beside_the_rows_of_a_block_are_part_of_the_layout() -> None:
+    plain, headed = (
+        StateLayout((StageLayout(0, 3, 512, 0, b"x" * 16, head_bytes=head),), "xxh3-64") for head in (0, 24)
+    )
+    assert plain.digest != headed.digest
+    assert [headed.stages[0].block_bytes(*asked) for asked in ((1,), (256,), (300, 2))] == [
+        24 + 512,
+        24 + 256 * 512,
+        48 + 300 * 512,
+    ]
+
+
 @pytest.mark.parametrize("grain", Grain)
 @pytest.mark.parametrize("fixed_bytes", [0, 1, 4096])
 def test_state_without_fixed_state_resumes_anywhere_and_a_file_with_it_at_its_end(
