@@ -102,7 +102,7 @@ has-llama-cpp: $(stamp)
 	@test -e $(llama_stamp) || $(bin)/python -m pip --disable-pip-version-check cache list 'llama_cpp_python-0.3.36*' | grep -q whl
 
 test-llama-cpp: $(llama_stamp)
-	$(bin)/pytest $(PYTEST_ARGS) $(addprefix tests/integration/llama/test_llama_cpp,.py _adapters.py _bits.py)
+	$(bin)/pytest $(PYTEST_ARGS) $(addprefix tests/integration/llama/test_llama_cpp,.py _adapters.py _bits.py _blocks.py _canary.py)
 
 bench: $(bench_stamp)
 	$(bin)/python -m benchmarks

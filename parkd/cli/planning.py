@@ -57,14 +57,14 @@ def _llama_cpp(config: ModelConfig, model: str, why: str) -> tuple[str, StateLay
     """Name, layout, longest context in tokens, and notes, from the header of a GGUF file. Raises ModelError."""
     from parkd.cli.budget_table import layout_of
     from parkd.engine_adapter.llama_cpp.state_size import state_size
-    from parkd.state import Grain, StageLayout
+    from parkd.state import StageLayout
 
     known = state_size(Path(model).expanduser(), *config.llama.cache_types)
-    stage = StageLayout(0, known.layers, known.row_bytes, known.fixed_bytes, b"")
+    stage = StageLayout(0, known.layers, known.row_bytes, known.fixed_bytes, b"", head_bytes=known.head_bytes)
     notes = [f"engine    llama.cpp, since {why}; sizes from the file's header, the weights were not read"]
     if known.windows_not_counted:
         notes.append("windows   the file names a window that is not counted: the state may be smaller")
-    return f"{known.name} ({known.architecture})", layout_of((stage,), Grain.OPAQUE), known.context_tokens, notes
+    return f"{known.name} ({known.architecture})", layout_of((stage,)), known.context_tokens, notes
 
 
 def sizes_of(words: Sequence[str]) -> ModelSizes:

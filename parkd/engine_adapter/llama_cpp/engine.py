@@ -1,13 +1,14 @@
-"""llama.cpp in process: an engine of opaque state over one context with one sequence.
+"""llama.cpp in process: an engine over one context with one live sequence.
 
-A state that the library refuses leaves the engine empty and counts as a miss. A state that it did not take whole is
-never used.
+Its state is rows, which are moved as ranges of cells, and partial states where the model has windows or recurrent
+layers. Where that does not hold, which is tried when the model is loaded, it is opaque and moved whole.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any
@@ -22,6 +23,7 @@ from parkd_engine.words.text import TextAssembler
 from parkd.config import ModelConfig
 from parkd.engine_adapter.base import (
     Cancel,
+    CaptureInFlight,
     ChatTemplate,
     EngineInfo,
     ImageReader,
@@ -31,18 +33,33 @@ from parkd.engine_adapter.base import (
     Tokenizer,
 )
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
+from parkd.engine_adapter.llama_cpp.ranges import PROBE_TOKENS, CellRanges, RangeForm, probe
+from parkd.engine_adapter.llama_cpp.row_moves import LENGTH_BYTES, RowMoves
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL, WHOLE
 from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
 from parkd.engine_adapter.llama_cpp.text import AnswerBytes, LlamaTokenizer, model_template
 from parkd.engine_adapter.llama_cpp.timeline import Timeline
-from parkd.engine_adapter.whole_sums import compare_sums, sums_of
+from parkd.engine_adapter.llama_cpp.whole_moves import WholeMoves
 from parkd.errors import EngineFailure, LogitsNotFinite, RestoreFailed
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer, chunk_end
 from parkd.types import TokenIds
 
 CHECKSUM = "xxh3-64"
 LIBRARY = "llama-cpp-python"
-_PROBE_TOKENS = 16
+NO_RANGES = ("deepseek4",)
+"""Architectures whose memory stops the process if a part of a sequence is shared (llama.cpp:
+`llama_kv_cache_dsv4::seq_cp`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedSizes:
+    """What a few tokens were seen to leave."""
+
+    form: RangeForm | None
+    """How ranges of rows are written; None: the state is whole or nothing."""
+    row_bytes: int
+    fixed_bytes: int
+    """Of full windows; nearly, if the state is whole or nothing."""
 
 
 class LlamaCppEngine(OneSeatEngine):
@@ -70,11 +87,15 @@ class LlamaCppEngine(OneSeatEngine):
         self.build_has_cards = bool(low.llama_supports_gpu_offload())
         self.template_source = model.chat_template
         """The chat template's text."""
+        self.uses_cards = self.build_has_cards and model.config.llama.gpu_layers != 0
+        """Some of the state may be on a card."""
         self._answer_bytes = AnswerBytes(self._vocabulary, model.vocab)
         self._vectors = _vectors(model)
         self._steered = self._steer_by(None)
         self._logprobs: list[TokenLogprobs] = []
-        self.info = self._describe()
+        sizes = self._probe()
+        self.info = self._describe(sizes)
+        self._moves = self._moves_of(sizes.form)
 
     @classmethod
     def load(cls, config: ModelConfig, progress: Callable[[str, float], None] | None = None) -> LlamaCppEngine:
@@ -186,61 +207,57 @@ class LlamaCppEngine(OneSeatEngine):
         return StateSizes(self.sequence.state_size(WHOLE), partial)
 
     def capture(self, transfer: Transfer) -> Checksums:
-        [stage] = transfer.stages
-        if transfer.layout_digest != self.info.layout.digest or transfer.stop != self.position:
-            raise EngineFailure(f"The engine is at {self.position}, not at {transfer.stop}: nothing can be parked.")
-        for run in stage.rows:
-            if not self.sequence.read_state(run.buffer, WHOLE):
-                raise EngineFailure("llama.cpp wrote a state of another size than it announced.")
-        for part in stage.fixed:
-            if part.buffer.nbytes:
-                held = self.timeline.held(part.position)
-                if held.nbytes != part.buffer.nbytes:
-                    raise EngineFailure(f"The checkpoint at {part.position} has another size than was announced.")
-                part.buffer[:] = held
-        return Checksums(sums_of([run.buffer for run in stage.rows]), sums_of([part.buffer for part in stage.fixed]))
+        self._check_capture(transfer)
+        if isinstance(self._moves, RowMoves):
+            return self._moves.start_capture(transfer).wait()
+        return self._moves.capture(transfer)
+
+    def start_capture(self, transfer: Transfer) -> CaptureInFlight | None:
+        """On cards, whose link is faster than one thread sums: copies before it returns, since the library cannot copy
+        while it computes, and the sums are made while it goes on."""
+        if not isinstance(self._moves, RowMoves) or not self.uses_cards:
+            return None
+        self._check_capture(transfer)
+        return self._moves.start_capture(transfer)
 
     def restore(self, transfer: Transfer) -> None:
         with self.emptied_by_failures():
-            self._restore(transfer)
+            if transfer.layout_digest != self.info.layout.digest or len(transfer.stages) != 1:
+                raise RestoreFailed("The parked state has another layout than this engine.")
+            if transfer.stop > self.info.context_tokens:
+                raise RestoreFailed(f"{transfer.stop} tokens do not fit the context of {self.info.context_tokens}.")
+            self._moves.restore(transfer)
+            self.checkpoint()
 
     def close(self) -> None:
         """Frees weights and memory. The engine must not be used afterwards."""
+        if isinstance(self._moves, RowMoves):
+            self._moves.close()
         self.sequence.close()
         self.model.close()
 
-    def _restore(self, transfer: Transfer) -> None:
-        if transfer.layout_digest != self.info.layout.digest or len(transfer.stages) != 1 or transfer.start:
-            raise RestoreFailed("The parked state has another layout than this engine.")
-        if transfer.stop > self.info.context_tokens:
-            raise RestoreFailed(f"{transfer.stop} tokens do not fit the context of {self.info.context_tokens}.")
-        [stage] = transfer.stages
-        [run] = stage.rows
-        partial = [part for part in stage.fixed if part.buffer.nbytes]
-        is_cut = transfer.position < transfer.stop
-        if is_cut and self.timeline.has_fixed_state and [part.position for part in partial] != [transfer.position]:
-            raise RestoreFailed(f"There is no partial state of {transfer.position} tokens.")
-        compare_sums([run.buffer], transfer.checksums)
-        compare_sums([part.buffer for part in stage.fixed], transfer.fixed_checksums)
-        self.reset()
-        self.timeline.set(run.buffer, WHOLE, transfer.stop)
-        if is_cut and self.timeline.has_fixed_state:
-            self.timeline.set(partial[0].buffer, PARTIAL, transfer.position)
-        if is_cut:
-            self.timeline.cut(transfer.position)
-        self.checkpoint()
+    def _check_capture(self, transfer: Transfer) -> None:
+        if transfer.layout_digest != self.info.layout.digest:
+            raise EngineFailure("The parked state would have another layout than this engine.")
+
+    def _moves_of(self, form: RangeForm | None) -> RowMoves | WholeMoves:
+        if form is None:
+            return WholeMoves(self.timeline)
+        return RowMoves(self.timeline, CellRanges(self.sequence, form), self.info.layout.stages[0])
 
     def _steer_by(self, scales: Mapping[str, float] | None) -> bytes:
         steering = self._vectors.select(scales)
         self.model.steer(steering)
         return steering.digest
 
-    def _describe(self) -> EngineInfo:
-        model, config = self.model, self.model.config
-        row_bytes, fixed_bytes = self._probe()
+    def _describe(self, sizes: ProbedSizes) -> EngineInfo:
+        model, config, form = self.model, self.model.config, sizes.form
         name = f"{model.architecture} {' '.join(config.llama.cache_types)} {self.timeline.window}"
+        if form is not None:
+            name += f" ranges {form.cell_bytes} {form.values_apart}"
         digest = blake2b(name.encode(), digest_size=16, person=b"llama.cpp-state").digest()
-        layout = StateLayout((StageLayout(0, model.layers, row_bytes, fixed_bytes, digest),), CHECKSUM, Grain.OPAQUE)
+        head_bytes = 0 if form is None else form.head_bytes
+        stage = StageLayout(0, model.layers, sizes.row_bytes, sizes.fixed_bytes, digest, head_bytes=head_bytes)
         return EngineInfo(
             model_name=model.name,
             architecture=model.architecture,
@@ -248,30 +265,38 @@ class LlamaCppEngine(OneSeatEngine):
             context_tokens=model.context_tokens,
             vocab_size=model.vocab_size,
             end_token_ids=model.end_tokens(),
-            layout=layout,
+            layout=StateLayout((stage,), CHECKSUM, Grain.OPAQUE if form is None else Grain.ROWS),
             devices=("llama.cpp",),
             weights_bytes=model.weights_bytes,
-            arena_bytes=row_bytes * model.context_tokens + fixed_bytes * (1 + self.timeline.limit),
+            arena_bytes=sizes.row_bytes * model.context_tokens + sizes.fixed_bytes * (1 + self.timeline.limit),
             is_demo_model=config.is_demo_model,
             ctx_checkpoints=self.timeline.limit,
             build=f"{low.__name__} {version(LIBRARY)} {config.llama} {config.batch_tokens} {config.threads}",
         )
 
-    def _probe(self) -> tuple[int, int]:
-        """Approximate bytes of a token and of a checkpoint: measured with a few tokens, scaled to a full window."""
+    def _probe(self) -> ProbedSizes:
+        """Reads a few tokens to see what they leave."""
         token = np.zeros(1, dtype=np.int64)
-        sizes = []
-        for count in (_PROBE_TOKENS, 2 * _PROBE_TOKENS):
+        wholes, partials = [], []
+        for count in (PROBE_TOKENS // 3, 2 * PROBE_TOKENS // 3, PROBE_TOKENS):
             while self.position < count:
                 self.timeline.decode(token, None)
-            sizes.append((self.sequence.state_size(WHOLE), self.sequence.state_size(PARTIAL)))
+            wholes.append(self.sequence.state_size(WHOLE))
+            partials.append(self.sequence.state_size(PARTIAL))
+        can_cut = self.model.architecture not in NO_RANGES
+        form = probe(self.sequence, is_recurrent=self.model.is_recurrent) if can_cut else None
+        if form is not None and form.values_apart and self.uses_cards:
+            form = None  # A card copies single numbers of each row so slowly that fewer, longer runs are better.
         self.reset()
-        (whole, partial), (later, later_partial) = sizes
-        a_token = (later - whole) // _PROBE_TOKENS
+        step = PROBE_TOKENS // 3
+        a_token = (wholes[1] - wholes[0]) // step
         if not self.timeline.has_fixed_state:
-            return a_token, 0
-        in_window = (later_partial - partial) // _PROBE_TOKENS
-        return a_token - in_window, max(1, partial + in_window * max(0, self.timeline.window - _PROBE_TOKENS))
+            return ProbedSizes(form, a_token if form is None else form.row_bytes, 0)
+        in_window = (partials[1] - partials[0]) // step
+        fixed_bytes = max(1, partials[0] + in_window * max(0, self.timeline.window - step))
+        if form is None:
+            return ProbedSizes(None, a_token - in_window, fixed_bytes)
+        return ProbedSizes(form, form.row_bytes, fixed_bytes + LENGTH_BYTES)
 
 
 def _vectors(model: LlamaModel) -> SteeringBank:

@@ -30,6 +30,8 @@ BATCH_TOKENS = 512
 """The default number of tokens in a chunk of a prompt."""
 MOST_PHYSICAL_BATCH = 512
 """The most tokens of a batch that are computed at once."""
+SEQUENCES = 2
+"""The live one, and the one through which ranges of its cells are moved."""
 LOG_LINES = 8
 WARN_LEVEL = 3
 _SHARD_MARK = "-00001-of-"
@@ -207,7 +209,8 @@ class LlamaModel:
         params.n_ctx = config.context_tokens or 0
         params.n_batch = self.batch_tokens
         params.n_ubatch = min(self.batch_tokens, MOST_PHYSICAL_BATCH)
-        params.n_seq_max = 1
+        params.n_seq_max = SEQUENCES
+        params.kv_unified = True  # one pool of cells, so that a cell may belong to both
         params.n_threads = params.n_threads_batch = threads
         params.type_k, params.type_v = map(_type, config.llama.cache_types)
         params.flash_attn_type = _FLASH[config.llama.flash_attn]

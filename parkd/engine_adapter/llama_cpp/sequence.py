@@ -1,4 +1,5 @@
-"""The only sequence in the context's memory: tokens go in, logits and state come out.
+"""The live sequence in the context's memory: tokens go in, logits and state come out. A second one (`ranges.py`) has
+cells only while some of the live ones are moved.
 
     positions   pos_min ............ pos_max        (-1, -1) when it is empty
                 |-- in memory ------------|-- position: where the next token goes
@@ -59,9 +60,7 @@ class Sequence:
 
     def cut(self, position: int) -> bool:
         """Removes everything from `position` on. False if the library refuses, or the result is not as expected."""
-        if not low.llama_memory_seq_rm(self._memory, SEQUENCE, position, -1):
-            return False
-        return self.position == position
+        return self.remove(position) and self.position == position
 
     def decode(self, token_ids: TokenIds, start: int, *, is_cancelled: Callable[[], bool] | None = None) -> bool:
         """Computes tokens `[start, start + n)` in one batch; with logits if there is only one token.
@@ -104,18 +103,35 @@ class Sequence:
             self._logits_at, self._logits = address, np.ctypeslib.as_array(pointer, (self._vocab_size,))
         return self._logits
 
-    def state_size(self, flags: int) -> int:
-        return int(low.llama_state_seq_get_size_ext(self._context, SEQUENCE, flags))
+    def state_size(self, flags: int, number: int = SEQUENCE) -> int:
+        """Bytes of the state of sequence `number`."""
+        return int(low.llama_state_seq_get_size_ext(self._context, number, flags))
 
-    def read_state(self, buffer: Bytes, flags: int) -> bool:
+    def read_state(self, buffer: Bytes, flags: int, number: int = SEQUENCE) -> bool:
         """Writes the state into the buffer. False if it does not have exactly the buffer's length."""
-        size = low.llama_state_seq_get_data_ext(self._context, _pointer(buffer), buffer.nbytes, SEQUENCE, flags)
+        size = low.llama_state_seq_get_data_ext(self._context, _pointer(buffer), buffer.nbytes, number, flags)
         return int(size) == buffer.nbytes
 
-    def write_state(self, buffer: Bytes, flags: int) -> bool:
+    def write_state(self, buffer: Bytes, flags: int, number: int = SEQUENCE) -> bool:
         """Sets the state from the buffer. False if the library does not take all of it; the memory is then invalid."""
-        size = low.llama_state_seq_set_data_ext(self._context, _pointer(buffer), buffer.nbytes, SEQUENCE, flags)
+        size = low.llama_state_seq_set_data_ext(self._context, _pointer(buffer), buffer.nbytes, number, flags)
         return int(size) == buffer.nbytes
+
+    def share(self, number: int, start: int, stop: int) -> None:
+        """Gives the live cells of `[start, stop)` to sequence `number` as well, and recurrent state."""
+        low.llama_memory_seq_cp(self._memory, SEQUENCE, number, start, stop)
+
+    def adopt(self, number: int, start: int, stop: int) -> None:
+        """Gives the cells of `[start, stop)` of sequence `number` to the live one as well."""
+        low.llama_memory_seq_cp(self._memory, number, SEQUENCE, start, stop)
+
+    def drop(self, number: int) -> None:
+        """Takes everything from sequence `number`; what the live one shares with it stays."""
+        low.llama_memory_seq_rm(self._memory, number, -1, -1)
+
+    def remove(self, position: int) -> bool:
+        """Removes everything from `position` on, whatever position is reported then. False if the library refuses."""
+        return bool(low.llama_memory_seq_rm(self._memory, SEQUENCE, position, -1))
 
     def close(self) -> None:
         low.llama_batch_free(self._batch)

@@ -1,6 +1,6 @@
 """The size of a conversation's state in llama.cpp, computed from the header of the GGUF file.
 
-    whole state of n tokens    n * row_bytes + fixed_bytes
+    block of n tokens          n * row_bytes + head_bytes
     checkpoint                 fixed_bytes: full windows and recurrent states
 
 Sizes are those that the library writes (llama.cpp: `llama_kv_cache::state_write`,
@@ -23,6 +23,10 @@ from parkd.errors import ModelError
 
 CELL_BYTES = 12
 """A token's position, the number of its sequences (one), and the sequence id."""
+STATE_HEAD_BYTES = 24
+"""In front of the rows of a block: names, counts, how values lie."""
+LAYER_HEAD_BYTES = 24
+"""In front of the keys and of the values of each layer: type and size."""
 MROPE_CELL_BYTES = 12
 """Added to CELL_BYTES if a position has several coordinates."""
 MROPE_KINDS = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "glm4v")
@@ -45,6 +49,8 @@ class LlamaStateSize:
     layers: int
     row_bytes: int
     """Bytes per token, in layers with full attention."""
+    head_bytes: int
+    """Bytes of each block beside its rows."""
     fixed_bytes: int
     """Bytes that do not grow with the conversation: full windows, recurrent states."""
     windows_not_counted: bool
@@ -75,6 +81,7 @@ def state_size(path: Path, type_k: str, type_v: str) -> LlamaStateSize:
         context_tokens=_needed(file, "context_length"),
         layers=layers,
         row_bytes=rows,
+        head_bytes=STATE_HEAD_BYTES + LAYER_HEAD_BYTES * len(whole),
         fixed_bytes=window * a_window_token + (len(recurrent) * _recurrent_bytes(file) if recurrent else 0),
         windows_not_counted=bool(window and not sliding),
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from parkd.engine_adapter.base import Cancel
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
+from parkd.engine_adapter.llama_cpp.ranges import CellRanges
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL
 from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
 from parkd.errors import EngineFailure, RestoreFailed
@@ -30,7 +31,7 @@ class Timeline:
 
     def __init__(self, model: LlamaModel, sequence: TokenSequence, ctx_checkpoints: int) -> None:
         self._model = model
-        self._sequence = sequence
+        self._sequence = self.sequence = sequence
         self.window = model.window_tokens
         self.has_fixed_state = model.is_recurrent or self.window > 0
         self.limit = ctx_checkpoints if self.has_fixed_state else 0
@@ -69,6 +70,15 @@ class Timeline:
             raise EngineFailure(f"The engine holds no checkpoint at {position}.")
         return held
 
+    def partial_at(self, position: int) -> Bytes:
+        """The partial state at `position`, which is a checkpoint or where it stands. Raises EngineFailure."""
+        held = self._kept.get(position)
+        return self._partial() if held is None and position == self.position else self.held(position)
+
+    def last_words(self) -> str:
+        """What the library said last."""
+        return self._model.last_words()
+
     def reset(self) -> None:
         self._sequence.clear()
         self._kept.clear()
@@ -92,15 +102,27 @@ class Timeline:
     def set(self, state: Bytes, flags: int, position: int) -> None:
         """Raises RestoreFailed unless the library took the whole state and reports `position`; the sequence is then
         empty."""
-        taken = self._sequence.write_state(state, flags)
-        reached = self._sequence.position
-        if not taken or reached != position:
+        if not self._sequence.write_state(state, flags):
             self.reset()
-            raise RestoreFailed(
-                f"llama.cpp refused the state of {position} tokens: {self._model.last_words()}"
-                if not taken
-                else f"The state brought llama.cpp to {reached} tokens, not to {position}."
-            )
+            raise RestoreFailed(f"llama.cpp refused the state of {position} tokens: {self.last_words()}")
+        self.stand_at(position)
+
+    def keep(self, position: int, ranges: CellRanges) -> bool:
+        """Keeps the rows `[0, position)`, to which others are then added: the state is not valid before that. False if
+        the library refuses."""
+        if position == 0:
+            self.reset()
+            return True
+        self._kept.forget_beyond(position)
+        return ranges.cut(position)
+
+    def stand_at(self, position: int) -> None:
+        """After rows were added up to `position`. Raises RestoreFailed if the library reports another one; the
+        sequence is then empty."""
+        reached = self._sequence.position
+        if reached != position:
+            self.reset()
+            raise RestoreFailed(f"The state brought llama.cpp to {reached} tokens, not to {position}.")
         self.position = reached
 
     def cut(self, position: int) -> None:

@@ -316,7 +316,11 @@ async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest
         first = await server.chat(a1, max_tokens=6)
         await server.chat(opening("b"), max_tokens=6)
         write = engine.sequence.write_state
-        monkeypatch.setattr(engine.sequence, "write_state", lambda state, flags: write(state, flags) and flags != WHOLE)
+
+        def refused(state, flags: int, *which: int) -> bool:
+            return write(state, flags, *which) and flags != WHOLE
+
+        monkeypatch.setattr(engine.sequence, "write_state", refused)
         monkeypatch.setattr(engine, "restore", restored)
         a2 = turn_after(a1, first.text)
         second = await server.chat(a2, max_tokens=6)

@@ -12,11 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.state import Bytes, FixedPart, RowRun, StageTransfer, Transfer
 from parkd.types import TokenIds
 from tests.integration.llama.llama_cpp_kit import BATCH, loaded
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install parkd[llama-cpp])")
+
+WHOLE = 0
+"""llama.h: LLAMA_STATE_SEQ_FLAGS_NONE."""
 
 WINDOW_CELLS = 256
 """A tiny model's windows are kept in that many cells, which are reused beyond them."""
@@ -131,17 +135,20 @@ def logits_of(engine, tokens) -> np.ndarray:
 
 
 def whole_state(engine) -> Bytes:
-    [run] = capture(engine, None).stages[0].rows
-    return run.buffer
+    """As the library writes it."""
+    state = np.empty(engine.sequence.state_size(WHOLE), dtype=np.uint8)
+    assert engine.sequence.read_state(state, WHOLE)
+    return state
 
 
-def capture(engine, place: int | None) -> Transfer:
-    """The state parked, with the checkpoint at `place` if the model has any, to be restored there."""
-    places = [place] if place in engine.checkpoints else []
-    sizes = engine.state_sizes(places)
-    run = RowRun(0, engine.position, np.empty(sizes.whole, dtype=np.uint8))
-    parts = [FixedPart(at, np.empty(n, dtype=np.uint8)) for at, n in zip(places, sizes.checkpoints, strict=True)]
-    stage = StageTransfer((run,), tuple(parts))
-    transfer = Transfer(engine.info.layout.digest, 0, engine.position, engine.position, (stage,))
+def capture(engine, place: int | None, start: int = 0) -> Transfer:
+    """The rows from `start` on, and the partial state at `place` (the end, if None), to be restored there."""
+    [stage] = engine.info.layout.stages
+    stop = engine.position
+    at = stop if place is None else place
+    rows = stop - start
+    run = RowRun(start, stop, np.empty(stage.block_bytes(rows, -(-rows // BLOCK_TOKENS)), dtype=np.uint8))
+    parts = (FixedPart(at, np.empty(stage.fixed_bytes, dtype=np.uint8)),) if stage.fixed_bytes else ()
+    transfer = Transfer(engine.info.layout.digest, start, stop, BLOCK_TOKENS, (StageTransfer((run,), parts),))
     sums = engine.capture(transfer)
     return replace(transfer, checksums=sums.rows, fixed_checksums=sums.fixed, resume_at=place)

@@ -1,8 +1,8 @@
-"""Tiny models of random weights as GGUF files: Qwen3.5's kind (gated delta net and full attention in turns), and
-Gemma 3's (sliding windows and full attention).
+"""Tiny models of random weights as GGUF files: Qwen3's kind (full attention), Qwen3.5's (gated delta net and full
+attention in turns), and Gemma 3's (sliding windows and full attention).
 
-Names and shapes of the tensors as llama.cpp's `qwen35` and `gemma3` read them. The vocabulary is the 256 bytes, one
-merge, and the three tokens of ChatML, so that every text is tokenised and every token is text.
+Names and shapes of the tensors as llama.cpp's `qwen3`, `qwen35` and `gemma3` read them. The vocabulary is the 256
+bytes, one merge, and the three tokens of ChatML, so that every text is tokenised and every token is text.
 """
 
 from __future__ import annotations
@@ -70,9 +70,23 @@ def write_tiny_hybrid(path: Path, seed: int = 0) -> None:
             add(f"{block}.ssm_alpha.weight", RANK, EMBED)
             add(f"{block}.ssm_norm.weight", STATE, base=1.0)
             add(f"{block}.ssm_out.weight", EMBED, value)
-        add(f"{block}.ffn_gate.weight", FFN, EMBED)
-        add(f"{block}.ffn_down.weight", EMBED, FFN)
-        add(f"{block}.ffn_up.weight", FFN, EMBED)
+        _add_feed_forward(add, block)
+    _write(writer)
+
+
+def write_tiny_dense(path: Path, seed: int = 0) -> None:
+    """Four layers of full attention."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "qwen3")
+    _add_shape(writer, "tiny-dense", LAYERS)
+    _add_vocabulary(writer)
+    add = _adder(writer, rng)
+    for layer in range(LAYERS):
+        block = f"blk.{layer}"
+        for norm in ("attn_norm", "ffn_norm"):
+            add(f"{block}.{norm}.weight", EMBED, base=1.0)
+        _add_attention(add, block)
+        _add_feed_forward(add, block)
     _write(writer)
 
 
@@ -89,16 +103,24 @@ def write_tiny_sliding(path: Path, seed: int = 0) -> None:
         block = f"blk.{layer}"
         for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
             add(f"{block}.{norm}.weight", EMBED, base=1.0)
-        for norm in ("attn_q_norm", "attn_k_norm"):
-            add(f"{block}.{norm}.weight", HEAD_DIM, base=1.0)
-        add(f"{block}.attn_q.weight", HEADS * HEAD_DIM, EMBED)
-        add(f"{block}.attn_k.weight", KV_HEADS * HEAD_DIM, EMBED)
-        add(f"{block}.attn_v.weight", KV_HEADS * HEAD_DIM, EMBED)
-        add(f"{block}.attn_output.weight", EMBED, HEADS * HEAD_DIM)
-        add(f"{block}.ffn_gate.weight", FFN, EMBED)
-        add(f"{block}.ffn_down.weight", EMBED, FFN)
-        add(f"{block}.ffn_up.weight", FFN, EMBED)
+        _add_attention(add, block)
+        _add_feed_forward(add, block)
     _write(writer)
+
+
+def _add_attention(add: Callable[..., None], block: str) -> None:
+    for norm in ("attn_q_norm", "attn_k_norm"):
+        add(f"{block}.{norm}.weight", HEAD_DIM, base=1.0)
+    add(f"{block}.attn_q.weight", HEADS * HEAD_DIM, EMBED)
+    add(f"{block}.attn_k.weight", KV_HEADS * HEAD_DIM, EMBED)
+    add(f"{block}.attn_v.weight", KV_HEADS * HEAD_DIM, EMBED)
+    add(f"{block}.attn_output.weight", EMBED, HEADS * HEAD_DIM)
+
+
+def _add_feed_forward(add: Callable[..., None], block: str) -> None:
+    add(f"{block}.ffn_gate.weight", FFN, EMBED)
+    add(f"{block}.ffn_down.weight", EMBED, FFN)
+    add(f"{block}.ffn_up.weight", FFN, EMBED)
 
 
 def _add_shape(writer: gguf.GGUFWriter, name: str, layers: int) -> None:

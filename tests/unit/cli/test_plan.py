@@ -176,8 +176,10 @@ def test_the_command_plans_for_the_engine_that_would_run(tmp_path, capsys, monke
     assert cli.main(command) == 0
     told = capsys.readouterr().out
     assert "engine    llama.cpp, since" in told
-    assert f"{6 * ROW * 4 + 12:,} bytes a token; each conversation is parked whole" in told
-    assert "refused   longer than about 2," in told
+    row_bytes = 6 * ROW * 4 + 12
+    assert (
+        f"{row_bytes:,} bytes a token; a block is 256 tokens of all stages, {256 * row_bytes + 24 * 7:,} bytes" in told
+    )
     sidecar = ["--upstream", "http://127.0.0.1:1", "--slot-save-path", str(tmp_path)]
     assert cli.main(["plan", *sidecar, "--conversation-cache-disk-mib", "64"]) == 2
     assert "--engine llama.cpp --model FILE" in capsys.readouterr().err
