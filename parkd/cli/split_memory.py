@@ -1,7 +1,8 @@
 """Stores in the park directory how the layers were split over the devices.
 
-Parked state fits only one split. If a GPU has slightly less free memory than at the last start, `auto` could choose
-another split, which would make all parked state useless. So the previous split is tried first.
+Parked state of another split has to be cut anew and written again. If a GPU has slightly less free memory than at the
+last start, `auto` could choose another split, and all parked state would cost that. So the previous split is tried
+first.
 """
 
 from __future__ import annotations

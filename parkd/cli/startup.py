@@ -77,7 +77,7 @@ def disk_line(disk: DiskStats, directory: Path | None, free_bytes: int | None) -
     if directory is None:
         return f"{size} in unnamed files, which end with this process"
     other = (
-        f", {disk.foreign_conversations:,} of another model, KV type or layer split"
+        f", {disk.foreign_conversations:,} of another model, KV type or layout"
         if disk.foreign_conversations
         else ""
     )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from parkd.state import Recut
 from parkd.store.blocks import BlockTable, Owner, StateKind
 from parkd.store.budget import Kind, Room, conversation_metadata_bytes
 from parkd.store.checkpoints import CheckpointTable
@@ -84,7 +85,7 @@ class Conversation:
     disk: OnDisk | None = None
     is_pinned: bool = False
     source: Conversation | None = None
-    """The longer conversation on disk of which this one, in RAM alone, is the beginning."""
+    """The conversation on disk of which this one, in RAM alone, is the beginning, or all of it in this layer split."""
     leaves_ram: bool = False
     """Its place in RAM is to be emptied as soon as all of it is on disk."""
 
@@ -286,6 +287,7 @@ class Conversations:
         """Gives a conversation its place on disk, whose files are written and charged. One that left RAM meanwhile is
         back in the table."""
         conversation.disk = self.disk.add(manifest, manifest_bytes)
+        conversation.source = None
         self.disk.place_blocks(manifest, conversation.disk)
         self.disk.place_checkpoints(manifest, {c.position: c.id for c in conversation.parked.checkpoints})
         if conversation.ram is None:
@@ -294,11 +296,22 @@ class Conversations:
         else:
             conversation.ram.rating = None  # what it is worth in RAM has changed
 
-    def found_on_disk(self, manifest: Manifest, manifest_bytes: int, parked: Parked, *, is_foreign: bool) -> OnDisk:
-        """Adds a conversation that an earlier process left, whose files are charged. What a foreign one names is
-        entered in no table."""
+    def found_on_disk(
+        self,
+        manifest: Manifest,
+        manifest_bytes: int,
+        parked: Parked,
+        *,
+        is_foreign: bool,
+        recut: Recut | None = None,
+    ) -> OnDisk:
+        """Adds a conversation that an earlier process left, whose files are charged. What one names that is foreign, or
+        of another layer split (`recut`), is entered in no table."""
         place = self.disk.add(manifest, manifest_bytes, is_foreign=is_foreign)
-        if not is_foreign:
+        place.recut = recut
+        if recut is not None:
+            parked = replace(parked, blocks=(), layout_digest=self.kind.layout.digest)  # as it will be once it is read
+        elif not is_foreign:
             ids = self.disk.place_checkpoints(manifest, {})
             checkpoints = tuple(map(ParkedCheckpoint, (c.position for c in manifest.checkpoints), ids))
             parked = replace(parked, blocks=self.disk.place_blocks(manifest, place), checkpoints=checkpoints)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from parkd.state import StateFile
+from parkd.state import Recut, StateFile
 from parkd.store.blocks import BlockTable
 from parkd.store.budget import BLOCK_BYTES, conversation_metadata_bytes
 from parkd.store.checkpoints import CheckpointTable
@@ -59,7 +59,10 @@ class OnDisk:
     index_bytes: int
     """Memory for what describes it."""
     is_foreign: bool = False
-    """It is of other weights or of another layer split: what it names is in no table."""
+    """It is of other weights, or of a layout that nobody describes: what it names is in no table."""
+    recut: Recut | None = None
+    """It is of another layer split: how its parts become those of this one when they are read. What it names is in no
+    table either, since its parts are others than those here."""
     readers: int = 0
     """Reads and restores under way, which keep its files."""
     marked_s: float = float("-inf")

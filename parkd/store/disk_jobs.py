@@ -4,7 +4,7 @@ The store hands out jobs and is told how they ended; it never waits for one. A j
 that it names, so it can run on any thread. Tests run jobs inline to replay faults.
 
     write    parts -> extent -> fsync -> manifest under a temporary name -> fsync -> rename -> fsync of the directory
-    read     extents -> buffers, each part's checksum compared
+    read     extents -> buffers, each part's checksum compared; of another layer split, cut for this one
     remove   manifests first, then extents, so that no manifest is left that names a removed extent
 """
 
@@ -12,15 +12,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
-from parkd.state import Bytes
+from parkd.state import Bytes, Recut
+from parkd.state import part_sum as engine_sum
 from parkd.store.files.fs import GRAIN_BYTES, File, FileSystem, aligned_zeros
-from parkd.store.manifest import TEMPORARY_SUFFIX, ExtentRef, Manifest, Sums, encode
+from parkd.store.manifest import (
+    TEMPORARY_SUFFIX,
+    DamagedManifest,
+    DiskPlace,
+    ExtentRef,
+    Manifest,
+    Sums,
+    decode,
+    encode,
+)
 
 BATCH_BYTES = 4 << 20
 """About how much one call moves: large enough for full speed, small enough that several are in flight, and that the
@@ -87,6 +97,28 @@ class ReadJob:
 
 
 @dataclass(frozen=True, eq=False)
+class RecutJob(ReadJob):
+    """Reads a conversation of another layer split, and cuts it for this one. Its extents name no parts: the manifest,
+    which the job reads too, knows where they are."""
+
+    manifest_name: str
+    recut: Recut
+    blocks: tuple[tuple[Bytes, ...], ...]
+    """By block and stage here."""
+    checkpoints: tuple[tuple[int, tuple[Bytes, ...]], ...]
+    """Position, and bytes by stage here."""
+    sums: Sums
+    """`[blocks, stages]`: the reading fills in the engine's checksums of what is here."""
+    fixed_sums: Sums
+    """`[checkpoints, stages]`: the same."""
+
+    @property
+    def bytes(self) -> int:
+        parts = [*self.blocks, *(buffers for _, buffers in self.checkpoints)]
+        return sum(buffer.nbytes for buffers in parts for buffer in buffers)
+
+
+@dataclass(frozen=True, eq=False)
 class RemoveJob:
     names: tuple[str, ...]
 
@@ -136,6 +168,9 @@ def leftovers(job: WriteJob) -> tuple[str, ...]:
 
 def read(fs: FileSystem, job: ReadJob, run_all: RunAll = run_serially) -> None:
     """Fills the buffers and compares checksums. Raises DamagedPart, and OSError if the device fails."""
+    if isinstance(job, RecutJob):
+        _read_recut(fs, job)
+        return
     with contextlib.ExitStack() as files:
         calls: list[Callable[[], None]] = []
         for extent, parts in job.extents:
@@ -147,6 +182,75 @@ def read(fs: FileSystem, job: ReadJob, run_all: RunAll = run_serially) -> None:
             calls += [_reader(file, extent, batch) for batch in batches(p for p in parts if not p.streamed_bytes)]
             calls += [_verifier(file, extent, part) for part in parts if part.streamed_bytes]
         run_all(calls)
+
+
+def _read_recut(fs: FileSystem, job: RecutJob) -> None:
+    """One part of the other split at a time is in memory beside the buffers, and is compared with its checksums before
+    anything is taken from it."""
+    old, new = job.recut.old, job.recut.new
+    first = job.extents[0][0].id
+    try:
+        manifest = decode(fs.load(job.manifest_name))
+    except (FileNotFoundError, DamagedManifest) as error:
+        raise DamagedPart(first, f"{job.manifest_name} cannot be read: {error}") from error
+    known = {checkpoint.position: checkpoint for checkpoint in manifest.checkpoints}
+    if manifest.layout_digest != old.digest or len(manifest.blocks) < len(job.blocks):
+        raise DamagedPart(first, f"{job.manifest_name} is another than it was")
+    with contextlib.ExitStack() as files:
+        reader = _OneByOne(fs, {ref.id: ref for ref in manifest.extents}, files)
+        for block, into, sums in zip(manifest.blocks, job.blocks, job.sums, strict=False):
+            rows = into[0].nbytes // new.stages[0].row_bytes
+            _blank(into)
+            for stage, layout in enumerate(old.stages):
+                part = reader.part(block.place, block.sums, stage, block.rows * layout.row_bytes, old.checksum)
+                job.recut.add_rows(stage, part[: rows * layout.row_bytes], into)
+            sums[:] = [engine_sum(new.checksum, buffer) for buffer in into]
+        for (position, into), sums in zip(job.checkpoints, job.fixed_sums, strict=True):
+            checkpoint = known[position]
+            _blank(into)
+            for stage, layout in enumerate(old.stages):
+                part = reader.part(checkpoint.place, checkpoint.sums, stage, layout.fixed_bytes, old.checksum)
+                job.recut.add_fixed(stage, part, into)
+            sums[:] = [engine_sum(new.checksum, buffer) for buffer in into]
+
+
+def _blank(buffers: Sequence[Bytes]) -> None:
+    """What was in this memory before may be another conversation's."""
+    for buffer in buffers:
+        buffer[:] = 0
+
+
+class _OneByOne:
+    """Reads parts into one piece of memory, which the next part overwrites."""
+
+    def __init__(self, fs: FileSystem, extents: Mapping[int, ExtentRef], files: contextlib.ExitStack) -> None:
+        self._fs = fs
+        self._extents = extents
+        self._files = files
+        self._open: dict[int, File] = {}
+        self._scratch = aligned_zeros(GRAIN_BYTES)
+
+    def part(self, place: DiskPlace, sums: Sums, stage: int, size: int, checksum: str) -> Bytes:
+        """A part of `size` bytes, compared with the file's checksum and the engine's. Raises DamagedPart, OSError."""
+        padded = -(-size // GRAIN_BYTES) * GRAIN_BYTES
+        if self._scratch.nbytes < padded:
+            self._scratch = aligned_zeros(padded)
+        name = self._extents[place.extent].name
+        try:
+            if place.extent not in self._open:
+                self._open[place.extent] = self._fs.open(name)
+                self._files.callback(self._open[place.extent].close)
+            self._open[place.extent].read(int(place.offsets[stage]), [self._scratch[:padded]])
+        except FileNotFoundError as error:
+            raise DamagedPart(place.extent, f"{name} is not there") from error
+        except OSError as error:
+            if error.errno == errno.ENODATA:
+                raise DamagedPart(place.extent, f"{name} is too short") from error
+            raise
+        part = self._scratch[:size]
+        if part_sum(part) != int(place.file_sums[stage]) or engine_sum(checksum, part) != int(sums[stage]):
+            raise DamagedPart(place.extent, f"a part of {name} at {place.offsets[stage]} is not what was written")
+        return part
 
 
 def remove(fs: FileSystem, job: RemoveJob) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from parkd.state import Bytes
+from parkd.state import Bytes, Recut
 from parkd.store.conversations import Conversation, Conversations
-from parkd.store.disk import Disk
-from parkd.store.disk_jobs import Part, ReadJob, WriteJob
+from parkd.store.disk import Disk, OnDisk
+from parkd.store.disk_jobs import Part, ReadJob, RecutJob, WriteJob
 from parkd.store.files.fs import GRAIN_BYTES
 from parkd.store.manifest import DiskBlock, DiskCheckpoint, DiskPlace, ExtentRef, Manifest, Sums
 from parkd.store.records import BlockId, CheckpointId
@@ -109,6 +109,23 @@ def read_job(
         add(table.checkpoints[checkpoint_id].disk, [part.buffer for part in fixed])
     return ReadJob(
         tuple((disk.ref(number), tuple(sorted(found, key=lambda part: part.offset))) for number, found in parts.items())
+    )
+
+
+def recut_job(
+    table: Conversations, source: OnDisk, recut: Recut, blocks: Sequence[BlockId], checkpoints: Sequence[CheckpointId]
+) -> RecutJob:
+    """The job that fills the places in RAM of blocks and checkpoints from a conversation of another layer split."""
+    stages = table.kind.stages
+    fixed = [table.checkpoints.parts(checkpoint_id, writeable=True) for checkpoint_id in checkpoints]
+    return RecutJob(
+        tuple((ref, ()) for ref in source.extents),
+        source.name,
+        recut,
+        tuple(tuple(table.blocks.buffers(each, table.kind.block_tokens, writeable=True)) for each in blocks),
+        tuple((parts[0].position, tuple(part.buffer for part in parts)) for parts in fixed),
+        np.zeros((len(blocks), stages), dtype=np.uint64),
+        np.zeros((len(checkpoints), stages), dtype=np.uint64),
     )
 
 

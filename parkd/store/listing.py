@@ -33,7 +33,7 @@ class Listed:
     """Expected seconds that its next turn is shorter because it is in RAM."""
     is_pinned: bool
     is_foreign: bool
-    """Of other weights or another layer split, so that the running model cannot use it."""
+    """Of other weights, or of a layout that nothing describes, so that the running model cannot use it."""
 
 
 def listed(table: Conversations, conversation: Conversation, policy: Policy, costs: Costs, now_s: float) -> Listed:

@@ -10,21 +10,23 @@ Checks names, sizes and manifests, but not the contents of extents: their checks
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from parkd.state import StateLayout
+from parkd.state import OtherState, Recut, StateLayout, recut_between
 from parkd.store.budget import BLOCK_BYTES, CONVERSATION_BYTES, HASH_BYTES, UNIT_BYTES
 from parkd.store.conversations import Conversations
 from parkd.store.disk import DiskSetup, file_bytes
 from parkd.store.disk_jobs import remove
 from parkd.store.disk_policy import DAY_S, WriteAllowance
 from parkd.store.files.fs import FileSystem
-from parkd.store.layouts import keep_layouts
+from parkd.store.layouts import described_layouts, keep_layouts
 from parkd.store.manifest import EXTENT_SUFFIX, MANIFEST_SUFFIX, TEMPORARY_SUFFIX, DamagedManifest, Manifest, decode
 from parkd.store.policy import Policy
 from parkd.store.records import BlockId, ConversationId, DiskConfig, Parked, ParkedCheckpoint, StoreConfig, Tier
@@ -108,7 +110,7 @@ def open_tiered(
         slab_hooks=slab_hooks,
         free_memory=free_memory,
     )
-    recover(store.table, fs, found)
+    recover(store.table, fs, found, _recuts(fs, layout))
     if directory is not None:  # files that end with the process need no description
         keep_layouts(fs, layout, {manifest.layout_digest for manifest, _ in found.manifests})
     return store
@@ -154,9 +156,25 @@ def _check(manifest: Manifest, name: str, sizes: Mapping[str, int]) -> None:
             raise DamagedManifest(f"{ref.name} is missing, or not as long as it was")
 
 
-def recover(table: Conversations, fs: FileSystem, found: Found) -> None:
+def _recuts(fs: FileSystem, layout: StateLayout) -> Mapping[bytes, Recut]:
+    """By the digest of each other layout that a directory describes: how its parts become those of `layout`, where only
+    the layer split differs, or the checksum."""
+    found = {}
+    for digest, other in described_layouts(fs).items():
+        if digest != layout.digest:
+            with contextlib.suppress(OtherState):
+                found[digest] = recut_between(other, layout)
+    return found
+
+
+def recover(
+    table: Conversations, fs: FileSystem, found: Found, recuts: Mapping[bytes, Recut] = MappingProxyType({})
+) -> None:
     """Enters what a directory holds into the table, after removing what exceeds the budgets. Raises OSError if the
-    directory cannot be synced."""
+    directory cannot be synced.
+
+    What has one of the layouts in `recuts`, by digest, is read as one of the table's.
+    """
     disk, now_s = table.disk, table.clock()
     config, wall_s = disk.config, disk.setup.wall()
     times = _times(fs)
@@ -166,12 +184,14 @@ def recover(table: Conversations, fs: FileSystem, found: Found) -> None:
     extents = {ref.id: ref.taken_bytes for manifest, _ in found.manifests for ref in manifest.extents}
     disk.charge_found(sum(extents.values()))
     for manifest, size in found.manifests:
-        is_foreign = (manifest.fingerprint, manifest.layout_digest) != (config.fingerprint, table.kind.layout.digest)
+        recut = recuts.get(manifest.layout_digest) if manifest.block_tokens == table.kind.block_tokens else None
+        is_known = manifest.layout_digest == table.kind.layout.digest or recut is not None
+        is_foreign = manifest.fingerprint != config.fingerprint or not is_known
         taken = file_bytes(size)
         disk.charge_found(taken)
         marked_s = times.get(manifest.name, float("inf"))
         parked = parked_of(manifest, now_s, wall_s, marked_s)
-        place = table.found_on_disk(manifest, taken, parked, is_foreign=is_foreign)
+        place = table.found_on_disk(manifest, taken, parked, is_foreign=is_foreign, recut=None if is_foreign else recut)
         if marked_s <= wall_s:  # else the next marks correct it
             place.marked_s = parked.last_used_s
     if config.max_age_s is not None:

@@ -262,6 +262,21 @@ def plan_promotion(table: Conversations, parked: Parked, stop: int, file: StateF
     )
 
 
+def plan_recut(table: Conversations, parked: Parked) -> Plan:
+    """What it takes to have a conversation on disk in RAM that is of another layer split: all of it, since it shares no
+    block with what is here. As much as fits, if it can be cut."""
+    request = CaptureRequest(
+        key_digest=parked.key_digest,
+        units=parked.units,
+        prefix_hashes=parked.prefix_hashes,
+        lineage=(),
+        layout_digest=table.kind.layout.digest,
+        checkpoints=tuple(checkpoint.position for checkpoint in parked.checkpoints),
+        is_indivisible=table.kind.needs_checkpoints,
+    )
+    return plan_capture(table, request, len(parked.checkpoints))
+
+
 def _bytes_on_disk(part: Block | Checkpoint) -> int:
     """Those of an opaque state or checkpoint; 0 for others."""
     assert part.disk is not None, "what is promoted is on disk"

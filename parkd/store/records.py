@@ -267,7 +267,7 @@ class DiskStats:
     bytes_in_use: int
     """Of all files, including those being written and those to be removed."""
     foreign_conversations: int
-    """Conversations of other weights or another layer split."""
+    """Conversations of other weights, or of a layout that nothing describes."""
     index_bytes: int
     waiting_conversations: int
     """Conversations that wait for their write."""

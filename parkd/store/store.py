@@ -33,8 +33,8 @@ from parkd.store.budget import Room, mib
 from parkd.store.checkpoints import CheckpointTable
 from parkd.store.conversations import Conversation, Conversations, InRam, Waiter, superseded
 from parkd.store.disk import NO_DISK, Disk, DiskSetup, file_bytes, index_limit_bytes
-from parkd.store.disk_jobs import DamagedPart, MarkJob, ReadJob, RemoveJob, WriteJob
-from parkd.store.disk_layout import read_job
+from parkd.store.disk_jobs import DamagedPart, MarkJob, ReadJob, RecutJob, RemoveJob, WriteJob
+from parkd.store.disk_layout import read_job, recut_job
 from parkd.store.disk_policy import worth_writing
 from parkd.store.flights import (
     Flight,
@@ -51,7 +51,7 @@ from parkd.store.inspection import Inspection, disk_stats, inspect, ram_stats
 from parkd.store.listing import Listed, listed
 from parkd.store.manifest import ExtentRef
 from parkd.store.memory import Memory
-from parkd.store.planning import Plan, check_request, plan_capture, plan_promotion
+from parkd.store.planning import Plan, check_request, plan_capture, plan_promotion, plan_recut
 from parkd.store.policy import LruPolicy, Policy
 from parkd.store.records import (
     NAME_END,
@@ -356,13 +356,22 @@ class ConversationStore:
         if self.config.budget_bytes == 0:
             return Refused(RefusalReason.OFF, "parking is off")
         file = self.disk.state_file(place.extents[0]) if self.table.kind.is_file else None
-        plan = None if source.ram is not None else plan_promotion(self.table, source.parked, stop, file)
+        plan: Plan | None
+        if place.recut is not None:
+            plan = None if self._is_recut(source) else plan_recut(self.table, source.parked)
+        else:
+            plan = None if source.ram is not None else plan_promotion(self.table, source.parked, stop, file)
         if plan is None:
             return Refused(RefusalReason.BUSY, "it is being read from disk, or copied")
         flight = self._reserve(plan, source=source)
         if isinstance(flight, Refused):
             return flight
-        job = read_job(self.table, self.disk, flight.fresh_blocks, flight.fresh_checkpoints)
+        fresh = flight.fresh_blocks, flight.fresh_checkpoints
+        job = (
+            read_job(self.table, self.disk, *fresh)
+            if place.recut is None
+            else recut_job(self.table, place, place.recut, *fresh)
+        )
         place.readers += 1
         self.disk.hold(ref for ref, _ in job.extents)
         return Promotion(flight.owner, job)
@@ -382,6 +391,8 @@ class ConversationStore:
         if error is None and place is not None:
             self._totals["reads"] += 1
             self._totals["read_bytes"] += promotion.job.bytes
+            if isinstance(promotion.job, RecutJob):
+                return self._publish_recut(flight, source, promotion.job)
             return self._publish_read(flight, source)
         self._abort(promotion.serial)
         if error is not None:
@@ -586,6 +597,35 @@ class ConversationStore:
             conversation = Conversation(parked, source=source)
         self._publish(flight, conversation, parked)
         return parked
+
+    def _publish_recut(self, flight: Flight, source: Conversation, job: RecutJob) -> Parked:
+        """Publishes what was read and cut for this layer split, as a row of its own: it shares no bytes with the
+        source, which stays on disk until this is written in its place."""
+        table, known, end = self.table, source.parked, flight.position
+        table.blocks.seal(flight.fresh_blocks, job.sums)
+        table.checkpoints.seal(flight.fresh_checkpoints, job.fixed_sums)
+        units = known.units[:end].copy()
+        units.flags.writeable = False
+        parked = replace(
+            known,
+            id=self._id_after(name_of(known.id)),
+            units=units,
+            prefix_hashes=known.prefix_hashes[: end // self.config.block_tokens],
+            blocks=flight.blocks,
+            checkpoints=flight.checkpoints,
+            tier=Tier.PROMOTED,
+            last_used_s=self._clock(),
+        )
+        conversation = Conversation(parked, source=source)
+        ram = self._publish(flight, conversation, parked)
+        if end == known.position:
+            self.queue.offer(conversation, ram)
+        return parked
+
+    def _is_recut(self, source: Conversation) -> bool:
+        """Whether a conversation of another layer split is in RAM in this one, or on its way there."""
+        flying = any(flight.source is source for flight in self._flights.values())
+        return flying or any(each.source is source for each in self.table.in_ram.values())
 
     def _written_file(self, flight: Flight, reserved: ExtentRef, size: int) -> ExtentRef:
         """The file of a capture at its true length. Raises ValueError if it is empty or longer than was reserved."""

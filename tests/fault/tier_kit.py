@@ -7,7 +7,7 @@ from itertools import count
 
 import numpy as np
 
-from parkd.state import StateLayout
+from parkd.state import Recut, StateLayout
 from parkd.store.budget import BLOCK_BYTES
 from parkd.store.conversations import Conversation
 from parkd.store.disk import DiskSetup
@@ -56,6 +56,8 @@ class Machine:
     slots: int | None = None
     policy: Policy | None = None
     times: Times = field(default_factory=Times)
+    recuts: dict[bytes, Recut] = field(default_factory=dict)
+    """Layouts of other splits that the directory describes."""
     starts: int = 0
     numbers: count = field(default_factory=lambda: count(1))
 
@@ -81,7 +83,7 @@ class Machine:
             new_id=lambda: f"conversation-{next(self.numbers)}",
             policy=self.policy,
         )
-        recover(store.table, self.fs, scan(self.fs))
+        recover(store.table, self.fs, scan(self.fs), self.recuts)
         assert store.disk.bytes_in_use <= self.disk_bytes
         return store
 

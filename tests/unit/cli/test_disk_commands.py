@@ -75,7 +75,7 @@ def test_what_is_said_of_the_disk_at_start(tmp_path: Path) -> None:
     assert nameless == "disk      3 MiB in unnamed files, which end with this process"
     assert startup.disk_line(stats(5, 0), Path("/p"), free) == "disk      3 MiB in /p; 5 conversations found"
     assert startup.disk_line(stats(5, 2), Path("/p"), free).endswith(
-        "3 conversations found, 2 of another model, KV type or layer split"
+        "3 conversations found, 2 of another model, KV type or layout"
     )
     assert "; only 1 MiB are free there" in startup.disk_line(stats(5, 0), Path("/p"), free - 1)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +70,12 @@ def header_of(layout: StateLayout | None = None, tokens: int = 21, **changes: An
 
 
 def test_the_first_bytes_are_those_of_the_format_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "FORMAT.md").read_text().partition("## Portable conversation")[2]
+    rows = re.findall(r"^\| (\d+) \| (8 bytes|16 bytes|u32|u64) \|", page, re.MULTILINE)
+    codes = {"8 bytes": "8s", "16 bytes": "16s", "u32": "I", "u64": "Q"}
     data = encode(header_of())
+    described = [struct.unpack_from("<" + codes[kind], data, int(at))[0] for at, kind in rows]
+    assert described == list(FIXED.unpack_from(data))
     seen = dict(zip(NAMES, FIXED.unpack_from(data), strict=True))
     assert (FIXED.size, FIXED_BYTES) == (108, 108)
     assert seen["magic"] == b"parkdCNV"
