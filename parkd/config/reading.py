@@ -234,6 +234,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             max_output_tokens=values["max-output-tokens"],
             alias=values["alias"],
             cors_origins=values["cors-origin"],
+            tells_progress=values["progress-summaries"],
             has_page=not values["no-ui"],
             shows_text=values["page-text"],
             keeps_billing_header=values["keep-billing-header"],

@@ -339,6 +339,14 @@ SETTINGS: tuple[Setting, ...] = (
         "origin of a web page that may call; may be repeated (none)",
         True,
     ),
+    Setting(
+        "progress-summaries",
+        "server",
+        "",
+        parsers.switch,
+        False,
+        "tell Responses clients how far a prompt is read, as reasoning summaries",
+    ),
     Setting("no-ui", "server", "", parsers.switch, False, "serve no page at /", short=("--no-webui",)),
     Setting("page-text", "server", "", parsers.switch, False, "show words of prompts on the page (none)"),
     Setting(

@@ -162,6 +162,8 @@ class ProxyConfig:
     """Those in `api_key_file`, once it is read."""
     operator_keys: tuple[str, ...] = ()
     """Keys that may also see what all keys do together. If there are any keys at all, only these may."""
+    tells_progress: bool = False
+    """Whether streams of the Responses API tell how far a prompt is read, as reasoning summaries."""
     has_page: bool = True
     """Whether `/` is a page for browsers."""
     shows_text: bool = False

@@ -44,7 +44,7 @@ def default_dialects(services: Services) -> Mapping[str, Dialect]:
         "/completion": LlamaCompletion(),
         "/completions": LlamaCompletion(),
         "/infill": LlamaInfill(),
-        "/v1/responses": OpenAIResponses(),
+        "/v1/responses": OpenAIResponses(tells_progress=services.config.tells_progress),
         "/v1/messages": AnthropicMessages(),
         "/api/chat": OllamaChat(),
         "/api/generate": OllamaGenerate(),

@@ -28,6 +28,7 @@ from parkd.proxy.dialects.nested import (
     wrong,
 )
 from parkd.proxy.dialects.openai_errors import error_answer
+from parkd.proxy.dialects.progress_summaries import is_progress
 from parkd.proxy.dialects.responses_stream import ResponsesEncoder, opened_reasoning
 from parkd.proxy.dialects.thinking import reasoning_of, template_words
 from parkd.types import ToolChoice, ToolChoiceMode, TurnRequest
@@ -48,6 +49,10 @@ class OpenAIResponses(TurnDialect):
 
     streamed_errors = frozenset({"context_length_exceeded"})
     """Clients expect it in `response.failed`."""
+
+    def __init__(self, *, tells_progress: bool = False) -> None:
+        """`tells_progress`: streams tell how far a prompt is read, unless a request says otherwise."""
+        self._tells_progress = tells_progress
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         for name, advice in REFUSED.items():
@@ -84,7 +89,8 @@ class OpenAIResponses(TurnDialect):
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:
         namespaces = {name: namespace for name, (_, namespace, _) in _tools(body).items() if namespace is not None}
         seals = "reasoning.encrypted_content" in fields.items(body, "include")
-        return ResponsesEncoder(meta, request, body, namespaces, seals_reasoning=seals)
+        progress = fields.flag(body, "return_progress", default=self._tells_progress)
+        return ResponsesEncoder(meta, request, body, namespaces, seals_reasoning=seals, tells_progress=progress)
 
     def error(self, error: ParkdError, request_id: str) -> ErrorAnswer:  # noqa: ARG002 - it goes out as a header
         return error_answer(error)
@@ -185,6 +191,7 @@ def _thought(item: Mapping[str, Any], path: str) -> str:
     """The text of a reasoning item: its content, else its sealed text, else its summary."""
     for name in ("content", "summary"):
         texts = [text_at(part, "text", f"{path}.{name}") for part in objects(item.get(name), f"{path}.{name}")]
+        texts = [text for text in texts if name != "summary" or not is_progress(text)]
         if any(texts):
             return "\n".join(texts)
         sealed = text_at(item, "encrypted_content", path)

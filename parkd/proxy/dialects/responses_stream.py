@@ -17,6 +17,7 @@ from parkd.errors import ParkdError
 from parkd.proxy.dialects.base import ResponseMeta
 from parkd.proxy.dialects.frames import json_frame
 from parkd.proxy.dialects.logprobs import scored
+from parkd.proxy.dialects.progress_summaries import ProgressSummaries
 from parkd.types import (
     CacheReport,
     DiagnosisKind,
@@ -60,10 +61,13 @@ class ResponsesEncoder:
         namespaces: Mapping[str, tuple[str, str]],
         *,
         seals_reasoning: bool,
+        tells_progress: bool = False,
     ) -> None:
         self._suffix = meta.request_id.removeprefix("req_")
         self._namespaces = namespaces
         self._seals_reasoning = seals_reasoning
+        # Only in streams: in a document it would come too late, and be sent back for nothing.
+        self._progress = ProgressSummaries() if tells_progress and request.stream else None
         self._sequence = 0
         self._created = False
         self._items: list[dict[str, Any]] = []
@@ -72,6 +76,8 @@ class ResponsesEncoder:
         self._logprobs: list[Mapping[str, Any]] = []
         """Of the open message's tokens."""
         self._open = False
+        self._open_summary = False
+        """The open item is a summary of progress alone."""
         self._open_call: int | None = None
         self._document: dict[str, Any] | None = None
         self._echo = {name: body[name] for name in ("tools", "tool_choice", "metadata") if body.get(name) is not None}
@@ -124,6 +130,10 @@ class ResponsesEncoder:
         if not isinstance(event, Progress):
             yield from self._create()
         match event:
+            case Progress() if self._progress is not None:
+                words = self._progress.words(event)
+                if words is not None:
+                    yield from self._summary(words)
             case Started() | Progress():
                 pass
             case TextDelta(text, logprobs):
@@ -148,7 +158,7 @@ class ResponsesEncoder:
 
     def _ensure(self, kind: str) -> Iterator[bytes]:
         """Opens an item of this kind (message or reasoning) unless one is open."""
-        if self._open and self._items[-1]["type"] == kind:
+        if self._open and self._items[-1]["type"] == kind and not self._open_summary:
             return
         if kind == "message":
             item = {
@@ -162,6 +172,21 @@ class ResponsesEncoder:
             item = {"id": self._item_id("rs"), "type": kind, "status": "in_progress", "summary": [], "content": []}
         yield from self._add(item)
         yield self._part("response.content_part.added", "")
+
+    def _summary(self, words: str) -> Iterator[bytes]:
+        """A part of the summary of a reasoning item that has nothing else."""
+        yield from self._create()
+        if not self._open_summary:
+            new = {"id": self._item_id("rs"), "type": "reasoning", "status": "in_progress", "summary": []}
+            yield from self._add(new)
+            self._open_summary = True
+        item = self._items[-1]
+        where, part = {"summary_index": len(item["summary"])}, {"type": "summary_text", "text": words}
+        yield self._about_item("response.reasoning_summary_part.added", part={**part, "text": ""}, **where)
+        yield self._about_item("response.reasoning_summary_text.delta", delta=words, **where)
+        yield self._about_item("response.reasoning_summary_text.done", text=words, **where)
+        yield self._about_item("response.reasoning_summary_part.done", part=part, **where)
+        item["summary"].append(part)
 
     def _call(self, delta: ToolCallDelta) -> Iterator[bytes]:
         if not self._open or self._items[-1]["type"] != "function_call" or self._open_call != delta.index:
@@ -197,7 +222,9 @@ class ResponsesEncoder:
         self._open = False
         item, text = self._items[-1], "".join(self._pieces)
         item["status"] = status
-        if item["type"] == "function_call":
+        if self._open_summary:
+            self._open_summary = False
+        elif item["type"] == "function_call":
             item["arguments"] = text
             yield self._about_item("response.function_call_arguments.done", arguments=text, name=item["name"])
         else:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from parkd.errors import ContextOverflow, InvalidRequest, ParkdError
 from parkd.proxy.dialects.base import ResponseMeta
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
+from parkd.proxy.dialects.progress_summaries import MOST
 from parkd.proxy.dialects.responses_stream import opened_reasoning, sealed_reasoning
 from parkd.types import (
     CacheOutcome,
@@ -331,3 +332,75 @@ def test_only_invalid_request_is_raised(fields: dict[str, Any], items: list[Any]
         except InvalidRequest:
             continue
         assert encoder.keep_alive()
+
+
+READING = (
+    Started(REPORT),
+    Progress(0, 35_000, 771, 0.0),
+    Progress(512, 35_000, 771, 1.0),
+    Progress(2_048, 35_000, 771, 4.0),
+    Progress(2_560, 35_000, 771, 5.0),
+    Progress(4_096, 35_000, 771, 8.0),
+    Progress(35_000, 35_000, 771, 70.0),
+    TextDelta("Read."),
+    finished(),
+)
+"""Told are those at 4 and 8 s: two seconds lie between any two, and the last says nothing that the answer does not."""
+TOLD = [
+    "**Reading the prompt: 2,819 of 35,771 tokens, 64 s left**",
+    "**Reading the prompt: 4,867 of 35,771 tokens, 60 s left**",
+]
+
+
+def test_how_far_a_prompt_is_read_is_a_reasoning_summary_if_it_is_asked_for() -> None:
+    told = frames(encoded(READING, keep_alives=False, return_progress=True))
+    last = told[-1]["response"]["output"]
+    assert [item["type"] for item in last] == ["reasoning", "message"]
+    assert [part["text"] for part in last[0]["summary"]] == TOLD
+    kinds = [each["type"] for each in told if "reasoning" in each["type"]]
+    assert kinds == [
+        f"response.reasoning_summary_{kind}" for kind in ("part.added", "text.delta", "text.done", "part.done")
+    ] * len(TOLD)
+    assert [each["summary_index"] for each in told if each["type"].endswith("summary_part.added")] == [0, 1]
+    done = [each["item"] for each in told if each["type"] == "response.output_item.done"]
+    assert done == last
+    assert [each["sequence_number"] for each in told] == list(range(len(told)))
+
+
+def test_it_is_told_by_default_only_if_the_server_says_so() -> None:
+    def tells(dialect: OpenAIResponses, **changes: Any) -> bool:
+        encoder = dialect.encoder(parse(**changes), BODY | changes, META)
+        return b"reasoning_summary" in b"".join(frame for event in READING for frame in encoder.feed(event))
+
+    quiet, telling = OpenAIResponses(), OpenAIResponses(tells_progress=True)
+    assert [tells(quiet), tells(telling)] == [False, True]
+    assert not tells(telling, return_progress=False)
+    assert not tells(telling, stream=False), "a document comes when all is read"
+
+
+def test_thinking_after_it_is_an_item_of_its_own() -> None:
+    events = (*READING[:4], ReasoningDelta("Hm."), *READING[-2:])
+    last = frames(encoded(events, keep_alives=False, return_progress=True))[-1]["response"]["output"]
+    assert [item["type"] for item in last] == ["reasoning", "reasoning", "message"]
+    assert ["content" in item for item in last[:2]] == [False, True]
+    assert last[1]["content"][0]["text"] == "Hm."
+
+
+def test_it_leaves_the_prompt_alone_when_it_is_sent_back() -> None:
+    items = frames(encoded(READING, keep_alives=False, return_progress=True))[-1]["response"]["output"]
+    asked = {"role": "user", "content": "hi"}
+    without = [item for item in items if item["type"] != "reasoning"]
+    assert parse(input=[asked, *items]).messages == parse(input=[asked, *without]).messages
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": f"{TOLD[0]} and more"}]}
+    [_, answer] = parse(input=[asked, thought, *without]).messages
+    assert answer["reasoning_content"] == f"{TOLD[0]} and more", "what only resembles it is the model's"
+
+
+def test_so_many_are_told_and_no_more() -> None:
+    long = [Progress(number, 10**6, 0, 3.0 * number) for number in range(1, 3 * MOST)]
+    told = frames(encoded([Started(REPORT), *long, finished()], keep_alives=False, return_progress=True))
+    assert len(told[-1]["response"]["output"][0]["summary"]) == MOST
+
+
+def test_the_sdk_reads_it() -> None:
+    assert accumulated(encoded(READING, return_progress=True)).output[0].summary[1].text == TOLD[1]
