@@ -10,14 +10,17 @@ ends, so that the store learns how every job ended.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import anyio
 import anyio.abc
 
 from parkd.lane.cost import CostMeter
 from parkd.lane.engine_thread import EngineThread
+from parkd.store.budget import mib
 from parkd.store.disk_jobs import RemoveJob, mark, read, remove, write
 from parkd.store.files.fs import FileSystem
 from parkd.store.flights import Promotion
@@ -34,6 +37,39 @@ IDLE_STEP_S = 30.0
 ROOM_WAIT_S = 10.0
 """Longest wait of a promotion for room that writes under way will free."""
 STOP_WAIT_S = 2.0
+PROMOTION_LINE_S = 5.0
+"""Time between two lines of the log about one conversation that is being read."""
+
+
+@dataclass(eq=False)
+class DiskRead:
+    """How far a conversation is read from disk. Its calls end on several threads; any thread may look."""
+
+    total_bytes: int
+    began_s: float
+    calls: int = 0
+    ended: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def counted(self, calls: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        """The same calls, each of which counts once it has ended."""
+        self.calls += len(calls)
+        return [lambda call=call: self._run(call) for call in calls]  # type: ignore[misc]
+
+    def _run(self, call: Callable[[], None]) -> None:
+        call()
+        with self._lock:
+            self.ended += 1
+
+    @property
+    def read_bytes(self) -> int:
+        """About: calls are of about equal size."""
+        return self.total_bytes * self.ended // self.calls if self.calls else 0
+
+    def left_s(self, now_s: float) -> float | None:
+        """Expected seconds until it is read, at the speed so far; None before the first call has ended."""
+        read_bytes, taken_s = self.read_bytes, now_s - self.began_s
+        return (self.total_bytes - read_bytes) * taken_s / read_bytes if read_bytes else None
 
 
 class DiskWorker:
@@ -52,6 +88,8 @@ class DiskWorker:
         self._wake = anyio.Event()
         self._progress = anyio.Event()
         self._reading = anyio.Lock()
+        self.under_way: DiskRead | None = None
+        """The read that runs now, of a conversation that is to be restored."""
         store.queue.on_work = self.wake
 
     async def serve(self) -> None:
@@ -120,16 +158,35 @@ class DiskWorker:
     async def _read(self, promotion: Promotion) -> Parked | None:
         began_s = self._monotonic()
         error: Exception | None = None
-        try:
-            await self._reader.run(read, self._fs, promotion.job, self._run_all)
-        except Exception as raised:
-            log.warning("a conversation on disk could not be read: %s", raised)
-            error = raised
+        self.under_way = under_way = DiskRead(promotion.job.bytes, began_s)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tell, under_way)
+            try:
+                await self._reader.run(
+                    read, self._fs, promotion.job, lambda calls: self._run_all(under_way.counted(calls))
+                )
+            except Exception as raised:
+                log.warning("a conversation on disk could not be read: %s", raised)
+                error = raised
+            tasks.cancel_scope.cancel()
+        self.under_way = None
         parked = self._store.promoted(promotion, error)
         self._wake.set()  # Damaged files are to be removed.
         if parked is not None:
             self._costs.note_move(CacheOutcome.RESTORED_DISK, promotion.job.bytes, self._monotonic() - began_s)
         return parked
+
+    async def _tell(self, under_way: DiskRead) -> None:
+        """Says every few seconds how far a read is."""
+        while True:
+            await anyio.sleep(PROMOTION_LINE_S)
+            left_s = under_way.left_s(self._monotonic())
+            log.info(
+                "reading a conversation from disk: %s of %s%s",
+                mib(under_way.read_bytes),
+                mib(under_way.total_bytes),
+                "" if left_s is None else f", {left_s:.0f} s left",
+            )
 
     async def _work(self) -> bool:
         """Runs the next job. False if there is none."""

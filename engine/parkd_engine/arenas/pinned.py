@@ -58,8 +58,11 @@ class PinnedMemory:
         register: Callable[[int, int], int] = register_with_cuda,
         unregister: Callable[[int], int] = unregister_with_cuda,
         prepare: Callable[[int, int], None] = populate,
+        progress: Callable[[str, float], None] = lambda _what, _share: None,
     ) -> None:
+        """`progress` is told, on the thread that locks, what share of what was added is locked."""
         self._register, self._unregister, self._prepare = register, unregister, prepare
+        self._progress = progress
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, int]] = deque()
         self._locking: int | None = None
@@ -112,8 +115,13 @@ class PinnedMemory:
             with self._changed:
                 if error == 0:
                     self._locked[address] = size
-                    continue
-                self._refused = True
+                    locked = sum(self._locked.values())
+                    share = locked / (locked + sum(waiting for _, waiting in self._waiting))
+                else:
+                    self._refused = True
+            if error == 0:
+                self._progress("Page-locking memory for parked conversations", share)
+                continue
             log.warning(
                 "host memory cannot be page-locked (CUDA error %d, %d MiB locked so far): copies are slower. "
                 "The limit is that of `ulimit -l`, or the machine's memory.",

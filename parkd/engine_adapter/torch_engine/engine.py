@@ -54,6 +54,7 @@ class TorchEngine(OneSeatEngine):
         *,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
         vectors: SteeringBank | None = None,
+        progress: Progress = lambda _what, _share: None,
     ) -> None:
         """`fresh_seed` returns the seed for requests without one. `vectors` are the control vectors that requests can
         choose; a request that chooses none is steered by their default scales."""
@@ -66,6 +67,7 @@ class TorchEngine(OneSeatEngine):
         """The chat template's text."""
         self._open: Session | None = session
         self._fresh_seed = fresh_seed
+        self._progress = progress
         self._vectors = vectors or SteeringBank()
         self._drafts = DecoderCounts()
         self._logprobs: Sequence[ScoredToken] = ()
@@ -87,7 +89,8 @@ class TorchEngine(OneSeatEngine):
         Raises ModelError, whose message says what to do.
         """
         parts = load_parts(config, layout, progress, free, reserved)
-        return cls(parts.loaded, parts.session, parts.info, fresh_seed=fresh_seed, vectors=parts.vectors)
+        told = progress or (lambda _what, _share: None)
+        return cls(parts.loaded, parts.session, parts.info, fresh_seed=fresh_seed, vectors=parts.vectors, progress=told)
 
     @property
     def images_encoded(self) -> int:
@@ -109,7 +112,7 @@ class TorchEngine(OneSeatEngine):
     def host_memory_hooks(self) -> PinnedMemory | None:
         """Hooks that page-lock the memory of the pool of parked rows, for fast copies; None without cards."""
         uses_cards = any(torch.device(device).type == "cuda" for device in self.info.devices)
-        return PinnedMemory() if uses_cards else None
+        return PinnedMemory(progress=self._progress) if uses_cards else None
 
     @property
     def session(self) -> Session:

@@ -35,6 +35,7 @@ def document(proxy: Proxy, caller: Caller) -> Mapping[str, Any]:
         ],
         "queue_limit": proxy.config.max_queue,
         "seats": _seats(proxy, caller),
+        "from_disk": _from_disk(proxy, now_s) if caller.is_operator else None,
         "budget": budget_line(proxy) if caller.is_operator else None,
     }
 
@@ -112,6 +113,18 @@ def _seen_tokens(proxy: Proxy, live: LiveConversation, caller: Caller) -> int:
         return rows.position
     own: Iterable[tuple[int, Any]] = proxy.requests.own_parts(caller.owner, rows.key, [rows.units])
     return max((tokens for tokens, _ in own), default=0)
+
+
+def _from_disk(proxy: Proxy, now_s: float) -> Mapping[str, Any] | None:
+    """How far a conversation is read from disk, for a turn that runs or waits; None: none is."""
+    under_way = None if proxy.disk is None else proxy.disk.under_way
+    if under_way is None:
+        return None
+    return {
+        "read_bytes": under_way.read_bytes,
+        "total_bytes": under_way.total_bytes,
+        "left_s": _rounded(under_way.left_s(now_s)),
+    }
 
 
 def budget_line(proxy: Proxy) -> Mapping[str, Any] | None:

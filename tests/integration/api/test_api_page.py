@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -14,11 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parkd.lane import disk_worker
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.page.events import LISTENERS_PER_KEY, STEP_S
+from parkd.store.disk_jobs import ReadJob, RunAll
+from parkd.store.files.fs import FileSystem
 from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Gate, Running, body_of, running, running_in_thread, until
+from tests.integration.api.disk_harness import running_on
 
 pytestmark = pytest.mark.anyio
 LONG = [{"role": "user", "content": "A long question. " * 200}]
@@ -286,6 +293,45 @@ async def test_a_key_may_plan_and_is_told_of_nothing_that_is_held() -> None:
         assert (after["ram"], after["process"], after["refusals"]) == (None, None, [])
         assert after["what_if"]["fits"][0]["conversations"] > 0
         assert (await server.client.get("/parkd/budget", headers=key("op"))).json()["ram"]["conversations"] > 0
+
+
+async def test_a_read_from_disk_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the log and to an operator: of two calls, one of nothing and one that waits, half has ended."""
+    opened, read = threading.Event(), disk_worker.read
+
+    def slow(fs: FileSystem, job: ReadJob, run_all: RunAll) -> None:
+        def held(calls: Sequence[Callable[[], None]]) -> None:
+            def all_of_it() -> None:
+                assert opened.wait(20)
+                for call in calls:
+                    call()
+
+            run_all([lambda: None, all_of_it])
+
+        read(fs, job, held)
+
+    monkeypatch.setattr(disk_worker, "read", slow)
+    monkeypatch.setattr(disk_worker, "PROMOTION_LINE_S", 0.02)
+    caplog.set_level(logging.INFO, "parkd")
+    async with running_on(tmp_path / "park") as server:
+        first = await server.chat(LONG)
+    async with running_on(tmp_path / "park") as server, anyio.create_task_group() as tasks:
+        tasks.start_soon(server.chat, [*LONG, {"role": "assistant", "content": first.text}, *LONG])
+        with anyio.fail_after(10):
+            while not (told := (await now(server))["from_disk"]) or not told["read_bytes"]:
+                pass
+        assert told["total_bytes"] > 3000 * server.engine.info.layout.row_bytes
+        assert told["read_bytes"] == told["total_bytes"] // 2
+        assert (await now(server))["running"][0]["phase"] == "starting"
+        lines = [
+            record.getMessage() for record in caplog.records if "reading a conversation from disk" in record.message
+        ]
+        assert any("left" in line for line in lines)
+        opened.set()
+        await server.settled()
+        assert (await now(server))["from_disk"] is None
 
 
 def test_whatever_is_asked_of_what_the_page_reads_is_answered() -> None:

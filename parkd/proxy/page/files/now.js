@@ -17,7 +17,7 @@ export function open(root, page) {
   let seen = "";
 
   function changed(state) {
-    fill(parts.running, section("Running", state.running.length ? state.running.map(running) : idle(state)));
+    fill(parts.running, section("Running", state.running.length ? state.running.map(running) : idle(state), state.from_disk ? fromDisk(state.from_disk) : null));
     fill(parts.waiting, state.waiting.length ? section("Queue", queue(state.waiting)) : null);
     // Of one seat there is nothing to tell while a turn uses it: its tokens are told with the turn.
     fill(parts.seats, state.seats.length > (state.running.length ? 1 : 0) ? section("Live", seats(state)) : null);
@@ -66,6 +66,11 @@ function running(turn) {
       [cacheWords(turn.cache), "", "Its state"],
       [seconds(turn.runs_s), "", "Runs for"]),
     turn.why ? h("p", { class: "why" }, turn.why) : null);
+}
+
+function fromDisk(told) {
+  return h("div", { class: "device" }, h("h3", {}, "Reading a conversation from disk", h("span", { class: "quiet" }, ` ${bytes(told.read_bytes)} of ${bytes(told.total_bytes)}`, told.left_s === null ? "" : ` · ${seconds(told.left_s)} left`)),
+    bar("From disk", [["read", told.read_bytes, "c-parked"]], told.total_bytes, bytes, "to read"));
 }
 
 function queue(waiting) {

@@ -72,6 +72,23 @@ def test_adding_waits_for_nothing_and_what_waits_can_be_taken_back() -> None:
     assert driver.locked == {first.ctypes.data: 8192}
 
 
+def test_locking_tells_how_far_it_is_of_all_that_was_added() -> None:
+    driver, told = Driver(), list[float]()
+    driver.gate.clear()
+    hooks = PinnedMemory(
+        register=driver.register,
+        unregister=driver.unregister,
+        prepare=lambda _address, _size: None,
+        progress=lambda what, share: told.append(share) if "Page-locking" in what else None,
+    )
+    kept = [memory() for _ in range(4)]
+    for each in kept:
+        hooks.added(each)
+    driver.gate.set()
+    assert hooks.settle(10)
+    assert told == [0.25, 0.5, 0.75, 1.0]
+
+
 def test_memory_is_not_taken_away_while_it_is_being_locked() -> None:
     driver = Driver()
     driver.gate.clear()
