@@ -84,6 +84,8 @@ class Conversation:
     ram: InRam | None = None
     disk: OnDisk | None = None
     is_pinned: bool = False
+    keepers: int = 0
+    """Paused turns that go on from exactly this state."""
     source: Conversation | None = None
     """The conversation on disk of which this one, in RAM alone, is the beginning, or all of it in this layer split."""
     leaves_ram: bool = False
@@ -107,7 +109,14 @@ class Conversation:
     def may_leave_ram(self) -> bool:
         """Of a conversation that is in RAM."""
         assert self.ram is not None
-        return not (self.ram.leases or self.is_pinned or self.ram.awaited_by)
+        held = self.ram.leases or self.is_pinned or self.ram.awaited_by
+        return not held and (self.is_on_disk or not self.keepers)
+
+    @property
+    def may_leave_disk(self) -> bool:
+        """Of a conversation that is on disk. Where a paused turn needs it, the copy in memory must be left then."""
+        assert self.disk is not None
+        return not (self.disk.readers or self.is_pinned) and (self.ram is not None or not self.keepers)
 
 
 class Conversations:
@@ -347,7 +356,7 @@ class Conversations:
         removable = {
             name: Removable(name, self._rows[name].parked.last_used_s, disk.is_foreign, self._rows[name] in superseded)
             for name, disk in places.items()
-            if not disk.readers and not self._rows[name].is_pinned
+            if self._rows[name].may_leave_disk
         }
         going: list[ConversationId] = []
         while not self.disk.fits_without((places[name] for name in going), size, index_bytes):
@@ -398,6 +407,7 @@ def _is_prefix(short: Units, long: Units) -> bool:
 
 def superseded(prefixes: Iterable[Conversation], checkpoints: Iterable[int]) -> list[Conversation]:
     """Those of its prefixes that a conversation with these checkpoints makes superfluous: wherever they can be resumed,
-    it can be resumed too."""
+    it can be resumed too. A paused turn needs its own: the same tokens computed again need not give the same bits."""
     places = set(checkpoints)
-    return [each for each in prefixes if places.issuperset(c.position for c in each.parked.checkpoints)]
+    usable = (each for each in prefixes if not each.keepers)
+    return [each for each in usable if places.issuperset(c.position for c in each.parked.checkpoints)]

@@ -98,7 +98,8 @@ class Plan:
     ends: tuple[int, ...] | None
     """Positions up to which it may be parked, ascending; None: any."""
     dropped: tuple[int, ...] = ()
-    """Positions of checkpoints that could be inherited and are given up, because the conversation has too many."""
+    """Positions of checkpoints that could be inherited and are given up, because the conversation has too many, or
+    because they were only for a pause."""
     lineage: tuple[BlockId, ...] = ()
     """For a capture: the blocks that the live state descends from. Those on disk alone keep their ids."""
     on_disk: tuple[tuple[BlockId, Block], ...] = ()
@@ -205,7 +206,9 @@ def plan_capture(
     dropped: tuple[int, ...] = ()
     fresh: tuple[PlannedCheckpoint, ...] = ()
     if kind.needs_checkpoints:
-        inherited, dropped = bounded(_inheritable(table, request, held), request.checkpoints, checkpoint_limit)
+        lasting = [each for each in _inheritable(table, request, held) if each.position not in request.passing]
+        inherited, dropped = bounded(lasting, request.checkpoints, checkpoint_limit)
+        dropped += request.passing
         known = {checkpoint.position for checkpoint in inherited}
         fresh = tuple(PlannedCheckpoint(at, sizes.get(at, 0)) for at in request.checkpoints if at not in known)
     plan = Plan(
@@ -223,10 +226,13 @@ def plan_capture(
         whole_bytes=0 if request.sizes is None else request.sizes.whole,
         file=file,
     )
-    if kind.is_whole or request.is_indivisible:
+    if kind.is_whole:
         return replace(plan, ends=(tokens,))
     # Parked state can be resumed only at a checkpoint, even where the live state could be cut elsewhere.
-    return replace(plan, ends=plan.checkpoint_positions(tokens)) if kind.needs_checkpoints else plan
+    ends = plan.checkpoint_positions(tokens) if kind.needs_checkpoints else None
+    if request.is_indivisible:
+        ends = (tokens,) if ends is None or tokens in ends else ()
+    return replace(plan, ends=ends)
 
 
 def plan_promotion(table: Conversations, parked: Parked, stop: int, file: StateFile | None) -> Plan | None:

@@ -127,6 +127,10 @@ class CaptureRequest:
     """Only for an opaque state: the tokens `[0, covered)` descend from the segment in `lineage`."""
     is_indivisible: bool = False
     """It is parked whole or not at all."""
+    is_returning: bool = False
+    """It is known to return soon, since its turn is paused: whatever others are worth, it is not refused for them."""
+    passing: tuple[int, ...] = ()
+    """Positions at which this turn was paused before. Nothing else resumes there, so their checkpoints are left out."""
 
 
 class RefusalReason(StrEnum):

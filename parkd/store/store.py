@@ -163,6 +163,19 @@ class ConversationStore:
     def unpin(self, conversation_id: ConversationId) -> None:
         self.table.known(conversation_id).is_pinned = False
 
+    def keep(self, conversation_id: ConversationId) -> Callable[[], None]:
+        """Keeps a conversation for a paused turn: it is not superseded, and leaves RAM only for the disk. The returned
+        function, which is idempotent, ends that. Raises ConversationGone."""
+        conversation = self.table.known(conversation_id)
+        conversation.keepers += 1
+        kept = [conversation]
+
+        def release() -> None:
+            if kept:
+                kept.pop().keepers -= 1
+
+        return release
+
     def measured(self, costs: Costs) -> None:
         """Sets the costs that the eviction policy calculates with."""
         self._costs = costs
@@ -254,7 +267,7 @@ class ConversationStore:
             # parked.
             request = replace(request, lineage=(), covered=0)
         plan = plan_capture(self.table, request, self.config.checkpoint_limit, state_file)
-        flight = self._reserve(plan, file=file)
+        flight = self._reserve(plan, file=file, is_returning=request.is_returning)
         if isinstance(flight, Refused):
             return self._refused(request, flight)
         start = plan.start(flight.position)
@@ -469,7 +482,12 @@ class ConversationStore:
     # Room
 
     def _reserve(
-        self, plan: Plan, *, source: Conversation | None = None, file: ExtentRef | None = None
+        self,
+        plan: Plan,
+        *,
+        source: Conversation | None = None,
+        file: ExtentRef | None = None,
+        is_returning: bool = False,
     ) -> Flight | Refused:
         """Reserves room for a plan: of a promotion from `source`, or of a capture, to `file` if its state stays in
         one."""
@@ -483,7 +501,9 @@ class ConversationStore:
             undo.callback(self._release_plan, owner, plan)
             returns = source is not None
             in_flight = self._replaced_in_flight()
-            outcome = self._admission.decide(plan, in_flight, history, self._costs, now_s, is_returning=returns)
+            outcome = self._admission.decide(
+                plan, in_flight, history, self._costs, now_s, is_returning=returns or is_returning
+            )
             outcome = self._at_block(plan, outcome) if returns else outcome
             outcome = self._admission.above_floor(plan, outcome, self._free_memory)
             if isinstance(outcome, Decision) and file is not None:
@@ -676,5 +696,5 @@ class ConversationStore:
             return
         self._expire_at_s = now_s + EXPIRY_STEP_S
         for each in self.table.all():
-            if each.parked.last_used_s < now_s - age_s and not each.is_pinned:
+            if each.parked.last_used_s < now_s - age_s and not (each.is_pinned or each.keepers):
                 self.drop(each.id, f"it was not used for {age_s / 3600:.0f} hours")
