@@ -1,14 +1,15 @@
-"""The generation loop. Runs on the engine's thread from the prompt's last token to the answer's end."""
+"""The generation loop. Runs on the engine's thread from the prompt's last token to the answer's end, or to a pause."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from threading import Event as Flag
 
 from parkd.answers.base import Parser
 from parkd.answers.stops import StopStrings
 from parkd.answers.token_trail import TokenTrail
-from parkd.engine_adapter.base import Cancel, Engine, Seat, TextStream
+from parkd.engine_adapter.base import Cancel, Engine, Seat
 from parkd.lane.events import joined_events
 from parkd.types import DraftCounts, Event, FinishReason, TextDelta, TokenLogprob, TurnRequest
 
@@ -48,22 +49,38 @@ class AnswerLoop:
     emit: Emit
     """Thread-safe; never waits."""
     monotonic: Callable[[], float]
+    pause: Cancel = field(default_factory=Flag)
+    """Set when the answer is to rest after the present step."""
     answer: Answer = field(default_factory=Answer)
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.request.stop)
         self._trail = None if self.request.sampling.top_logprobs is None else TokenTrail()
+        self._stream = self.engine.text_stream()
+        self._steps: Iterator[Sequence[int]] | None = None
+        self._first_position = 0
+        """The seat's position before the first step."""
 
-    def run(self) -> None:
+    def run(self) -> bool:
         """Ends at an end token, a stop string in the answer's text, the limit, the context's end, or when `cancel` is
-        set.
+        set. False if the answer only rests, because `pause` is set: call it again once the seat holds the same state.
 
         Raises EngineFailure; `answer` then holds what was generated.
         """
         answer = self.answer
-        self._take(self._steps())
+        try:
+            if not self._generate():
+                return False
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        last = self._stream.flush()
+        if self._trail is not None:
+            self._trail.ended(last)
+        self._take(last)
         if answer.reason is FinishReason.CANCELLED:
-            return
+            return True
         if self._stops.met is not None:
             _, answer.reason = self.parser.finish(FinishReason.STOP)
         else:
@@ -75,14 +92,22 @@ class AnswerLoop:
             if self._stops.met is not None and answer.reason is FinishReason.LENGTH:
                 answer.reason = FinishReason.STOP
         answer.stop_string = self._stops.met
+        return True
 
-    def _steps(self) -> str:
-        """Runs steps until the answer ends. Returns the last piece of text, which is not parsed yet."""
+    def close(self) -> None:
+        """Gives up what is not generated yet. Idempotent. For an answer that rests, from any thread."""
+        close = getattr(self._steps, "close", None)
+        if close is not None:
+            close()
+
+    def _generate(self) -> bool:
+        """Runs steps until the answer ends. False if it rests before that."""
         answer, engine = self.answer, self.engine
-        stream = engine.text_stream()
-        steps = self.seat.generate()
+        if self._steps is None:
+            self._first_position = self.seat.position
+            self._steps = iter(self.seat.generate())
         try:
-            for step in steps:
+            for step in self._steps:
                 if answer.first_token_at_s is None:
                     answer.first_token_at_s = self.monotonic()
                 known = len(answer.token_ids)
@@ -91,31 +116,32 @@ class AnswerLoop:
                 visible, ended = visible_ids(step, engine.info.end_token_ids, left)
                 answer.output_tokens += len(visible) + (ended is FinishReason.STOP)
                 answer.reasoning_tokens += len(visible) if self.parser.in_reasoning else 0
-                self._take(self._text_of(visible, known, stream))
+                self._take(self._text_of(visible, known))
                 if ended is not None or self.parser.satisfied or self._stops.met is not None:
                     answer.reason = ended or FinishReason.STOP
                     break
                 if self.cancel.is_set():
                     answer.reason = FinishReason.CANCELLED
                     break
+                if self.pause.is_set() and self._may_rest:
+                    return False
         finally:
-            close = getattr(steps, "close", None)
-            if close is not None:
-                close()
             answer.drafts = self.seat.drafts
-        rest = stream.flush()
-        if self._trail is not None:
-            self._trail.ended(rest)
-        return rest
+        return True
 
-    def _text_of(self, ids: Sequence[int], known: int, stream: TextStream) -> str:
+    @property
+    def _may_rest(self) -> bool:
+        """Whether the state is that of the ids so far: a step that guessed several has read those yet to come."""
+        return self.seat.position == self._first_position + len(self.answer.token_ids)
+
+    def _text_of(self, ids: Sequence[int], known: int) -> str:
         """The text of the ids, of which the first is the answer's token number `known`."""
         if self._trail is None:
-            return stream.push(ids)
+            return self._stream.push(ids)
         whole = ""
         for number, token_id in enumerate(ids, known):
-            text = stream.push([token_id])
-            self._trail.wrote(number, text, mid_character=stream.mid_character)
+            text = self._stream.push([token_id])
+            self._trail.wrote(number, text, mid_character=self._stream.mid_character)
             whole += text
         return whole
 

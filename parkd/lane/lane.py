@@ -1,16 +1,28 @@
-"""The serial executor of turns: they wait in a bounded queue and run one at a time, in the order of arrival."""
+"""The serial executor of turns: they wait in a bounded queue, and run one at a time in the order that a schedule gives.
+
+    submit -> waiting -> running -> ended
+                          |  ^
+                          v  |
+                         paused      the turn's state is safe, and another runs
+
+A turn's `run` lasts from its first slice to its end. In between it calls `pause`, which returns when it may go on.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import anyio
+import anyio.abc
 
-from parkd.errors import EngineLost, ParkdError, QueueFull, ShuttingDown
+from parkd.errors import Cancelled, EngineLost, ParkdError, QueueFull, ShuttingDown
+from parkd.lane.schedule import Fifo, Job, Schedule
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +40,33 @@ class Waiting(Protocol):
     def stop(self) -> None:
         """Called to end the running turn at its next chunk or token."""
 
+    def ask_to_pause(self) -> None:
+        """Called to let the running turn give way at its next chunk or token, if it can."""
+
 
 W = TypeVar("W", bound=Waiting)
 
 
+@dataclass(eq=False)
+class _Place(Generic[W]):
+    """A turn in the lane."""
+
+    turn: W
+    number: int
+    ran_s: float = 0.0
+    """Up to the present slice."""
+    slice_began_s: float = 0.0
+    stopped: anyio.Event = field(default_factory=anyio.Event)
+    """Set when the present slice ends."""
+    may_run: anyio.Event = field(default_factory=anyio.Event)
+    """Set when a paused turn runs again, or never will."""
+    error: ParkdError | None = None
+    """Why a paused turn does not run again."""
+
+
 class Lane(Generic[W]):
-    """Calls `run` for one turn at a time, with at most `max_queue` turns waiting. Lives on the event loop."""
+    """Calls `run` for each turn, of which one at a time is not paused; at most `max_queue` turns wait. Lives on the
+    event loop."""
 
     def __init__(
         self,
@@ -42,41 +75,60 @@ class Lane(Generic[W]):
         max_queue: int,
         monotonic: Callable[[], float],
         on_queued: Callable[[W], None] = lambda _turn: None,
+        on_slice: Callable[[], None] = lambda: None,
         owners: int = 1,
         owner_of: Callable[[W], str] = lambda _turn: "",
+        schedule: Schedule | None = None,
     ) -> None:
-        """`on_queued` is called for each turn that has to wait for another one. If there are several `owners`, one of
-        them has at most half of the places."""
+        """`on_queued` is called for each turn that has to wait for another one, `on_slice` when a turn begins to run or
+        goes on. If there are several `owners`, one of them has at most half of the places."""
+        self.schedule = schedule or Fifo()
         self._run = run
         self._on_queued = on_queued
+        self._on_slice = on_slice
         self._max_queue = max_queue
         self._share = max_queue if owners <= 1 else max(1, max_queue // 2)
         self._owner_of = owner_of
         self._monotonic = monotonic
-        self._waiting: deque[W] = deque()
-        self._running: W | None = None
+        self._waiting: deque[_Place[W]] = deque()
+        self._paused: list[_Place[W]] = []
+        self._running: _Place[W] | None = None
+        self._number = 0
         self._arrived = anyio.Event()
         self._ended = anyio.Event()
-        """Set when the running turn ends."""
+        """Set when the present slice ends."""
+        self._alarm: asyncio.TimerHandle | None = None
+        """When the running turn is asked to give way."""
         self._closed_by: ParkdError | None = None
+        self._lost: EngineLost | None = None
         self._turn_s = 1.0
 
     @property
     def waiting(self) -> int:
+        """Turns that have not begun."""
         return len(self._waiting)
 
     @property
     def queue(self) -> tuple[W, ...]:
-        """The waiting turns, the next one first."""
-        return tuple(self._waiting)
+        """The waiting turns, in the order of their arrival."""
+        return tuple(place.turn for place in self._waiting)
+
+    @property
+    def paused(self) -> int:
+        """Turns that have begun, and will go on."""
+        return len(self._paused)
+
+    @property
+    def paused_turns(self) -> tuple[W, ...]:
+        return tuple(place.turn for place in self._paused)
 
     @property
     def busy(self) -> bool:
-        return self._running is not None
+        return self._running is not None or bool(self._paused)
 
     @property
     def running(self) -> W | None:
-        return self._running
+        return None if self._running is None else self._running.turn
 
     @property
     def closed(self) -> bool:
@@ -92,7 +144,7 @@ class Lane(Generic[W]):
                 f"{len(self._waiting)} requests are waiting, which is the limit of --max-queue. Try again later.",
                 retry_after_s=self.retry_after_s(),
             )
-        own = sum(self._owner_of(turn) == owner for turn in self._waiting)
+        own = sum(self._owner_of(place.turn) == owner for place in self._waiting)
         if own >= self._share:
             raise QueueFull(
                 f"{own} requests of this key are waiting, and one key has at most half of --max-queue "
@@ -103,74 +155,193 @@ class Lane(Generic[W]):
     def submit(self, turn: W) -> None:
         """Queues `turn`. Raises as `check_room` does."""
         self.check_room(self._owner_of(turn))
-        self._waiting.append(turn)
+        self._number += 1
+        self._waiting.append(_Place(turn, self._number))
         self._arrived.set()
-        if self._running is not None or len(self._waiting) > 1:
+        if self.busy or len(self._waiting) > 1:
             self._on_queued(turn)
+        self._look_ahead()
 
     def is_waiting(self, turn: W) -> bool:
-        return turn in self._waiting
+        return any(place.turn is turn for place in self._waiting)
 
     def leave(self, turn: W) -> bool:
-        """Removes `turn` from the queue, or stops it if it runs. True if it had not run yet."""
-        if turn in self._waiting:
-            self._waiting.remove(turn)
-            return True
-        if turn is self._running:
+        """Removes `turn` from the queue, or stops it if it runs or is paused. True if it had not run yet."""
+        for place in self._waiting:
+            if place.turn is turn:
+                self._waiting.remove(place)
+                self._look_ahead()
+                return True
+        if turn is self.running:
             turn.stop()
+        for place in [place for place in self._paused if place.turn is turn]:
+            turn.stop()
+            self._resume(place, Cancelled("The client left while its answer was paused."))
         return False
 
     async def serve(self) -> None:
-        """Runs turns until the task is cancelled. Raises EngineLost after all waiting turns have failed with it."""
-        while True:
-            while not self._waiting:
-                self._arrived = anyio.Event()
-                await self._arrived.wait()
-            turn = self._waiting.popleft()
-            self._running, self._ended = turn, anyio.Event()
-            began_s = self._monotonic()
-            try:
-                await self._run(turn)
-            except EngineLost as lost:
-                self.close(lost)
-                raise
-            except Exception as error:
-                stopped = EngineLost("The server met an error from which it cannot recover; it stops.")
-                turn.fail(stopped)
-                self.close(stopped)
-                raise stopped from error
-            finally:
-                self._running = None
-                self._ended.set()
-            self._turn_s += TURN_WEIGHT * (self._monotonic() - began_s - self._turn_s)
+        """Runs turns until the task is cancelled. Raises EngineLost after all waiting and paused turns have failed with
+        it."""
+        async with anyio.create_task_group() as tasks:
+            while (lost := self._lost) is None:
+                while not self._waiting and not self._paused:
+                    self._arrived = anyio.Event()
+                    await self._arrived.wait()
+                place = self._next()
+                if place in self._paused:
+                    self._begin_slice(place)
+                    self._resume(place)
+                else:
+                    self._waiting.remove(place)
+                    self._begin_slice(place)
+                    tasks.start_soon(self._live, place)
+                await place.stopped.wait()
+        assert lost is not None
+        raise lost
+
+    async def pause(self, turn: W) -> None:
+        """Called by the running turn when its state is safe: lets others run, and returns when the turn is to go on.
+
+        Raises the error with which it ends instead: Cancelled, ShuttingDown, EngineLost. Others may run then.
+        """
+        place = self._running
+        assert place is not None
+        assert place.turn is turn, "only the running turn can be paused"
+        place.may_run = anyio.Event()
+        self._paused.append(place)
+        self._end_slice(place)
+        try:
+            await place.may_run.wait()
+        except BaseException:  # the server ends
+            if place in self._paused:
+                self._paused.remove(place)
+            raise
+        if place.error is not None:
+            raise place.error
+
+    def is_to_pause(self, turn: W) -> bool:
+        """Whether there still is another turn for which the running one is to give way."""
+        running = self._running
+        return running is not None and running.turn is turn and self._is_over(running)
+
+    def keep_running(self, turn: W) -> None:
+        """Called by the running turn if it was asked to pause and does not: it goes on for another slice."""
+        place = self._running
+        if place is not None and place.turn is turn:
+            self._count_slice(place)
+            self._look_ahead()
 
     def close(self, error: ParkdError) -> None:
         """Prevents turns from starting: waiting turns fail with `error`, and `submit` raises it from now on."""
         self._closed_by = self._closed_by or error
         waiting = list(self._waiting)
         self._waiting.clear()
-        for turn in waiting:
-            turn.fail(error)
+        for place in waiting:
+            place.turn.fail(error)
 
     async def drain(self, deadline_s: float) -> bool:
-        """Closes the lane and waits for the running turn. Stops the turn after `deadline_s`. True if it ended without
-        that."""
+        """Closes the lane and waits for the turns that have begun. Stops them after `deadline_s`. True if they ended
+        without that."""
         self.close(ShuttingDown("The server is stopping. Try again when it is back.", retry_after_s=5))
         with anyio.move_on_after(deadline_s):
             await self.idle()
         running = self._running
-        if running is None:
+        if not self.busy:
             return True
         log.warning("the running answer did not end within %.0f s and is cut", deadline_s)
-        running.fail(ShuttingDown("The server is stopping; the answer was cut.", retry_after_s=5))
-        running.stop()
+        cut = ShuttingDown("The server is stopping; the answer was cut.", retry_after_s=5)
+        for place in list(self._paused):
+            self._resume(place, cut)
+        if running is not None:
+            running.turn.fail(cut)
+            running.turn.stop()
         return False
 
     async def idle(self) -> None:
-        """Waits until no turn runs. Only useful once the lane is closed."""
-        while self._running is not None:
+        """Waits until no turn runs or is paused. Only useful once the lane is closed."""
+        while self.busy:
             await self._ended.wait()
 
     def retry_after_s(self) -> int:
         """Estimated seconds until a place in the queue is free: the mean duration of recent turns."""
         return min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(self._turn_s)))
+
+    # -- slices --
+
+    async def _live(self, place: _Place[W]) -> None:
+        """Runs a turn, from its first slice to its end."""
+        try:
+            await self._run(place.turn)
+        except EngineLost as lost:
+            self._lose(lost)
+        except Exception as error:
+            stopped = EngineLost("The server met an error from which it cannot recover; it stops.")
+            stopped.__cause__ = error
+            place.turn.fail(stopped)
+            self._lose(stopped)
+        finally:
+            if place is self._running:
+                self._end_slice(place)
+                self._turn_s += TURN_WEIGHT * (place.ran_s - self._turn_s)
+
+    def _lose(self, lost: EngineLost) -> None:
+        if self._lost is None:
+            self._lost = lost
+            self.close(lost)
+            for place in list(self._paused):
+                self._resume(place, lost)
+
+    def _next(self) -> _Place[W]:
+        places = {place.number: place for place in (*self._paused, *self._waiting)}
+        return places[self.schedule.next([self._job(place) for place in places.values()], self._monotonic()).number]
+
+    def _job(self, place: _Place[W]) -> Job:
+        return Job(place.number)
+
+    def _begin_slice(self, place: _Place[W]) -> None:
+        self._running, self._ended, place.stopped = place, anyio.Event(), anyio.Event()
+        place.slice_began_s = self._monotonic()
+        self._on_slice()
+        self._look_ahead()
+
+    def _count_slice(self, place: _Place[W]) -> None:
+        now_s = self._monotonic()
+        place.ran_s += now_s - place.slice_began_s
+        place.slice_began_s = now_s
+
+    def _end_slice(self, place: _Place[W]) -> None:
+        self._count_slice(place)
+        self._running = None
+        self._look_ahead()
+        place.stopped.set()
+        self._ended.set()
+
+    def _resume(self, place: _Place[W], error: ParkdError | None = None) -> None:
+        """Lets a paused turn go on, or end with `error`."""
+        self._paused.remove(place)
+        place.error = error
+        place.may_run.set()
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Called when others come or go: sets when the running turn is asked to give way to them."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        running = self._running
+        until_s = None if running is None else self._until_s(running)
+        if running is None or until_s is None:
+            return
+        left_s = until_s - self._monotonic()
+        if left_s <= 0:
+            running.turn.ask_to_pause()
+        else:
+            self._alarm = asyncio.get_running_loop().call_later(left_s, self._look_ahead)
+
+    def _until_s(self, running: _Place[W]) -> float | None:
+        others = [self._job(place) for place in (*self._paused, *self._waiting) if place is not running]
+        return self.schedule.until_s(self._job(running), others, self._monotonic())
+
+    def _is_over(self, running: _Place[W]) -> bool:
+        until_s = self._until_s(running)
+        return until_s is not None and until_s <= self._monotonic()

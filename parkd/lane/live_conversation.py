@@ -2,6 +2,7 @@
 store.
 
     start_from -> begin -> (the turn reads and generates, then `advance`) -> check -> park
+                            set_aside -> (other turns) -> take_up
 
 Used only by the lane's running turn. Engine calls run on the engine's thread; `rows` changes, and the store is used,
 only on the event loop.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
@@ -24,8 +25,8 @@ from parkd.lane.engine_thread import EngineThread
 from parkd.lane.live_rows import LiveRows, restored
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail, read_while_restoring
-from parkd.lane.start import Seated, Start
-from parkd.lane.turn import Turn
+from parkd.lane.start import Seated, Start, restore_of
+from parkd.lane.turn import Pauses, Turn
 from parkd.state import Checksums, Resume, StateSizes, Transfer
 from parkd.store.records import (
     Capture,
@@ -36,6 +37,7 @@ from parkd.store.records import (
     Parked,
     RefusalReason,
     Refused,
+    Tier,
 )
 from parkd.store.store import ConversationStore
 from parkd.types import CacheOutcome, CacheReport, ConversationKey, Units
@@ -69,6 +71,25 @@ class BackgroundCapture:
     note: NoteParked
     """Called with the id of what was parked when the copy has ended; None: nothing was."""
     task: asyncio.Task[None] | None = None
+
+
+@dataclass(eq=False)
+class SetAside:
+    """A live conversation whose turn is paused: parked whole, at exactly its position, and kept there."""
+
+    rows: LiveRows
+    """The live rows at the pause. As long as they are those of the seat, nothing has touched it."""
+    parked_id: ConversationId
+    put_back: Callable[[], None]
+    """Gives the seat the prompt and the answer that were under way; on the engine's thread."""
+    release: Callable[[], None]
+    """Ends that the store keeps it. Idempotent."""
+    is_private: bool
+    """Parked under a key of its own, for a turn of which nothing is kept; dropped at its release."""
+
+    @property
+    def position(self) -> int:
+        return self.rows.position
 
 
 class LiveConversation:
@@ -304,9 +325,12 @@ class LiveConversation:
 
     # -- captures into the store --
 
-    async def park(self, note: NoteParked = _no_note) -> None:
+    async def park(
+        self, note: NoteParked = _no_note, passing: Sequence[int] = (), *, pause: Pauses | None = None
+    ) -> None:
         """Copies the live state into the store, as far as the store does not hold it. Changes nothing if the store
-        refuses or the copy fails.
+        refuses or the copy fails. `passing` are positions at which the turn was paused before, whose checkpoints nobody
+        needs any more; `pause` says that it is paused now.
 
         If the engine can overlap the copy with other work, this returns once the copy has begun; `settle` waits for its
         end. `note` is called with the id of what is parked of the live state, when that is known; with None if nothing
@@ -323,7 +347,8 @@ class LiveConversation:
             return
         try:
             await self.checkpoint()
-            checkpoints, sizes = await self._checkpoints_to_park(rows.position)
+            passing = tuple(place for place in passing if place < rows.position)
+            checkpoints, sizes = await self._checkpoints_to_park(rows.position, passing)
         except EngineLost:
             raise
         except EngineFailure as error:
@@ -331,18 +356,22 @@ class LiveConversation:
             await self.check()
             note(None)
             return
+        digest = rows.key.digest if pause is None else pause.key_digest
         capture = await self._reserve(
             store,
             CaptureRequest(
-                key_digest=rows.key.digest,
+                key_digest=digest,
                 units=rows.units,
-                prefix_hashes=prefix_hashes(rows.units, rows.key.digest, BLOCK_TOKENS),
+                prefix_hashes=prefix_hashes(rows.units, digest, BLOCK_TOKENS),
                 lineage=rows.lineage,
                 layout_digest=self.seat.info.layout.digest,
                 checkpoints=checkpoints,
                 namespace=rows.key.namespace,
                 sizes=sizes,
                 covered=rows.covered,
+                is_indivisible=pause is not None,
+                is_returning=pause is not None,
+                passing=passing,
             ),
         )
         if isinstance(capture, Refused):
@@ -379,10 +408,60 @@ class LiveConversation:
         if self._background is not None and self._background.task is not None:
             await self._background.task
 
-    async def _checkpoints_to_park(self, position: int) -> tuple[tuple[int, ...], StateSizes | None]:
+    async def set_aside(self, pauses: Pauses) -> SetAside | None:
+        """Parks the live state whole and keeps it for a turn that goes on from it. None, with nothing changed, if it
+        cannot be parked so. Raises EngineLost."""
+        position, before = self._rows.position, self.checkpoints
+        await self.park(passing=pauses.positions, pause=pauses)
+        await self.settle()
+        rows, store = self._rows, self._store
+        if store is None or rows.position != position or rows.parked_id is None:
+            return None
+        try:
+            keep = store.keep(rows.parked_id)
+        except ConversationGone:
+            return None
+        parked_id, put_back = rows.parked_id, await self.call(self.seat.set_aside)
+        if position not in before:
+            pauses.positions.append(position)
+        parked = store.get(parked_id)
+        is_private = parked is not None and rows.key is not None and parked.key_digest != rows.key.digest
+
+        def release() -> None:
+            keep()
+            if is_private:
+                store.drop(parked_id, "its turn asked to keep nothing")
+
+        return SetAside(rows, parked_id, put_back, release, is_private)
+
+    async def take_up(self, aside: SetAside) -> bool:
+        """Makes live again what was set aside, from where it now is. False if it is lost: the seat is empty then.
+        Raises EngineFailure."""
+        if self._rows is aside.rows:
+            return True
+        assert self._store is not None
+        assert aside.rows.key is not None
+        try:
+            parked = self._store.get(aside.parked_id)
+            if parked is not None and parked.tier is Tier.DISK and self._disk is not None:
+                await self._disk.promote(parked.id, aside.position)
+                parked = self._store.get(aside.parked_id)
+            if parked is None or parked.tier is Tier.DISK:
+                raise RestoreFailed("the state of a paused turn is gone")
+            start = restore_of(parked, aside.position, 0, self._rows, self.seat.info.layout)
+            await self.start_from(start, aside.rows.key)
+        except RestoreFailed as failed:
+            log.warning("a paused turn reads its tokens again: %s", failed.message)
+            await self.reset()
+            return False
+        return True
+
+    async def _checkpoints_to_park(
+        self, position: int, passing: Sequence[int] = ()
+    ) -> tuple[tuple[int, ...], StateSizes | None]:
         """The checkpoints to park, and the sizes of an opaque state (None for rows). The checkpoint at the end of an
         opaque state takes no bytes of its own: the whole state includes it."""
-        places = tuple(place for place in self.checkpoints if place <= position)
+        places = tuple(place for place in self.checkpoints if place <= position and place not in passing)
         layout = self.seat.info.layout
         if not layout.is_opaque:
             return places, None

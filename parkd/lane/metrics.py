@@ -61,6 +61,10 @@ class Metrics:
         self.restore_failures = Counter(
             "parkd_restore_failures", "Failed restores; each prompt was then read cold.", registry=self.registry
         )
+        self.pauses = Counter("parkd_pauses", "Turns paused so that others could run.", registry=self.registry)
+        self.paused_seconds = Counter(
+            "parkd_paused_seconds", "Seconds for which turns were paused.", registry=self.registry
+        )
         self.first_token = Histogram(
             "parkd_first_token_seconds",
             "From a request's arrival to its first token.",
@@ -87,6 +91,10 @@ class Metrics:
         self.accepted_tokens.inc(timings.drafts.accepted)
         if timings.output_tokens:
             self.first_token.observe(timings.first_token_s)
+
+    def paused(self, seconds: float) -> None:
+        self.pauses.inc()
+        self.paused_seconds.inc(seconds)
 
     def moved(self, direction: str, moved_bytes: int, seconds: float) -> None:
         self.moved_bytes.labels(direction).inc(moved_bytes)

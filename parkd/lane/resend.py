@@ -57,7 +57,7 @@ class Resends:
                 self._give_up(turn)
 
     def _holds_up(self, turn: Turn) -> bool:
-        return turn is self._lane.running and self._lane.waiting > 0
+        return turn is self._lane.running and self._lane.waiting + self._lane.paused > 0
 
     def take(self, request: TurnRequest, owner: str) -> Turn | None:
         """The turn of an equal request under the same key whose client is gone, rewound to its first event; None: no

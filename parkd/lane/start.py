@@ -141,14 +141,17 @@ def decide_start(
         deepest_position = max(deepest_position, position)
         if position > 0:
             for number, seated in enumerate(seats):
-                starts.append(_restore(parked, position, number, seated.rows, layout, block_tokens))
+                starts.append(restore_of(parked, position, number, seated.rows, layout, block_tokens))
     if deepest_common == min(deepest_known, length) or deepest_common <= prompt.template_tokens:
         nearest = None  # the head of the other, or none of its own words in common: nothing diverged
     best = cheapest(starts, length, cost)
     return replace(best, common=deepest_common, known=deepest_known, resumable=deepest_position, nearest=nearest)
 
 
-def _restore(parked: Parked, position: int, seat: int, live: LiveRows, layout: StateLayout, block_tokens: int) -> Start:
+def restore_of(
+    parked: Parked, position: int, seat: int, live: LiveRows, layout: StateLayout, block_tokens: int = BLOCK_TOKENS
+) -> Start:
+    """The start that restores a parked conversation up to `position` over what is live in a seat."""
     # The last block is restored even if it is live: there is always a row to copy, beside a checkpoint at its end.
     whole = position * layout.row_bytes + layout.fixed_bytes
     keep = min(live.shared_rows(parked.blocks, block_tokens), (position - 1) // block_tokens * block_tokens)

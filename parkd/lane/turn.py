@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,16 @@ from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnReq
 
 TAIL_TOKENS = 64
 """Tokens at the end of a prompt that show whether thinking is open."""
+
+
+@dataclass(eq=False)
+class Pauses:
+    """What is known of a turn's pauses."""
+
+    key_digest: bytes
+    """Under which its state is parked meanwhile."""
+    positions: list[int] = field(default_factory=list)
+    """Where it was paused, as far as nothing else asked for a checkpoint there."""
 
 
 @dataclass(eq=False)
@@ -33,6 +44,12 @@ class Turn:
     tail: str = ""
     """The end of the rendered prompt, as `prompt_tail` gives it."""
     channel: EventChannel = field(default_factory=EventChannel)
+    pause: threading.Event = field(default_factory=threading.Event)
+    """Set when it is to give way. The engine looks at it between chunks and tokens."""
+    is_aside: bool = False
+    """It is paused, so the engine and its live state are another's."""
+    pauses: Pauses | None = None
+    """None: it was never paused."""
     submitted: bool = False
     """Whether the turn was submitted to the lane."""
     began_s: float | None = None
@@ -63,6 +80,9 @@ class Turn:
 
     def stop(self) -> None:
         self.channel.cancel.set()
+
+    def ask_to_pause(self) -> None:
+        self.pause.set()
 
 
 def output_limit(asked: int | None, server_limit: int | None) -> int | None:

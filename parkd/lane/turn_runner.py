@@ -1,6 +1,8 @@
 """One request's path through the lane.
 
     decide -> park what would be lost, restore -> read the rest -> generate -> Finished -> park behind the reply
+                                                     |  ^           |  ^
+                                                    pause: park, others run, restore
 
 After a failed restore the prompt is read cold, and the client only waits longer. A failed engine call fails this
 request and leaves valid state for the next. A lost engine ends the lane.
@@ -12,6 +14,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -21,7 +24,7 @@ from parkd.answers.base import OutputFormat, Parser
 from parkd.answers.formats import call_ids
 from parkd.answers.parser import make_parser
 from parkd.answers.transcript import Transcript
-from parkd.engine_adapter.base import Engine
+from parkd.engine_adapter.base import Engine, Seat
 from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError
 from parkd.identity.matcher import divergence_of
 from parkd.identity.output_memory import Said
@@ -31,12 +34,13 @@ from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.explain import diagnose, lasting_tokens
 from parkd.lane.groups import Groups
+from parkd.lane.lane import Lane
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.retention import Retention
 from parkd.lane.roster import Roster
 from parkd.lane.start import Start
-from parkd.lane.turn import Turn, output_limit
+from parkd.lane.turn import Pauses, Turn, output_limit
 from parkd.lane.turn_log import TurnLog
 from parkd.lane.turn_starter import TurnStarter
 from parkd.store.records import ConversationId, name_of
@@ -51,6 +55,7 @@ from parkd.types import (
     PromptIdentity,
     Started,
     Timings,
+    TokenIds,
     Units,
 )
 
@@ -93,6 +98,8 @@ class TurnRunner:
         self._call_ids = call_ids(output.tools, lambda: secrets.token_hex(CALL_ID_BYTES))
         self._max_output_tokens = max_output_tokens
         self._monotonic = monotonic
+        self.lane: Lane[Turn] | None = None
+        """Where turns are paused; None: none is."""
 
     async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
         """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
@@ -127,7 +134,7 @@ class TurnRunner:
         self._log.record(turn, error)
         if isinstance(error, EngineLost):
             raise error
-        if live is not None:
+        if live is not None and not turn.is_aside:
             self._log.note(turn, live.rows, error)
             await self._keep(turn, live)
 
@@ -201,25 +208,93 @@ class TurnRunner:
                 turn.explained.progress = event
             channel.push(event)
 
-        emit = self._emitter(read)
+        emit, pause = self._emitter(read), self._pause_flag(turn)
         read(progress(start))
-        try:
-            await live.call(
-                live.seat.extend,
-                prompt.token_ids[start:stop],
-                cancel=channel.cancel,
-                on_chunk=lambda position: emit(progress(position)),
-                checkpoint_at=places,
-            )
-        finally:
-            await live.advance(prompt.key, prompt.units)
-        took_s = self._monotonic() - began_s
-        tokens = live.rows.position - start
-        turn.timings = dataclasses.replace(turn.timings, prefill_s=took_s, prefill_tokens=tokens)
+        while True:
+            end = ChunkEnd(channel.cancel, pause)
+
+            def chunk_read(position: int, end: ChunkEnd = end) -> None:
+                end.passed()
+                emit(progress(position))
+
+            try:
+                await live.call(
+                    live.seat.extend,
+                    prompt.token_ids[live.rows.position : stop],
+                    cancel=end,
+                    on_chunk=chunk_read,
+                    checkpoint_at=places,
+                )
+            finally:
+                await live.advance(prompt.key, prompt.units)
+            took_s = self._monotonic() - began_s - turn.timings.paused_s
+            tokens = live.rows.position - start
+            turn.timings = dataclasses.replace(turn.timings, prefill_s=took_s, prefill_tokens=tokens)
+            if live.rows.position >= stop:
+                break
+            if channel.cancel.is_set() or not end.is_set():
+                raise Cancelled("The client left while its prompt was read.")
+            await self._give_way(turn, live, prompt.token_ids)
         self._costs.note_read(tokens, took_s, start)
-        if live.rows.position < stop:
-            raise Cancelled("The client left while its prompt was read.")
         return took_s
+
+    async def _give_way(self, turn: Turn, live: LiveConversation, token_ids: TokenIds) -> None:
+        """Lets others run if they still wait and the state can be kept whole; returns when the turn goes on, in the
+        same state. `token_ids` are those of prompt and answer so far.
+
+        Raises what ends the turn meanwhile, with `is_aside` set: Cancelled, ShuttingDown, EngineLost. Raises
+        EngineFailure.
+        """
+        turn.pause.clear()
+        lane = self.lane
+        if lane is None:
+            return
+        began_s = self._monotonic()
+        aside = await live.set_aside(self._pauses_of(turn)) if lane.is_to_pause(turn) else None
+        if aside is None:
+            lane.keep_running(turn)
+            return
+        if turn.request.cache.mode is not CacheMode.USE:
+            await live.forget(turn.report.reused_tokens if turn.report else 0)
+        turn.is_aside = True
+        if turn.explained is not None:
+            turn.explained.state = "paused"
+        try:
+            turn.pause.clear()  # it may have been asked again while it was parked
+            await lane.pause(turn)
+            turn.is_aside = False
+            self._lives.remove(live)
+            self._lives.append(live)  # again the most recently used
+            is_whole = await live.take_up(aside)
+        finally:
+            aside.release()
+            paused_s = self._monotonic() - began_s
+            self._metrics.paused(paused_s)
+            timings = turn.timings
+            turn.timings = dataclasses.replace(timings, paused_s=timings.paused_s + paused_s, pauses=timings.pauses + 1)
+        if turn.explained is not None:
+            turn.explained.state = "running"
+        await live.call(_steer_again, live.seat, turn, aside.put_back)
+        if not is_whole:  # the state is true again, though not in every bit: other tokens were read in one go
+            try:
+                await live.call(live.seat.extend, token_ids[: aside.position], cancel=turn.channel.cancel)
+            finally:
+                await live.advance(turn.prompt.key, _units_with(turn.prompt, token_ids[len(turn.prompt) :]))
+            if live.rows.position < aside.position:
+                raise Cancelled("The client left; its answer was stopped.")
+
+    def _pause_flag(self, turn: Turn) -> threading.Event:
+        return turn.pause if self._engine.info.can_pause else threading.Event()
+
+    def _pauses_of(self, turn: Turn) -> Pauses:
+        """What is kept of the turn's pauses. The state of a turn of which nothing is to be kept is parked meanwhile
+        under a key that nobody can name."""
+        if turn.pauses is None:
+            digest = turn.prompt.key.digest
+            if turn.request.cache.mode is not CacheMode.USE:
+                digest = secrets.token_bytes(len(digest))
+            turn.pauses = Pauses(digest)
+        return turn.pauses
 
     async def _generate(self, turn: Turn, live: LiveConversation, read_s: float) -> Answer:
         limit = self._limit(turn)
@@ -238,30 +313,39 @@ class TurnRunner:
             limit,
             parser=self._parser(turn),
             cancel=turn.channel.cancel,
+            pause=self._pause_flag(turn),
             emit=emit,
             monotonic=self._monotonic,
         )
-        answer = turn.answer = loop.answer
-        began_s = self._monotonic()
+        answer, read_tokens = loop.answer, turn.timings.prefill_tokens
+        turn.answer, began_s, paused_before_s = answer, self._monotonic(), turn.timings.paused_s
         try:
-            await live.call(loop.run)
+            while not await self._slice(turn, live, loop):
+                await self._give_way(turn, live, _ids_with(turn.prompt, answer.token_ids))
         finally:
-            units = _units_with(turn.prompt, answer.token_ids)
-            turn.note_answer(units)
-            await live.advance(turn.prompt.key, units)
+            loop.close()
             first_s = answer.first_token_at_s
             if first_s is not None:
                 turn.timings = dataclasses.replace(
                     turn.timings,
                     first_token_s=first_s - turn.arrived_s,
                     prefill_s=read_s + first_s - began_s,
-                    prefill_tokens=turn.timings.prefill_tokens + 1,
-                    decode_s=self._monotonic() - first_s,
+                    prefill_tokens=read_tokens + 1,
+                    decode_s=self._monotonic() - first_s - (turn.timings.paused_s - paused_before_s),
                     output_tokens=answer.output_tokens,
                     drafts=answer.drafts,
                 )
         self._recognise(turn, answer, transcript)
         return answer
+
+    async def _slice(self, turn: Turn, live: LiveConversation, loop: AnswerLoop) -> bool:
+        """Generates up to the answer's end, or to a pause. Returns whether it ended."""
+        try:
+            return await live.call(loop.run)
+        finally:
+            units = _units_with(turn.prompt, loop.answer.token_ids)
+            turn.note_answer(units)
+            await live.advance(turn.prompt.key, units)
 
     def _recognise(self, turn: Turn, answer: Answer, transcript: Transcript) -> None:
         """Remembers the answer's token ids, unless the client has not seen all of them: it left, a stop string cut the
@@ -287,7 +371,8 @@ class TurnRunner:
             if turn.request.cache.mode is CacheMode.USE:
                 if self.groups is not None and turn.request.cache.group is not None:
                     self.groups.used(turn.request.cache.group, turn.prompt)
-                await live.park(partial(self._note_parked, turn))
+                passing = () if turn.pauses is None else turn.pauses.positions
+                await live.park(partial(self._note_parked, turn), passing)
                 self._retain(turn)
             else:
                 await live.forget(turn.report.reused_tokens if turn.report else 0)
@@ -321,6 +406,34 @@ def _post(loop: asyncio.AbstractEventLoop, push: Callable[[Event], None], event:
     loop.call_soon_threadsafe(push, event)
 
 
-def _units_with(prompt: PromptIdentity, token_ids: list[int]) -> Units:
+def _units_with(prompt: PromptIdentity, token_ids: TokenIds | list[int]) -> Units:
     """Units of the prompt and of the tokens generated after it."""
     return np.concatenate([prompt.units, np.array(token_ids, dtype=np.uint64)])
+
+
+def _ids_with(prompt: PromptIdentity, token_ids: list[int]) -> TokenIds:
+    """Ids of the prompt and of the tokens generated after it."""
+    return np.concatenate([prompt.token_ids, np.array(token_ids, dtype=np.int64)])
+
+
+def _steer_again(seat: Seat, turn: Turn, put_back: Callable[[], None]) -> None:
+    if seat.steer(turn.request.steering) != turn.prompt.key.steering:
+        raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
+    put_back()
+
+
+class ChunkEnd:
+    """The cancellation flag of a call that reads chunks: a pause takes effect behind a whole one, also in engines that
+    stop inside a chunk, so that each slice gets on."""
+
+    def __init__(self, cancel: threading.Event, pause: threading.Event) -> None:
+        self._cancel = cancel
+        self._pause = pause
+        self._rests = False
+
+    def passed(self) -> None:
+        """Called behind each chunk."""
+        self._rests = self._pause.is_set()
+
+    def is_set(self) -> bool:
+        return self._rests or self._cancel.is_set()

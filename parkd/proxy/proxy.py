@@ -102,13 +102,15 @@ class Proxy:
         )
         owners = len(config.api_keys) + len(config.named_keys) + len(config.operator_keys)
         self.lane: Lane[Turn] = Lane(
-            self._run,
+            self.runner.run,
             max_queue=config.max_queue,
             monotonic=services.monotonic,
             on_queued=self._queued,
+            on_slice=lambda: self.resends.give_way(),
             owners=owners,
             owner_of=lambda turn: turn.explained.owner if turn.explained is not None else "",
         )
+        self.runner.lane = self.lane
         self.requests = RequestMemory()
         self.resends = Resends(self.lane, config.resend_grace_s, self._give_up)
         self.prompts = Prompts(services, owners)
@@ -149,10 +151,6 @@ class Proxy:
             if not self.thread.stop(CUT_WAIT_S):
                 log.warning("the engine is still busy; the process ends without waiting for it")
             outlive_copies(self.services.store)
-
-    async def _run(self, turn: Turn) -> None:
-        self.resends.give_way()
-        await self.runner.run(turn)
 
     def _queued(self, turn: Turn) -> None:
         """Called when a turn has to wait. Until it runs, keeps the state that it will start from, and reads that state

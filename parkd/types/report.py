@@ -92,3 +92,7 @@ class Timings:
     prefill_tokens: int = 0
     output_tokens: int = 0
     drafts: DraftCounts = DraftCounts()
+    paused_s: float = 0.0
+    """While others ran after it had begun, with what it took to go on; in none of the times above but `first_token_s`,
+    which counts pauses before the first token."""
+    pauses: int = 0

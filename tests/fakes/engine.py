@@ -108,6 +108,7 @@ class FakeEngine(OneSeatEngine):
             weights_bytes=0,
             arena_bytes=self.rows.bytes,
             ctx_checkpoints=ctx_checkpoints if fixed_bytes else 0,
+            can_pause=True,
         )
 
     @property
@@ -176,6 +177,15 @@ class FakeEngine(OneSeatEngine):
             if top is not None:
                 self._logprobs.append(self._scored(token_id, top))
             yield [token_id]
+
+    def set_aside(self) -> Callable[[], None]:
+        put_prompt_back, logprobs = super().set_aside(), self._logprobs
+
+        def put_back() -> None:
+            put_prompt_back()
+            self._logprobs = logprobs
+
+        return put_back
 
     @property
     def logprobs(self) -> Sequence[FakeScored]:

@@ -45,6 +45,9 @@ class EngineInfo:
     """`restore_and_read` saves time on the engine's devices."""
     enforces_schemas: bool = False
     """The engine itself makes answers obey a schema, and takes no mask."""
+    can_pause: bool = False
+    """Between two chunks or steps, the state can be captured and later restored so that all that follows has the same
+    bits as if it had stayed; `generate` goes on after it."""
     model_tokens: int = 0
     """The longest context that the model supports; 0 if that is not known."""
     memory: tuple[Mapping[str, int], ...] = ()
@@ -203,7 +206,21 @@ class Seat(ABC):
         When ids are yielded, the state of all tokens before the last of them is in the arenas. Ends by itself only when
         the context is full: at an end token, a stop string or a limit the caller stops and calls `close()`. Penalties
         cover the whole prompt. Raises EngineFailure.
+
+        If `info.can_pause` and `position` is that of the tokens yielded so far, the iterator can rest while the seat
+        serves other prompts: see `set_aside`. Closing it then touches nothing of the seat.
         """
+
+    def set_aside(self) -> Callable[[], None]:
+        """Keeps what later calls of `begin` and `generate` replace of the prompt under way and its answer, which rests
+        between two chunks or steps. Returns the function that puts it back, to be called once the state and the
+        steering are again those of now."""
+        begun = self._begun
+
+        def put_back() -> None:
+            self._begun = begun
+
+        return put_back
 
     @property
     def drafts(self) -> DraftCounts:

@@ -180,6 +180,15 @@ class LlamaCppEngine(OneSeatEngine):
                 self._logprobs.append(logprobs_of(logits, token, top_logprobs))
             yield (token,)
 
+    def set_aside(self) -> Callable[[], None]:
+        put_prompt_back, logprobs = super().set_aside(), self._logprobs
+
+        def put_back() -> None:
+            put_prompt_back()
+            self._logprobs = logprobs
+
+        return put_back
+
     @property
     def logprobs(self) -> Sequence[ScoredToken]:
         return self._logprobs
@@ -271,6 +280,7 @@ class LlamaCppEngine(OneSeatEngine):
             arena_bytes=sizes.row_bytes * model.context_tokens + sizes.fixed_bytes * (1 + self.timeline.limit),
             is_demo_model=config.is_demo_model,
             ctx_checkpoints=self.timeline.limit,
+            can_pause=not self.timeline.window,  # a restore moves a window's cells, and so changes how sums round
             build=f"{low.__name__} {version(LIBRARY)} {config.llama} {config.batch_tokens} {config.threads}",
         )
 

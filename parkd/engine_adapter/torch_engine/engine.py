@@ -178,6 +178,15 @@ class TorchEngine(OneSeatEngine):
                     return
                 yield (token,)
 
+    def set_aside(self) -> Callable[[], None]:
+        put_prompt_back, drafts, logprobs = super().set_aside(), self._drafts, self._logprobs
+
+        def put_back() -> None:
+            put_prompt_back()
+            self._drafts, self._logprobs = drafts, logprobs
+
+        return put_back
+
     @property
     def drafts(self) -> DraftCounts:
         return DraftCounts(self._drafts.drafted, self._drafts.accepted)

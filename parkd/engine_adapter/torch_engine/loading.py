@@ -139,6 +139,7 @@ def _info(
         is_demo_model=config.is_demo_model,
         ctx_checkpoints=layout.ctx_checkpoints if session.fixed_state.exists else 0,
         # Cards compute while they copy; a CPU does one after the other.
+        can_pause=True,
         reads_while_restoring=all(torch.device(device).type == "cuda" for device in layout.devices),
         model_tokens=int(loaded.text_config.max_position_embeddings),
         memory=accounts,

@@ -68,6 +68,8 @@ def in_all(ended: Sequence[Finished]) -> Finished:
             first.timings,
             output_tokens=sum(each.output_tokens for each in timings),
             decode_s=sum(each.decode_s for each in timings),
+            paused_s=sum(each.paused_s for each in timings),
+            pauses=sum(each.pauses for each in timings),
             drafts=DraftCounts(
                 sum(each.drafts.drafted for each in timings), sum(each.drafts.accepted for each in timings)
             ),

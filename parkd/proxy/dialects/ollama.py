@@ -176,7 +176,7 @@ def rfc3339(time_s: float) -> str:
 def _end(finished: Finished) -> Mapping[str, Any]:
     """The fields of the last line. Durations are in nanoseconds."""
     timings, report = finished.timings, finished.report
-    total_s = timings.wait_s + timings.restore_s + timings.prefill_s + timings.decode_s
+    total_s = timings.wait_s + timings.restore_s + timings.prefill_s + timings.decode_s + timings.paused_s
     return {
         "done": True,
         "done_reason": "length" if finished.reason is FinishReason.LENGTH else "stop",

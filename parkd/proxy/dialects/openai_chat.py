@@ -272,6 +272,7 @@ def timings_of(finished: Finished) -> Mapping[str, Any]:
     timings, report = finished.timings, finished.report
     drafts = timings.drafts
     guessed = {"draft_n": drafts.drafted, "draft_n_accepted": drafts.accepted} if drafts.drafted else {}
+    paused = {"paused_ms": _ms(timings.paused_s), "pauses": timings.pauses} if timings.pauses else {}
     read_tokens = report.prompt_tokens - report.reused_tokens
     return {
         "cache_n": report.reused_tokens,
@@ -288,6 +289,7 @@ def timings_of(finished: Finished) -> Mapping[str, Any]:
         "wait_ms": _ms(timings.wait_s),
         "restore_ms": _ms(timings.restore_s),
         "ttft_ms": _ms(timings.first_token_s),
+        **paused,
     }
 
 

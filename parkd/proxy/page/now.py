@@ -22,7 +22,7 @@ READ_DIGITS = 1
 def document(proxy: Proxy, caller: Caller) -> Mapping[str, Any]:
     """Of what `caller` may see."""
     lane, now_s = proxy.lane, proxy.services.monotonic()
-    running = [turn for turn in (lane.running,) if turn is not None]
+    running = [turn for turn in (lane.running, *lane.paused_turns) if turn is not None]
     return {
         "state": "lost" if proxy.lost is not None else "stopping" if lane.closed else "ok",
         "model": proxy.model_id,
@@ -69,7 +69,7 @@ def _running(turn: Turn, now_s: float) -> Mapping[str, Any]:
     if answer is not None:
         shown["phase"] = "answering"
         first_s = answer.first_token_at_s
-        decode_s = 0.0 if first_s is None else now_s - first_s
+        decode_s = 0.0 if first_s is None else now_s - first_s - turn.timings.paused_s
         tokens = answer.output_tokens
         shown["answer"] = {
             "tokens": tokens,
@@ -77,6 +77,8 @@ def _running(turn: Turn, now_s: float) -> Mapping[str, Any]:
             "tokens_per_s": _rounded((tokens - 1) / decode_s) if decode_s > 0 and tokens > 1 else None,
             "first_token_s": None if first_s is None else _rounded(first_s - turn.arrived_s),
         }
+    if turn.is_aside:
+        shown["phase"] = "paused"
     return shown
 
 

@@ -16,6 +16,9 @@ class Job:
         self.error: ParkdError | None = None
         self.stopped = anyio.Event()
 
+    def ask_to_pause(self) -> None:
+        raise AssertionError("a queue in order of arrival pauses nothing")
+
     def fail(self, error: ParkdError) -> None:
         self.error = error
 

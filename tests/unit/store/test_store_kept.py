@@ -129,6 +129,16 @@ def test_checkpoints_of_pauses_are_not_inherited_and_what_has_only_those_is_supe
     assert_counts(store)
 
 
+def test_a_checkpoint_of_a_pause_at_the_end_of_a_block_is_not_inherited_either():
+    store, engine = make_store(1 << 20, FIXED), CopyEngine(FIXED)
+    engine.read(make_units(1, 8), checkpoint=True).park(store)
+    engine.extend(make_units(2, 4), checkpoint=True)
+    assert [each.position for each in there(pause(engine, store)).checkpoints] == [8, 12]
+    del engine.fixed[12]
+    engine.extend(make_units(3, 4), checkpoint=True)
+    assert [each.position for each in there(pause(engine, store, passing=(12,))).checkpoints] == [8, 16]
+
+
 def test_what_is_kept_may_go_to_disk_and_stays_there():
     machine, store = started(disk_bytes=60_000)
     kept, rows = parked(machine, store, 1)
