@@ -22,7 +22,7 @@ True
 from parkd_engine.config import EngineConfig
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.moves.snapshot import capture, host_transfer, restore, restore_and_read
-from parkd_engine.opening import open_session
+from parkd_engine.opening import open_seats, open_session
 from parkd_engine.session import Session
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "capture",
     "host_transfer",
     "load_model",
+    "open_seats",
     "open_session",
     "restore",
     "restore_and_read",

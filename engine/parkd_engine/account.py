@@ -2,7 +2,7 @@
 the context, the loader, `parkd plan` and the lines at start.
 
     weights      layers with their experts, the ends of the model, draft head, vision tower      from the configuration
-    state        rows, fixed state, its copies, windows, index                                   allocated at start
+    state        rows, fixed state, its copies, windows, index; all but rows for each seat       allocated at start
     graphs       recorded forward passes, and the memory of their intermediate results           recorded at start
     workspace    what reading a chunk takes for a while (`workspace`)                            taken and given back
     library      what the matrix library keeps for each stream                                   measured at start
@@ -21,7 +21,8 @@ import torch
 from parkd.errors import ModelError
 from parkd_engine.arenas.arena import WindowRoom
 from parkd_engine.arenas.layout import StageStateLayout, build_layout
-from parkd_engine.config import EngineConfig
+from parkd_engine.arenas.row_space import ROW_GRAIN, footprint
+from parkd_engine.config import AUTO_SEATS, EngineConfig
 from parkd_engine.families.layer_shapes import layer_kinds
 from parkd_engine.families.layer_state import draft_layers
 from parkd_engine.families.multimodal import language_config, longest_span
@@ -49,11 +50,18 @@ class Part(NamedTuple):
 
     name: str
     constant_bytes: int
+    """With one seat."""
     bytes_a_token: float = 0.0
     """Additional bytes for each token of context."""
+    bytes_a_seat: int = 0
+    """Additional bytes for each seat but the first."""
+    is_of_rows: bool = False
+    """Whether `bytes_a_token` counts the rows of all seats together, not the longest conversation's."""
 
-    def at(self, context_tokens: int) -> int:
-        return self.constant_bytes + int(context_tokens * self.bytes_a_token)
+    def at(self, context_tokens: int, seats: int = 1, row_tokens: int | None = None) -> int:
+        """Its bytes, with `row_tokens` rows for all seats together; None: as many as a context."""
+        tokens = row_tokens if self.is_of_rows and row_tokens is not None else context_tokens
+        return self.constant_bytes + (seats - 1) * self.bytes_a_seat + int(tokens * self.bytes_a_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +81,23 @@ class StageMemory:
     def bytes_a_token(self) -> float:
         return sum(part.bytes_a_token for part in self.parts)
 
-    def lines(self, context_tokens: int) -> Mapping[str, int]:
-        """Name of each part -> its bytes; parts that take nothing are left out."""
-        return {part.name: size for part in self.parts if (size := part.at(context_tokens))}
+    @property
+    def bytes_a_seat(self) -> int:
+        """Bytes for each seat but the first, besides its rows."""
+        return sum(part.bytes_a_seat for part in self.parts)
 
-    def total(self, context_tokens: int) -> int:
+    @property
+    def bytes_a_row(self) -> float:
+        """Bytes for each row beyond a context, where several seats have rows."""
+        return sum(part.bytes_a_token for part in self.parts if part.is_of_rows)
+
+    def lines(self, context_tokens: int, seats: int = 1, row_tokens: int | None = None) -> Mapping[str, int]:
+        """Name of each part -> its bytes (as `Part.at`); parts that take nothing are left out."""
+        return {part.name: size for part in self.parts if (size := part.at(context_tokens, seats, row_tokens))}
+
+    def total(self, context_tokens: int, seats: int = 1, row_tokens: int | None = None) -> int:
         """Bytes of all parts."""
-        return sum(part.at(context_tokens) for part in self.parts)
+        return sum(self.lines(context_tokens, seats, row_tokens).values())
 
     def without(self, *names: str) -> StageMemory:
         """The account without these parts."""
@@ -151,12 +169,12 @@ class ModelMemory:
     def _state_parts(self, layout: StageStateLayout) -> tuple[Part, ...]:
         steps = self._guesses if layout.step_fields else 0
         return (
-            Part(ROWS, 0, layout.row_bytes),
-            Part(FIXED, layout.fixed_bytes),
-            Part("checkpoints", layout.fixed_bytes * self._layout.ctx_checkpoints),
-            Part("states behind guesses", layout.fixed_bytes * steps),
-            Part(WINDOWS, layout.window_bytes(self._room.tokens)),
-            Part(INDEX, 0, layout.index_bytes_a_token),
+            Part(ROWS, 0, layout.row_bytes, is_of_rows=True),
+            _of_each_seat(FIXED, layout.fixed_bytes),
+            _of_each_seat("checkpoints", layout.fixed_bytes * self._layout.ctx_checkpoints),
+            _of_each_seat("states behind guesses", layout.fixed_bytes * steps),
+            _of_each_seat(WINDOWS, layout.window_bytes(self._room.tokens)),
+            Part(INDEX, 0, layout.index_bytes_a_token, is_of_rows=True),
         )
 
     def _computing_parts(self, index: int, layout: StageStateLayout) -> tuple[Part, ...]:
@@ -167,14 +185,17 @@ class ModelMemory:
         streams = 2 if self._is_recorded else 1
         is_first = self._layout.devices.index(device) == index
         return (
-            Part("graphs", self._graph_bytes(layout, read) if self._is_recorded else 0),
+            self._graphs(layout, read),
             Part(WORKSPACE, work.constant_bytes + made, work.bytes_a_token),
             Part("library", streams * self._library[device] if is_first else 0),
         )
 
-    def _graph_bytes(self, layout: StageStateLayout, read: tuple[Any, int, torch.dtype, torch.dtype, str]) -> int:
+    def _graphs(self, layout: StageStateLayout, read: tuple[Any, int, torch.dtype, torch.dtype, str]) -> Part:
         """Decode steps of one token and of a token with guesses, the draft head's guess, and linear layers of a whole
-        chunk, which share the memory of their intermediate results."""
+        chunk, which share the memory of their intermediate results. Graphs of several seats share it too, but each has
+        its own logits."""
+        if not self._is_recorded:
+            return Part("graphs", 0)
         text, is_last = self._text, layout.end_layer == len(self._weights.layers)
         steps = (1, 1 + self._guesses) if self._guesses else (1,)
         each = GRAPH_BYTES
@@ -182,22 +203,29 @@ class ModelMemory:
             each += LARGE_GRAPH_BYTES
         logits = sum(steps) * int(text.vocab_size) * torch.float32.itemsize if is_last else 0
         decoding = each * (len(steps) + bool(self._guesses and is_last)) + logits
+        of_a_seat = GRAPH_BYTES + logits
         kinds = layer_kinds(text)[layout.first_layer : layout.end_layer]
         if LINEAR not in kinds or family_of(text).recorded_chunks is None:
-            return decoding
+            return Part("graphs", decoding, bytes_a_seat=of_a_seat)
         flow = read[1] * int(text.hidden_size) * self._dtype.itemsize
         made = numbers_bytes(self._weights.codes, self._dtype.itemsize, on_card=True)
-        return decoding + flow + made + chunk_workspace(*read, linear_only=True).constant_bytes
+        chunks = flow + made + chunk_workspace(*read, linear_only=True).constant_bytes
+        return Part("graphs", decoding + chunks, bytes_a_seat=of_a_seat)
 
 
-def device_needs(stages: Sequence[StageMemory]) -> Mapping[str, tuple[int, float]]:
-    """Device -> constant bytes, and bytes for each token of context, of all stages on it. They run one after the other,
-    so the largest workspace serves all."""
+def _of_each_seat(name: str, size: int) -> Part:
+    return Part(name, size, bytes_a_seat=size)
+
+
+def device_needs(stages: Sequence[StageMemory], seats: int = 1) -> Mapping[str, tuple[int, float]]:
+    """Device -> constant bytes, and bytes for each token of context, of all stages on it, with rows for one context.
+    They run one after the other, so the largest workspace serves all."""
     needs: dict[str, tuple[int, float]] = {}
     for device, mine in _by_device(stages).items():
         held = [stage.without(WORKSPACE) for stage in mine]
         work = [part for stage in mine for part in stage.parts if part.name == WORKSPACE]
-        constant = sum(stage.constant_bytes for stage in held) + max((p.constant_bytes for p in work), default=0)
+        constant = sum(stage.constant_bytes + (seats - 1) * stage.bytes_a_seat for stage in held)
+        constant += max((p.constant_bytes for p in work), default=0)
         each = sum(stage.bytes_a_token for stage in held) + max((p.bytes_a_token for p in work), default=0.0)
         needs[device] = constant, each
     return needs
@@ -208,10 +236,12 @@ def choose_context(
     model_tokens: int,
     asked_tokens: int | None,
     *,
+    seats: int = 1,
     reserved: Callable[[], int] = lambda: 0,
     free: Callable[[str], int] = free_bytes,
 ) -> int:
-    """Context length in tokens: `asked_tokens`, or the most that fits, up to the model's own limit.
+    """Context length in tokens: `asked_tokens`, or the most that fits beside `seats` seats, up to the model's own
+    limit.
 
     Call it when the weights are loaded, with accounts `beside_weights`. `free` returns the free bytes of a device;
     `reserved`, asked after it, the bytes of main memory that are set aside for parked state. Raises ModelError,
@@ -222,11 +252,7 @@ def choose_context(
             f"A context of {asked_tokens} tokens was requested, but the model supports at most {model_tokens}. "
             f"Ask for {model_tokens} or fewer."
         )
-    rooms: dict[str, _Room] = {}
-    for device, (constant, each) in device_needs(stages).items():
-        there = free(device)
-        rooms[device] = _Room(device, there, reserved() if device == "cpu" else 0, constant, each)
-    tightest = min(rooms.values(), key=lambda room: room.tokens)
+    tightest = min(_rooms(stages, seats, reserved, free).values(), key=lambda room: room.tokens)
     if asked_tokens is not None:
         if asked_tokens > tightest.tokens:
             raise ModelError(tightest.shortage(asked_tokens))
@@ -237,6 +263,48 @@ def choose_context(
     if chosen < (least := min(MIN_CONTEXT, model_tokens)):
         raise ModelError(tightest.shortage(least))
     return chosen
+
+
+def choose_seats(
+    stages: Sequence[StageMemory],
+    context_tokens: int,
+    asked: int | None,
+    *,
+    reserved: Callable[[], int] = lambda: 0,
+    free: Callable[[str], int] = free_bytes,
+) -> tuple[int, int]:
+    """The number of seats, and the rows that they have together: for `asked` seats as many rows as fit, from one
+    context to one for each; None: as many seats with a whole context each as fit, up to `AUTO_SEATS`.
+
+    Call it behind `choose_context`, with its arguments.
+    """
+    by_device = _by_device(stages)
+
+    def spare(seats: int) -> float:
+        """Rows that fit everywhere beside one context."""
+        rooms = _rooms(stages, seats, reserved, free)
+        each = {device: sum(stage.bytes_a_row for stage in mine) for device, mine in by_device.items()}
+        left = {device: room.left(context_tokens) for device, room in rooms.items()}
+        return min(left[device] // each[device] if each[device] else 0 for device in rooms)
+
+    whole = footprint(context_tokens)
+    if asked is None:
+        counts = range(AUTO_SEATS, 1, -1)
+        asked = next((seats for seats in counts if spare(seats) >= seats * whole - context_tokens), 1)
+    if asked == 1:
+        return 1, context_tokens
+    fitting = context_tokens + int(spare(asked))
+    return asked, max(whole, min(asked * whole, fitting // ROW_GRAIN * ROW_GRAIN))
+
+
+def _rooms(
+    stages: Sequence[StageMemory], seats: int, reserved: Callable[[], int], free: Callable[[str], int]
+) -> Mapping[str, _Room]:
+    rooms: dict[str, _Room] = {}
+    for device, (constant, each) in device_needs(stages, seats).items():
+        there = free(device)
+        rooms[device] = _Room(device, there, reserved() if device == "cpu" else 0, constant, each)
+    return rooms
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +322,10 @@ class _Room:
         """Tokens of context that fit; less than 0 if not even the constant part does."""
         room = usable_bytes(self.free_bytes, self.device) - self.reserved_bytes - self.constant_bytes
         return int(room // self.bytes_a_token)
+
+    def left(self, tokens: int) -> int:
+        """Bytes that may be used beside a context of so many tokens; less than 0 if it does not fit."""
+        return usable_bytes(self.free_bytes, self.device) - self.reserved_bytes - self.needed(tokens)
 
     def needed(self, tokens: int) -> int:
         return self.constant_bytes + int(tokens * self.bytes_a_token)

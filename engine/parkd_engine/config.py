@@ -12,6 +12,10 @@ CPU_BATCH, CARD_BATCH = 512, 2048
 """Tokens in a prefill chunk. On CPUs a longer chunk is no faster and delays cancelling; a shorter one does not keep a
 GPU busy (86k tokens of an 8B model on two H200: 4.9 s with 2048, 5.1 s with 4096)."""
 
+MOST_SEATS = 16
+AUTO_SEATS = 4
+"""The most seats that are chosen automatically."""
+
 CTX_CHECKPOINTS = 8
 """The most checkpoints of fixed state kept on the devices, unless another number is asked for."""
 
@@ -53,6 +57,10 @@ class EngineConfig:
     window_slack_tokens: int = 256
     """How many tokens a sliding window can be cut back without a checkpoint."""
 
+    seats: int | None = 1
+    """Conversations that can be live at once, at most `MOST_SEATS`; None: as many as fit beside a whole context each,
+    at most `AUTO_SEATS`."""
+
     peer_access: bool = True
     """Whether GPUs that can may copy directly to each other; without it, hidden states pass through main memory."""
 
@@ -70,6 +78,8 @@ class EngineConfig:
                 f"layer_split names {len(self.layer_split)} first layers for {len(self.devices)} devices; "
                 f"name {len(self.devices) - 1}, one for each stage after the first"
             )
+        if self.seats is not None and not 1 <= self.seats <= MOST_SEATS:
+            raise ValueError(f"seats is {self.seats}; it must be from 1 to {MOST_SEATS}")
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens is {self.draft_tokens}; it must be from 0 to {MAX_DRAFT_TOKENS}")
         for name in ("context_tokens", "batch_tokens", "ctx_checkpoints"):

@@ -2,6 +2,9 @@
 
 arena rows   0 ............ position ................ context_tokens
              |-- valid ----|-- undefined -----------|
+
+An engine with several seats has a session for each. They share stages, rows, captures and steering; the rows of one lie
+where `parkd_engine.arenas.row_space` says, and every row number here counts from the first of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from parkd.state import StateLayout, chunk_end
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
 from parkd_engine.arenas.fixed_state import FixedState
+from parkd_engine.arenas.row_space import RowSpace
 from parkd_engine.arenas.timeline_images import TimelineImages
 from parkd_engine.config import CTX_CHECKPOINTS
 from parkd_engine.draft.head import Choose, DraftHead
@@ -59,11 +63,15 @@ class Session:
         draft_model: Any = None,
         draft_tokens: int = 0,
         peer_access: bool = True,
+        space: RowSpace | None = None,
+        beside: Session | None = None,
     ) -> None:
         """`config` is the transformers configuration of the text model; without it, decoding is never recorded.
         `vision` encodes the images of prompts. `draft_model` is the model's draft head (`MtpModel`), whose state must
         be part of the layouts; it guesses at most `draft_tokens` at once. Without `peer_access`, hidden states pass
-        between GPUs through main memory. Raises ValueError unless there is one arena for each stage."""
+        between GPUs through main memory. If there are several seats, `space` holds the ranges of all, and `beside` is
+        the session of the first; the others are made before it computes. Raises ValueError unless there is one arena
+        for each stage."""
         if len(stages) != len(arenas):
             raise ValueError(f"{len(stages)} stages need as many arenas, not {len(arenas)}")
         self.stages = tuple(stages)
@@ -78,8 +86,8 @@ class Session:
             StageCache(arena, stage.num_layers, draft_tokens) for stage, arena in zip(stages, arenas, strict=True)
         ]
         """What the layers of each stage read and write."""
-        self.captures = CapturesUnderWay()
-        """Captures that run while the engine computes. Whoever starts one adds it."""
+        self.captures: CapturesUnderWay = CapturesUnderWay() if beside is None else beside.captures
+        """Captures that run while the engine computes, of all seats. Whoever starts one adds it."""
         self.fixed_state = FixedState(arenas, self.caches, ctx_checkpoints, self.captures.any)
         self.vision = vision
         self._images = TimelineImages(self.arenas[0], vision)
@@ -94,8 +102,8 @@ class Session:
         self.draft_pauses = True
         """Whether guessing pauses while guesses are rarely accepted (`parkd_engine.draft.pace`)."""
         self._position = 0
-        self._steered = SteeringHooks(self.stages)
-        self.forward = ModelForward(
+        self._steered: SteeringHooks = SteeringHooks(self.stages) if beside is None else beside._steered
+        self.forward: ModelForward = ModelForward(
             self.stages,
             self.arenas,
             self.caches,
@@ -104,7 +112,15 @@ class Session:
             self.draft,
             guesses=self.draft_tokens,
             peer_access=peer_access,
+            beside=None if beside is None else beside.forward,
         )
+        self._make_room = None if space is None else space.add(self)
+        self._is_first = beside is None
+
+    @property
+    def base(self) -> int:
+        """The row of the arenas at which this session's begin."""
+        return self.arenas[0].base
 
     @property
     def position(self) -> int:
@@ -145,14 +161,15 @@ class Session:
 
     def use_kernels(self, progress: Callable[[str, float], None] | None = None) -> bool:
         """Records decoding as CUDA graphs and switches to fused kernels (`forward.dense`), where possible. Reads dummy
-        chunks so that kernels are compiled and tuned now.
+        chunks so that kernels are compiled and tuned now, with the first seat only.
 
         Returns whether decoding is recorded. Resets the timeline. Call it once, before the first token.
         """
         self.reset()
         if not self.forward.record(min(self.batch_tokens, self.context_tokens), progress):
             return False
-        self._tune_prompts(progress)
+        if self._is_first:
+            self._tune_prompts(progress)
         return self.forward.decode_graph is not None
 
     def _tune_prompts(self, progress: Callable[[str, float], None] | None) -> None:
@@ -173,6 +190,36 @@ class Session:
         self._position = 0
         self._images.reset()
         self.fixed_state.forget_beyond(0)
+
+    def make_room(self, tokens: int) -> None:
+        """Makes room for the rows `[0, tokens)`. Other seats may be emptied for it. Raises ContextFull."""
+        if tokens > self.context_tokens:
+            raise ContextFull(self._position, tokens - self._position, self.context_tokens)
+        if self._make_room is not None:
+            self._make_room(tokens)
+
+    def move_rows(self, base: int) -> None:
+        """Copies the rows to row `base` of the arenas, where they begin from now on; no others may be there. After a
+        failure the timeline is empty."""
+        try:
+            for stage, arena in enumerate(self.arenas):
+                if arena.device.type == "cuda":
+                    stream = torch.cuda.current_stream(arena.device)
+                    self.captures.before_write(stage, stream, base, base + self._position)
+                arena.copy_rows(self._position, base)
+        except BaseException:
+            self.reset()
+            raise
+        for arena, cache in zip(self.arenas, self.caches, strict=True):
+            arena.move_to(base)
+            cache.move_to(base)
+        if self.draft is not None:
+            self.draft.move_to(base)
+
+    def before_write(self, stage: int, stream: torch.cuda.Stream, start: int, stop: int) -> None:
+        """Makes `stream` wait until this session's rows `[start, stop)` of `stage` may be overwritten: captures copy
+        them."""
+        self.captures.before_write(stage, stream, self.base + start, self.base + stop)
 
     def truncate(self, position: int) -> None:
         """Cuts the timeline to `[0, position)`. Raises ValueError unless `position` is 0, a checkpoint, or between
@@ -235,7 +282,7 @@ class Session:
         """
         ids = np.ascontiguousarray(token_ids, dtype=np.int64)
         origin, end = self._position, self._position + len(ids)
-        self._check_room(len(ids))
+        self.make_room(end)
         reading = self._images.reading(images, self._position, end)
         stops = sorted(set(checkpoint_at)) if self.fixed_state.exists else []
         if reading is not None:
@@ -264,7 +311,7 @@ class Session:
 
         Returns the logits of the next token, float32 `[vocab]`, on the last device. Raises ContextFull, StageFailed.
         """
-        self._check_room(1)
+        self.make_room(self._position + 1)
         return self._decoded([token_id])[0]
 
     def guess(self, token_id: int, count: int, choose: Choose) -> list[int]:
@@ -274,6 +321,7 @@ class Session:
         count = min(count, self.draft_tokens, self.context_tokens - start - 1)
         if self.draft is None or count < 1:
             return []
+        self.make_room(start + count)
         return self.forward.guess(self.draft, token_id, start, self._images.offset.value, count, choose)
 
     def verify(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -282,7 +330,7 @@ class Session:
         Returns the logits after each, float32 `[q, vocab]`. Until more is read, the timeline can be cut to any position
         after the first token, as if the guesses beyond it had never been read. Raises ContextFull, StageFailed.
         """
-        self._check_room(len(token_ids))
+        self.make_room(self._position + len(token_ids))
         with self.fixed_state.recorded(self._position, len(token_ids)):
             return self._decoded(token_ids)
 
@@ -326,7 +374,3 @@ class Session:
         """Restores the checkpoint at `position`."""
         self.fixed_state.go_back(position)
         self._images.offset.reload()
-
-    def _check_room(self, tokens: int) -> None:
-        if self._position + tokens > self.context_tokens:
-            raise ContextFull(self._position, tokens, self.context_tokens)

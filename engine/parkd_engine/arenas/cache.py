@@ -33,6 +33,7 @@ class StageCache(Cache):  # type: ignore[misc]
     def __init__(self, arena: StageArena, num_layers: int, step_tokens: int = 0) -> None:
         """In a step of up to `1 + step_tokens` tokens, all but the first can be taken back."""
         layers: list[Any] = [OtherStagesLayer() for _ in range(num_layers)]
+        assert arena.base == 0, "what is made here is moved later"
         fields = {(field.layer, field.name): arena.field_view(field) for field in arena.layout.row_fields}
         fields |= {(field.layer, field.name): arena.fixed_view(field) for field in arena.layout.fixed_fields}
         windows: dict[int, WindowTimeline] = {}
@@ -46,10 +47,24 @@ class StageCache(Cache):  # type: ignore[misc]
         self._indexes: dict[int, LayerIndex] = {}
         """By layer, for layers of sparse attention."""
         self._add_indexes(arena, fields)
+        self.base = arena.base
+        """The row of the arena at which this seat's begin."""
+        self.has_neighbours = arena.has_neighbours
         self.has_linear_state = any(isinstance(layer, ArenaLinearLayer) for layer in self._mine)
         """Whether any state here is valid at a single position only."""
         self.history = StepHistory(arena, step_tokens)
         self.position = 0
+
+    def move_to(self, base: int) -> None:
+        """This seat's rows begin at row `base` of the arena from now on."""
+        self.base = base
+        for layer in self._mine:
+            if hasattr(layer, "move_to"):
+                layer.move_to(base)
+        if self._positions is not None:
+            self._positions.move_to(base)
+        for index in self._indexes.values():
+            index.move_to(base)
 
     def begin(self, position: int) -> None:
         """Prepares for a chunk that starts at `position`: rows `[0, position)` are its past."""
@@ -82,7 +97,7 @@ class StageCache(Cache):  # type: ignore[misc]
         """Prepares a replay of a recorded forward pass for tokens from `position` on; the first has the rotary position
         `turn`. Only queues work. Layers whose state has a fixed address need no update before a replay."""
         self._moved_to(position)
-        place.put(position, turn)
+        place.put(position, turn, self.base)
         for window in self._windows:
             window.begin(position)
             place.set_slot(window.window, window.room_for(place.tokens))

@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
 
 class IndexPositions:
-    """Rotary positions of a stage's tokens, `[context_tokens, 3]` (time, height, width), in arena rows."""
+    """Rotary positions of a stage's tokens, `[row_tokens - base, 3]` (time, height, width), in arena rows."""
 
     def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
+        """`rows` are those of all seats."""
+        self._all_rows = self.rows = rows
         self.position = 0
+
+    def move_to(self, base: int) -> None:
+        """This seat's rows begin at row `base` from now on."""
+        self.rows = self._all_rows[base:]
 
     def write(self, position_ids: torch.Tensor) -> None:
         """Writes `[3, 1, q]` for the tokens from `position` on."""
@@ -59,13 +64,19 @@ class LayerIndex:
     """The indexer keys of one layer, and the block keys computed from them."""
 
     def __init__(self, keys: torch.Tensor, blocks: torch.Tensor, positions: IndexPositions, block_tokens: int) -> None:
-        """`keys` `[context_tokens, dim]` is a view of arena rows, `blocks` `[context_tokens // block_tokens, dim]`."""
-        self._keys = keys
-        self._blocks = blocks
+        """`keys` `[row_tokens, dim]` is a view of arena rows, `blocks` `[row_tokens // block_tokens, dim]`: both of all
+        seats."""
+        self._all_keys = self._keys = keys
+        self._all_blocks = self._blocks = blocks
         self._positions = positions
         self._block_tokens = block_tokens
         self._ready = 0
         """Blocks `[0, ready)` are computed."""
+
+    def move_to(self, base: int) -> None:
+        """This seat's rows begin at row `base` from now on; their blocks are computed anew."""
+        self._keys, self._blocks = self._all_keys[base:], self._all_blocks[base // self._block_tokens :]
+        self._ready = 0
 
     def forget_from(self, position: int) -> None:
         """Forgets blocks with rows at or after `position`, since these rows have changed or will change."""

@@ -2,6 +2,7 @@
 
     host     position 86,392                before every replay: sends the position and the window buffers' slots
     device   position | slot per window     read by the graph: where to write rows, and where attention ends
+             first row of the seat          where attention begins, if there are several seats
 
 A graph is recorded once and replayed for every step, so nothing in it may depend on a number that only the host knows.
 A step is one token, or a token followed by draft tokens. Attention runs for each of them separately, as for one alone.
@@ -22,10 +23,14 @@ if TYPE_CHECKING:
 class TokenPlace:
     """Positions and slots of a step's tokens, on one stage's device."""
 
-    def __init__(self, device: torch.device, tokens: int = 1) -> None:
+    def __init__(self, device: torch.device, tokens: int = 1, *, has_neighbours: bool = False) -> None:
+        """`has_neighbours`: rows of other seats lie before and behind those of the step."""
         self.device = device
         self.tokens = tokens
         self.position = torch.zeros(tokens, dtype=torch.int64, device=device)
+        """int64 `[tokens]`: the tokens' rows."""
+        self.first = torch.zeros(1, dtype=torch.int64, device=device) if has_neighbours else None
+        """int64 `[1]`: the seat's first row; None: row 0."""
         self.turn = torch.zeros(tokens, dtype=torch.int64, device=device)
         """int64 `[tokens]`: the tokens' rotary positions, which differ from their rows after images."""
         self._steps = torch.arange(tokens, device=device)
@@ -33,10 +38,13 @@ class TokenPlace:
         self._filled: dict[int, int] = {}
         self._attentions: dict[tuple[int, int, int, bool], DecodeAttention] = {}
 
-    def put(self, position: int, turn: int) -> None:
-        """Sets row and rotary position of the first token; the others follow it. Only queues work."""
-        torch.add(self._steps, position, out=self.position)
+    def put(self, position: int, turn: int, base: int = 0) -> None:
+        """Sets position and rotary position of the first token; the others follow it. Row `base` is the seat's first.
+        Only queues work."""
+        torch.add(self._steps, base + position, out=self.position)
         torch.add(self._steps, turn, out=self.turn)
+        if self.first is not None:
+            self.first.fill_(base)
 
     def slot(self, window: int) -> torch.Tensor:
         """int64 `[tokens]`: the tokens' rows in the buffers of layers with this window."""
@@ -70,6 +78,8 @@ class PlacedRows(NamedTuple):
     slot: torch.Tensor
     """int64 `[tokens]`: the rows to write."""
     window: int | None
+    first: torch.Tensor | None = None
+    """int64 `[1]`: the first row that tokens may see; None: row 0."""
 
 
 class PlacedStates:
@@ -82,19 +92,27 @@ class PlacedStates:
         last: torch.Tensor,
         window: int | None = None,
         scale_rows: torch.Tensor | None = None,
+        first: torch.Tensor | None = None,
     ) -> None:
-        """`rows` is `[n, heads, dim]`. A token sees the rows up to its `last`, int64 `[tokens]`, inclusive; with a
-        `window`, only that many of them. With `scale_rows`, float16 `[n, 2, heads]`, the rows are quantised."""
+        """`rows` is `[n, heads, dim]`. A token sees the rows from `first`, int64 `[1]`, up to its `last`, int64
+        `[tokens]`, inclusive; with a `window`, only that many of them. With `scale_rows`, float16 `[n, 2, heads]`, the
+        rows are quantised."""
         self.place, self.rows, self.last = place, rows, last
-        self.window, self.scale_rows = window, scale_rows
+        self.window, self.scale_rows, self.first = window, scale_rows, first
 
     @classmethod
     def written(
-        cls, place: TokenPlace, rows: torch.Tensor, states: torch.Tensor, slot: torch.Tensor, window: int | None = None
+        cls,
+        place: TokenPlace,
+        rows: torch.Tensor,
+        states: torch.Tensor,
+        slot: torch.Tensor,
+        window: int | None = None,
+        first: torch.Tensor | None = None,
     ) -> PlacedStates:
         """Writes the tokens' `states`, `[1, heads, tokens, dim]`, to `rows` at `slot`."""
         rows.index_copy_(0, slot, states[0].transpose(0, 1).to(rows.dtype))
-        return cls(place, rows, slot, window)
+        return cls(place, rows, slot, window, first=first)
 
     @classmethod
     def coded(
@@ -104,7 +122,7 @@ class PlacedStates:
         codes, scales = quantise(states[0].transpose(0, 1))
         rows.index_copy_(0, place.position, codes)
         scale_rows[:, part].index_copy_(0, place.position, scales)
-        return cls(place, rows, place.position, scale_rows=scale_rows)
+        return cls(place, rows, place.position, scale_rows=scale_rows, first=place.first)
 
     def attend(
         self, query: torch.Tensor, values: PlacedStates, scaling: float | None, sinks: torch.Tensor | None = None
@@ -126,5 +144,6 @@ class PlacedStates:
                 self.scale_rows,
                 window=self.window,
                 sinks=sinks,
+                first=self.first,
             )
         return out.view(tokens, heads, dim).transpose(0, 1)[None]

@@ -25,7 +25,7 @@ class RecordedReading:
 
     def __init__(self, draft: DraftHead, tokens: int) -> None:
         self._draft = draft
-        self._place = TokenPlace(draft.device, tokens)
+        self._place = TokenPlace(draft.device, tokens, has_neighbours=draft.has_neighbours)
         self._embedded: torch.Tensor | None = None
 
     @property
@@ -52,16 +52,16 @@ class RecordedGuessing:
 
     def __init__(self, draft: DraftHead) -> None:
         self._draft = draft
-        self._place = TokenPlace(draft.device)
+        self._place = TokenPlace(draft.device, has_neighbours=draft.has_neighbours)
         self._behind = draft.kept_hidden.clone().view(1, 1, -1)
         """The hidden state before the token, `[1, 1, hidden]`; a guess replaces it with the one after the token."""
         self._embedded = torch.zeros_like(self._behind)
         self._logits: torch.Tensor | None = None
         self._graph: Any = None
 
-    def record(self) -> None:
+    def record(self, pool: Any = None) -> None:
         self._draft.ready(1, 1, self._place)
-        self._graph = recorded(self.run, self._draft.device)
+        self._graph = recorded(self.run, self._draft.device, pool)
 
     def run(self) -> None:
         """Queues one guess."""

@@ -47,6 +47,8 @@ class DraftCache(Cache):  # type: ignore[misc]
     def __init__(self, layer: int, rows: Mapping[str, torch.Tensor], arena: StageArena) -> None:
         """`rows` maps field names to views of the arena rows that the head uses."""
         seen = {name: view[1:] for name, view in rows.items()}
+        self.base = 0
+        """The row of the arena at which this seat's begin."""
         self._layer: Any = attention_layer(layer, {(layer, name): view for name, view in seen.items()})
         super().__init__(layers=[self._layer])
         self._positions: IndexPositions | None = None
@@ -55,6 +57,15 @@ class DraftCache(Cache):  # type: ignore[misc]
             self._positions = IndexPositions(seen[INDEX_POSITION])
             size = arena.layout.index_block_tokens
             self._index = LayerIndex(seen[INDEX_KEY], arena.index_blocks[layer], self._positions, size)
+
+    def move_to(self, base: int) -> None:
+        """This seat's rows begin at row `base` of the arena from now on."""
+        self.base = base
+        self._layer.move_to(base)
+        if self._positions is not None:
+            self._positions.move_to(base)
+        if self._index is not None:
+            self._index.move_to(base)
 
     def begin(self, row: int, places: torch.Tensor) -> None:
         """Prepares to write from `row` on (at least 1) at the rotary positions `places`, `[..., 1, q]`."""
@@ -112,12 +123,20 @@ class DraftHead:
         self._mixer: nn.Module = getattr(self.model, MIXER, nn.Identity())
         layer = last.num_layers
         rows = {field.name: arena.field_view(field) for field in arena.layout.row_fields if field.layer == layer}
-        self._hidden_rows = rows.pop("hidden", None)
-        self._parts = tuple(rows.values())
+        self._all_hidden_rows = self._hidden_rows = rows.pop("hidden", None)
+        self._all_parts = self._parts = tuple(rows.values())
+        self.has_neighbours = arena.has_neighbours
         rows |= {f.name: arena.field_view(f) for f in arena.layout.row_fields if f.name == INDEX_POSITION}
         self._cache = DraftCache(layer, rows, arena)
         self._hidden = next((arena.fixed_view(f) for f in arena.layout.fixed_fields if f.name == "hidden"), None)
         self._layer = layer
+
+    def move_to(self, base: int) -> None:
+        """This seat's rows begin at row `base` of the arena from now on."""
+        self._cache.move_to(base)
+        self._parts = tuple(part[base:] for part in self._all_parts)
+        if self._all_hidden_rows is not None:
+            self._hidden_rows = self._all_hidden_rows[base:]
 
     @property
     def device(self) -> torch.device:
@@ -188,7 +207,7 @@ class DraftHead:
 
     def ready(self, position: int, turn: int, place: TokenPlace) -> None:
         """Prepares a replay over `place` for tokens from `position` on, which must not be 0."""
-        place.put(position - 1, turn)  # The cache's first row is token 1's.
+        place.put(position - 1, turn, self._cache.base)  # The cache's first row is token 1's.
 
     def read_placed(self, embedded: torch.Tensor, hidden: torch.Tensor, place: TokenPlace) -> None:
         """`read` for embeddings and hidden states `[1, q, hidden]`, with rows written at `place`."""

@@ -24,14 +24,19 @@ class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc
     is_sliding = False
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """`keys` and `values` are `[context_tokens, heads, head_dim]`, strided views of arena rows."""
+        """`keys` and `values` are `[row_tokens, heads, head_dim]`, strided views of arena rows, those of all seats."""
         super().__init__()
-        self.key_rows = keys
-        self.value_rows = values
+        self.all_key_rows = self.key_rows = keys
+        self.all_value_rows = self.value_rows = values
+        """`all_...`: of all seats, as what is recorded needs them; the others from this seat's first row on."""
         self.position = 0
         self.place: TokenPlace | None = None
         """Set while the forward pass of a step is recorded."""
         self.is_initialized = True
+
+    def move_to(self, base: int) -> None:
+        """This seat's rows begin at row `base` from now on."""
+        self.key_rows, self.value_rows = self.all_key_rows[base:], self.all_value_rows[base:]
 
     def begin(self, position: int) -> None:
         self.position = position
@@ -39,8 +44,9 @@ class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc
     def placed(self) -> PlacedRows:
         """The layer's rows and where a step's tokens go. Only while a step is recorded."""
         assert self.place is not None, "nothing is recorded"
-        scales: torch.Tensor | None = getattr(self, "scale_rows", None)
-        return PlacedRows(self.key_rows, self.value_rows, scales, self.place.position, None)
+        scales: torch.Tensor | None = getattr(self, "all_scale_rows", None)
+        place = self.place
+        return PlacedRows(self.all_key_rows, self.all_value_rows, scales, place.position, None, place.first)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the arena was allocated before the first forward."""
@@ -54,9 +60,10 @@ class ArenaAttentionLayer(TakesPositions, CacheLayerMixin):  # type: ignore[misc
         """
         if self.place is not None:
             slot = self.place.position
+            first = self.place.first
             return (
-                PlacedStates.written(self.place, self.key_rows, key_states, slot),
-                PlacedStates.written(self.place, self.value_rows, value_states, slot),
+                PlacedStates.written(self.place, self.all_key_rows, key_states, slot, first=first),
+                PlacedStates.written(self.place, self.all_value_rows, value_states, slot, first=first),
             )
         start, stop = self.position, self.position + key_states.shape[-2]
         self.key_rows[start:stop] = key_states[0].transpose(0, 1)
@@ -80,9 +87,13 @@ class QuantisedAttentionLayer(ArenaAttentionLayer):
     """The same over rows of int8 codes and scales (`parkd_engine.arenas.kv_format`)."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-        """`keys` and `values` as above, of int8; `scales` is float16 `[context_tokens, 2, heads]`."""
+        """`keys` and `values` as above, of int8; `scales` is float16 `[row_tokens, 2, heads]`."""
         super().__init__(keys, values)
-        self.scale_rows = scales
+        self.all_scale_rows = self.scale_rows = scales
+
+    def move_to(self, base: int) -> None:
+        super().move_to(base)
+        self.scale_rows = self.all_scale_rows[base:]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -90,8 +101,8 @@ class QuantisedAttentionLayer(ArenaAttentionLayer):
         """Writes as above; returns the quantised rows, including those just written."""
         if self.place is not None:
             return (
-                PlacedStates.coded(self.place, self.key_rows, self.scale_rows, 0, key_states),
-                PlacedStates.coded(self.place, self.value_rows, self.scale_rows, 1, value_states),
+                PlacedStates.coded(self.place, self.all_key_rows, self.all_scale_rows, 0, key_states),
+                PlacedStates.coded(self.place, self.all_value_rows, self.all_scale_rows, 1, value_states),
             )
         start, stop = self.position, self.position + key_states.shape[-2]
         for part, (rows, states) in enumerate(((self.key_rows, key_states), (self.value_rows, value_states))):
@@ -129,6 +140,10 @@ class ArenaHybridLayer(ArenaLinearLayer):
     @place.setter
     def place(self, place: TokenPlace | None) -> None:
         self.attention.place = place
+
+    def move_to(self, base: int) -> None:
+        """The rows of its attention begin at row `base` from now on."""
+        self.attention.move_to(base)
 
     def begin(self, position: int) -> None:
         super().begin(position)

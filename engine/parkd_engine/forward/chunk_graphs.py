@@ -27,8 +27,8 @@ LINEAR = "linear_attention"
 
 
 def record_chunks(stage: Stage, cache: StageCache, tokens: int) -> None:
-    """Records the stage's linear-attention layers of a known class; chunks of `tokens` tokens replay them from now on.
-    Overwrites the stage's fixed state.
+    """Records the stage's linear-attention layers of a known class over the fixed state of `cache`; chunks of `tokens`
+    tokens that use it replay them from now on. Overwrites that state. Call it once for the cache of each seat.
 
     Layers that cannot be recorded stay as they are; the reason is logged.
     """
@@ -40,8 +40,10 @@ def record_chunks(stage: Stage, cache: StageCache, tokens: int) -> None:
     if not layers:
         return
     width = next(iter(layers.values())).hidden_size
-    flow = torch.zeros((1, tokens, width), dtype=stage.dtype, device=stage.device)
-    pool = torch.cuda.graph_pool_handle() if stage.device.type == "cuda" else None
+    if stage.chunk_memory is None:
+        flow = torch.zeros((1, tokens, width), dtype=stage.dtype, device=stage.device)
+        stage.chunk_memory = flow, torch.cuda.graph_pool_handle() if stage.device.type == "cuda" else None
+    flow, pool = stage.chunk_memory
     # Not at 0, where there is no previous state.
     cache.begin(0)
     cache.begin(1)
@@ -57,8 +59,9 @@ def record_chunks(stage: Stage, cache: StageCache, tokens: int) -> None:
 def _recorded(
     forward: Callable[..., torch.Tensor], cache: StageCache, index: int, flow: torch.Tensor, pool: Any
 ) -> Callable[..., torch.Tensor]:
-    """The forward pass of layer `index`, replayed where that applies. `flow` holds its input and output. All layers of
-    the stage share `flow` and the memory `pool` of intermediate results, since they run one after the other."""
+    """The forward pass of layer `index`, replayed where that applies: by its own graph if it uses `cache`, else as
+    `forward` does. `flow` holds its input and output. All layers of the stage share `flow` and the memory `pool` of
+    intermediate results, since they run one after the other."""
 
     def run() -> None:
         flow.copy_(forward(flow, position_embeddings=None, cache=cache))
@@ -66,7 +69,7 @@ def _recorded(
     graph = recorded(run, flow.device, pool)
 
     def replay(hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-        if hidden_states.shape != flow.shape or cache.history.is_recording:
+        if named.get("cache") is not cache or hidden_states.shape != flow.shape or cache.history.is_recording:
             return forward(hidden_states, *arguments, **named)
         if cache.position == 0:
             cache.layers[index].clear()

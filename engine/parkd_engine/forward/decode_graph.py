@@ -29,7 +29,7 @@ from parkd_engine.arenas.placed import TokenPlace
 from parkd_engine.draft.graph import RecordedGuessing, RecordedReading
 from parkd_engine.draft.head import DraftHead
 from parkd_engine.forward.dense import dense_layers
-from parkd_engine.forward.graphs import recorded
+from parkd_engine.forward.graphs import GraphPools, recorded
 from parkd_engine.forward.handoff import HandOff
 from parkd_engine.forward.one_token import few_kernels
 from parkd_engine.forward.stages import Stage
@@ -56,9 +56,10 @@ class Decoder(ABC):
             self.logits = torch.empty((tokens, head.out_features), dtype=torch.float32, device=device)
         self._graph: Any = None
 
-    def record(self) -> None:
-        """Compiles the kernels and records the graph. Overwrites the first rows, so the timeline must be empty."""
-        self._graph = recorded(self.run, self.stage.device)
+    def record(self, pool: Any = None) -> None:
+        """Compiles the kernels and records the graph. Overwrites the first rows, so the timeline must be empty. `pool`
+        is as for `graphs.recorded`."""
+        self._graph = recorded(self.run, self.stage.device, pool)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -95,13 +96,13 @@ class LibraryDecoder(Decoder):
         bit-identical however many tokens a step has."""
         super().__init__(stage, int(config.hidden_size), tokens)
         self._cache = cache
-        self._place = TokenPlace(stage.device, tokens)
+        self._place = TokenPlace(stage.device, tokens, has_neighbours=cache.has_neighbours)
         self._has_kernels = stage.device.type == "cuda"
         self._together = together or tokens > 1
         self._note = cache.history.note if tokens > 1 else None
         self._reading = None if draft is None else RecordedReading(draft, tokens)
 
-    def record(self) -> None:
+    def record(self, pool: Any = None) -> None:
         self._cache.record(self._place)
         try:
             # Not at 0, where linear layers have no previous state.
@@ -111,7 +112,7 @@ class LibraryDecoder(Decoder):
                 self.ready([0] * self._place.tokens, 1, 1)
             if self._note is not None:
                 self._cache.history.record(1, self._place.tokens)
-            super().record()
+            super().record(pool)
         finally:
             self._cache.history.forget()
             self._cache.record(None)
@@ -152,7 +153,13 @@ class StageDecoder(Decoder):
         q_width = first.output.in_features
         device, dtype = stage.device, stage.dtype
         self.eps = float(config.rms_norm_eps)
+        self._cache = cache
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        """The token's row."""
+        self.turn, self.first = self.position, None
+        """The token's rotary position, and the seat's first row: others than these only beside other seats."""
+        if cache.has_neighbours:
+            self.turn, self.first = torch.zeros_like(self.position), torch.zeros_like(self.position)
         self._qkv = torch.empty(q_width + 2 * kv_heads * dim, dtype=dtype, device=device)
         self._kv_width = kv_heads * dim
         self._query = torch.empty(q_width, dtype=dtype, device=device)
@@ -163,7 +170,11 @@ class StageDecoder(Decoder):
     def ready(self, token_ids: Sequence[int], position: int, turn: int) -> None:
         assert turn == position, "models of this kind read no pictures"
         self._take(token_ids)
-        self.position.fill_(position)
+        base = self._cache.base
+        self.position.fill_(base + position)
+        if self.first is not None:
+            self.turn.fill_(position)
+            self.first.fill_(base)
 
     def run(self) -> None:
         from parkd_engine.kernels.matvec import gated, matvec
@@ -173,9 +184,10 @@ class StageDecoder(Decoder):
         hidden = self.hidden[0]
         if self.stage.index == 0:
             hidden.copy_(inner.embed_tokens(self.tokens)[0, 0])
-        cos, sin = inner.rotary_emb(hidden.view(1, 1, -1), position_ids=self.position.view(1, 1))
+        cos, sin = inner.rotary_emb(hidden.view(1, 1, -1), position_ids=self.turn.view(1, 1))
         q, k, v = torch.split(self._qkv[None], [len(self._query), self._kv_width, self._kv_width], dim=1)
         for layer in self.layers:
+            keys, values, scales = layer.all_rows
             matvec(hidden, layer.qkv, self._qkv, norm=layer.input_norm, eps=self.eps)
             write_rows(
                 q,
@@ -185,21 +197,22 @@ class StageDecoder(Decoder):
                 sin,
                 self.position,
                 self._query,
-                layer.key_rows,
-                layer.value_rows,
-                layer.scale_rows,
+                keys,
+                values,
+                scales,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=self.eps,
             )
             self._attend(
                 self._query,
-                layer.key_rows,
-                layer.value_rows,
+                keys,
+                values,
                 self.position,
                 self._attended,
                 layer.scaling,
-                layer.scale_rows,
+                scales,
+                first=self.first,
             )
             matvec(self._attended, (layer.output,), hidden, residual=hidden)
             gated(hidden, layer.gate, layer.up, self._gated, norm=layer.post_norm, eps=self.eps)
@@ -254,10 +267,11 @@ def record_decoding(
     dense: bool,
     draft: DraftHead | None = None,
     guesses: int = 0,
+    pools: GraphPools | None = None,
 ) -> DecodeGraph | None:
     """Records every stage: with fused kernels if `dense` (see `dense.refusal`), else transformers' forward pass. With a
     `draft` head, also records steps of a token and `guesses` guesses, and the head itself. Overwrites the first rows of
-    every arena and the fixed state.
+    every arena and the fixed state. With `pools`, graphs of one device share the memory of their intermediate results.
 
     Returns None and logs the reason if compiling or recording fails; decoding then runs unrecorded.
     """
@@ -274,12 +288,12 @@ def record_decoding(
                     decoder = StageDecoder(stage, cache, config)
                 else:
                     decoder = LibraryDecoder(stage, cache, config, tokens, head, together=draft is not None)
-                decoder.record()
+                decoder.record(None if pools is None else pools.of(stage.device))
                 decoders.append(decoder)
                 count += 1
         guessing = None if draft is None else RecordedGuessing(draft)
         if guessing is not None:
-            guessing.record()
+            guessing.record(None if pools is None else pools.of(stages[-1].device))
     except Exception as error:
         log.warning("decoding runs without CUDA graphs, because recording failed: %s: %s", type(error).__name__, error)
         return None

@@ -84,12 +84,30 @@ class DenseLayer:
     gate: Any
     up: Any
     down: Any
-    key_rows: torch.Tensor
-    value_rows: torch.Tensor
-    """`[context_tokens, kv_heads, head_dim]`, strided views of arena rows."""
-    scale_rows: torch.Tensor | None
-    """float16 `[context_tokens, 2, kv_heads]` if the rows are int8 codes (`arenas.kv_format`), else None."""
+    kept: Any
+    """The cache's layer."""
     scaling: float
+
+    @property
+    def all_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys, values and scales in the rows of all seats, as what is recorded needs them."""
+        return self.kept.all_key_rows, self.kept.all_value_rows, getattr(self.kept, "all_scale_rows", None)
+
+    @property
+    def key_rows(self) -> torch.Tensor:
+        """`[row_tokens - base, kv_heads, head_dim]`, a strided view of arena rows: of the seat's, as the next two."""
+        rows: torch.Tensor = self.kept.key_rows
+        return rows
+
+    @property
+    def value_rows(self) -> torch.Tensor:
+        rows: torch.Tensor = self.kept.value_rows
+        return rows
+
+    @property
+    def scale_rows(self) -> torch.Tensor | None:
+        """float16 `[row_tokens - base, 2, kv_heads]` if the rows are int8 codes (`arenas.kv_format`), else None."""
+        return getattr(self.kept, "scale_rows", None)
 
 
 def dense_layers(stage: Stage, cache: StageCache) -> list[DenseLayer]:
@@ -110,9 +128,7 @@ def _layer(module: Any, rows: Any) -> DenseLayer:
         mlp.gate_proj,
         mlp.up_proj,
         mlp.down_proj,
-        rows.key_rows,
-        rows.value_rows,
-        getattr(rows, "scale_rows", None),
+        rows,
         float(attention.scaling),
     )
 

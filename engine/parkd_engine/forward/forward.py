@@ -25,6 +25,7 @@ from parkd_engine.failures import stage_failed
 from parkd_engine.forward.chunk_graphs import record_chunks
 from parkd_engine.forward.decode_graph import DecodeGraph, record_decoding
 from parkd_engine.forward.dense import DenseStage, no_recording, refusal
+from parkd_engine.forward.graphs import GraphPools
 from parkd_engine.forward.handoff import HandOff
 from parkd_engine.forward.one_token import chunks_in_fewer_kernels
 from parkd_engine.forward.stages import Stage
@@ -51,9 +52,11 @@ class ModelForward:
         *,
         guesses: int = 0,
         peer_access: bool = True,
+        beside: ModelForward | None = None,
     ) -> None:
         """`guesses` is the most tokens that the draft head guesses at once. Without `peer_access`, hidden states pass
-        between GPUs through main memory."""
+        between GPUs through main memory. `beside` is that of the first seat, if this is another one: both share the
+        memory of what is recorded."""
         self._stages = tuple(stages)
         self._arenas = tuple(arenas)
         self._caches = tuple(caches)
@@ -64,6 +67,7 @@ class ModelForward:
         self._handoffs = [
             HandOff(one.device, other.device, peer_access=peer_access) for one, other in pairwise(self._stages)
         ]
+        self._pools: GraphPools = GraphPools() if beside is None else beside._pools
         self.decode_graph: DecodeGraph | None = None
         """If None, every step goes through `run`."""
         self.dense: Sequence[DenseStage] = ()
@@ -94,6 +98,7 @@ class ModelForward:
             dense=is_dense,
             draft=self._draft,
             guesses=self._guesses,
+            pools=self._pools if self._caches[0].has_neighbours else None,
         )
         if self.decode_graph is None:
             return True
@@ -189,7 +194,9 @@ class ModelForward:
 
     def _before_write(self, stage: Stage, start: int, stop: int) -> None:
         if stage.device.type == "cuda":
-            self._captures.before_write(stage.index, torch.cuda.current_stream(stage.device), start, stop)
+            base = self._arenas[stage.index].base
+            stream = torch.cuda.current_stream(stage.device)
+            self._captures.before_write(stage.index, stream, base + start, base + stop)
 
 
 class ChunksUnderWay:

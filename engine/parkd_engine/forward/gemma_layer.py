@@ -97,5 +97,6 @@ def _attended(
     kv_heads, dim = rows.keys.shape[1:]
     attend = rows_of.place.attention(len(query) // dim, kv_heads, dim, codes=rows.scales is not None)
     scaling = float(attention.scaling)
-    attend(query, rows.keys, rows.values, rows.slot, attended, scaling, rows.scales, window=rows.window)
+    seen = {"window": rows.window, "first": rows.first}
+    attend(query, rows.keys, rows.values, rows.slot, attended, scaling, rows.scales, **seen)
     return attended

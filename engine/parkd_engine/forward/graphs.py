@@ -11,6 +11,19 @@ import torch
 WARM_UP_RUNS = 2
 
 
+class GraphPools:
+    """For each device the pool of graphs that never run at the same time: the decode steps of all seats."""
+
+    def __init__(self) -> None:
+        self._pools: dict[torch.device, Any] = {}
+
+    def of(self, device: torch.device) -> Any:
+        """The pool of a device; None on CPUs."""
+        if device.type != "cuda":
+            return None
+        return self._pools.setdefault(device, torch.cuda.graph_pool_handle())
+
+
 def recorded(run: Callable[[], None], device: torch.device, pool: Any = None) -> Any:
     """A CUDA graph of what `run` queues on `device`. It runs `WARM_UP_RUNS` times first, so that kernels are compiled.
 

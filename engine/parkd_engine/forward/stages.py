@@ -84,6 +84,10 @@ class Stage:
         """Logits are squeezed between its negative and itself, last of all; None: they are not."""
         self.streams = streams
         """Number of residual streams; stages pass them on concatenated."""
+        self.chunk_memory: Any = None
+        """Memory that the recorded layers of all seats share (`parkd_engine.forward.chunk_graphs`)."""
+        self.step_histories: list[Any] = []
+        """Of each seat, the states that its steps keep (`parkd_engine.forward.step_by_step`)."""
         self.needs_ids = bool(getattr(getattr(inner, "config", None), "ple_layer_ids", None))
         """Whether the model's layers look up n-grams of token ids. Every stage needs the ids then."""
         layers: Any = inner.layers

@@ -7,7 +7,7 @@ draft tokens after it, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,12 @@ GIVEN_IDS = "ple_input_ids"
 
 
 def step_by_step(stage: Stage, history: StepHistory) -> None:
-    """Makes the stage's recurrent modules read recorded steps token by token, and note the state after each token.
-    Changes only this stage: its modules are its own, though others may share their weights."""
+    """Makes the stage's recurrent modules read recorded steps token by token, and note the state after each token in
+    `history`, one for each seat. Changes only this stage: its modules are its own, though others may share their
+    weights."""
+    stage.step_histories.append(history)
+    if len(stage.step_histories) > 1:
+        return
     inner: Any = stage.inner
     recurrent = family_of(inner.config).recurrent_module
     for index in range(stage.first_layer, stage.end_layer):
@@ -33,12 +37,15 @@ def step_by_step(stage: Stage, history: StepHistory) -> None:
         if getattr(layer, NGRAMS, None) is not None:
             module = layer
         if module is not None:
-            module.forward = _stepped(module.forward, history, index)
+            module.forward = _stepped(module.forward, stage.step_histories, index)
 
 
-def _stepped(forward: Callable[..., torch.Tensor], history: StepHistory, layer: int) -> Callable[..., torch.Tensor]:
+def _stepped(
+    forward: Callable[..., torch.Tensor], histories: Sequence[StepHistory], layer: int
+) -> Callable[..., torch.Tensor]:
     def step(hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-        if not history.is_recording:
+        history = next((each for each in histories if each.is_recording), None)  # One seat computes at a time.
+        if history is None:
             return forward(hidden_states, *arguments, **named)
         outputs = []
         ids = named.get(GIVEN_IDS)

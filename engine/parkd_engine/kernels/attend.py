@@ -4,9 +4,9 @@
             part 0      part 1     part 2     part 3
 
 Each part keeps a running softmax (Milakov and Gimelshein 2018); a second kernel merges the parts (split-KV, as in
-Flash-Decoding). The length is read from device memory, so that one CUDA graph serves every position. The length and the
-window alone determine the parts, so the same rows give the same bits. A head's sink, a score without a value, joins
-the softmax where the parts are merged.
+Flash-Decoding). First row and length are read from device memory, so that one CUDA graph serves every position. The
+number of rows and the window alone determine the parts, so the same rows give the same bits. A head's sink, a score
+without a value, joins the softmax where the parts are merged.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _attend_kernel(
     key_ptr,
     value_ptr,
     position_ptr,
+    first_ptr,
     sums_ptr,
     peaks_ptr,
     weights_ptr,
@@ -79,6 +80,7 @@ def _attend_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     QUANTISED: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait(EARLY)
@@ -86,6 +88,8 @@ def _attend_kernel(
     part = tl.program_id(1)
     length = tl.load(position_ptr).to(tl.int32) + 1
     seen = tl.maximum(length - window, 0)
+    if HAS_FIRST:
+        seen = tl.maximum(seen, tl.load(first_ptr).to(tl.int32))
     tiles = tl.cdiv(tl.cdiv(length - seen, TILE), PARTS)
     first = seen + part * tiles * TILE
     last = tl.minimum(first + tiles * TILE, length)
@@ -220,12 +224,14 @@ class DecodeAttention:
         *,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+        first: torch.Tensor | None = None,
     ) -> None:
-        """Attends with `query` to the last `window` of the rows `[0, position]`. Both `query` and `out` are
+        """Attends with `query` to the last `window` of the rows `[first, position]`. Both `query` and `out` are
         `[q_heads * dim]`.
 
-        `key_rows` and `value_rows` are `[context, kv_heads, dim]` with any stride between rows; `position` is int64
-        `[1]` on the device. With `scale_rows`, float16 `[context, 2, kv_heads]`, the rows are int8 codes
+        `first` is int64 `[1]` on the device; None: 0. As many rows give the same bits wherever they begin. `key_rows`
+        and `value_rows` are `[context, kv_heads, dim]` with any stride between rows; `position` is int64 `[1]` on the
+        device. With `scale_rows`, float16 `[context, 2, kv_heads]`, the rows are int8 codes
         (`parkd_engine.arenas.kv_format`). `sinks`, `[q_heads]`, are scores that join the softmax without a value.
         """
         group = self.q_heads // self.kv_heads
@@ -235,6 +241,7 @@ class DecodeAttention:
             key_rows,
             value_rows,
             position,
+            position if first is None else first,
             self._sums,
             self._peaks,
             self._weights,
@@ -251,6 +258,7 @@ class DecodeAttention:
             TILE=self._tile,
             PARTS=self.parts,
             QUANTISED=scale_rows is not None,
+            HAS_FIRST=first is not None,
             num_warps=self._warps,
             num_stages=3,
             **overlap(query.device),

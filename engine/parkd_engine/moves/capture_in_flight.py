@@ -84,6 +84,8 @@ class StageCapture(StageCopy):
         parts = zip(move.fixed, fixed, strict=True)
         self._fixed = chain.from_iterable(_pieces(part.buffer, copy) for part, copy in parts)
         self._sources = tuple(fixed)  # Referenced so that their memory is not reused before it is copied.
+        self._base = arena.base
+        """Of the rows that it copies; callers count from the arena's first row."""
         self._start, self._stop = transfer.start, transfer.stop
         self._segments = deque(segments(move.rows, arena.layout.row_bytes, transfer.block_tokens))
         self._copied: list[tuple[int, torch.cuda.Event]] = []
@@ -117,7 +119,7 @@ class StageCapture(StageCopy):
         segment = self._segments.popleft()
         out = self._streams.out
         with torch.cuda.stream(out):
-            self._step(host_tensor(segment.buffer), self.arena.rows[segment.start : segment.stop].view(-1))
+            self._step(host_tensor(segment.buffer), self._rows[segment.start : segment.stop].view(-1))
             if not self._copied:
                 out.wait_event(self._summed)
             self._last = record_event(out)
@@ -128,7 +130,9 @@ class StageCapture(StageCopy):
         self._collect(self._total)
 
     def event_before_writing(self, start: int, stop: int) -> tuple[bool, torch.cuda.Event | None]:
-        """Whether the copies of all captured rows in `[start, stop)` are queued, and the event to await, if any."""
+        """Whether the copies of all captured rows in `[start, stop)` of the arena, counted from its first one, are
+        queued, and the event to await, if any."""
+        start, stop = start - self._base, stop - self._base
         if max(start, self._start) >= min(stop, self._stop):
             return True, None
         for reached, event in self._copied:
@@ -154,7 +158,8 @@ class CaptureInFlight:
         return not self._thread.is_alive() and all(stage.is_done for stage in self._stages)
 
     def free_rows(self, stage: int, stream: torch.cuda.Stream, start: int, stop: int) -> None:
-        """Makes `stream` wait until the rows `[start, stop)` of `stage` are copied and may be overwritten.
+        """Makes `stream` wait until the rows `[start, stop)` of `stage` are copied and may be overwritten: rows of the
+        arena, counted from its first one.
 
         Blocks until those copies are queued: a few milliseconds for a chunk at the first rows.
         """

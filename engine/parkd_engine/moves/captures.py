@@ -19,7 +19,8 @@ class CapturesUnderWay:
         self._captures.append(capture)
 
     def before_write(self, stage: int, stream: torch.cuda.Stream, start: int, stop: int) -> None:
-        """Makes `stream` wait until the rows `[start, stop)` of `stage` may be overwritten.
+        """Makes `stream` wait until the rows `[start, stop)` of `stage` may be overwritten, counted from the arena's
+        first one, whichever seat has them.
 
         Blocks the host only until the copies of those rows are queued.
         """

@@ -48,6 +48,8 @@ class StageCopy:
 
     def __init__(self, arena: StageArena, streams: DeviceStreams) -> None:
         self.arena = arena
+        self._rows = arena.rows
+        """Those of now: if the seat's rows begin elsewhere later, these stay until they are overwritten."""
         self._streams = streams
         self._sums: torch.Tensor | None = None
         self._done: torch.cuda.Event | None = None
@@ -65,10 +67,10 @@ class StageCopy:
 
         The caller has already made the streams wait for the compute stream.
         """
-        streams, arena = self._streams, self.arena
+        streams = self._streams
         for run in move.rows:
             with torch.cuda.stream(streams.out):
-                step(host_tensor(run.buffer), arena.rows[run.start : run.stop].view(-1))
+                step(host_tensor(run.buffer), self._rows[run.start : run.stop].view(-1))
             yield
         with torch.cuda.stream(streams.out):
             for part, state in zip(move.fixed, fixed, strict=True):
@@ -102,7 +104,7 @@ class StageCopy:
         for run in move.rows:
             with torch.cuda.stream(streams.into):
                 before_write(streams.into, run.start, run.stop)
-                step(arena.rows[run.start : run.stop].view(-1), host_tensor(run.buffer))
+                step(self._rows[run.start : run.stop].view(-1), host_tensor(run.buffer))
             whole = run.stop - (run.stop % transfer.block_tokens if run.stop < transfer.stop else 0)
             if whole == transfer.stop or (whole - summed) * arena.layout.row_bytes >= SUM_BYTES:
                 streams.sums.wait_stream(streams.into)
@@ -120,9 +122,7 @@ class StageCopy:
 
     def _block_sums(self, transfer: Transfer, checksum: WeightedSum, start: int, stop: int) -> torch.Tensor:
         """int64 `[blocks]`, one sum for each block of the rows `[start, stop)`; `start` is a block boundary."""
-        return checksum.block_sums(
-            self.arena.rows[start:stop].view(-1), transfer.block_tokens * self.arena.layout.row_bytes
-        )
+        return checksum.block_sums(self._rows[start:stop].view(-1), transfer.block_tokens * self.arena.layout.row_bytes)
 
     def _collect(self, sums: list[torch.Tensor]) -> None:
         with torch.cuda.stream(self._streams.sums):

@@ -51,8 +51,9 @@ def capture(session: Session, transfer: Transfer, *, steps: CopySteps = DEFAULT_
     _check_capture(session, transfer)
     try:
         states = [session.fixed_state.bytes_at(part.position) for part in transfer.stages[0].fixed]
-        before_write = session.captures.before_write
-        return move_stages(session.arenas, transfer, session.checksum, Direction.OUT, steps, before_write, states)
+        return move_stages(
+            session.arenas, transfer, session.checksum, Direction.OUT, steps, session.before_write, states
+        )
     except Exception as error:
         raise stage_failed(getattr(error, "stage", 0), "capture", error) from error
 
@@ -129,7 +130,7 @@ def restore_and_read(
         session.adopt(transfer.position, kept=transfer.start)
         session.extend(token_ids, checkpoint_at=checkpoint_at)
 
-    _restore(session, transfer, steps, read)
+    _restore(session, transfer, steps, read, len(token_ids))
 
 
 def _may_be_read_unchecked(session: Session) -> bool:
@@ -139,14 +140,19 @@ def _may_be_read_unchecked(session: Session) -> bool:
     return all(field.dtype.is_floating_point or field.dtype == torch.int8 for field in fields)
 
 
-def _restore(session: Session, transfer: Transfer, steps: CopySteps, read: Callable[[], None] | None = None) -> None:
-    """Checks, copies, compares and commits. `read`, if given, commits and reads tokens before the comparison."""
+def _restore(
+    session: Session, transfer: Transfer, steps: CopySteps, read: Callable[[], None] | None = None, ahead: int = 0
+) -> None:
+    """Checks, copies, compares and commits. `read`, if given, commits and reads `ahead` tokens before the
+    comparison."""
     check(session, transfer)
     check_restore(session, transfer)
     states = [[arena.fixed for arena in session.arenas] for _ in transfer.stages[0].fixed]
-    before_write = session.captures.before_write
     try:
-        sums = move_stages(session.arenas, transfer, session.checksum, Direction.IN, steps, before_write, states, read)
+        session.make_room(max(transfer.stop, transfer.position + ahead))
+        sums = move_stages(
+            session.arenas, transfer, session.checksum, Direction.IN, steps, session.before_write, states, read
+        )
         compare(transfer, sums)
         if read is None:
             session.adopt(transfer.position, kept=transfer.start)

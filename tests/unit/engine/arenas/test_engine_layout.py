@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from parkd_engine.arenas import arena as arena_module
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.layout import ROW_ALIGNMENT, build_layout
 
@@ -95,3 +96,19 @@ def test_park_directories_of_earlier_versions_are_still_of_this_layout(family: s
     """Written down when directories did not yet describe their layouts."""
     layouts = build_layout(hybrid_config(family), ((0, 2), (2, 4)), torch.float32)
     assert tuple(layout.digest.hex() for layout in layouts) == digests
+
+
+@pytest.mark.parametrize(("start", "base"), [(16, 13), (13, 16), (3, 30), (30, 3), (5, 5)])
+@pytest.mark.parametrize("rows_at_once", [1, 3, 10, 100])
+def test_rows_move_inside_the_arena_also_over_themselves(
+    start: int, base: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [layout] = build_layout(tiny_config(), [(0, 1)], torch.float32)
+    arena = StageArena(layout, 50, "cpu", row_tokens=50)
+    monkeypatch.setattr(arena_module, "MOVED_BYTES", rows_at_once * layout.row_bytes + 1)
+    arena.all_rows.copy_(torch.arange(50).unsqueeze(1).expand_as(arena.all_rows))
+    arena.move_to(start)
+    arena.copy_rows(11, base)
+    assert arena.all_rows[base : base + 11, 0].tolist() == list(range(start, start + 11))
+    others = [row for row in range(50) if not base <= row < base + 11]
+    assert arena.all_rows[others, -1].tolist() == others, "nothing else changes"

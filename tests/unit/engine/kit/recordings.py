@@ -32,13 +32,14 @@ def reference_attention(
     *,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
 ) -> None:
     """What `parkd_engine.kernels.attend.DecodeAttention` does."""
-    last = int(position) + 1
-    first = max(0, last - window) if window else 0
-    keys, values = key_rows[first:last].float(), value_rows[first:last].float()
+    last, begin = int(position) + 1, 0 if first is None else int(first)
+    seen = slice(max(begin, last - window) if window else begin, last)
+    keys, values = key_rows[seen].float(), value_rows[seen].float()
     if scale_rows is not None:
-        keys, values = (r * scale_rows[:last, part, :, None].float() for part, r in enumerate((keys, values)))
+        keys, values = (r * scale_rows[seen, part, :, None].float() for part, r in enumerate((keys, values)))
     heads = query.view(1, -1, 1, key_rows.shape[2]).float()
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     added = None

@@ -110,6 +110,27 @@ def test_weights_and_state_are_those_of_the_loaded_stages(name: str, devices: tu
         assert lines.get("checkpoints", 0) == 8 * arena.fixed.nbytes
 
 
+@pytest.mark.filterwarnings("ignore:.*falling back to its reference")
+@pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-qwen3.5-mtp", "tiny-qwen4-exp"])
+def test_each_seat_takes_fixed_state_of_its_own_and_all_share_rows(name: str, tmp_path: Path) -> None:
+    guesses = 2 if name.endswith("-mtp") else 0
+    layout = EngineConfig(("cpu", "cpu"), context_tokens=1000, draft_tokens=guesses, seats=3)
+    parts = load_parts(ModelConfig(f"random:{name}", tmp_path), layout, None, lambda _: 8 * GIB)
+    assert (len(parts.sessions), parts.info.live_conversations) == (3, 3)
+    assert parts.info.row_tokens == 3 * 1024, "a context for each, in whole ranges of 256"
+    for index, lines in enumerate(parts.info.memory):
+        arenas = [session.arenas[index] for session in parts.sessions]
+        caches = [session.caches[index] for session in parts.sessions]
+        assert lines["rows"] == arenas[0].all_rows.nbytes == parts.info.row_tokens * arenas[0].layout.row_bytes
+        assert all(arena.all_rows is arenas[0].all_rows for arena in arenas)
+        assert lines.get("index", 0) == sum(blocks.nbytes for blocks in arenas[0].all_index_blocks.values())
+        assert lines.get("fixed state", 0) == sum(arena.fixed.nbytes for arena in arenas)
+        windows = (buffer for arena in arenas for pair in arena.windows.values() for buffer in pair)
+        assert lines.get("windows", 0) == sum(buffer.nbytes for buffer in windows)
+        assert lines.get("states behind guesses", 0) == sum(cache.history._kept.nbytes for cache in caches)
+        assert lines.get("checkpoints", 0) == 8 * sum(arena.fixed.nbytes for arena in arenas)
+
+
 def test_tied_weights_count_once_on_one_device_and_twice_on_two() -> None:
     config = preset_config("random:tiny-qwen3")
     config.tie_word_embeddings = True

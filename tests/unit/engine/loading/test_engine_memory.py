@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from parkd_engine.account import Part, StageMemory, choose_context
+from parkd_engine.account import Part, StageMemory, choose_context, choose_seats
 
 from parkd.errors import ModelError
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def stage(device: str, row_bytes: int = 1000, *others: Part) -> StageMemory:
-    return StageMemory(device, 0, 1, (Part("rows", 0, row_bytes), *others))
+    return StageMemory(device, 0, 1, (Part("rows", 0, row_bytes, is_of_rows=True), *others))
 
 
 STAGES = [stage("cpu"), stage("cpu")]
@@ -29,6 +29,38 @@ def test_the_largest_context_that_fits_is_chosen() -> None:
     chosen = choose_context(STAGES, 10**9, None, reserved=lambda: GIB, free=always(8 * GIB))
     assert chosen == room // 2000 // 256 * 256
     assert choose_context(STAGES, 4097, None, free=always(2 * GIB)) == 4097
+
+
+STATE = Part("fixed state", 100 << 20, bytes_a_seat=100 << 20)
+
+
+def test_seats_get_the_rows_that_are_left_beside_one_context() -> None:
+    stages = [stage("cuda:0", 1000, STATE), stage("cuda:1", 2000, STATE)]
+    free = {"cuda:0": 40 * GIB, "cuda:1": 2 * GIB}.__getitem__
+    room = 2 * GIB - (256 << 20)
+
+    def chosen(context: int, seats: int | None) -> tuple[int, int]:
+        return choose_seats(stages, context, seats, free=free)
+
+    assert chosen(100_000, 3) == (3, 3 * 100_096), "one for each fits, in whole ranges of 256"
+    left = room - 3 * (100 << 20) - 2000 * 600_000
+    assert 0 < left < 2000 * 1_200_000
+    assert chosen(600_000, 3) == (3, (600_000 + left // 2000) // 256 * 256), "of the tighter card"
+    assert chosen(600_000, 1) == (1, 600_000)
+    whole = room // (2000 * 200_192 + (100 << 20))
+    assert whole == 3
+    assert chosen(200_000, None) == (3, 3 * 200_192)
+    assert chosen(20_000, None)[0] == 4, "the most that are chosen automatically"
+    assert chosen(700_000, None) == (1, 700_000)
+
+
+def test_the_context_leaves_room_for_what_each_seat_takes() -> None:
+    stages = [stage("cuda:0", 1000, STATE)]
+    room = 8 * GIB - int(8 * GIB * 0.06)
+    for seats in (1, 4):
+        chosen = choose_context(stages, 10**9, None, seats=seats, free=always(8 * GIB))
+        assert chosen == (room - seats * (100 << 20)) // 1000 // 256 * 256
+        assert choose_seats(stages, chosen, seats, free=always(8 * GIB)) == (seats, chosen)
 
 
 def test_the_tightest_device_decides() -> None:
