@@ -243,14 +243,23 @@ class LiveConversation:
 
     # -- the start of a turn --
 
-    async def start_from(self, start: Start, key: ConversationKey, tail: PromptTail | None = None) -> float:
-        """Carries out `start`: parks what would be lost, then restores, truncates or resets.
+    async def start_from(
+        self,
+        start: Start,
+        key: ConversationKey,
+        tail: PromptTail | None = None,
+        leaving: Sequence[LiveConversation] = (),
+    ) -> float:
+        """Carries out `start`: parks what would be lost, here and of those that are `leaving` their seats for it, then
+        restores, truncates or resets.
 
         During a restore, the engine may also read `tail` if that saves time; the position is then at its end. Returns
         the seconds of the restore. Raises RestoreFailed, after which the parked conversation is dropped and the engine
         is empty, and EngineFailure.
         """
         if start.parked is None:
+            for other in leaving:
+                await other.leave()
             await self._park_before_loss(start.keep_rows)
             self._check_kept(start.keep_rows)
             if start.position == 0:
@@ -265,6 +274,8 @@ class LiveConversation:
         except ConversationGone as gone:
             raise RestoreFailed("The parked conversation was removed a moment ago.") from gone
         with held as lease:
+            for other in leaving:
+                await other.leave()
             await self._park_before_loss(start.keep_rows)
             self._check_kept(start.keep_rows)
             try:
@@ -276,6 +287,11 @@ class LiveConversation:
         self._set_rows(LiveRows())
         self._store.drop(start.parked.id, failed.message)
         raise failed
+
+    async def leave(self) -> None:
+        """Parks what the store does not hold, and empties the seat."""
+        await self._park_before_loss(0)
+        await self.reset()
 
     async def begin(self, turn: Turn, limit: int | None, start: Start, report: CacheReport) -> CacheReport:
         """Tells the engine the turn's steering and its whole prompt, and corrects the report by the number of tokens

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.matcher import common_prefix, image_at, resumable_position
 from parkd.lane.live_rows import LiveRows
+from parkd.lane.seating import displaced, harm
 from parkd.state import Costs, StateLayout
 from parkd.store.records import Parked, Tier
 from parkd.types import CacheOutcome, PromptIdentity, Units
@@ -48,6 +49,8 @@ class Start:
     """Bytes that must be read into RAM first; the most, since some of its blocks may be there."""
     seat: int = 0
     """The number of the seat in which the turn runs."""
+    displaced: tuple[int, ...] = ()
+    """The seats whose conversations make way for its rows."""
 
     common: int = 0
     """Tokens of the longest prefix that the prompt shares with anything live or parked."""
@@ -91,7 +94,11 @@ def cheapest(starts: Sequence[Start], prompt_tokens: int, cost: Costs) -> Start:
 
     Raises ValueError if there is none; a caller always has `cold_start`.
     """
-    return min(starts, key=lambda start: (start.cost_s(prompt_tokens, cost), start.move_bytes, -start.position))
+    return min(starts, key=lambda start: _order(start, prompt_tokens, cost))
+
+
+def _order(start: Start, prompt_tokens: int, cost: Costs) -> tuple[float, int, int]:
+    return start.cost_s(prompt_tokens, cost), start.move_bytes, -start.position
 
 
 def decide_start(
@@ -101,22 +108,28 @@ def decide_start(
     *,
     layout: StateLayout,
     cost: Costs,
+    reuses: bool = True,
     on_disk: bool = True,
     has_spare: bool = False,
+    row_tokens: int = 0,
+    answer_tokens: int = 0,
     block_tokens: int = BLOCK_TOKENS,
 ) -> Start:
-    """The cheapest exact start, in whichever of the seats; of equal starts, the one in the first of them. Without
-    `on_disk`, what is only on disk is left out.
+    """The cheapest exact start, in whichever of the seats; of equal starts, the one that costs the other seats least
+    (`seating.harm`). Seats are given in the order of their use, the least recently used first. Without `reuses`
+    the start is cold; without `on_disk`, what is only on disk is left out.
 
     `has_spare`: the engine can keep more conversations than it has seats. With it, or with several seats, a live
-    conversation that is parked is not cut to less than half, since returning to it would need a restore.
+    conversation that is parked is not cut to less than half, since returning to it would need a restore. `row_tokens`
+    are the rows that all seats have together (0: each has its own); the turn takes those of the prompt and of
+    `answer_tokens`.
     """
     length = len(prompt)
-    starts = [cold_start()]
+    starts = [Start(CacheOutcome.COLD, seat=number) for number in range(len(seats))]
     deepest_common, deepest_known, deepest_position = 0, 0, 0
     nearest: Units | None = None
     has_spare = has_spare or len(seats) > 1
-    for number, seated in enumerate(seats):
+    for number, seated in enumerate(seats if reuses else ()):
         live = seated.rows
         if live.key != prompt.key:
             continue
@@ -130,7 +143,7 @@ def decide_start(
         if common > deepest_common:
             deepest_common, deepest_known, nearest = common, live.position, live.units
         deepest_position = max(deepest_position, position)
-    for parked in candidates:
+    for parked in candidates if reuses else ():
         if parked.layout_digest != layout.digest or (parked.tier is Tier.DISK and not on_disk):
             continue
         common = common_prefix(parked.units, prompt.units)
@@ -144,8 +157,32 @@ def decide_start(
                 starts.append(restore_of(parked, position, number, seated.rows, layout, block_tokens))
     if deepest_common == min(deepest_known, length) or deepest_common <= prompt.template_tokens:
         nearest = None  # the head of the other, or none of its own words in common: nothing diverged
-    best = cheapest(starts, length, cost)
+    best = min(
+        (_displacing(start, seats, length + answer_tokens, row_tokens, block_tokens) for start in starts),
+        key=lambda start: (*_order(_compared(start, seats, layout), length, cost), harm(_lost(start, seats))),
+    )
     return replace(best, common=deepest_common, known=deepest_known, resumable=deepest_position, nearest=nearest)
+
+
+def _displacing(start: Start, seats: Sequence[Seated], tokens: int, row_tokens: int, block_tokens: int) -> Start:
+    positions = [seated.rows.position for seated in seats]
+    return replace(start, displaced=displaced(positions, start.seat, tokens, row_tokens, block_tokens))
+
+
+def _lost(start: Start, seats: Sequence[Seated]) -> tuple[int, ...]:
+    """The seats whose conversations are not live any more after `start`, or cut to less than half."""
+    held = seats[start.seat].rows.position
+    if start.source is CacheOutcome.LIVE or held - start.keep_rows <= start.keep_rows:
+        return start.displaced
+    return (*start.displaced, start.seat)
+
+
+def _compared(start: Start, seats: Sequence[Seated], layout: StateLayout) -> Start:
+    """What `start` is compared by. That few of a conversation's rows need not be copied is no reason to give it up, if
+    there is another seat."""
+    if len(seats) > 1 and start.keep_rows and start.seat in _lost(start, seats):
+        return replace(start, move_bytes=start.move_bytes + start.keep_rows * layout.row_bytes)
+    return start
 
 
 def restore_of(

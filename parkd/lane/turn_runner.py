@@ -101,6 +101,11 @@ class TurnRunner:
         self.lane: Lane[Turn] | None = None
         """Where turns are paused; None: none is."""
 
+    @property
+    def latest(self) -> LiveConversation:
+        """The one that was used last: the running turn's, once it has begun."""
+        return self._lives[-1]
+
     async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
         """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
         await self._starter.prefetch(turn, tuple(self._lives), is_waiting)
@@ -117,12 +122,14 @@ class TurnRunner:
             if turn.channel.cancel.is_set():
                 raise Cancelled("The client left before its turn came.")
             await self._wake()
+            await self._notice_taken()
             for each in self._lives:
                 await each.empty_if_unwanted()
             start, why, from_disk_s = await self._starter.find_start(turn, self._lives)
+            leaving = [self._lives[number] for number in start.displaced]
             live = self._lives.pop(start.seat)
             self._lives.append(live)
-            await self._answer(turn, live, start, why, from_disk_s)
+            await self._answer(turn, live, leaving, start, why, from_disk_s)
         except ParkdError as raised:
             error = raised
         except Exception as raised:
@@ -145,8 +152,21 @@ class TurnRunner:
             for live in self._lives:
                 await live.check()
 
-    async def _answer(self, turn: Turn, live: LiveConversation, start: Start, why: str, from_disk_s: float) -> None:
-        report, restore_s = await self._starter.start(turn, live, start, why)
+    async def _notice_taken(self) -> None:
+        """The rows of a seat may have been taken for an answer in another that grew longer than was foreseen."""
+        for live in self._lives if len(self._lives) > 1 else ():
+            await live.check()
+
+    async def _answer(
+        self,
+        turn: Turn,
+        live: LiveConversation,
+        leaving: Sequence[LiveConversation],
+        start: Start,
+        why: str,
+        from_disk_s: float,
+    ) -> None:
+        report, restore_s = await self._starter.start(turn, live, start, why, leaving)
         turn.release_awaited()
         report = await live.begin(turn, self._limit(turn), start, report)
         report = turn.report = await self._complete_report(turn, start, report)

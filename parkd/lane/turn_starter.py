@@ -13,6 +13,7 @@ from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.prompt_tail import PromptTail
+from parkd.lane.seating import ANSWER_TOKENS
 from parkd.lane.start import Start, as_known_to_key, cold_start, decide_start, explain
 from parkd.lane.turn import Turn
 from parkd.store.store import ConversationStore
@@ -77,19 +78,25 @@ class TurnStarter:
     def _decide(self, turn: Turn, lives: Sequence[LiveConversation], *, on_disk: bool = True) -> tuple[Start, str]:
         """The start, and why the rest of the prompt is read. `on_disk`: also consider what is only on disk."""
         prompt, store, info = turn.prompt, self._store, self._info
-        if turn.request.cache.mode is CacheMode.OFF:
-            return cold_start(), "the request asked for no cache"
+        reuses = turn.request.cache.mode is not CacheMode.OFF
         key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
         candidates = [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else []
+        asked = turn.request.max_output_tokens
+        limit = ANSWER_TOKENS if asked is None else asked
         start = decide_start(
             prompt,
             [live.seated for live in lives],
             candidates,
+            reuses=reuses,
             layout=info.layout,
             cost=self._costs.measured,
             on_disk=on_disk,
             has_spare=info.live_conversations > len(lives),
+            row_tokens=info.row_tokens,
+            answer_tokens=min(limit, ANSWER_TOKENS, max(0, info.context_tokens - len(prompt))),
         )
+        if not reuses:
+            return start, "the request asked for no cache"
         if turn.own_nearest is None:
             told, beyond = start, hashes[start.common // BLOCK_TOKENS :]
             gone = store.why_gone(key_digest, beyond) if store is not None else ""
@@ -101,16 +108,18 @@ class TurnStarter:
             why = f"{why}; {lacking}"
         return replace(start, nearest=told.nearest), why
 
-    async def start(self, turn: Turn, live: LiveConversation, start: Start, why: str) -> tuple[CacheReport, float]:
-        """Brings `live` to the start's position, or to the prompt's end if the engine could read it meanwhile.
-        Starts cold if a restore fails.
+    async def start(
+        self, turn: Turn, live: LiveConversation, start: Start, why: str, leaving: Sequence[LiveConversation] = ()
+    ) -> tuple[CacheReport, float]:
+        """Brings `live` to the start's position, or to the prompt's end if the engine could read it meanwhile; those
+        `leaving` make way. Starts cold if a restore fails.
 
         Returns the report and the seconds of the restore. Raises EngineFailure.
         """
         began_s = self._monotonic()
         tail = PromptTail(turn.prompt, start.common, turn.request.steering)
         try:
-            restore_s = await live.start_from(start, turn.prompt.key, tail)
+            restore_s = await live.start_from(start, turn.prompt.key, tail, leaving)
         except RestoreFailed as failed:
             start, why = cold_start(), f"restore failed: {failed.message}"
             await live.start_from(start, turn.prompt.key)

@@ -114,14 +114,14 @@ def test_a_turn_goes_on_in_the_seat_that_holds_most_of_its_prompt() -> None:
     assert (start.source, start.seat, start.position, start.common, start.known) == (LIVE, 2, 600, 600, 600)
 
 
-def test_with_several_seats_a_restore_takes_the_one_with_most_of_its_blocks_and_nothing_else_the_first() -> None:
+def test_with_several_seats_a_restore_takes_the_one_with_most_of_its_blocks_and_nothing_else_a_free_one() -> None:
     record = parked(units((0, 800)), (1, 2, 3, 4))
-    seats = [Seated(), Seated(LiveRows(KEY, units((0, 300), (5000, 5400)), (1, 9), 512, "live"))]
+    seats = [Seated(), Seated(LiveRows(KEY, units((0, 300), (5000, 5200)), (1, 9), 500, "live"))]
     start = decide_start(prompt(units((0, 900))), seats, (record,), layout=LAYOUT, cost=COST)
     assert (start.source, start.seat, start.position, start.keep_rows) == (RAM, 1, 800, 256)
     elsewhere = [Seated(LiveRows(KEY, units((0, 600)), (1, 2), 512, "live")), Seated()]
     start = decide_start(prompt(units((0, 200), (7000, 7500))), elsewhere, (), layout=LAYOUT, cost=COST)
-    assert (start.source, start.seat) == (COLD, 0), "a parked one is not cut to little; of equal starts, the first"
+    assert (start.source, start.seat) == (COLD, 1), "a parked one is not cut to little"
 
 
 def test_the_prompts_last_token_always_runs() -> None:

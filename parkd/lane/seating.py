@@ -1,0 +1,48 @@
+"""Which live conversations a turn costs: pure decisions over what the seats hold.
+
+Seats have their rows together (`EngineInfo.row_tokens`): conversations stay live side by side as long as all their rows
+fit. Where they do not, those used longest ago make way, after they were parked. Seats are always given in the order of
+their use, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parkd.engine_adapter.base import BLOCK_TOKENS
+
+ANSWER_TOKENS = 1024
+"""Tokens of an answer for which room is made before the turn; if it gets longer, the engine makes more. Clients often
+allow many more tokens than they get."""
+
+
+def rows_taken(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """Rows that a conversation takes of those that all have together: whole blocks."""
+    return -(-tokens // block_tokens) * block_tokens
+
+
+def displaced(
+    positions: Sequence[int], seat: int, tokens: int, row_tokens: int, block_tokens: int = BLOCK_TOKENS
+) -> tuple[int, ...]:
+    """The seats to be emptied so that `seat` can have `tokens` rows: as few as are enough, in the order of `positions`,
+    the rows that each seat holds. None if `row_tokens`, all rows together, is 0: each seat has a context of its own."""
+    if not row_tokens:
+        return ()
+    others = [each for each, held in enumerate(positions) if held and each != seat]
+    left = (
+        row_tokens
+        - rows_taken(tokens, block_tokens)
+        - sum(rows_taken(positions[each], block_tokens) for each in others)
+    )
+    gone = []
+    for each in others:
+        if left >= 0:
+            break
+        left += rows_taken(positions[each], block_tokens)
+        gone.append(each)
+    return tuple(gone)
+
+
+def harm(lost: Sequence[int]) -> tuple[int, ...]:
+    """Compares what is lost with several seats, the least harm first: nothing, then what was used longest ago."""
+    return tuple(sorted(lost, reverse=True))
