@@ -39,8 +39,7 @@ _LLAMA_SERVER = (
     ("it is --gpu-layers", "--n-gpu-layers"),
     (
         _ONE_LANE,
-        "-np --parallel -cb --cont-batching -nocb --no-cont-batching -kvu --kv-unified --no-kv-unified "
-        "-sps --slot-prompt-similarity",
+        "-cb --cont-batching -nocb --no-cont-batching -kvu --kv-unified --no-kv-unified -sps --slot-prompt-similarity",
     ),
     (_PARKING, "--cache-ram -cram --cache-idle-slots --no-cache-idle-slots"),
     (_HUB, "-hff --hf-file -mu --model-url -dr --docker-repo"),
@@ -107,7 +106,8 @@ _VLLM = (
         "the devices of the layer split are --devices cuda:0,cuda:1",
         "--tensor-parallel-size -tp --pipeline-parallel-size -pp",
     ),
-    (_ONE_LANE, "--data-parallel-size -dp --max-num-seqs --max-num-batched-tokens"),
+    ("conversations that stay live are --parallel", "--max-num-seqs"),
+    (_ONE_LANE, "--data-parallel-size -dp --max-num-batched-tokens"),
     ("arenas take what --ctx-size needs; give a smaller one to leave memory free", "--gpu-memory-utilization"),
     (_PARKING, "--swap-space --cpu-offload-gb --kv-offloading-size --kv-transfer-config"),
     (_NOT_NEEDED, "--enable-prefix-caching --enable-chunked-prefill --no-enable-prefix-caching"),

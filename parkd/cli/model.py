@@ -116,6 +116,11 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
         raise ConfigError(
             "--devices and --layer-split are for --engine torch: llama.cpp has --split-mode, --tensor-split"
         )
+    if name == "llama.cpp" and config.parallel != 1:
+        raise ConfigError(
+            f"--parallel is for --engine torch, and this runs on llama.cpp, since {why}. It keeps one conversation "
+            f"live, and parks the others: leave it out, and see --conversation-cache-mib"
+        )
     if name == "torch" and config.llama.given:
         raise ConfigError(f"--{config.llama.given[0]} is for llama.cpp, and this runs on torch, since {why}")
     return name, why
@@ -197,6 +202,7 @@ def engine_layout(config: ModelConfig) -> EngineConfig:
         devices=devices,
         layer_split=config.layer_split or None,
         context_tokens=config.context_tokens,
+        seats=config.parallel,
         batch_tokens=config.batch_tokens or batch_for(devices),
         weights=config.weights,
         ctx_checkpoints=config.ctx_checkpoints,

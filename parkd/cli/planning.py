@@ -41,12 +41,17 @@ def plan(config: Config) -> int:
         model, known = weightless(config.model)
         name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
         layout, longest = budget_table.layout_of(known.stages), known.context_tokens
-        tokens = config.model.context_tokens or longest
+        tokens, seats = config.model.context_tokens or longest, config.model.parallel or 1
         size = sum(stage.lines(0).get("weights", 0) for stage in known.memory)
         notes = [f"weights   {known.weights}, {-(-size // MIB):,} MiB"]
         notes += [
-            memory_line(each.device, each.first_layer, each.end_layer, each.lines(tokens)) for each in known.memory
+            memory_line(each.device, each.first_layer, each.end_layer, each.lines(tokens, seats, seats * tokens))
+            for each in known.memory
         ]
+        if config.model.parallel is None:
+            notes.append("seats     as many as fit beside a whole context each, up to 4; the lines above count one")
+        elif seats > 1:
+            notes.append(f"seats     {seats}, with rows for a context each where they fit, else fewer")
     sizes = Sizes(layout, store_config)
     context_tokens = config.model.context_tokens or longest
     print("\n".join([*budget_table.lines(name, sizes, context_tokens, store_config.min_free_bytes), *notes]))

@@ -77,9 +77,7 @@ def disk_line(disk: DiskStats, directory: Path | None, free_bytes: int | None) -
     if directory is None:
         return f"{size} in unnamed files, which end with this process"
     other = (
-        f", {disk.foreign_conversations:,} of another model, KV type or layout"
-        if disk.foreign_conversations
-        else ""
+        f", {disk.foreign_conversations:,} of another model, KV type or layout" if disk.foreign_conversations else ""
     )
     found = f"{size} in {directory}; {disk.conversations - disk.foreign_conversations:,} conversations found{other}"
     if free_bytes is not None and disk.bytes_in_use + free_bytes < disk.budget_bytes:
@@ -107,6 +105,13 @@ def template_warning(render: Callable[[TurnRequest], str], *, calls_tools: bool)
     return None
 
 
+def seats_lines(info: EngineInfo) -> list[str]:
+    """How many conversations stay live, if it is more than one."""
+    if not info.row_tokens or info.live_conversations == 1:
+        return []
+    return [f"seats     {info.live_conversations} live conversations, with {info.row_tokens:,} tokens together"]
+
+
 def describe(
     info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, warning: str | None, failures: Sequence[str] = ()
 ) -> list[str]:
@@ -124,6 +129,7 @@ def describe(
         f"stages    {' | '.join(stages)}",
         f"context   {info.context_tokens:,} tokens, {info.layout.row_bytes:,} bytes a token{fixed}, "
         f"live state {info.arena_bytes // MIB:,} MiB",
+        *seats_lines(info),
         *(
             memory_line(device, stage.first_layer, stage.end_layer, account)
             for device, stage, account in zip(info.devices, info.layout.stages, info.memory, strict=False)

@@ -22,6 +22,8 @@ WEIGHTS = {"auto": None, "int4": "int4", "int8": "int8", "fp8": "fp8"}
 
 MAX_DRAFT_TOKENS = 16
 """Most guesses per step; the engine has the same limit."""
+MOST_SEATS = 16
+"""Most conversations live at once; the engine has the same limit."""
 
 
 def kv_format(text: str) -> str | None:
@@ -67,6 +69,15 @@ def guesses(text: str) -> int | None:
         return None
     if not re.fullmatch(r"\d{1,4}", text) or int(text) > MAX_DRAFT_TOKENS:
         raise ValueError(f"expected auto, or a whole number from 0 to {MAX_DRAFT_TOKENS}")
+    return int(text)
+
+
+def parallel(text: str) -> int | None:
+    """Conversations that are live at once; None for `auto`: as many as fit."""
+    if text.lower() == "auto":
+        return None
+    if not re.fullmatch(r"\d{1,4}", text) or not 1 <= int(text) <= MOST_SEATS:
+        raise ValueError(f"expected auto, or a whole number from 1 to {MOST_SEATS}")
     return int(text)
 
 

@@ -201,6 +201,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             devices=values["devices"],
             layer_split=values["layer-split"],
             context_tokens=values["ctx-size"],
+            parallel=values["parallel"],
             batch_tokens=values["batch-size"],
             ctx_checkpoints=values["ctx-checkpoints"],
             weights=values["weights"],

@@ -8,7 +8,15 @@ from typing import Any
 
 from parkd.config import parsers
 from parkd.config.llama_settings import cache_type, engine_name, flash_attn, loras, scaled_loras, shares, split_mode
-from parkd.config.model_settings import guesses, kv_format, layer_range, scaled_vectors, vectors, weights_kind
+from parkd.config.model_settings import (
+    guesses,
+    kv_format,
+    layer_range,
+    parallel,
+    scaled_vectors,
+    vectors,
+    weights_kind,
+)
 
 ENV_PREFIX = "PARKD_"
 
@@ -78,6 +86,15 @@ SETTINGS: tuple[Setting, ...] = (
         None,
         "context (0: the largest that fits, up to the model's)",
         short=("-c",),
+    ),
+    Setting(
+        "parallel",
+        "model",
+        "N|auto",
+        parallel,
+        1,
+        "conversations live at once, others are parked; auto: as many as fit, up to 4 ({})",
+        short=("-np",),
     ),
     Setting(
         "batch-size",

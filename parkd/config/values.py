@@ -87,6 +87,8 @@ class ModelConfig:
     """First layer of each stage but the first; empty: split by the sizes of the layers."""
     context_tokens: int | None = None
     """Context length; None: the largest that fits, up to the model's limit."""
+    parallel: int | None = default_of("parallel")
+    """Conversations that are live at once; None: as many as fit."""
     batch_tokens: int | None = None
     """Tokens per prefill chunk; None: by the kind of devices."""
     ctx_checkpoints: int = default_of("ctx-checkpoints")

@@ -219,7 +219,7 @@ class LiveConversation:
         """Cuts the rows to the engine's `position`; resets the engine if it claims more than is known."""
         if position > self._rows.position:
             await self.reset()
-        else:
+        elif position < self._rows.position:
             self._set_rows(self._rows.truncate(position))
 
     async def _refresh(self) -> int:
@@ -453,6 +453,7 @@ class LiveConversation:
     async def take_up(self, aside: SetAside) -> bool:
         """Makes live again what was set aside, from where it now is. False if it is lost: the seat is empty then.
         Raises EngineFailure."""
+        await self.check()  # Another seat may have taken its rows.
         if self._rows is aside.rows:
             return True
         assert self._store is not None

@@ -119,16 +119,15 @@ def decide_start(
     (`seating.harm`). Seats are given in the order of their use, the least recently used first. Without `reuses`
     the start is cold; without `on_disk`, what is only on disk is left out.
 
-    `has_spare`: the engine can keep more conversations than it has seats. With it, or with several seats, a live
-    conversation that is parked is not cut to less than half, since returning to it would need a restore. `row_tokens`
-    are the rows that all seats have together (0: each has its own); the turn takes those of the prompt and of
-    `answer_tokens`.
+    `has_spare`: the engine can keep more conversations than it has seats. With it a live conversation that is parked is
+    not cut to less than half, since returning to it would need a restore; with several seats no live one is.
+    `row_tokens` are the rows that all seats have together (0: each has its own); the turn takes those of the prompt
+    and of `answer_tokens`.
     """
     length = len(prompt)
     starts = [Start(CacheOutcome.COLD, seat=number) for number in range(len(seats))]
     deepest_common, deepest_known, deepest_position = 0, 0, 0
     nearest: Units | None = None
-    has_spare = has_spare or len(seats) > 1
     for number, seated in enumerate(seats if reuses else ()):
         live = seated.rows
         if live.key != prompt.key:
@@ -137,7 +136,8 @@ def decide_start(
         floor = seated.rewind_floor if seated.rewind_floor is not None else layout.resume.floor
         floor = live.position if floor is None else floor
         position = resumable_position(common, length, floor, seated.checkpoints, prompt.images)
-        is_worth_more = has_spare and live.parked_id is not None and live.position - position > position
+        is_kept = len(seats) > 1 or (has_spare and live.parked_id is not None)
+        is_worth_more = is_kept and live.position - position > position
         if position > 0 and not is_worth_more:
             starts.append(Start(CacheOutcome.LIVE, position, keep_rows=position, seat=number))
         if common > deepest_common:

@@ -95,13 +95,14 @@ def _ollama_details(info: EngineInfo) -> Mapping[str, Any]:
 
 
 def props(
-    info: EngineInfo, alias: str | None, chat_template: str | None, *, reads_images: bool = False
+    info: EngineInfo, alias: str | None, chat_template: str | None, *, reads_images: bool = False, seats: int = 1
 ) -> Mapping[str, Any]:
-    """The document for `/props`, with the fields that llama-server's clients read, but no paths of this machine."""
+    """The document for `/props`, with the fields that llama-server's clients read, but no paths of this machine.
+    `seats` are the places for live conversations."""
     name = alias or info.model_name
     return {
         "default_generation_settings": {"n_ctx": info.context_tokens},
-        "total_slots": 1,
+        "total_slots": seats,
         "model_alias": name,
         "model_path": name,
         "chat_template": chat_template or "",

@@ -138,11 +138,14 @@ class Endpoints:
         self._caller(request)
         template = self._services.chat_template
         reads_images = self._services.engine.images is not None
-        return _json(admin.props(self._info, self._config.alias, template, reads_images=reads_images), request_id)
+        seats = len(self._services.engine.seats)
+        document = admin.props(self._info, self._config.alias, template, reads_images=reads_images, seats=seats)
+        return _json(document, request_id)
 
     async def slots(self, request: Request, request_id: str) -> ASGIApp:
-        """As in llama-server, with one slot, since there is one lane. Shows a request only to the key that sent it, and
-        what all keys do, as in `/health`, only to an operator's."""
+        """As in llama-server, with a slot for each seat; one of them runs at a time. The first also tells what is
+        parked, and how many wait. Shows a request only to the key that sent it, and what all keys do, as in `/health`,
+        only to an operator's."""
         caller = self._caller(request)
         running = self._proxy.lane.running
         mine = running.explained if running is not None else None
@@ -150,22 +153,22 @@ class Endpoints:
             mine = None
         lane = self._proxy.lane
         waiting = {"waiting": lane.waiting} if caller.is_operator else {}
-        return _json(
-            [
-                {
-                    "id": 0,
-                    "n_ctx": self._info.context_tokens,
-                    "is_processing": lane.busy and (caller.is_operator or mine is not None),
-                    **waiting,
-                    "request": None if mine is None else explain.summary(mine),
-                    "parked": [
-                        {"tokens": tokens, "idle_s": round(max(0.0, idle_s), 1)}
-                        for tokens, idle_s in self._parked_of(caller)
-                    ],
-                }
-            ],
-            request_id,
-        )
+        lives = self._proxy.lives
+        seat = lives.index(self._proxy.runner.latest)
+        slots: list[dict[str, Any]] = [
+            {
+                "id": number,
+                "n_ctx": self._info.context_tokens,
+                "is_processing": number == seat and lane.busy and (caller.is_operator or mine is not None),
+                "request": explain.summary(mine) if mine is not None and number == seat else None,
+            }
+            for number in range(len(lives))
+        ]
+        parked = [
+            {"tokens": tokens, "idle_s": round(max(0.0, idle_s), 1)} for tokens, idle_s in self._parked_of(caller)
+        ]
+        slots[0] |= {**waiting, "parked": parked}
+        return _json(slots, request_id)
 
     def _parked_of(self, caller: Caller) -> list[tuple[int, float]]:
         """Tokens of each conversation of the caller's key, and the seconds since it was used. Where other keys share

@@ -26,7 +26,7 @@ class EngineInfo:
     fingerprint: bytes
     """16 bytes over everything that shapes state: weights, configuration, compute dtype, KV dtype, adapter."""
     context_tokens: int
-    """Most tokens of a conversation: the rows of the arenas."""
+    """Most tokens of a conversation."""
     vocab_size: int
     end_token_ids: frozenset[int]
     """Sampling one of these ends the answer."""
@@ -41,6 +41,10 @@ class EngineInfo:
     live_conversations: int = 1
     """Conversations whose state the engine can keep at once: those in its seats, and parked ones whose restore then
     copies nothing."""
+    row_tokens: int = 0
+    """Rows that the conversations in all seats have together; 0: each seat has `context_tokens` of its own. The engine
+    moves rows so that every conversation stays contiguous. A seat that needs more rows than are free empties others,
+    the one used longest ago first (`lane/seating.py` parks what that would lose)."""
     reads_while_restoring: bool = False
     """`restore_and_read` saves time on the engine's devices."""
     enforces_schemas: bool = False

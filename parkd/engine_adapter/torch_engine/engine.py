@@ -28,11 +28,12 @@ from parkd.config import ModelConfig
 from parkd.engine_adapter.base import (
     Cancel,
     ChatTemplate,
+    Engine,
     EngineInfo,
     ImageReader,
-    OneSeatEngine,
     ResponseReader,
     ScoredToken,
+    Seat,
     TextStream,
     Tokenizer,
 )
@@ -43,76 +44,25 @@ from parkd.state import Checksums, Transfer
 from parkd.types import DraftCounts, TokenIds
 
 
-class TorchEngine(OneSeatEngine):
-    """An engine of rows over `parkd_engine.session.Session`."""
+class TorchSeat(Seat):
+    """A seat over a `parkd_engine.session.Session`. What is not of one conversation is shared with the other seats."""
 
     def __init__(
         self,
-        loaded: LoadedModel,
         session: Session,
         info: EngineInfo,
         *,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
         vectors: SteeringBank | None = None,
-        progress: Progress = lambda _what, _share: None,
     ) -> None:
         """`fresh_seed` returns the seed for requests without one. `vectors` are the control vectors that requests can
         choose; a request that chooses none is steered by their default scales."""
         self.info = info
-        self.tokenizer: Tokenizer = loaded.tokenizer
-        self.template: ChatTemplate = RenderedTemplate(loaded.template)
-        self.images: ImageReader | None = loaded.images
-        self._chat = loaded.tokenizer
-        self.template_source: str | None = loaded.template.source
-        """The chat template's text."""
         self._open: Session | None = session
         self._fresh_seed = fresh_seed
-        self._progress = progress
         self._vectors = vectors or SteeringBank()
         self._drafts = DecoderCounts()
         self._logprobs: Sequence[ScoredToken] = ()
-
-    @classmethod
-    def load(
-        cls,
-        config: ModelConfig,
-        layout: EngineConfig,
-        progress: Progress | None = None,
-        *,
-        free: Callable[[str], int] = free_bytes,
-        reserved: Callable[[], int] = lambda: 0,
-        fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
-    ) -> TorchEngine:
-        """Loads the model and allocates the arenas as `layout` says. `free` returns the free bytes of a device;
-        `reserved`, asked after it, the bytes of main memory that parked conversations may take.
-
-        Raises ModelError, whose message says what to do.
-        """
-        parts = load_parts(config, layout, progress, free, reserved)
-        told = progress or (lambda _what, _share: None)
-        return cls(parts.loaded, parts.session, parts.info, fresh_seed=fresh_seed, vectors=parts.vectors, progress=told)
-
-    @property
-    def images_encoded(self) -> int:
-        """The number of images encoded by the vision tower since the engine was loaded."""
-        return 0 if self.session.vision is None else self.session.vision.encoded
-
-    def tokenizer_json(self) -> str:
-        """The text of the model's `tokenizer.json`."""
-        return self._chat.to_json()
-
-    @property
-    def response_reader(self) -> Callable[[str, Sequence[Mapping[str, Any]]], ResponseReader] | None:
-        """(end of the prompt, tools) -> a reader for the answer; None if the model has no response template."""
-        return None if self._chat.responses is None else self._chat.responses.reader
-
-    def copy_bytes_per_s(self) -> float | None:
-        return copy_bytes_per_s(self.info.devices)
-
-    def host_memory_hooks(self) -> PinnedMemory | None:
-        """Hooks that page-lock the memory of the pool of parked rows, for fast copies; None without cards."""
-        uses_cards = any(torch.device(device).type == "cuda" for device in self.info.devices)
-        return PinnedMemory(progress=self._progress) if uses_cards else None
 
     @property
     def session(self) -> Session:
@@ -195,13 +145,6 @@ class TorchEngine(OneSeatEngine):
     def logprobs(self) -> Sequence[ScoredToken]:
         return self._logprobs
 
-    def piece(self, token_id: int) -> bytes:
-        return self._chat.piece(token_id)
-
-    @property
-    def opening_ids(self) -> Sequence[int]:
-        return self._chat.opening_ids
-
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
         return self._vectors.digest(scales)
 
@@ -211,9 +154,6 @@ class TorchEngine(OneSeatEngine):
             with noticing_loss():
                 self.session.steer(self._vectors.select(scales))
         return self.session.steering_digest
-
-    def text_stream(self) -> TextStream:
-        return self._chat.text()
 
     def state_parts(self) -> Mapping[str, bytes]:
         return state_parts(self.session)
@@ -234,6 +174,92 @@ class TorchEngine(OneSeatEngine):
         with self.emptied_by_failures(), noticing_loss():
             snapshot.restore_and_read(self.session, transfer, token_ids, checkpoint_at=checkpoint_at)
 
+
+class TorchEngine(TorchSeat, Engine):
+    """An engine of rows. It is its own first seat, as an engine with one seat is."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        sessions: Session | Sequence[Session],
+        info: EngineInfo,
+        *,
+        fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        vectors: SteeringBank | None = None,
+        progress: Progress = lambda _what, _share: None,
+    ) -> None:
+        """`sessions` has one for each seat. The other arguments are those of `TorchSeat`."""
+        first, *others = [sessions] if isinstance(sessions, Session) else sessions
+        shared = {"fresh_seed": fresh_seed, "vectors": vectors}
+        super().__init__(first, info, **shared)  # type: ignore[arg-type]
+        self._beside = tuple(TorchSeat(each, info, **shared) for each in others)  # type: ignore[arg-type]
+        self._chat = loaded.tokenizer
+        self._progress = progress
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.template: ChatTemplate = RenderedTemplate(loaded.template)
+        self.images: ImageReader | None = loaded.images
+        self.template_source: str | None = loaded.template.source
+        """The chat template's text."""
+
+    @property
+    def seats(self) -> Sequence[Seat]:
+        return (self, *self._beside)
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        layout: EngineConfig,
+        progress: Progress | None = None,
+        *,
+        free: Callable[[str], int] = free_bytes,
+        reserved: Callable[[], int] = lambda: 0,
+        fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> TorchEngine:
+        """Loads the model and allocates the arenas as `layout` says. `free` returns the free bytes of a device;
+        `reserved`, asked after it, the bytes of main memory that parked conversations may take.
+
+        Raises ModelError, whose message says what to do.
+        """
+        parts = load_parts(config, layout, progress, free, reserved)
+        told = progress or (lambda _what, _share: None)
+        return cls(
+            parts.loaded, parts.sessions, parts.info, fresh_seed=fresh_seed, vectors=parts.vectors, progress=told
+        )
+
+    @property
+    def images_encoded(self) -> int:
+        """The number of images encoded by the vision tower since the engine was loaded."""
+        return 0 if self.session.vision is None else self.session.vision.encoded
+
+    def tokenizer_json(self) -> str:
+        """The text of the model's `tokenizer.json`."""
+        return self._chat.to_json()
+
+    @property
+    def response_reader(self) -> Callable[[str, Sequence[Mapping[str, Any]]], ResponseReader] | None:
+        """(end of the prompt, tools) -> a reader for the answer; None if the model has no response template."""
+        return None if self._chat.responses is None else self._chat.responses.reader
+
+    def copy_bytes_per_s(self) -> float | None:
+        return copy_bytes_per_s(self.info.devices)
+
+    def host_memory_hooks(self) -> PinnedMemory | None:
+        """Hooks that page-lock the memory of the pool of parked rows, for fast copies; None without cards."""
+        uses_cards = any(torch.device(device).type == "cuda" for device in self.info.devices)
+        return PinnedMemory(progress=self._progress) if uses_cards else None
+
+    def piece(self, token_id: int) -> bytes:
+        return self._chat.piece(token_id)
+
+    @property
+    def opening_ids(self) -> Sequence[int]:
+        return self._chat.opening_ids
+
+    def text_stream(self) -> TextStream:
+        return self._chat.text()
+
     def close(self) -> None:
         """Frees weights and arenas. The engine must not be used afterwards."""
-        self._open = None
+        for seat in (self, *self._beside):
+            seat._open = None

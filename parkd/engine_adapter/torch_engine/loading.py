@@ -10,14 +10,14 @@ from typing import Any
 import parkd_engine
 import torch
 import transformers
-from parkd_engine.account import ARENA_PARTS, WEIGHT_PARTS, ModelMemory, StageMemory, choose_context
+from parkd_engine.account import ARENA_PARTS, WEIGHT_PARTS, ModelMemory, StageMemory, choose_context, choose_seats
 from parkd_engine.balance import choose_split
 from parkd_engine.config import EngineConfig
 from parkd_engine.families.architectures import architecture_of
 from parkd_engine.loading.fingerprint import fingerprint
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.memory import is_card
-from parkd_engine.opening import open_session
+from parkd_engine.opening import open_seats
 from parkd_engine.session import Session
 from parkd_engine.words.steering import SteeringBank, load_vectors
 
@@ -35,9 +35,15 @@ class EngineParts:
     """The parts of a `TorchEngine`."""
 
     loaded: LoadedModel
-    session: Session
+    sessions: Sequence[Session]
+    """One for each seat."""
     info: EngineInfo
     vectors: SteeringBank
+
+    @property
+    def session(self) -> Session:
+        """That of the first seat."""
+        return self.sessions[0]
 
 
 def load_parts(
@@ -80,8 +86,9 @@ def load_parts(
             config.control_vectors, int(text.hidden_size), int(text.num_hidden_layers), config.steered_layers
         )
         memory = known[0].stages(loaded.ranges)
-        session = _opened(layout, loaded, memory, free, reserved)
-        session.use_kernels(progress)
+        sessions = _opened(layout, loaded, memory, free, reserved)
+        for session in sessions:
+            session.use_kernels(progress)
         if any(is_card(device) for device in layout.devices):
             torch.cuda.empty_cache()  # What tuning took and no prompt takes.
     except torch.OutOfMemoryError as error:
@@ -89,7 +96,7 @@ def load_parts(
             f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
             f"Name more devices with --devices, or use a smaller model."
         ) from error
-    return EngineParts(loaded, session, _info(config, layout, loaded, session, memory), vectors)
+    return EngineParts(loaded, sessions, _info(config, layout, loaded, sessions, memory), vectors)
 
 
 def _opened(
@@ -98,33 +105,36 @@ def _opened(
     memory: Sequence[StageMemory],
     free: Callable[[str], int],
     reserved: Callable[[], int],
-) -> Session:
-    """An empty session with the largest context that fits, or with the configured one."""
+) -> Sequence[Session]:
+    """An empty session for each seat, with the largest context that fits, or with the configured one."""
+    stages = [stage.beside_weights() for stage in memory]
 
     def fitting() -> int:
-        return choose_context(
-            [stage.beside_weights() for stage in memory],
-            int(loaded.text_config.max_position_embeddings),
-            layout.context_tokens,
-            reserved=reserved,
-            free=free,
-        )
+        longest = int(loaded.text_config.max_position_embeddings)
+        seats = layout.seats or 1
+        return choose_context(stages, longest, layout.context_tokens, seats=seats, reserved=reserved, free=free)
 
-    return open_session(
+    return open_seats(
         loaded.model,
         layout,
         loaded.images,
         draft_model=loaded.draft_model,
         ranges=loaded.ranges,
         choose_context=fitting,
+        choose_seats=lambda context: choose_seats(stages, context, layout.seats, reserved=reserved, free=free),
     )
 
 
 def _info(
-    config: ModelConfig, layout: EngineConfig, loaded: LoadedModel, session: Session, memory: Sequence[StageMemory]
+    config: ModelConfig,
+    layout: EngineConfig,
+    loaded: LoadedModel,
+    sessions: Sequence[Session],
+    memory: Sequence[StageMemory],
 ) -> EngineInfo:
-    kv_dtype = layout.kv_dtype or loaded.dtype
-    accounts = tuple(stage.lines(session.context_tokens) for stage in memory)
+    kv_dtype, session = layout.kv_dtype or loaded.dtype, sessions[0]
+    rows = session.arenas[0].row_tokens
+    accounts = tuple(stage.lines(session.context_tokens, len(sessions), rows) for stage in memory)
     return EngineInfo(
         model_name=config.name or loaded.name,
         architecture=architecture_of(loaded.config),
@@ -143,6 +153,8 @@ def _info(
         reads_while_restoring=all(torch.device(device).type == "cuda" for device in layout.devices),
         model_tokens=int(loaded.text_config.max_position_embeddings),
         memory=accounts,
+        live_conversations=len(sessions),
+        row_tokens=rows,
         build=_build(layout, session),
     )
 

@@ -40,7 +40,7 @@ def test_a_name_on_the_hub_is_taken_where_llama_server_takes_it(flag: str) -> No
     ("words", "hint"),
     [
         (["--n-gpu-layers=99"], "--gpu-layers"),
-        (["-m", "x.gguf", "-np", "4"], "--conversation-cache-mib"),
+        (["-m", "x.gguf", "-cb"], "--conversation-cache-mib"),
         (["--cache-ram", "8192"], "--conversation-cache-mib"),
         (["--jinja"], "leave it out"),
         (["-m", "x.gguf", "-n", "512"], "--max-output-tokens"),

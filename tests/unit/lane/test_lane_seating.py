@@ -47,6 +47,13 @@ def test_a_new_conversation_takes_a_free_seat_and_else_the_one_used_longest_ago(
     assert decide(said(3, 500), [two, one]) == (COLD, 0, ())
 
 
+def test_a_live_conversation_that_is_not_parked_is_not_cut_to_a_few_tokens_either() -> None:
+    """Without parking, its rows are all there is; every prompt shares a few tokens of the template."""
+    one = live(said(1, 900, 5), is_parked=False)
+    assert decide(said(3, 500, 5), [one, Seated()]) == (COLD, 1, ())
+    assert decide(said(3, 500, 5), [one, live(said(2, 900, 5))]) == (COLD, 0, ())
+
+
 def test_a_conversation_goes_on_where_it_is_live() -> None:
     one, two, free = live(said(1, 900)), live(said(2, 300)), Seated()
     assert decide(said(2, 400), [one, two, free]) == (LIVE, 1, ())

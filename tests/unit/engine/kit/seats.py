@@ -59,7 +59,8 @@ class SharedLives:
     def __init__(self, lives: Sequence[Life], row_tokens: int, seed: int) -> None:
         self.lives = tuple(lives)
         self.row_tokens = row_tokens
-        self.moved = self.emptied = 0
+        self.slid = self.emptied = 0
+        """How often rows moved for those of another, and how often a seat was emptied for another."""
         self._random = np.random.default_rng(seed)
 
     def go_on(self, events: int, *, crowded: bool = False) -> None:
@@ -67,12 +68,13 @@ class SharedLives:
         for _ in range(events):
             number = int(self._random.integers(len(self.lives)))
             life = self.lives[number]
-            bases = [each.session.base for each in self.lives]
+            bases = [(each.session.base, each.session.position) for each in self.lives]
             life.session.steer(life.steering)
             if crowded:
                 life.read()
             life.go_on(1)
-            self.moved += sum(each.session.base != base for each, base in zip(self.lives, bases, strict=True))
+            for each, (base, rows) in zip(self.lives, bases, strict=True):
+                self.slid += each is not life and rows > 0 and each.session.position > 0 and each.session.base != base
             for other in self.lives:
                 if other is not life:
                     self._look_at(other)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from parkd_engine import Session
+from parkd_engine import Session, capture, host_transfer, restore
+from parkd_engine.words.steering import Steering
 
-from tests.unit.engine.kit.core_models import tiny_model
+from tests.unit.engine.kit.core_models import tiny_model, token_ids
 from tests.unit.engine.kit.hybrid_models import model_of
 from tests.unit.engine.kit.logged_session import BATCH, CONTEXT
 from tests.unit.engine.kit.quantised_models import quantised_model
@@ -17,6 +19,7 @@ from tests.unit.engine.kit.recordings import record_chunks, record_steps, withou
 from tests.unit.engine.kit.seats import opened_seats, shared_lives
 
 EVENTS = 24
+CROWDED_ROWS = CONTEXT + 48
 PLAIN = (
     *("qwen3", "qwen3-mtp", "qwen3-moe", "gemma3", "qwen2-window", "gpt-oss", "qwen3-next", "qwen3.5-mtp"),
     *("qwen4-exp-mtp", "lfm2", "granite-h", "falcon-h1", "deepseek-v3-mtp", "qwen3.5-vl", "gemma3-vl"),
@@ -31,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*falling back to its reference"
 def live_together(
     model: Any, seats: int, row_tokens: int, seed: int = 0, *, crowded: bool = False, **settings: Any
 ) -> tuple[int, int]:
-    """How often a range of rows moved, and how often a seat was emptied for another."""
+    """How often rows moved for those of another, and how often a seat was emptied for another."""
 
     def alone(slack: int) -> Session:
         [session] = opened_seats(model, 1, slack_tokens=slack, **settings)
@@ -39,38 +42,37 @@ def live_together(
 
     lives = shared_lives(alone, opened_seats(model, seats, row_tokens, **settings), row_tokens, seed)
     lives.go_on(EVENTS, crowded=crowded)
-    return lives.moved, lives.emptied
+    return lives.slid, lives.emptied
 
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_two_seats_are_what_each_read(family: str) -> None:
     """Rows for both: nothing is ever lost."""
-    moved, emptied = live_together(model_of(family), 2, 2 * CONTEXT)
-    assert moved
-    assert not emptied
+    assert live_together(model_of(family), 2, 2 * CONTEXT) == (0, 0)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_three_seats_that_are_in_each_others_way_are_what_each_read(family: str) -> None:
+    """Ranges of rows slide; one is emptied if all do not fit, and reads anew."""
+    slid, emptied = live_together(model_of(family), 3, CROWDED_ROWS, crowded=True)
+    assert slid
+    assert emptied
 
 
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5-mtp"])
-def test_three_seats_are_what_each_read_on_any_number_of_stages(family: str, stages: int) -> None:
-    live_together(model_of(family), 3, 3 * CONTEXT, 1, stages=stages)
+def test_seats_are_what_each_read_on_any_number_of_stages(family: str, stages: int) -> None:
+    live_together(model_of(family), 3, CROWDED_ROWS, 1, crowded=True, stages=stages)
 
 
 @pytest.mark.parametrize("family", INT8)
 def test_seats_of_int8_rows_are_what_each_read(family: str) -> None:
-    live_together(model_of(family), 2, 2 * CONTEXT, 2, kv_dtype=torch.int8)
+    live_together(model_of(family), 3, CROWDED_ROWS, 2, crowded=True, kv_dtype=torch.int8)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
 def test_seats_over_quantised_weights_are_what_each_read(family: str) -> None:
-    live_together(quantised_model(family, "int4"), 2, 2 * CONTEXT, 3, stages=1)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3.5-mtp"])
-def test_a_seat_that_is_emptied_for_another_reads_anew(family: str) -> None:
-    moved, emptied = live_together(model_of(family), 3, CONTEXT, 4, crowded=True)
-    assert moved
-    assert emptied
+    live_together(quantised_model(family, "int4"), 3, CROWDED_ROWS, 3, crowded=True, stages=1)
 
 
 @pytest.fixture
@@ -94,9 +96,42 @@ def test_seats_that_replay_graphs_are_what_each_read(family: str) -> None:
         [session] = recorded(*opened_seats(model, 1, slack_tokens=slack))
         return session
 
-    lives = shared_lives(alone, recorded(*opened_seats(model, 2, 2 * CONTEXT)), 2 * CONTEXT, 5)
-    lives.go_on(EVENTS)
-    assert lives.moved
+    lives = shared_lives(alone, recorded(*opened_seats(model, 3, CROWDED_ROWS)), CROWDED_ROWS, 0)
+    lives.go_on(EVENTS, crowded=True)
+    assert lives.slid
+
+
+def test_a_restore_finds_room_beside_who_came_meanwhile() -> None:
+    model = tiny_model()
+    one, two = opened_seats(model, 2)
+    one.extend(token_ids(60))
+    plan = host_transfer(one, 60, block_tokens=32)
+    plan = replace(plan, checksums=capture(one, plan).rows)
+    one.reset()
+    two.extend(token_ids(100, 2))
+    assert one.base == two.base
+    restore(one, plan)
+    for session, tokens in ((one, token_ids(60)), (two, token_ids(100, 2))):
+        [alone] = opened_seats(model, 1)
+        alone.extend(tokens)
+        assert torch.equal(session.step(3), alone.step(3))
+
+
+def test_each_seat_is_steered_as_its_turn_says() -> None:
+    model = tiny_model()
+    steering = Steering(b"up", {1: torch.linspace(-1.0, 1.0, model.config.hidden_size)})
+    one, two = opened_seats(model, 2)
+    for session, used in ((one, steering), (two, Steering()), (one, steering), (two, Steering())):
+        session.steer(used)
+        assert session.steering_digest == used.digest
+        session.extend(token_ids(20))
+    for session, used in ((one, steering), (two, Steering())):
+        [alone] = opened_seats(model, 1)
+        alone.steer(used)
+        session.steer(used)
+        alone.extend(token_ids(20))
+        alone.extend(token_ids(20))
+        assert torch.equal(session.step(3), alone.step(3))
 
 
 def test_one_seat_lies_where_it_always_did() -> None:
