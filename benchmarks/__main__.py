@@ -1,4 +1,5 @@
-"""Runs every benchmark this machine can run, one after the other, and rewrites docs/BENCHMARKS.md: `make bench`."""
+"""Runs every benchmark this machine can run, one after the other, and rewrites docs/BENCHMARKS.md and
+its pictures: `make bench`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ BENCH = (
 
 def main() -> int:
     failed = []
-    for name in (*BENCH, "tables"):
+    for name in (*BENCH, "tables", "pictures"):
         progress(f"\n== {name}")
         run = subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=REPOSITORY, check=False)
         if run.returncode != 0:

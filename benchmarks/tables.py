@@ -12,6 +12,8 @@ from benchmarks.common import REPOSITORY, RESULTS, Table
 
 ORDER = ("aba", "copies", "proxy_time", "health_lag", "perplexity", "indexer", "draft", "checkpoint_cost")
 PAGE = REPOSITORY / "docs" / "BENCHMARKS.md"
+PICTURES = {"aba": "return-by-prompt", "policies": "hit-share-by-budget", "llama_cpp": "turns-by-server"}
+"""Result file -> its picture (`benchmarks.pictures`)."""
 HEAD = """# Benchmarks
 
 `python -m benchmarks.tables` generates this page from the files under `benchmarks/results/`, which contain every single
@@ -31,6 +33,9 @@ def section(document: dict[str, Any]) -> str:
             for goal in document["goals"]
         )
         parts.append(Table("", ("claim", "goal", "measured", ""), rows).markdown())
+    picture = PICTURES.get(document["name"])
+    if picture is not None:
+        parts.append(f"![{document['title']}](pictures/{picture}.svg)")
     for table in document["tables"]:
         rows = tuple(tuple(row) for row in table["rows"])
         parts += [f"**{table['title']}**", Table(table["title"], tuple(table["columns"]), rows).markdown()]

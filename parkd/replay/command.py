@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--restore-gb-per-s", metavar="GB", type=_positive, help="from memory (8)")
     parser.add_argument("--limit", metavar="N", type=int, help="only the first turns")
     parser.add_argument("--bound", action="store_true", help="also the most that any policy could have saved")
-    parser.add_argument("--plot", metavar="PNG", type=Path, help="draw the curve; needs matplotlib")
+    parser.add_argument("--plot", metavar="SVG", type=Path, help="draw the curve")
     parser.add_argument("--force", action="store_true", help="replace files that --save and --plot name")
     parser.add_argument("--save", metavar="TRACE", type=Path, help="write the trace, for example a generated one")
     return parser

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parkd.errors import ConfigError
+from parkd.replay.picture import Line, Panel, Picture, svg
 from parkd.replay.result import ReplayResult
 
 MIB = 1 << 20
@@ -68,33 +69,43 @@ def table(results: Sequence[ReplayResult], bounds: Mapping[Budget, float]) -> st
 
 
 def plot(path: Path, title: str, results: Sequence[ReplayResult], bounds: Mapping[Budget, float]) -> None:
-    """Plots seconds saved over the memory budget, one line per policy. If the disk budget varies, over the disk budget,
-    one line per policy and memory budget. Raises ConfigError if matplotlib is not installed."""
+    """Draws the share of all prompt seconds that was saved over the memory budget as SVG, one line per policy. If the
+    disk budget varies, over the disk budget, one line per policy and memory budget. Raises ConfigError."""
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; install it with: pip install matplotlib") from None
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    over_disk = len({result.disk_bytes for result in results}) > 1
-    points: dict[tuple[str, int], list[tuple[int, float]]] = {}
-    for r in results:
-        x, line = (r.disk_bytes, r.budget_bytes) if over_disk else (r.budget_bytes, r.disk_bytes)
-        points.setdefault((r.policy, line), []).append((x, r.saved_s))
-    for (ram, disk), most_s in bounds.items():
-        points.setdefault(("bound", ram if over_disk else disk), []).append((disk if over_disk else ram, most_s))
-    several = len({line for _, line in points}) > 1
-    for (policy, line), at in points.items():
-        style = "k--" if policy == "bound" else "o-"
-        label = f"{policy}, {line // MIB:,} MiB of {'memory' if over_disk else 'disk'}" if several else policy
-        axes.plot([x / MIB for x, _ in sorted(at)], [saved for _, saved in sorted(at)], style, label=label)
-    axes.set(title=title, xlabel=f"{'disk' if over_disk else 'memory'} budget, MiB", ylabel="seconds saved")
-    axes.set(xscale="symlog" if over_disk else "log", ylim=(0, None))
-    axes.legend()
-    try:
-        figure.savefig(path, format="png")
+        path.write_text(svg(curve(title, results, bounds)))
     except OSError as error:
         raise ConfigError(f"--plot {path}: {error.strerror}") from error
+
+
+def curve(title: str, results: Sequence[ReplayResult], bounds: Mapping[Budget, float]) -> Picture:
+    """The picture of `plot`."""
+    over_disk = len({result.disk_bytes for result in results}) > 1
+    cold_s = results[0].cold_s
+    points: dict[tuple[str, int], list[tuple[float, float]]] = {}
+
+    def add(name: str, ram: int, disk: int, saved_s: float) -> None:
+        x, line = (disk, ram) if over_disk else (ram, disk)
+        points.setdefault((name, line), []).append((x / MIB, 100 * saved_s / cold_s if cold_s else 0.0))
+
+    for result in results:
+        add(result.policy, result.budget_bytes, result.disk_bytes, result.saved_s)
+    for (ram, disk), most_s in bounds.items():
+        add("bound", ram, disk, most_s)
+    several = len({line for _, line in points}) > 1
+    other = "memory" if over_disk else "disk"
+    lines = tuple(
+        Line(f"{policy}, {line // MIB:,} MiB of {other}" if several else policy, tuple(sorted(at)))
+        for (policy, line), at in points.items()
+    )
+    smallest = min(x for line in lines for x, _ in line.points)
+    return Picture(
+        title=title,
+        x_label=f"{'disk' if over_disk else 'memory'} budget, MiB",
+        y_label="seconds saved, % of all reading",
+        panels=(Panel("", lines),),
+        is_log_x=smallest > 0,
+        y_top=100.0,
+    )
 
 
 def _share(part: float, whole: float) -> str:
