@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -44,7 +44,17 @@ from parkd.proxy.proxy import Proxy
 from parkd.proxy.requests import body_pieces, check_body, id_headers
 from parkd.proxy.spool import Spool, Spools
 from parkd.state import Checksums, Recut
-from parkd.store.records import Capture, CaptureRequest, ConversationGone, Parked, RefusalReason, Refused, Tier, name_of
+from parkd.store.records import (
+    Capture,
+    CaptureRequest,
+    ConversationGone,
+    Held,
+    Parked,
+    RefusalReason,
+    Refused,
+    Tier,
+    name_of,
+)
 from parkd.store.store import ConversationStore
 from parkd.types import ConversationKey
 
@@ -109,7 +119,7 @@ class PortableEndpoints:
                     model=self._info.model_name,
                 )
                 spool.reach(header.file_bytes)
-                await _in_thread(export, held, header, spool.file)
+                await _in_thread(_exported, held, header, spool.file)
             finally:
                 held.release()
             name = f"{_UNSAFE.sub('_', parked.id)[:64]}.parkd"
@@ -311,6 +321,16 @@ async def _in_thread(function: Callable[..., T], *given: object) -> T:
     with anyio.CancelScope(shield=True):
         outcome.append(await anyio.to_thread.run_sync(partial(function, *given)))
     return outcome[0]
+
+
+def _exported(held: Held, header: PortableHeader, file: BinaryIO) -> None:
+    """Raises Conflict if what is parked cannot be exported, and ConversationRefused where the machine fails."""
+    try:
+        export(held, header, file)
+    except DamagedFile as error:
+        raise Conflict(f"This conversation cannot be exported: {error}. Its next turn parks it anew.") from None
+    except OSError as error:
+        raise ConversationRefused(f"The machine could not take it: {error}. Try again later.") from error
 
 
 def _undamaged(function: Callable[..., T], *given: object) -> T:

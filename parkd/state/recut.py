@@ -78,6 +78,8 @@ def recut_between(old: StateLayout, new: StateLayout) -> Recut:
     the checksum."""
     if old.grain is not Grain.ROWS or new.grain is not Grain.ROWS:
         raise OtherState("a state that only its engine can read cannot be cut for other stages")
+    if any(stage.head_bytes for layout in (old, new) for stage in layout.stages):
+        raise OtherState("its blocks have bytes beside their rows, which only its engine can read")
     if not _describes(old) or not _describes(new):
         raise OtherState("its engine does not tell where the fields of each layer are")
     ends = [(layout.stages[0].first_layer, layout.stages[-1].end_layer) for layout in (old, new)]

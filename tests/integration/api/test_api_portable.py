@@ -306,6 +306,21 @@ async def test_every_damage_is_refused_and_leaves_nothing() -> None:
         assert (await landed(server, data)).status_code == 200
 
 
+async def test_what_differs_from_its_checksum_is_not_exported() -> None:
+    async with running(FakeEngine(), answer_bytes=0) as server:
+        await server.chat(LONG)
+        await server.settled()
+        assert server.store is not None
+        table, [known] = server.store.table, ids(server)
+        parked = server.store.get(known)
+        assert parked is not None
+        table.blocks.buffers(parked.blocks[1], 256, writeable=True)[0][7] ^= 1
+        answer = await server.client.get(f"/parkd/conversations/{known}/export")
+        assert answer.status_code == 409
+        assert "differs from its checksum" in answer.text
+        assert server.store.stats().leased == 0
+
+
 async def test_other_weights_formats_and_layouts_are_refused_with_the_reason(tmp_path: Path) -> None:
     async with running(tiny(tmp_path, "tiny-llama"), answer_bytes=0) as there:
         await there.chat(A1)

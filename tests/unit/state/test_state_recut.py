@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -75,6 +76,9 @@ def test_states_that_nobody_describes_are_not_cut() -> None:
     plain = StateLayout((StageLayout(0, LAYERS, 64, 0, b"d" * 16),), "xxh3-64")
     with pytest.raises(OtherState, match="does not tell"):
         recut_between(plain, layout_of())
+    headed = StateLayout(tuple(replace(stage, head_bytes=8) for stage in layout_of().stages), "xxh3-64")
+    with pytest.raises(OtherState, match="beside their rows"):
+        recut_between(headed, layout_of(2))
     opaque = StateLayout((StageLayout(0, LAYERS, 64, 0, b"d" * 16),), "xxh3-64", Grain.OPAQUE)
     with pytest.raises(OtherState, match="only its engine"):
         recut_between(opaque, layout_of())
