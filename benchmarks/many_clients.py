@@ -23,10 +23,10 @@ from typing import Any
 import httpx
 
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, percentile, progress
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.builder import IdentityBuilder
 from parkd.proxy.config import ProxyConfig, Services
 from parkd.proxy.server import Server
+from parkd.state import BLOCK_TOKENS
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from tests.fakes.engine import FakeEngine

@@ -28,14 +28,13 @@ from transformers import AutoTokenizer
 from benchmarks import texts
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progress
 from benchmarks.servers import demo_model
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.torch_engine.words import RenderedTemplate
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.lane.live_rows import LiveRows
 from parkd.lane.start import Seated, decide_start
 from parkd.proxy.dialects.openai_chat import OpenAIChat
-from parkd.state import Costs, StageLayout, StateLayout
+from parkd.state import BLOCK_TOKENS, Costs, StageLayout, StateLayout
 from parkd.store.index import PrefixIndex
 from parkd.store.records import Parked
 from parkd.store.store import CANDIDATE_LIMIT

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from parkd_engine.config import EngineConfig
 
 from parkd.config import ModelConfig
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.errors import RestoreFailed
 from parkd.identity.chain import prefix_hashes
@@ -26,6 +25,7 @@ from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.start import cold_start, decide_start
+from parkd.state import BLOCK_TOKENS
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import ConversationKey, ImageSpan, PromptIdentity, SamplingParams

@@ -22,7 +22,7 @@ from threading import Event
 import numpy as np
 
 from parkd.canary.talks import Talk, talks_of
-from parkd.engine_adapter.base import BLOCK_TOKENS, Engine, Seat
+from parkd.engine_adapter.base import Engine, Seat
 from parkd.errors import EngineLost, ParkdError
 from parkd.identity.chain import prefix_hashes
 from parkd.state import Grain, Resume, StateSizes
@@ -96,12 +96,11 @@ def examine(
     talks = talks_of(engine, tokens)
     if max(len(talk.ids) for talk in talks) + ANSWER_TOKENS > most:
         return Verdict(skipped=f"the context of {most} tokens is too short for an image in it")
-    blocks = 4 * -(-max(len(talk.ids) for talk in talks) // BLOCK_TOKENS)
-    slab_bytes = max(1 << 20, layout.block_bytes(blocks * BLOCK_TOKENS, blocks))
+    size = layout.block_tokens
+    blocks = 4 * -(-max(len(talk.ids) for talk in talks) // size)
+    slab_bytes = max(1 << 20, layout.block_bytes(blocks * size, blocks))
     budget = max(LEAST_BUDGET_BYTES, 4 * slab_bytes + 64 * layout.fixed_bytes)
-    store = ConversationStore(
-        StoreConfig(budget, BLOCK_TOKENS, slab_bytes=slab_bytes), layout, clock, slab_hooks=slab_hooks
-    )
+    store = ConversationStore(StoreConfig(budget, size, slab_bytes=slab_bytes), layout, clock, slab_hooks=slab_hooks)
     try:
         trial = _Trial(engine, seat, store, 1 if took_s > SLOW_S else ANSWER_TOKENS)
         trial.run(*talks)
@@ -176,7 +175,7 @@ class _Trial:
         request = CaptureRequest(
             key.digest,
             units,
-            prefix_hashes(units, key.digest, BLOCK_TOKENS),
+            prefix_hashes(units, key.digest, layout.block_tokens),
             (),
             layout.digest,
             checkpoints,

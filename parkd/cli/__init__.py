@@ -221,7 +221,6 @@ def open_ledger(config: Config) -> Ledger | None:
 @contextlib.contextmanager
 def recording(config: Config, engine: AnyEngine, services: Services) -> Iterator[Services]:
     """The services, writing a trace of their turns if `--record` asks for one. Raises ConfigError."""
-    from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.replay.recorder import Recorder
     from parkd.replay.trace import TraceHeader
 
@@ -230,7 +229,7 @@ def recording(config: Config, engine: AnyEngine, services: Services) -> Iterator
         return
     stages = engine.info.layout.stages
     sizes = tuple(stage.row_bytes for stage in stages), tuple(stage.fixed_bytes for stage in stages)
-    recorder = Recorder(config.cache.record, TraceHeader(BLOCK_TOKENS, *sizes), services.monotonic())
+    recorder = Recorder(config.cache.record, TraceHeader(engine.info.layout.block_tokens, *sizes), services.monotonic())
     try:
         yield replace(services, trace=recorder.note)
     finally:

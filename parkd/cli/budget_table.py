@@ -6,7 +6,6 @@ Takes the flags of `parkd serve`, and applies the store's own rules for slabs, b
 from __future__ import annotations
 
 from parkd.config import MIB
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.state import Grain, StageLayout, StateLayout
 from parkd.store.checkpoints import checkpoint_bytes_of
 from parkd.store.sizes import EXAMPLE_TOKENS, Sizes
@@ -27,7 +26,7 @@ def lines(name: str, sizes: Sizes, context_tokens: int, min_free_bytes: int) -> 
     )
     checkpoint = checkpoint_bytes_of(layout)
     state = f"{layout.row_bytes:,} bytes a token" + (f", {checkpoint:,} bytes a checkpoint" if checkpoint else "")
-    kept = f"a block is {BLOCK_TOKENS} tokens of all stages, {sizes.geometry.slot_bytes:,} bytes"
+    kept = f"a block is {layout.block_tokens} tokens of all stages, {sizes.geometry.slot_bytes:,} bytes"
     if layout.is_opaque:
         kept = "each conversation is parked whole and shares nothing"
     shown = [
@@ -39,7 +38,7 @@ def lines(name: str, sizes: Sizes, context_tokens: int, min_free_bytes: int) -> 
         return [*shown, "refused   everything: parking is off (--conversation-cache-mib 0)"]
     longest = sizes.longest()
     slots = "" if sizes.slots is None else f", at most {sizes.slots} conversations"
-    blocks = "" if layout.is_opaque else f"{longest // BLOCK_TOKENS:,} blocks, "
+    blocks = "" if layout.is_opaque else f"{longest // layout.block_tokens:,} blocks, "
     shown.append(f"budget    {budget // MIB:,} MiB{slots}: {blocks}{longest:,} tokens in one conversation")
     for tokens in sorted({*(size for size in EXAMPLE_TOKENS if size < context_tokens), context_tokens}):
         size = -(-sizes.need_bytes(tokens) // MIB)

@@ -39,7 +39,7 @@ CONVERSATION_ID_BYTES = 8
 
 def store_config_of(config: Config, memory: MemoryShare) -> StoreConfig:
     """The store's configuration, with the memory budget and the memory floor resolved to bytes."""
-    from parkd.engine_adapter.base import BLOCK_TOKENS
+    from parkd.state import BLOCK_TOKENS
     from parkd.store.records import StoreConfig
 
     asked = config.cache.min_free_bytes
@@ -105,6 +105,7 @@ def open_store(
 
     new_id = partial(secrets.token_hex, CONVERSATION_ID_BYTES)
     hooks, layout, disk = engine.host_memory_hooks(), engine.info.layout, config.cache.disk
+    store_config = replace(store_config, block_tokens=layout.block_tokens)
     policy = policy_named(config.cache.eviction_policy)
     if files is None:
         return ConversationStore(
@@ -149,7 +150,6 @@ def compose(
     """All that the server needs. The caller closes `background`, after the server. Raises ConfigError."""
     from parkd.answers.formats import output_format
     from parkd.answers.structured import StructuredOutput
-    from parkd.engine_adapter.base import BLOCK_TOKENS
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.identity.builder import IdentityBuilder
     from parkd.identity.normalise import NormaliserConfig
@@ -164,7 +164,7 @@ def compose(
         engine.tokenizer,
         engine.template,
         engine.info.fingerprint,
-        BLOCK_TOKENS,
+        engine.info.layout.block_tokens,
         config.cache.memo_bytes,
         normaliser=NormaliserConfig(not server.keeps_billing_header, rules),
         answers=answers,

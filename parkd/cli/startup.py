@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from parkd.config import MIB
-from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
+from parkd.engine_adapter.base import EngineInfo
 from parkd.errors import ParkdError
 from parkd.state import Grain, Resume
 from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
@@ -37,26 +37,29 @@ class Budget:
 
 def side_bytes(tokens: int, info: EngineInfo) -> int:
     """Bytes of a parked conversation besides its rows: one checkpoint, units, hashes, records."""
-    blocks = -(-tokens // BLOCK_TOKENS)
-    return info.layout.fixed_bytes + conversation_metadata_bytes(tokens, BLOCK_TOKENS) + blocks * BLOCK_BYTES
+    size = info.layout.block_tokens
+    blocks = -(-tokens // size)
+    return info.layout.fixed_bytes + conversation_metadata_bytes(tokens, size) + blocks * BLOCK_BYTES
 
 
 def conversation_bytes(tokens: int, info: EngineInfo) -> int:
     """Bytes of one parked conversation: whole blocks of all stages, and `side_bytes`."""
-    blocks = -(-tokens // BLOCK_TOKENS)
-    return info.layout.block_bytes(blocks * BLOCK_TOKENS, blocks) + side_bytes(tokens, info)
+    size = info.layout.block_tokens
+    blocks = -(-tokens // size)
+    return info.layout.block_bytes(blocks * size, blocks) + side_bytes(tokens, info)
 
 
 def budget_in_tokens(budget_bytes: int, slab_bytes: int, info: EngineInfo) -> Budget:
     """What the budget holds by the store's own rules. Slightly less than its bytes, since memory is allocated in
     slabs."""
-    geometry = SlabGeometry.of(info.layout, BLOCK_TOKENS, slab_bytes, budget_bytes)
-    low, high = 0, budget_bytes // max(1, BLOCK_TOKENS * info.layout.row_bytes) + 1
+    size = info.layout.block_tokens
+    geometry = SlabGeometry.of(info.layout, size, slab_bytes, budget_bytes)
+    low, high = 0, budget_bytes // max(1, size * info.layout.row_bytes) + 1
     while high - low > 1:  # `low` blocks fit, `high` do not
         blocks = (low + high) // 2
-        need = Need(blocks, side_bytes(blocks * BLOCK_TOKENS, info))
+        need = Need(blocks, side_bytes(blocks * size, info))
         low, high = (blocks, high) if geometry.fits(need, Room(0, budget_bytes)) else (low, blocks)
-    return Budget(budget_bytes, low * BLOCK_TOKENS, conversation_bytes(info.context_tokens, info))
+    return Budget(budget_bytes, low * size, conversation_bytes(info.context_tokens, info))
 
 
 def parking_line(budget: Budget, info: EngineInfo) -> str:

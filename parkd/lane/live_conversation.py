@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, CaptureInFlight, Seat
+from parkd.engine_adapter.base import CaptureInFlight, Seat
 from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.lane.cost import CostMeter
@@ -110,7 +110,7 @@ class LiveConversation:
         """Positions below `rewind_floor` that the live state can be cut to, as of the last engine call. From
         `rewind_floor` on, it can be cut anywhere."""
         self.rewind_floor = 0
-        self._rows = LiveRows()
+        self._rows = self._no_rows()
         self._thread = thread
         self._store = store
         self._metrics = metrics
@@ -128,6 +128,9 @@ class LiveConversation:
     @property
     def seated(self) -> Seated:
         return Seated(self._rows, self.checkpoints, self.rewind_floor)
+
+    def _no_rows(self) -> LiveRows:
+        return LiveRows(block_tokens=self.seat.info.layout.block_tokens)
 
     def _set_rows(self, rows: LiveRows, unchanged: int | None = None) -> None:
         """`[0, unchanged)` are as they were; None: all of `rows`. A capture in progress does not match the others."""
@@ -171,7 +174,7 @@ class LiveConversation:
         try:
             await self._call_and_refresh(self.seat.truncate, position)
         except RestoreFailed:  # it is empty now
-            self._set_rows(LiveRows())
+            self._set_rows(self._no_rows())
             raise
         self._set_rows(self._rows.truncate(position))
 
@@ -182,7 +185,7 @@ class LiveConversation:
 
     async def reset(self) -> None:
         """Empties the seat. Raises EngineLost if that fails."""
-        self._set_rows(LiveRows())
+        self._set_rows(self._no_rows())
         try:
             await self._thread.run(self.seat.reset)
         except Exception as error:
@@ -284,7 +287,7 @@ class LiveConversation:
                 failed = error
         log.warning("a restore failed, so the turn reads its prompt cold: %s", failed.message)
         self._metrics.restore_failures.inc()
-        self._set_rows(LiveRows())
+        self._set_rows(self._no_rows())
         self._store.drop(start.parked.id, failed.message)
         raise failed
 
@@ -332,7 +335,8 @@ class LiveConversation:
         await self._refresh()
         parked_id = parked.id if lease.stop == parked.position else None
         is_opaque = self.seat.info.layout.is_opaque
-        rows = restored(key, parked.units, lease.lineage, lease.stop, parked_id, is_opaque=is_opaque)
+        size = self.seat.info.layout.block_tokens
+        rows = restored(key, parked.units, lease.lineage, lease.stop, parked_id, is_opaque=is_opaque, block_tokens=size)
         self._set_rows(rows, unchanged=transfer.start)
         if position > lease.stop and tail is not None:
             await self.advance(key, tail.prompt.units)
@@ -379,7 +383,7 @@ class LiveConversation:
             CaptureRequest(
                 key_digest=digest,
                 units=rows.units,
-                prefix_hashes=prefix_hashes(rows.units, digest, BLOCK_TOKENS),
+                prefix_hashes=prefix_hashes(rows.units, digest, rows.block_tokens),
                 lineage=rows.lineage,
                 layout_digest=self.seat.info.layout.digest,
                 checkpoints=checkpoints,
@@ -524,7 +528,7 @@ class LiveConversation:
         background.note(parked.id)
         covered = min(background.intact, parked.position)
         if covered < parked.position:
-            covered = covered // BLOCK_TOKENS * BLOCK_TOKENS
+            covered = covered // self._rows.block_tokens * self._rows.block_tokens
         rows = self._rows
         if covered > rows.covered or covered == rows.position == parked.position:
             self._set_rows(rows.captured(parked.blocks, covered, parked.id))

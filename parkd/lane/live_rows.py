@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.state import BLOCK_TOKENS
 from parkd.types import ConversationKey, Units
 
 
@@ -36,6 +36,7 @@ class LiveRows:
     covered: int = 0
     parked_id: str | None = None
     """The parked conversation that holds every live row; None if some rows are only in the arenas."""
+    block_tokens: int = BLOCK_TOKENS
 
     @property
     def position(self) -> int:
@@ -49,11 +50,12 @@ class LiveRows:
         """
         assert position <= len(units)
         if position == 0:
-            return LiveRows()
+            return LiveRows(block_tokens=self.block_tokens)
         if position == self.position and key == self.key:
             return self
-        kept = _covered_after(self.covered, min(position, self.position), position)
-        return LiveRows(key, units[:position].copy(), self.lineage[: _blocks(kept)], kept, None)
+        size = self.block_tokens
+        kept = _covered_after(self.covered, min(position, self.position), position, size)
+        return LiveRows(key, units[:position].copy(), self.lineage[: -(-kept // size)], kept, None, size)
 
     def truncate(self, position: int) -> LiveRows:
         """The rows cut to `[0, position)`."""
@@ -63,17 +65,18 @@ class LiveRows:
     def captured(self, blocks: tuple[int, ...], covered: int, parked_id: str) -> LiveRows:
         """The same rows after `[0, covered)` were captured into `blocks`."""
         whole = covered == self.position
-        kept = covered if whole else covered // BLOCK_TOKENS * BLOCK_TOKENS
-        return LiveRows(self.key, self.units, blocks[: _blocks(kept)], kept, parked_id if whole else None)
+        size = self.block_tokens
+        kept = covered if whole else covered // size * size
+        return LiveRows(self.key, self.units, blocks[: -(-kept // size)], kept, parked_id if whole else None, size)
 
-    def shared_rows(self, blocks: tuple[int, ...], block_tokens: int = BLOCK_TOKENS) -> int:
+    def shared_rows(self, blocks: tuple[int, ...]) -> int:
         """How many rows from the start descend from the same `blocks`. A restore can leave these in the arenas."""
         shared = 0
-        for mine, theirs in zip(self.lineage[: self.covered // block_tokens], blocks, strict=False):
+        for mine, theirs in zip(self.lineage[: self.covered // self.block_tokens], blocks, strict=False):
             if mine != theirs:
                 break
             shared += 1
-        return shared * block_tokens
+        return shared * self.block_tokens
 
 
 def restored(
@@ -84,19 +87,16 @@ def restored(
     parked_id: str | None,
     *,
     is_opaque: bool = False,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> LiveRows:
     """The rows `[0, position)` after they were restored. They descend from `lineage` as far as that
     reaches; an opaque state descends wholly from its one segment."""
-    covered = position if is_opaque else min(position, len(lineage) * BLOCK_TOKENS)
-    return LiveRows(key, units[:position].copy(), lineage, covered, parked_id)
+    covered = position if is_opaque else min(position, len(lineage) * block_tokens)
+    return LiveRows(key, units[:position].copy(), lineage, covered, parked_id, block_tokens)
 
 
-def _blocks(rows: int) -> int:
-    return -(-rows // BLOCK_TOKENS)
-
-
-def _covered_after(covered: int, same_rows: int, position: int) -> int:
+def _covered_after(covered: int, same_rows: int, position: int, block_tokens: int) -> int:
     """How many rows still descend from the lineage. A partial last block counts only while the position is its end."""
     if covered == same_rows == position:
         return covered
-    return min(covered, same_rows) // BLOCK_TOKENS * BLOCK_TOKENS
+    return min(covered, same_rows) // block_tokens * block_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.state import BLOCK_TOKENS
 
 ANSWER_TOKENS = 1024
 """Tokens of an answer for which room is made before the turn; if it gets longer, the engine makes more. Clients often

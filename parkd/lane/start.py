@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.matcher import common_prefix, image_at, resumable_position
 from parkd.lane.live_rows import LiveRows
 from parkd.lane.seating import displaced, harm
@@ -120,7 +119,6 @@ def decide_start(
     has_spare: bool = False,
     row_tokens: int = 0,
     answer_tokens: int = 0,
-    block_tokens: int = BLOCK_TOKENS,
 ) -> Start:
     """The cheapest exact start, in whichever of the seats; of equal starts, the one that costs the other seats least
     (`seating.harm`). Seats are given in the order of their use, the least recently used first. Without `reuses`
@@ -161,11 +159,11 @@ def decide_start(
         deepest_position = max(deepest_position, position)
         if position > 0:
             for number, seated in enumerate(seats):
-                starts.append(restore_of(parked, position, number, seated.rows, layout, block_tokens))
+                starts.append(restore_of(parked, position, number, seated.rows, layout))
     if deepest_common == min(deepest_known, length) or deepest_common <= prompt.template_tokens:
         nearest = None  # the head of the other, or none of its own words in common: nothing diverged
     best = min(
-        (_displacing(start, seats, length + answer_tokens, row_tokens, block_tokens) for start in starts),
+        (_displacing(start, seats, length + answer_tokens, row_tokens, layout.block_tokens) for start in starts),
         key=lambda start: (*_order(_compared(start, seats, layout), length, cost), harm(_lost(start, seats))),
     )
     return replace(best, common=deepest_common, known=deepest_known, resumable=deepest_position, nearest=nearest)
@@ -192,13 +190,12 @@ def _compared(start: Start, seats: Sequence[Seated], layout: StateLayout) -> Sta
     return start
 
 
-def restore_of(
-    parked: Parked, position: int, seat: int, live: LiveRows, layout: StateLayout, block_tokens: int = BLOCK_TOKENS
-) -> Start:
+def restore_of(parked: Parked, position: int, seat: int, live: LiveRows, layout: StateLayout) -> Start:
     """The start that restores a parked conversation up to `position` over what is live in a seat."""
     # The last block is restored even if it is live: there is always a row to copy, beside a checkpoint at its end.
     whole = position * layout.row_bytes + layout.fixed_bytes
-    keep = min(live.shared_rows(parked.blocks, block_tokens), (position - 1) // block_tokens * block_tokens)
+    size = layout.block_tokens
+    keep = min(live.shared_rows(parked.blocks), (position - 1) // size * size)
     if layout.is_opaque:  # restored whole, then cut
         keep, whole = 0, parked.position * layout.row_bytes + layout.fixed_bytes
     moved = whole - keep * layout.row_bytes

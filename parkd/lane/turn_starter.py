@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
+from parkd.engine_adapter.base import EngineInfo
 from parkd.errors import LogitsNotFinite, RestoreFailed
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
@@ -100,7 +100,7 @@ class TurnStarter:
         if not reuses:
             return start, NOT_ASKED
         if turn.own_nearest is None:
-            told, beyond = start, hashes[start.common // BLOCK_TOKENS :]
+            told, beyond = start, hashes[start.common // info.layout.block_tokens :]
             gone = store.why_gone(key_digest, beyond) if store is not None else ""
         else:  # nobody is told when and why another key's conversation went
             told = as_known_to_key(prompt, start, turn.own_nearest())

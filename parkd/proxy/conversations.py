@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import Conflict, InvalidRequest, NotFound
 from parkd.identity.chain import prefix_hashes
 from parkd.lane.listing import Shown, document, parents
@@ -202,7 +201,7 @@ class ConversationEndpoints:
         if not counts.turns and rows and not caller.shares_namespace:
             counts = replace(counts, turns=rows[0].turns or 0)
         if live is not None and (not rows or len(live.units) > rows[0].parked.position):
-            units, hashes = live.units, prefix_hashes(live.units, key_digest, BLOCK_TOKENS)
+            units, hashes = live.units, prefix_hashes(live.units, key_digest, live.live.rows.block_tokens)
         else:
             units, hashes = rows[0].parked.units, rows[0].parked.prefix_hashes
         age_s = 0.0 if activity is None else wall_s - activity.began_s
@@ -239,7 +238,7 @@ class ConversationEndpoints:
             if rows.parked_id is not None and self._holds(rows.parked_id):
                 name = name_of(rows.parked_id)
             elif self._store is not None:
-                hashes = tuple(prefix_hashes(rows.units, digest, BLOCK_TOKENS))
+                hashes = tuple(prefix_hashes(rows.units, digest, rows.block_tokens))
                 name = self._store.continued(digest, rows.units, hashes)
             found.append(_Live(name or f"live-{number}", rows.units, digest, rows.key.namespace, live))
         return found

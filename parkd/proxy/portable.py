@@ -22,7 +22,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import (
     Conflict,
     ConversationDamaged,
@@ -113,7 +112,7 @@ class PortableEndpoints:
                 header = header_of(
                     held,
                     store.layout,
-                    BLOCK_TOKENS,
+                    store.layout.block_tokens,
                     fingerprint=self._info.fingerprint,
                     steering=key.steering,
                     model=self._info.model_name,
@@ -199,7 +198,7 @@ class PortableEndpoints:
             await self._receive(request, spool)
             header, recut = await _in_thread(self._examined, store, spool)
             key = ConversationKey(namespace, self._info.fingerprint, header.steering)
-            hashes = await _in_thread(prefix_hashes, header.units, key.digest, BLOCK_TOKENS)
+            hashes = await _in_thread(prefix_hashes, header.units, key.digest, store.layout.block_tokens)
             wanted = request_for(header, store.layout, key.digest, namespace, hashes)
             async with self._landing:
                 parked = await self._commit(store, wanted, partial(self._filled, store, spool, header, recut))
@@ -252,7 +251,7 @@ class PortableEndpoints:
     def _examined(self, store: ConversationStore, spool: Spool) -> tuple[PortableHeader, Recut | None]:
         """What arrived, all of it compared, and how it is cut for this server. Runs in a worker thread."""
         header = _undamaged(read_header, spool.file, spool.bytes)
-        recut = recut_for(header, store.layout, self._info.fingerprint, BLOCK_TOKENS)
+        recut = recut_for(header, store.layout, self._info.fingerprint, store.layout.block_tokens)
         _undamaged(verify, spool.file, header)
         return header, recut
 

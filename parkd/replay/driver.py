@@ -33,7 +33,7 @@ def layout_of(header: TraceHeader) -> StateLayout:
         StageLayout(index, index + 1, rows, fixed, b"replayed" + bytes([index]) * 8)
         for index, (rows, fixed) in enumerate(zip(header.row_bytes, header.fixed_bytes, strict=True))
     )
-    return StateLayout(stages, "none")
+    return StateLayout(stages, "none", block_tokens=header.block_tokens)
 
 
 NO_BLOCK = np.uint64(2**64 - 1)
@@ -90,7 +90,6 @@ class Replayer:
             layout=self._layout,
             cost=self._costs,
             on_disk=on_disk,
-            block_tokens=self._size,
         )
 
     def _find_start(self, prompt: PromptIdentity) -> tuple[Start, float]:
@@ -149,7 +148,7 @@ class Replayer:
     def _park(self, turn: TurnRecord, key: ConversationKey, lineage: tuple[BlockId, ...], position: int) -> None:
         chain, size = turn.chain, self._size
         units = _units(chain, size)
-        self._live = Seated(LiveRows(key, units, lineage, len(lineage) * size))
+        self._live = Seated(LiveRows(key, units, lineage, len(lineage) * size, block_tokens=size))
         if not chain:
             return
         checkpoints: tuple[int, ...] = ()
@@ -174,7 +173,7 @@ class Replayer:
         stages = len(self._layout.stages)
         sums = Checksums(np.zeros((blocks, stages), np.uint64), np.zeros((fixed, stages), np.uint64))
         lineage = self.store.commit(capture, sums).blocks[: capture.position // size]
-        self._live = Seated(LiveRows(key, units, lineage, len(lineage) * size), checkpoints)
+        self._live = Seated(LiveRows(key, units, lineage, len(lineage) * size, block_tokens=size), checkpoints)
 
 
 def _disk(

@@ -15,7 +15,7 @@ from parkd.state.checkpoints import KeptStates, chunk_end
 from parkd.state.costs import Costs
 from parkd.state.described import LAYOUT_LIMIT_BYTES, DamagedLayout, describe, layout_from
 from parkd.state.fields import DIGEST_BYTES, PLAIN_DTYPES, StateField, stage_digest
-from parkd.state.layout import Grain, Resume, StageLayout, StateLayout, last_exact
+from parkd.state.layout import BLOCK_TOKENS, Grain, Resume, StageLayout, StateLayout, last_exact
 from parkd.state.moves import (
     Bytes,
     Checksums,
@@ -32,6 +32,7 @@ from parkd.state.recut import OtherState, Recut, recut_between
 from parkd.state.sums import part_sum
 
 __all__ = [
+    "BLOCK_TOKENS",
     "DIGEST_BYTES",
     "LAYOUT_LIMIT_BYTES",
     "PLAIN_DTYPES",

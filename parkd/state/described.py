@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from parkd.state.fields import DIGEST_BYTES, ITEM_BYTES, StateField, stage_digest
-from parkd.state.layout import Grain, StageLayout, StateLayout
+from parkd.state.layout import BLOCK_TOKENS, Grain, StageLayout, StateLayout
 
 LAYOUT_LIMIT_BYTES = 1 << 20
 """A description is no longer. 200 layers of three fields take about 60 KB."""
@@ -32,6 +32,7 @@ def describe(layout: StateLayout) -> bytes:
     document = {
         "checksum": layout.checksum,
         "grain": layout.grain.value,
+        **({} if layout.block_tokens == BLOCK_TOKENS else {"block_tokens": layout.block_tokens}),
         "stages": [
             {
                 "layers": [stage.first_layer, stage.end_layer],
@@ -62,9 +63,12 @@ def layout_from(text: bytes) -> StateLayout:
     try:
         document = json.loads(text)
         stages = tuple(_stage(each) for each in document["stages"])
-        layout = StateLayout(stages, _text(document["checksum"]), Grain(document["grain"]))
+        block_tokens = _number(document.get("block_tokens", BLOCK_TOKENS))
+        layout = StateLayout(stages, _text(document["checksum"]), Grain(document["grain"]), block_tokens)
     except (ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
         raise DamagedLayout(f"no description of a layout: {error}"[:200]) from None
+    if not block_tokens:
+        raise DamagedLayout("blocks without rows")
     if not 0 < len(stages) <= STAGES_LIMIT:
         raise DamagedLayout(f"{len(stages)} stages")
     for earlier, later in pairwise(stages):

@@ -10,6 +10,9 @@ from hashlib import blake2b
 
 from parkd.state.fields import DIGEST_BYTES, StateField
 
+BLOCK_TOKENS = 256
+"""Rows in a block, unless the engine says otherwise. Blocks begin at absolute multiples of this."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
@@ -88,6 +91,8 @@ class StateLayout:
     checksum: str
     """Name of the 64-bit checksum the engine computes over a part's bytes (`xxh3-64`, `weighted-sum-64`)."""
     grain: Grain = Grain.ROWS
+    block_tokens: int = BLOCK_TOKENS
+    """Rows in a block. More where an engine's copies are too short otherwise."""
 
     def __post_init__(self) -> None:
         assert self.grain is Grain.ROWS or len(self.stages) == 1, "an opaque state is one part"
@@ -126,6 +131,8 @@ class StateLayout:
         hasher.update(self.checksum.encode())
         if self.is_opaque:
             hasher.update(self.grain.encode())
+        if self.block_tokens != BLOCK_TOKENS:
+            hasher.update(b"blocks of %d" % self.block_tokens)
         for stage in self.stages:
             for number in (stage.first_layer, stage.end_layer, stage.row_bytes, stage.fixed_bytes):
                 hasher.update(number.to_bytes(8, "little"))

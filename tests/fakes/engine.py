@@ -13,9 +13,9 @@ from hashlib import blake2b
 
 import numpy as np
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, Cancel, EngineInfo, ImageReader, OneSeatEngine
+from parkd.engine_adapter.base import Cancel, EngineInfo, ImageReader, OneSeatEngine
 from parkd.errors import InvalidRequest, RestoreFailed
-from parkd.state import Checksums, StateLayout, Transfer, chunk_end
+from parkd.state import BLOCK_TOKENS, Checksums, StateLayout, Transfer, chunk_end
 from parkd.types import SamplingParams, TokenIds, TokenMask
 from tests.fakes.fixed import FakeFixedState
 from tests.fakes.images import IMAGE_TOKEN, FakeImages, whole_end, with_images

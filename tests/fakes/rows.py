@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import RestoreFailed
-from parkd.state import StageLayout, StageTransfer, StateField, stage_digest
+from parkd.state import BLOCK_TOKENS, StageLayout, StageTransfer, StateField, stage_digest
 
 Words = npt.NDArray[np.uint64]
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 log = logging.getLogger("parkd.engine")
 
@@ -31,10 +30,14 @@ Bytes = npt.NDArray[np.uint8]
 
 def register_with_cuda(address: int, size: int) -> int:
     """Returns 0, or the CUDA error number."""
+    import torch
+
     return int(torch.cuda.cudart().cudaHostRegister(address, size, HOST_REGISTER_PORTABLE))  # type: ignore[no-untyped-call]
 
 
 def unregister_with_cuda(address: int) -> int:
+    import torch
+
     return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
 

@@ -12,7 +12,6 @@ seam is the same for all: it asks `EngineInfo`, or calls a method that every eng
 """
 
 from parkd.engine_adapter.base.engine import (
-    BLOCK_TOKENS,
     BegunPrompt,
     Cancel,
     CaptureInFlight,
@@ -32,7 +31,6 @@ from parkd.engine_adapter.base.text import (
 )
 
 __all__ = [
-    "BLOCK_TOKENS",
     "BegunPrompt",
     "Cancel",
     "CaptureInFlight",

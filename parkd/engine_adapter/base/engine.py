@@ -13,9 +13,6 @@ from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream
 from parkd.state import Checksums, StateLayout, StateSizes, Transfer
 from parkd.types import DraftCounts, ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask
 
-BLOCK_TOKENS = 256
-"""Rows in a block. Blocks begin at absolute multiples of this."""
-
 
 @dataclass(frozen=True)
 class EngineInfo:

@@ -15,6 +15,7 @@ from typing import Any
 
 import llama_cpp.llama_cpp as low
 import numpy as np
+from parkd_engine.arenas.pinned import PinnedMemory
 from parkd_engine.words.logprobs import TokenLogprobs, logprobs_of
 from parkd_engine.words.sampling import Sampler
 from parkd_engine.words.steering import SteeringBank, load_vectors
@@ -32,6 +33,7 @@ from parkd.engine_adapter.base import (
     TextStream,
     Tokenizer,
 )
+from parkd.engine_adapter.llama_cpp.cards import block_tokens_for, cuda_runtime, page_locks
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.llama_cpp.ranges import PROBE_TOKENS, CellRanges, RangeForm, probe
 from parkd.engine_adapter.llama_cpp.row_moves import LENGTH_BYTES, RowMoves
@@ -107,8 +109,11 @@ class LlamaCppEngine(OneSeatEngine):
         ends = sorted(self.info.end_token_ids)
         return lambda: self._vocabulary.grammar_tokenizer(self.info.vocab_size, ends)
 
-    def host_memory_hooks(self) -> None:
-        """None: the library does the copying."""
+    def host_memory_hooks(self) -> PinnedMemory | None:
+        """Hooks that page-lock the memory of parked blocks, for fast copies; None where no card is used, or its
+        library cannot be reached."""
+        runtime = cuda_runtime() if self.uses_cards else None
+        return None if runtime is None else page_locks(runtime)
 
     @property
     def position(self) -> int:
@@ -274,7 +279,7 @@ class LlamaCppEngine(OneSeatEngine):
             context_tokens=model.context_tokens,
             vocab_size=model.vocab_size,
             end_token_ids=model.end_tokens(),
-            layout=StateLayout((stage,), CHECKSUM, Grain.OPAQUE if form is None else Grain.ROWS),
+            layout=self._layout_of(stage, form),
             devices=("llama.cpp",),
             weights_bytes=model.weights_bytes,
             arena_bytes=sizes.row_bytes * model.context_tokens + sizes.fixed_bytes * (1 + self.timeline.limit),
@@ -283,6 +288,11 @@ class LlamaCppEngine(OneSeatEngine):
             can_pause=not self.timeline.window,  # a restore moves a window's cells, and so changes how sums round
             build=f"{low.__name__} {version(LIBRARY)} {config.llama} {config.batch_tokens} {config.threads}",
         )
+
+    def _layout_of(self, stage: StageLayout, form: RangeForm | None) -> StateLayout:
+        if form is None:
+            return StateLayout((stage,), CHECKSUM, Grain.OPAQUE)
+        return StateLayout((stage,), CHECKSUM, block_tokens=block_tokens_for(form.key_bytes, self.uses_cards))
 
     def _probe(self) -> ProbedSizes:
         """Reads a few tokens to see what they leave."""

@@ -51,6 +51,8 @@ class RangeForm:
     """Of each row: its cell, beside keys and values."""
     values_apart: bool
     """The values of one row are not adjacent, as without flash attention: a copy moves a single number of each row."""
+    key_bytes: int
+    """Of each row: the keys of the first layer, which one copy moves for all rows of a block."""
     rest: Bytes
     """What PARTIAL writes of an empty sequence, without the name; empty if nothing is apart from the rows."""
     forgets: bool
@@ -134,8 +136,10 @@ def probe(sequence: TokenSequence, *, is_recurrent: bool) -> RangeForm | None:
     if left or row_bytes < 1 or cell_bytes is None:
         return None
     head_bytes = sizes[0] - PROBE_CUT * row_bytes
-    is_transposed = bool(whole[CELLS_AT + PROBE_TOKENS * cell_bytes :][:4].view(np.int32)[0])
-    form = RangeForm(head_bytes, row_bytes, cell_bytes, is_transposed, rest, has_rest and is_recurrent)
+    # | values apart, layers | type, bytes of the keys of a row |
+    layers = whole[CELLS_AT + PROBE_TOKENS * cell_bytes :]
+    values_apart, key_bytes = bool(layers[:4].view(np.int32)[0]), int(layers[12:20].view(np.int64)[0])
+    form = RangeForm(head_bytes, row_bytes, cell_bytes, values_apart, key_bytes, rest, has_rest and is_recurrent)
     return form if _comes_back(sequence, form, whole, partial if has_rest else None) else None
 
 

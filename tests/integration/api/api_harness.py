@@ -16,7 +16,6 @@ import anyio
 import httpx
 
 from parkd.answers.base import OutputFormat
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.normalise import NormaliserConfig
 from parkd.identity.output_memory import OutputMemory
@@ -175,7 +174,7 @@ def make_services(
         engine.tokenizer,
         engine.template,
         engine.info.fingerprint,
-        BLOCK_TOKENS,
+        engine.info.layout.block_tokens,
         1 << 20,
         answers=answers,
         normaliser=normaliser,
@@ -186,7 +185,7 @@ def make_services(
     )
     serial = count(1)
     store = ConversationStore(
-        StoreConfig(budget_bytes, BLOCK_TOKENS, slots, slab_bytes=64 * 1024),
+        StoreConfig(budget_bytes, engine.info.layout.block_tokens, slots, slab_bytes=64 * 1024),
         engine.info.layout,
         clock=clock,
         new_id=lambda: f"conversation-{next(serial)}",

@@ -12,7 +12,6 @@ from pathlib import Path
 import anyio
 import httpx
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.identity.builder import IdentityBuilder
 from parkd.proxy.config import ProxyConfig, Services
 from parkd.proxy.server import Server
@@ -39,12 +38,17 @@ def disk_services(
     directory: Path | None = None,
 ) -> tuple[Services, IdentityBuilder]:
     identity = IdentityBuilder(
-        engine.tokenizer, engine.template, engine.info.fingerprint, BLOCK_TOKENS, 1 << 20, images=engine.images
+        engine.tokenizer,
+        engine.template,
+        engine.info.fingerprint,
+        engine.info.layout.block_tokens,
+        1 << 20,
+        images=engine.images,
     )
     numbers = iter(range(1, 1 << 30))
     store = open_tiered(
         files,
-        StoreConfig(ram_bytes, BLOCK_TOKENS, slots, slab_bytes=64 * 1024),
+        StoreConfig(ram_bytes, engine.info.layout.block_tokens, slots, slab_bytes=64 * 1024),
         DiskOptions(disk_bytes, DAY_BYTES),
         engine.info.layout,
         engine.info.fingerprint,

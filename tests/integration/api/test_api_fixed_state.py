@@ -6,8 +6,9 @@ import anyio
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.base import BLOCK_TOKENS, Rendered
+from parkd.engine_adapter.base import Rendered
 from parkd.lane.checkpoints import CHECKPOINT_STEP_TOKENS, checkpoints_to_take
+from parkd.state import BLOCK_TOKENS
 from parkd.types import ConversationKey, PromptIdentity
 from tests.fakes.engine import FakeEngine
 from tests.fakes.opaque import FakeOpaqueEngine

@@ -11,10 +11,9 @@ import anyio
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import EngineFailure, LogitsNotFinite, RestoreFailed
 from parkd.proxy.config import ProxyConfig
-from parkd.state import Transfer
+from parkd.state import BLOCK_TOKENS, Transfer
 from parkd.types import SamplingParams, TurnRequest
 from tests.fakes.engine import FakeEngine
 from tests.fakes.opaque import FakeOpaqueEngine

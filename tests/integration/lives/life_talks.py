@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
+from parkd.state import BLOCK_TOKENS
 from tests.integration.api.api_harness import Messages
 from tests.integration.lives.life_dialects import DIALECTS, Expected
 from tests.lives.life import Choices

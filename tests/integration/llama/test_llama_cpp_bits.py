@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
-from parkd.state import Bytes, FixedPart, RowRun, StageTransfer, Transfer
+from parkd.state import BLOCK_TOKENS, Bytes, FixedPart, RowRun, StageTransfer, Transfer
 from parkd.types import TokenIds
 from tests.integration.llama.llama_cpp_kit import BATCH, loaded
 

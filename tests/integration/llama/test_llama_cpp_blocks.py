@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import EngineFailure, RestoreFailed
-from parkd.state import Grain, RowRun, StageTransfer, Transfer
+from parkd.state import BLOCK_TOKENS, Grain, RowRun, StageTransfer, Transfer
 from tests.integration.api.api_harness import running
 from tests.integration.llama.llama_cpp_kit import loaded, opening, turn_after
 
@@ -288,3 +287,29 @@ async def test_siblings_share_their_beginning_and_a_turn_moves_what_is_new(engin
         await server.chat(two, max_tokens=6)
         await server.settled()
         assert server.store.stats().shared_blocks >= 3
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["tiny", "tiny-dense"])
+async def test_longer_blocks_as_on_cards(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A grown conversation that leaves and comes back, in blocks of 512 tokens, answers as one that stayed."""
+    monkeypatch.setattr("parkd.engine_adapter.llama_cpp.engine.block_tokens_for", lambda _key_bytes, _cards: 512)
+    system = {"role": "system", "content": opening("a", 200)[1]["content"]}
+    one, two = ([system, {"role": "user", "content": words}] for words in ("Begin.", "Begin elsewhere."))
+    with loaded(name, folder) as engine:
+        assert engine.info.layout.block_tokens == 512
+        said = {}
+        for is_alone in (False, True):
+            engine.reset()
+            async with running(engine, budget_bytes=0 if is_alone else 64 << 20) as server:
+                first = await server.chat(one, max_tokens=6)
+                if not is_alone:
+                    await server.chat(two, max_tokens=6)
+                second = await server.chat(turn_after(one, first.text), max_tokens=6)
+                said[is_alone] = first.text, second.text
+                if not is_alone:
+                    assert second.cache == "restored-ram"
+                    assert second.reused == len(server.prompt_tokens(one)) + 5
+                    assert server.store.config.block_tokens == 512
+                    assert server.store.stats().shared_blocks == 1
+        assert said[True] == said[False]

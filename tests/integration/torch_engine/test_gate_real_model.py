@@ -16,8 +16,8 @@ import torch
 from parkd_engine.config import EngineConfig
 
 from parkd.config import ModelConfig
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
+from parkd.state import BLOCK_TOKENS
 from tests.integration.api.api_harness import MIB, Messages, Running, running
 
 pytestmark = [pytest.mark.anyio, pytest.mark.model, pytest.mark.timeout(600)]

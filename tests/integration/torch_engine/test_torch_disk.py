@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
+from parkd.state import BLOCK_TOKENS
 from parkd.store.disk_jobs import RemoveJob, read, write
 from parkd.store.files.fs import FileSystem
 from parkd.store.files.park_directory import open_directory

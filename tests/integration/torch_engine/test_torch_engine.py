@@ -18,10 +18,10 @@ from parkd_engine.loading import gguf_convert
 from transformers import AutoModelForCausalLM
 
 from parkd.config import ModelConfig
-from parkd.engine_adapter.base import BLOCK_TOKENS, Engine
+from parkd.engine_adapter.base import Engine
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.errors import EngineFailure, EngineLost, InvalidRequest, ModelError, RestoreFailed
-from parkd.state import RowRun, StageTransfer, Transfer
+from parkd.state import BLOCK_TOKENS, RowRun, StageTransfer, Transfer
 from parkd.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)

@@ -17,9 +17,9 @@ from parkd.cli.startup import (
     template_warning,
 )
 from parkd.config import MIB
-from parkd.engine_adapter.base import BLOCK_TOKENS, EngineInfo
+from parkd.engine_adapter.base import EngineInfo
 from parkd.errors import InvalidRequest
-from parkd.state import StageLayout, StateLayout
+from parkd.state import BLOCK_TOKENS, StageLayout, StateLayout
 from parkd.store.budget import Need, Room
 from parkd.store.slabs import SlabGeometry
 from parkd.types import TurnRequest

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import EngineFailure
 from parkd.identity.chain import prefix_hashes
 from parkd.lane.cost import CostMeter
@@ -19,7 +18,7 @@ from parkd.lane.engine_thread import EngineThread
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.start import Start, cold_start
-from parkd.state import Checksums, Transfer
+from parkd.state import BLOCK_TOKENS, Checksums, Transfer
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import CacheOutcome, ConversationKey, PromptIdentity

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.base import BLOCK_TOKENS
 from parkd.errors import EngineFailure, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.lane import prompt_tail
@@ -20,7 +19,7 @@ from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.start import Seated, Start, cold_start, decide_start
-from parkd.state import Transfer
+from parkd.state import BLOCK_TOKENS, Transfer
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import ConversationKey, PromptIdentity, TokenIds
