@@ -30,7 +30,6 @@ from parkd.types.identity import (
 from parkd.types.report import (
     CacheOutcome,
     CacheReport,
-    Cause,
     Diagnosis,
     DiagnosisKind,
     Divergence,
@@ -61,7 +60,6 @@ __all__ = [
     "CacheMode",
     "CacheOutcome",
     "CacheReport",
-    "Cause",
     "ConversationKey",
     "Diagnosis",
     "DiagnosisKind",

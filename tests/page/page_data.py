@@ -50,40 +50,83 @@ def conversations(count: int, *, words: bool = False, seed: int = 1) -> dict[str
     return {"conversations": made}
 
 
-CAUSES = ("clock", "tools", "system", "edited", "evicted", "refused", "first")
+CAUSES = ("clock", "tools", "system", "history_edited", "evicted", "refused", "first_time")
+RULE = {"name": "clock", "pattern": "[0-9]{2}:[0-9]{2}", "replacement": "noon", "roles": ["system"]}
+NOW_S = 1_796_116_000.0
 
 
-def turns(count: int = 30, *, seed: int = 2) -> dict[str, Any]:
-    dice = random.Random(seed)
-    return {
-        "turns": [
+def turns(count: int = 30, *, words: bool = False, seed: int = 2) -> dict[str, Any]:
+    dice, made = random.Random(seed), list[dict[str, Any]]()
+    for number in range(count):
+        prompt, reused = 20_000 + 50 * number, dice.choice([0, 4_000, 20_000])
+        needless = (prompt - reused) * 3 // 4 if number % 2 else 0
+        differs: dict[str, Any] = {"token": reused, "segment": "message 3 (user)"}
+        if words:
+            differs |= {"text": f"It is 12:{number:02} {NASTY}", "known_text": f"It is 09:41 {NASTY}"}
+        made.append(
             {
+                "at_s": NOW_S - 613 * number,
                 "request_id": f"req_{dice.getrandbits(96):024x}",
-                "began": 1_796_116_000.0 - 613 * number,
-                "client": dice.choice(["anna", "ci", "-"]),
-                "prompt_tokens": 20_000 + 500 * number,
-                "reused_tokens": dice.choice([0, 4_000, 20_000]),
+                "conversation": None,
+                "client": dice.choice(["claude-cli", "codex", ""]),
+                "key": dice.choice(["anna", "-"]),
+                "api": "/v1/messages",
                 "cache": dice.choice(["live", "restored-ram", "restored-disk", "cold"]),
+                "prompt_tokens": prompt,
+                "reused_tokens": reused,
+                "read_tokens": prompt - reused,
+                "needless_tokens": needless,
+                "output_tokens": 180,
+                "seconds": {"wait": 0.2, "restore": 0.1, "read": 9.0, "needless": 7.0, "decode": 4.0},
+                "needless_s": needless / 2_000,
+                "end": "stop",
                 "cause": CAUSES[number % len(CAUSES)],
-                "needless_tokens": 16_000 if number % 2 else 0,
-                "first_token_s": dice.random() * 20,
+                "why": f"differs from token {reused} in {NASTY if words else 'message 3 (user)'}" if needless else "",
+                "differs": differs if needless else None,
+                "rule": RULE if number % len(CAUSES) == 0 and needless else None,
             }
-            for number in range(count)
-        ]
+        )
+    return {"since_s": NOW_S - 7 * DAY_S, "turns": made}
+
+
+def _sum(tokens: int, seconds: float) -> dict[str, Any]:
+    return {
+        "turns": 90,
+        "prompt_tokens": 4 * tokens + 1,
+        "reused_tokens": 3 * tokens,
+        "read_tokens": tokens + 1,
+        "needless_tokens": tokens,
+        "read_s": 2 * seconds,
+        "needless_s": seconds,
+        "kwh": seconds / 9_000,
+        "money": seconds / 27_000,
     }
 
 
-def no_bill() -> dict[str, Any]:
-    return {"total": {"tokens": 0, "seconds": 0.0}, "by_cause": [], "by_client": [], "by_day": []}
-
-
-def bill() -> dict[str, Any]:
+def bill(count: int = 90) -> dict[str, Any]:
+    line = '[[rule]]\nname = "clock"\npattern = "[0-9]{2}:[0-9]{2}"\nreplacement = "noon"\nroles = ["system"]'
+    if count == 0:
+        return {
+            "since_s": 0.0,
+            "total": _sum(0, 0.0) | {"turns": 0},
+            "by_cause": [],
+            "by_client": [],
+            "by_day": [],
+            "rules": [],
+        }
+    rule = {
+        "rule": RULE,
+        "line": line,
+        "turns": 31,
+        "needless_tokens": 700_000,
+        "needless_s": 2_000.0,
+        "request_id": "r",
+    }
     return {
-        "total": {"tokens": 1_482_113, "seconds": 4_312.0, "kwh": 0.41, "money": 0.14},
-        "by_cause": [
-            {"cause": cause, "tokens": 700_000 // (n + 1), "seconds": 2_000.0 / (n + 1)}
-            for n, cause in enumerate(CAUSES)
-        ],
-        "by_client": [{"client": name, "tokens": 400_000, "seconds": 1_400.0} for name in ("anna", "ci", "-")],
-        "by_day": [{"day": f"2026-11-{day}", "tokens": 100_000, "seconds": 90.0 * (day % 5)} for day in range(24, 31)],
+        "since_s": NOW_S - 7 * DAY_S,
+        "total": _sum(1_482_113, 4_312.0),
+        "by_cause": [{"cause": cause, **_sum(700_000 // n, 2_000.0 / n)} for n, cause in enumerate(CAUSES, 1)],
+        "by_client": [{"client": name, **_sum(400_000, 1_400.0)} for name in ("claude-cli", "codex", "")],
+        "by_day": [{"day": f"2026-11-{day}", **_sum(100_000, 90.0 * (day % 5))} for day in range(24, 31)],
+        "rules": [rule],
     }

@@ -15,7 +15,7 @@ VIEWS = ("now", "conversations", "budget", "cold", "try")
 TITLES = {"now": "Now", "conversations": "Conversations", "budget": "Budget", "cold": "Cold reads", "try": "Try"}
 PHONE = {"width": 380, "height": 800}
 DESK = {"width": 1100, "height": 800}
-EXPECT_MS = 8000
+EXPECT_MS = 20_000
 STEP_MS = 20
 SERIOUS = ("serious", "critical")
 
@@ -99,8 +99,8 @@ def tell(seen: Seen, count: int, *, words: bool = False) -> None:
     """Lets the page believe that the server has so many conversations, and that many turns in its ledger."""
     told = {
         "**/parkd/conversations": page_data.conversations(count, words=words),
-        "**/parkd/turns*": page_data.turns(count),
-        "**/parkd/bill*": page_data.bill() if count else page_data.no_bill(),
+        "**/parkd/turns*": page_data.turns(count, words=words),
+        "**/parkd/bill*": page_data.bill(count),
     }
     for pattern, document in told.items():
         seen.page.route(pattern, partial(_answer, document))

@@ -76,7 +76,7 @@ def test_every_view_is_sound_and_accessible(browser: Any, axe: str, quiet: Serve
                     seen.page.locator(".name").first.click()
                     seen.text("Forget", "Its turns")
             if view == "cold":
-                seen.text("Nothing was read that need not have been" if count == 0 else "By client")
+                seen.text("No turn ended in this time" if count == 0 else "By client")
             if view == "budget":
                 seen.text("What fits")
             assert seen.faults(axe) == [], (view, count, look)
@@ -222,21 +222,19 @@ def test_all_can_be_done_by_keyboard(browser: Any, quiet: Server) -> None:
 def test_prompts_are_shown_as_text_whatever_they_contain(browser: Any) -> None:
     with running_in_thread(FakeEngine(script=lambda _prompt: NASTY)) as server, opened(browser, server.url) as seen:
         tell(seen, 12, words=True)
-        divergence = {"token": 5, "segment": NASTY, "text": NASTY, "known_text": NASTY.upper()}
-        told = {
-            "request_id": NASTY, "prompt_tokens": 10, "reused_tokens": 5, "why": NASTY, "divergence": divergence,
-            "seconds": {"wait": 0, "restore": 0, "read": 0, "decode": 0}, "rewrites": [{"rule": NASTY, "places": 1}],
-        }  # fmt: skip
-        seen.page.route("**/parkd/explain/*", lambda route: route.fulfill(json=told))
         seen.go("conversations")
         seen.page.locator(".name").first.click()
         seen.text(NASTY)
-        seen.page.locator("summary").first.click()
-        seen.page.locator("mark").first.wait_for(timeout=EXPECT_MS)
+        seen.page.locator("summary").nth(1).click()
+        marks = seen.page.locator("mark")
+        marks.nth(1).wait_for(timeout=EXPECT_MS)
+        assert marks.all_text_contents() == ["09:41", "12:01"]
+        assert seen.page.locator(".diff code").nth(1).text_content() == f"It is 12:01 {NASTY}"
         seen.go("try")
         seen.page.get_by_label("Message", exact=True).fill(NASTY)
         seen.page.keyboard.press("Enter")
         seen.page.locator(".said.assistant footer").wait_for(timeout=EXPECT_MS)
+        seen.until("() => document.querySelector('.say button').textContent === 'Send'")
         assert seen.page.locator(".said .text").all_text_contents() == [NASTY, NASTY]
         assert seen.page.locator("main img, main script, main b >> text=bold").count() == 0
         assert "owned" not in seen.page.title()

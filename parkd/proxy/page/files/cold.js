@@ -1,84 +1,74 @@
-// What cold reads cost: by cause, by client, by day, and turn by turn.
+// What cold reads cost: by cause, by client, by day, turn by turn, and the rules that would prevent them.
 
-import { act, get } from "./api.js";
+import { get } from "./api.js";
 import { code, empty, figures, fill, h, section } from "./dom.js";
-import { count, decimal, price, seconds } from "./format.js";
+import { count, decimal, plural, price, seconds } from "./format.js";
 import { causeWords, turnRow } from "./turns.js";
 
 const SPANS = { "24h": "24 hours", "7d": "7 days", "30d": "30 days" };
-const TURNS_SHOWN = 50;
+const TURNS_SHOWN = 100;
 
-const list = (group, name) => (Array.isArray(group) ? group : Object.entries(group ?? {}).map(([key, each]) => ({ [name]: key, ...each })));
-const tokensOf = (each) => each.tokens ?? each.needless_tokens ?? each.lost_tokens ?? 0;
-const secondsOf = (each) => each.seconds ?? each.needless_s ?? each.lost_s ?? 0;
-
-export function open(root) {
-  const view = { span: "7d" };
+export function open(root, page) {
+  const view = { span: "7d", at: "" };
   const choice = h("div", { class: "tools" }, h("fieldset", { class: "choice" }, h("legend", {}, "Over the last"), Object.entries(SPANS).map(([name, words]) =>
     h("label", {}, h("input", { type: "radio", name: "span", value: name, checked: name === view.span, onchange: () => { view.span = name; load(); } }), words))));
   const body = h("div");
   root.append(choice, body);
 
   async function load() {
+    const span = view.span;
     try {
-      const [bill, told] = await Promise.all([get(`/parkd/bill?since=${view.span}`), get(`/parkd/turns?since=${view.span}&limit=${TURNS_SHOWN}`)]);
-      draw(bill, told.turns);
+      const [bill, told] = await Promise.all([get(`/parkd/bill?since=${span}`), get(`/parkd/turns?since=${span}&limit=${TURNS_SHOWN}`)]);
+      if (span === view.span) draw(bill, told.turns);
     } catch (error) {
-      fill(body, error.status === 404
-        ? empty("This server keeps no ledger.", "It was started without one, or does not know it yet.")
-        : empty("The ledger could not be read.", error.message));
+      fill(body, error.status === 404 ? empty("This server keeps no ledger.", error.message) : empty("The ledger could not be read.", error.message));
     }
   }
 
   function draw(bill, turns) {
-    const total = bill.total ?? bill.totals ?? bill;
-    if (!turns.length && !tokensOf(total)) {
-      return fill(body, empty("Nothing was read that need not have been.", "Turns show here once there are some: what each read again, and why."));
-    }
-    const cold = turns.filter((turn) => tokensOf(turn) > 0);
+    const { total } = bill;
+    if (!total.turns) return fill(body, empty("No turn ended in this time.", "What each turn reads again, and why, shows here. ", h("a", { href: "#/try" }, "Try one")));
+    const cold = turns.filter((turn) => turn.needless_tokens > 0);
+    const share = total.prompt_tokens ? Math.round((100 * total.reused_tokens) / total.prompt_tokens) : 0;
     fill(body,
-      figures([seconds(secondsOf(total)), "", "Spent reading again"], [count(tokensOf(total)), "tokens", "Read again"],
-        total.kwh != null && [decimal(total.kwh), "kWh", "Energy"], total.money != null && [price(total.money), bill.currency ?? "", "Cost"]),
-      section("Why", bars(list(bill.by_cause ?? bill.causes, "cause"), (each) => causeWords(each.cause))),
-      section("By client", bars(list(bill.by_client ?? bill.clients, "client"), (each) => each.client || "-")),
-      section("By day", days(list(bill.by_day ?? bill.days, "day"))),
-      cold.length ? section("Turns", cold.map((turn) => h("div", {}, turnRow(turn), turn.rule ? rule(turn) : null))) : null);
+      figures([seconds(total.needless_s), "", "Spent reading again"], [count(total.needless_tokens), "tokens", "Read again"],
+        total.kwh !== undefined && [total.kwh < 0.1 ? total.kwh.toPrecision(2) : decimal(total.kwh), "kWh", "Energy"], total.money !== undefined && [price(total.money), "", "Cost"],
+        [`${share} %`, `of ${plural(total.turns, "turn")}`, "Reused of all prompt tokens"]),
+      bill.rules.length ? section("What would prevent it", bill.rules.map(rule)) : null,
+      section("Why", bars(bill.by_cause, (each) => causeWords(each.cause))),
+      section("By client", bars(bill.by_client, (each) => each.client || "not named")),
+      section("By day", days(bill.by_day)),
+      section("Turns", cold.length ? cold.map((turn) => turnRow(turn)) : h("p", { class: "quiet" }, "None of the last turns read anything again that was known.")));
   }
 
   load();
-  return {};
+  return {
+    changed(state) {
+      const at = state.running.map((turn) => turn.request_id).join();
+      if (view.at && at !== view.at && !body.querySelector("details[open]")) load();
+      view.at = at || " ";
+    },
+  };
 }
 
 function bars(rows, name) {
-  const sorted = rows.filter((each) => tokensOf(each) > 0).sort((one, other) => secondsOf(other) - secondsOf(one) || tokensOf(other) - tokensOf(one));
-  if (!sorted.length) return h("p", { class: "quiet" }, "None.");
-  const most = Math.max(...sorted.map(secondsOf), 1e-9);
+  const sorted = rows.filter((each) => each.needless_tokens > 0).sort((one, other) => other.needless_s - one.needless_s || other.needless_tokens - one.needless_tokens);
+  if (!sorted.length) return h("p", { class: "quiet" }, "Nothing was read again that was known.");
+  const most = Math.max(...sorted.map((each) => each.needless_s), 1e-9);
   return h("ul", { class: "bars" }, sorted.map((each) =>
-    h("li", {}, h("span", { class: "label" }, name(each)), h("span", { class: "track", "aria-hidden": "true" }, h("i", { class: "part c-cold", vars: { "--share": `${(100 * secondsOf(each)) / most}%` } })),
-      h("b", { class: "num" }, seconds(secondsOf(each))), h("span", { class: "num quiet" }, `${count(tokensOf(each))} tokens`))));
+    h("li", {}, h("span", { class: "label" }, name(each)), h("span", { class: "track", "aria-hidden": "true" }, h("i", { class: "part c-cold", vars: { "--share": `${(100 * each.needless_s) / most}%` } })),
+      h("b", { class: "num" }, seconds(each.needless_s)), h("span", { class: "num quiet" }, plural(each.needless_tokens, "token")))));
 }
 
 function days(rows) {
-  if (!rows.length) return h("p", { class: "quiet" }, "None.");
-  const most = Math.max(...rows.map(secondsOf), 1e-9);
+  const most = Math.max(...rows.map((each) => each.needless_s), 1e-9);
   return h("ol", { class: "days" }, [...rows].sort((one, other) => (one.day < other.day ? -1 : 1)).map((each) =>
-    h("li", {}, h("b", {}, secondsOf(each) ? seconds(secondsOf(each)) : "–"), h("i", { class: "c-cold", "aria-hidden": "true", vars: { "--share": `${(100 * secondsOf(each)) / most}%` } }), h("span", {}, String(each.day).slice(5)))));
+    h("li", {}, h("b", {}, each.needless_s ? seconds(each.needless_s) : "–"), h("i", { class: "c-cold", "aria-hidden": "true", vars: { "--share": `${(100 * each.needless_s) / most}%` } }), h("span", {}, each.day.slice(5)))));
 }
 
-/** The rewrite rule that would prevent a cold read: shown, tried, and given as lines for the rules file. */
-function rule(turn) {
-  const words = [`[[rule]]`, ...Object.entries(turn.rule).map(([name, value]) => `${name} = ${JSON.stringify(value)}`)].join("\n");
-  const result = h("p", { class: "quiet", role: "status" });
-  const button = h("button", { type: "button", class: "small", onclick: trial }, "Try it on this request");
-  async function trial() {
-    button.disabled = true;
-    try {
-      const told = await act("POST", `/parkd/turns/${encodeURIComponent(turn.request_id)}/trial`, { rule: turn.rule });
-      fill(result, `It would have saved ${count(told.saved_tokens)} of ${count(turn.prompt_tokens)} tokens.`);
-    } catch (error) {
-      fill(result, error.message);
-    }
-    button.disabled = false;
-  }
-  return h("div", { class: "rule" }, h("p", {}, "A rule that would prevent it (a line for --rewrite-rules):"), code("Rewrite rule", words), button, result);
+/** A rewrite rule that would prevent cold reads, as lines for the rules file. */
+function rule(each) {
+  return h("div", { class: "rule" },
+    h("p", {}, h("b", {}, seconds(each.needless_s)), ` of ${plural(each.turns, "turn")}, ${plural(each.needless_tokens, "token")}: this rule makes their beginnings equal. Put it in the file of --rewrite-rules.`),
+    code("Rewrite rule", each.line));
 }

@@ -164,8 +164,7 @@ export function open(root, page) {
   async function its(each, place) {
     try {
       const { turns } = await get(`/parkd/turns?conversation=${encodeURIComponent(each.id)}&limit=${TURNS_SHOWN}`);
-      const own = turns.filter((turn) => turn.conversation === undefined || turn.conversation === each.id);
-      fill(place, h("h3", {}, "Its turns"), own.length ? own.map((turn) => turnRow(turn)) : h("p", { class: "quiet" }, "None is in the ledger."));
+      fill(place, h("h3", {}, "Its turns"), turns.length ? turns.map((turn) => turnRow(turn)) : h("p", { class: "quiet" }, "None is in the ledger."));
     } catch {
       fill(place, h("p", { class: "quiet" }, "The server keeps no ledger of turns."));
     }

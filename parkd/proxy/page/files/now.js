@@ -48,16 +48,15 @@ function idle(state) {
 function running(turn) {
   const { reading, answer } = turn;
   const left = reading ? reading.total_tokens - reading.read_tokens : 0;
-  const words = turn.phase === "reading" && reading
-    ? [count(reading.read_tokens), ` of ${count(reading.total_tokens)} tokens`]
-    : turn.phase === "answering" && answer ? [count(answer.tokens), " tokens"] : [seconds(turn.runs_s), ""];
+  const words = answer ? [count(answer.tokens), ` token${answer.tokens === 1 ? "" : "s"} so far`]
+    : reading ? [count(reading.read_tokens), ` of ${count(reading.total_tokens)} tokens`] : [seconds(turn.runs_s), ""];
   return h("article", { class: "turn" },
     h("header", {}, h("h3", {}, PHASES[turn.phase] ?? turn.phase), h("p", { class: "quiet" }, turn.client === "-" ? "" : turn.client, " ", h("code", {}, turn.request_id))),
     h("p", { class: "big" }, h("b", {}, words[0]), words[1]),
     bar("Prompt", [
       ["reused", turn.reused_tokens, "c-reused"],
-      ["read", turn.phase === "answering" ? turn.prompt_tokens - turn.reused_tokens : reading?.read_tokens ?? 0, "c-read"],
-    ], turn.prompt_tokens, count, left && turn.phase === "reading" ? "to read" : null),
+      ["read", answer ? turn.prompt_tokens - turn.reused_tokens : reading?.read_tokens ?? 0, "c-read"],
+    ], turn.prompt_tokens, count, left && !answer ? "to read" : null),
     figures(
       turn.phase === "reading" && [decimal(reading?.tokens_per_s), "tokens/s", "Speed"],
       turn.phase === "reading" && [seconds(reading?.left_s), "", "Left"],
@@ -98,7 +97,7 @@ export function tiers(budget) {
 
 function lastTurns(turns) {
   const now_s = Date.now() / 1000;
-  return table("Last turns", [["When", ""], ["Client", "wide"], ["Prompt", "num"], ["Reused", "num"], ["State", ""], ["First token", "num wide"]],
-    turns.map((turn) => [ago(now_s - (turn.began ?? turn.at ?? now_s)), turn.client ?? "", count(turn.prompt_tokens), count(turn.reused_tokens),
-      cacheWords(turn.cache ?? turn.outcome), seconds(turn.first_token_s ?? turn.seconds?.first_token)]));
+  return table("Last turns", [["When", ""], ["Client", "wide"], ["Prompt", "num"], ["Reused", "num"], ["State", ""], ["Until it answered", "num wide"]],
+    turns.map((turn) => [ago(now_s - turn.at_s), turn.client || turn.key || "not named", count(turn.prompt_tokens), count(turn.reused_tokens),
+      turn.cache ? cacheWords(turn.cache) : turn.end, seconds(turn.seconds.wait + turn.seconds.restore + turn.seconds.read)]));
 }

@@ -1,1 +1,0 @@
-"""What each turn cost, kept for weeks in a small file."""
