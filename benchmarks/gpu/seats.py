@@ -1,9 +1,10 @@
 """Seats: a switch between live conversations, one seat's speed beside others, and memory.
 
-    python -m benchmarks.gpu.seats --models random:qwen3-8b,random:qwen3.5-27b [--a1 20000] [--b1 4000] [--out FILE]
+    python -m benchmarks.gpu.seats --models random:qwen3-8b,random:qwen3.5-27b [--seats 1,2] [--a1 20000] [--out FILE]
 
 For each model an engine with one seat and one with several: decoding of one conversation, A1 -> B1 -> A2 through
-engine, store and parking code (no HTTP), and what the card measures beside the account. Prints JSON.
+engine, store and parking code (no HTTP), and what the card measures beside the account. With several seats also steps
+of several at once. Prints JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from parkd_engine import Session
 from parkd_engine.config import CARD_BATCH
+from parkd_engine.together import WIDTHS, Together
 
 from benchmarks.gpu.figures import GIB
 from benchmarks.gpu.lane import GpuLane, following, load, random_ids
@@ -28,7 +30,6 @@ from benchmarks.gpu.switching import machine
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
 
 CARD = "cuda:0"
-SEATS = 2
 STEPS, REPEATS = 40, 5
 ANSWER_TOKENS, MORE_TOKENS = 17, 16
 
@@ -93,6 +94,32 @@ def live_switch(engine: TorchEngine, a1_tokens: int, b1_tokens: int) -> dict[str
     return {"a2_s": seconds[0], "tokens": tokens}
 
 
+def together_ms(engine: TorchEngine, tokens: int) -> dict[int, float]:
+    """Seats that step together -> milliseconds a step, each `tokens` tokens long; empty if such steps are not
+    recorded."""
+    sessions, vocab = sessions_of(engine), engine.info.vocab_size
+    together, found = Together(sessions), {}
+    for session in sessions:
+        session.reset()
+    if not together.record():
+        return found
+    for width in (each for each in WIDTHS if each <= len(sessions)):
+        for number, session in enumerate(sessions):
+            session.reset()
+            if number < width:
+                session.extend(random_ids(tokens, vocab, number))
+        said, runs = [7] * width, []
+        for _ in range(REPEATS):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                scores = together.step(range(width), said)
+                said = torch.stack(scores).argmax(dim=-1).tolist()
+            runs.append((time.perf_counter() - began) / STEPS * 1e3)
+        found[width] = statistics.median(runs)
+    return found
+
+
 def memory(engine: TorchEngine, before: int) -> dict[str, float]:
     account = sum(engine.info.memory[0].values())
     reserved = torch.cuda.max_memory_reserved() - before
@@ -116,7 +143,7 @@ def measured(model: str, seats: int, a1_tokens: int, b1_tokens: int) -> dict[str
     )
     figures: dict[str, Any] = {"seats": seats, "load_s": time.perf_counter() - began, "rows": engine.info.row_tokens}
     vocab = engine.info.vocab_size
-    for number, session in enumerate(sessions_of(engine)):
+    for number, session in enumerate(sessions_of(engine)[:2]):
         runs = decode_ms(session, vocab, 4096)
         figures[f"decode_ms_seat_{number}"] = {"median": statistics.median(runs), "runs": runs}
     if seats == 1:
@@ -124,6 +151,8 @@ def measured(model: str, seats: int, a1_tokens: int, b1_tokens: int) -> dict[str
     else:
         figures |= live_switch(engine, a1_tokens, b1_tokens)
     figures["memory"] = memory(engine, before)
+    if seats > 1:
+        figures["together_ms"] = together_ms(engine, 4096)
     engine.close()
     del engine, session
     gc.collect()
@@ -134,6 +163,7 @@ def measured(model: str, seats: int, a1_tokens: int, b1_tokens: int) -> dict[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="random:qwen3-8b,random:qwen3.5-27b")
+    parser.add_argument("--seats", default="1,2")
     parser.add_argument("--a1", type=int, default=20_000)
     parser.add_argument("--b1", type=int, default=4000)
     parser.add_argument("--out", type=Path)
@@ -141,7 +171,7 @@ def main() -> int:
     results: dict[str, Any] = {**machine(), "models": {}}
     results["command"] = results["command"].replace("switching", "seats")
     for model in asked.models.split(","):
-        runs = [measured(model, seats, asked.a1, asked.b1) for seats in (1, SEATS)]
+        runs = [measured(model, int(seats), asked.a1, asked.b1) for seats in asked.seats.split(",")]
         results["models"][model] = runs
         print(json.dumps({model: runs}), flush=True)
         if asked.out is not None:

@@ -334,6 +334,10 @@ class Session:
         with self.fixed_state.recorded(self._position, len(token_ids)):
             return self._decoded(token_ids)
 
+    def has_stepped(self) -> None:
+        """A token was decoded at the position in a step of several seats (`parkd_engine.together`)."""
+        self._position += 1
+
     def _decoded(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Returns the logits after each token, float32 `[q, vocab]`, and advances the position."""
         forward, start, offset = self.forward, self._position, self._images.offset
