@@ -28,7 +28,7 @@ from benchmarks.servers import Server, demo_model, free_port, peer_server, runni
 
 CACHE_MIB = 1024
 DISK_MIB = 4096
-TINY = REPOSITORY / "tests" / "integration" / "tiny_gguf.py"
+TINY = REPOSITORY / "tests" / "integration" / "llama" / "tiny_gguf.py"
 
 Start = Callable[[], contextlib.AbstractContextManager[Server]]
 

@@ -45,7 +45,7 @@ def write_tiny_hybrid(path: Path, seed: int = 0) -> None:
     writer.add_ssm_time_step_rank(RANK)
     writer.add_ssm_group_count(GROUPS)
     writer.add_uint32("qwen35.full_attention_interval", 4)
-    _add_vocabulary(writer)
+    add_vocabulary(writer)
 
     add = _adder(writer, rng)
     key, value = STATE * GROUPS, STATE * RANK
@@ -79,7 +79,7 @@ def write_tiny_dense(path: Path, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "qwen3")
     _add_shape(writer, "tiny-dense", LAYERS)
-    _add_vocabulary(writer)
+    add_vocabulary(writer)
     add = _adder(writer, rng)
     for layer in range(LAYERS):
         block = f"blk.{layer}"
@@ -96,7 +96,7 @@ def write_tiny_sliding(path: Path, seed: int = 0) -> None:
     writer = gguf.GGUFWriter(path, "gemma3")
     _add_shape(writer, "tiny-sliding", SLIDING_LAYERS)
     writer.add_sliding_window(WINDOW)
-    _add_vocabulary(writer)
+    add_vocabulary(writer)
 
     add = _adder(writer, rng)
     for layer in range(SLIDING_LAYERS):
@@ -164,7 +164,8 @@ def _write(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter) -> int:
+    """Returns the number of its tokens."""
     characters = byte_characters()
     tokens = [*characters, characters[ord(" ")] + "t", *SPECIAL]
     kinds = [gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * len(SPECIAL)
@@ -177,3 +178,4 @@ def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_pad_token_id(257)
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHATML)
+    return VOCAB
