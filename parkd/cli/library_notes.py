@@ -1,8 +1,9 @@
-"""Shortens the log lines of libraries that load a model."""
+"""Shortens the log lines of libraries that load a model or read what clients send."""
 
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import TextIO
 
 log = logging.getLogger("parkd")
@@ -39,7 +40,9 @@ def hide_bars_in_pipes(output: TextIO) -> None:
 
 
 def shorten_library_notes() -> None:
-    """Installs the filter. Idempotent."""
+    """Installs the filters. Idempotent."""
+    # A client's damaged EXIF data can hold 65,535 tags, and is of no consequence: the picture is read without them.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
     logger = logging.getLogger(KERNELS_LOGGER)
     if not any(isinstance(known, PlainKernels) for known in logger.filters):
         logger.addFilter(PlainKernels())

@@ -35,6 +35,9 @@ MAX_PIXELS = 50_000_000
 MAX_SCANS = 64
 """Scans of a JPEG. A progressive one has about ten, each of which is a pass over all pixels: a file can hold a quarter
 of a million of them, which would take hours."""
+MAX_READS = 65_536
+"""Pieces in which the header and the chunks of one file are read: one of 20 MiB in chunks of 1 KiB has 61,440. The
+library goes through them in Python; a file of empty chunks or filling bytes would have millions, and take minutes."""
 _SCAN = b"\xff\xda"
 """The marker of a scan. In coded pixels, 255 is followed by 0."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -51,6 +54,20 @@ class ImagePixels:
     rows: int = 0
     columns: int = 0
     """Positions in height and width, after merging patches; 0 without a grid."""
+
+
+class _CountedReads(io.BytesIO):
+    """An image file that ends the reading of one that is all headers. Raises UnreadableImage."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._reads += 1
+        if self._reads > MAX_READS:
+            raise UnreadableImage(f"its header is in more than {MAX_READS} pieces; save it again")
+        return super().read(size)
 
 
 class ImageProcessor:
@@ -135,7 +152,7 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
     if len(data) > MAX_IMAGE_BYTES:
         raise UnreadableImage(f"its file has {len(data)} bytes and may have {MAX_IMAGE_BYTES}; send a smaller one")
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as file:
+        with Image.open(_CountedReads(data), formats=FORMATS) as file:
             width, height = file.size
             if width * height > MAX_PIXELS:
                 raise UnreadableImage(_too_many(width, height))

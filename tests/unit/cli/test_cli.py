@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -215,6 +216,17 @@ def test_a_card_that_is_not_there_is_named() -> None:
         check_devices(("cuda:0",), 0, has_mps=False)
     with pytest.raises(ConfigError, match=r"--devices mps: .* no Apple GPU here; --devices cpu needs none"):
         check_devices(("mps",), 1, has_mps=False)
+
+
+def test_damaged_exif_data_of_a_client_writes_nothing_into_the_log() -> None:
+    module = {"__name__": "PIL.TiffImagePlugin", "warn": warnings.warn}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        exec("warn('Corrupt EXIF data')", module)
+        assert [str(one.message) for one in told] == ["Corrupt EXIF data"]
+        shorten_library_notes()
+        exec("warn('Corrupt EXIF data')", module)
+        assert len(told) == 1
 
 
 def test_what_a_library_says_of_each_function_is_one_line_of_ours(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from parkd_engine.vision import images
-from parkd_engine.vision.images import MAX_SCANS, ImageProcessor, decode
+from parkd_engine.vision.images import MAX_READS, MAX_SCANS, ImageProcessor, decode
 from PIL import Image
 
 from parkd.errors import UnreadableImage
@@ -188,3 +188,37 @@ def test_found_by_use_4_a_jpeg_of_very_many_scans_is_refused_before_it_is_decode
     for refused in (qwen().size, decode):
         with pytest.raises(UnreadableImage, match=f"{MAX_SCANS + 1} scans"):
             refused(of_scans(MAX_SCANS + 1))
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+def test_a_file_of_very_many_header_pieces_is_refused_before_all_are_read() -> None:
+    """The library reads each piece in Python: 20 MiB of empty chunks took two minutes of two cores, and filling bytes
+    before a JPEG's marker one."""
+    plain = saved(Image.fromarray(NOISE))
+    photo = saved(Image.fromarray(NOISE), "JPEG")
+    head = plain.index(b"IDAT") - 4
+    second = 4 + int.from_bytes(photo[4:6], "big")
+    files = (
+        lambda pieces: plain[:head] + chunk(b"prIv", b"") * pieces + plain[head:],
+        lambda pieces: photo[:2] + b"\xff" * pieces + photo[2:],
+        lambda pieces: photo[:2] + b"\xff\xfe\x00\x02" * pieces + photo[2:],
+        lambda pieces: photo[:second] + b"\x00" * pieces + photo[second:],
+    )
+    for file in files:
+        assert decode(file(1000)).size == (40, 24)
+        for refused in (qwen().size, decode):
+            with pytest.raises(UnreadableImage, match=f"in more than {MAX_READS} pieces; save it again"):
+                refused(file(MAX_READS))
+
+
+def test_the_largest_picture_in_small_pieces_is_read() -> None:
+    noise = np.random.default_rng(1).integers(0, 256, (2300, 3000, 3), dtype=np.uint8)
+    packed = zlib.compress(b"".join(b"\0" + row.tobytes() for row in noise), 0)
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 3000, 2300, 8, 2, 0, 0, 0))
+    pieces = [chunk(b"IDAT", packed[at : at + 1024]) for at in range(0, len(packed), 1024)]
+    data = b"\x89PNG\r\n\x1a\n" + head + b"".join(pieces) + chunk(b"IEND", b"")
+    assert 0.99 * images.MAX_IMAGE_BYTES < len(data) < images.MAX_IMAGE_BYTES
+    assert np.array_equal(np.asarray(decode(data)), noise)
