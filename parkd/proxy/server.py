@@ -25,6 +25,11 @@ from parkd.proxy.proxy import CUT_WAIT_S, Proxy
 log = logging.getLogger(__name__)
 
 EXIT_LOST = 1
+ACCEPTS_A_TURN = 8
+"""New connections that the event loop takes before everything else has its turn again. A request takes some thirty turns
+of the loop: with asyncio's own bound, the length of the queue, a flood of connections made it wait for 60,000 of them."""
+CONNECTION_QUEUE = 2048
+"""New connections that the system keeps for the event loop."""
 TICKS_A_SWEEP = 10
 """uvicorn calls `on_tick` every tenth of a second."""
 EXIT_MARGIN_S = 2 * CUT_WAIT_S
@@ -80,6 +85,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 log_config=None,
                 access_log=False,
+                backlog=ACCEPTS_A_TURN,
                 server_header=False,
                 timeout_keep_alive=services.config.idle_connection_s,
                 timeout_graceful_shutdown=int(services.config.shutdown_deadline_s + EXIT_MARGIN_S),
@@ -105,6 +111,11 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for server in self.servers:
+            for listener in server.sockets:
+                # asyncio has one number for both; the queue can be lengthened later, through any handle of the socket.
+                with listener.dup() as handle:
+                    handle.listen(CONNECTION_QUEUE)
         if self.started:
             self._on_started(self.url)
 

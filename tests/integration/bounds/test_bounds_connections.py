@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -181,3 +183,22 @@ def test_what_libraries_say_of_clients_that_left_is_not_logged(caplog: pytest.Lo
         logging.getLogger(name).warning(words)
         assert [record.getMessage() for record in caplog.records] == ["a fault", words]
         caplog.clear()
+
+
+async def test_a_flood_of_connections_leaves_turns_of_the_loop_to_those_that_are_there() -> None:
+    """Each turn of the event loop accepted all that waited, 2,048 connections: with a client that connects without end,
+    a request that was there already took 40 s."""
+    async with running(FakeEngine()) as parkd:
+        held = parkd.server.server_state.connections
+        address = (parkd.client.base_url.host, parkd.client.base_url.port)
+        before = len(held)
+        # The loop stands still meanwhile: the system's queue takes them all, and none is refused or tried again.
+        flood = [socket.create_connection(address, timeout=0.5) for _ in range(200)]
+        grown = [before]
+        with anyio.fail_after(10):
+            while len(held) < before + len(flood):
+                await anyio.sleep(0)
+                grown.append(len(held))
+        assert max(later - earlier for earlier, later in itertools.pairwise(grown)) <= server.ACCEPTS_A_TURN
+        for one in flood:
+            one.close()
