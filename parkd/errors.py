@@ -4,6 +4,7 @@
     ├── InvalidRequest        400  the request is invalid or asks for something unsupported
     │   ├── ContextOverflow   400  prompt and output do not fit the context
     │   ├── SchemaTooComplex  400  the schema cannot be enforced; may be found in the middle of the answer
+    │   ├── NothingAllowed    400  the request's fields together exclude every token; found in the middle of the answer
     │   ├── UnreadableImage   400  an image that cannot be decoded, or is too large
     │   ├── RenderingTooLong  400  the chat template or a rewrite rule takes too long for these messages
     │   └── ThreadUnsupported 400  the client sends only new messages and expects the server to keep the others
@@ -97,6 +98,17 @@ class SchemaTooComplex(InvalidRequest):
             f"The schema is too complex to be enforced: {what}. Simplify it: fewer properties and alternatives in one "
             f"place, shorter patterns, smaller repetitions.",
             param=param,
+        )
+
+
+class NothingAllowed(InvalidRequest):
+    """No token can be chosen although the model has scores: the request excludes all of them here."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "No token may come next in this answer: the request's `logit_bias` and the form of the answer exclude them "
+            "all. Exclude fewer tokens, or ask for another form.",
+            param="logit_bias",
         )
 
 
@@ -232,7 +244,8 @@ class UpstreamDown(UpstreamFailed):
 
 
 class LogitsNotFinite(EngineFailure):
-    """If all logits are affected, the engine is empty afterwards."""
+    """If all logits are affected, the engine is empty afterwards. Never because of what a request excludes: that is
+    NothingAllowed."""
 
 
 class EngineLost(EngineFailure):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from parkd.errors import LogitsNotFinite
+from parkd.errors import LogitsNotFinite, NothingAllowed
 from parkd_engine.draft.pace import DraftPace
 from parkd_engine.session import Session
 from parkd_engine.words.distribution import Distribution
@@ -75,7 +75,7 @@ class Decoder:
         """Yields the answer's tokens; first reads `last_token_id`, the prompt's last. Ends when the context is full.
 
         When closed, and after each step, the session's state covers all tokens before the last one yielded. Raises
-        StageFailed, LogitsNotFinite; the session then holds a prefix of the conversation so far, or is empty.
+        StageFailed, LogitsNotFinite, NothingAllowed; the session then holds a prefix of the conversation so far, or is empty.
         """
         session, token = self._session, last_token_id
         while session.position < session.context_tokens:
@@ -151,7 +151,7 @@ class Decoder:
             ahead.append(self._sampler.draw(sources[-1]))
             return ahead[-1]
 
-        with suppress(LogitsNotFinite):  # A head without usable logits makes no more guesses.
+        with suppress(LogitsNotFinite, NothingAllowed):  # A head without usable logits makes no more guesses.
             self._session.guess(token_id, self._session.draft_tokens, choose)
         return list(zip(ahead, sources, strict=True))
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from parkd.errors import LogitsNotFinite, unfinished
+from parkd.errors import LogitsNotFinite, NothingAllowed, unfinished
 from parkd_engine.words.distribution import Distribution, Weights, heaviest, nucleus, place_of
 
 HEAD_TOKENS = 1024
@@ -87,11 +87,12 @@ class Sampler:
 
     def pick(self, logits: torch.Tensor, mask: Mask | None = None) -> int:
         """Samples and remembers the next id. `logits`, float32 `[vocab]` on any device, are not changed. `mask` is True
-        for allowed ids. Raises LogitsNotFinite if the highest allowed logit is not finite."""
+        for allowed ids. Raises LogitsNotFinite if the highest logit is not finite, and NothingAllowed if only the
+        mask and the bias make it so."""
         return self.remember(self.draw(self.distribution(logits, mask)))
 
     def pick_row(self, logits: Row, mask: Mask | None = None) -> int:
-        """`pick` for logits in main memory. Raises LogitsNotFinite."""
+        """`pick` for logits in main memory. Raises LogitsNotFinite, NothingAllowed."""
         if mask is None and self._is_plain_greedy:
             return _best_of(logits)
         return self.remember(self.draw(self._of_row(logits, mask, ())))
@@ -99,7 +100,7 @@ class Sampler:
     def distribution(self, logits: torch.Tensor, mask: Mask | None = None, ahead: Sequence[int] = ()) -> Distribution:
         """The distribution that `pick` draws from. `ahead` are draft tokens, treated as if they followed the answer.
 
-        Raises LogitsNotFinite.
+        Raises LogitsNotFinite, NothingAllowed.
         """
         if logits.device.type == "cpu":
             return self._of_row(logits.float().numpy(), mask, ahead)
@@ -108,7 +109,7 @@ class Sampler:
         # Everything runs where the logits are: a GPU sorts a whole vocabulary faster than it copies it to the host.
         scores = logits.to(torch.float32, copy=True)
         self._shape(scores, mask, ahead, lambda values: torch.from_numpy(values).to(scores.device))
-        best = _best(scores)
+        best = _best(scores, logits)
         if self._settings.temperature == 0:
             return _certain(best)
         return self._filtered(scores, float(scores[best]))
@@ -149,10 +150,11 @@ class Sampler:
     def _of_row(self, row: Row, mask: Mask | None, ahead: Sequence[int]) -> Distribution:
         """`distribution` without torch. After a forward has displaced the caches' content, each torch call costs about
         0.1 ms, and it wakes threads besides the model's."""
+        logits = row
         if self._shapes or mask is not None:
             row = row.copy()
             self._shape(row, mask, ahead, lambda values: values)
-        best = _best_of(row)
+        best = _best_of(row, logits)
         return _certain(best) if self._settings.temperature == 0 else self._filtered_row(row, best)
 
     def _shape(self, scores: Any, mask: Mask | None, ahead: Sequence[int], put: Callable[[Any], Any]) -> None:
@@ -233,17 +235,22 @@ def _nucleus(weights: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> t
     return weights[:kept], ids[:kept]
 
 
-def _best_of(row: Row) -> int:
-    """The lowest id among those with the highest logit. Raises LogitsNotFinite."""
+def _best_of(row: Row, logits: Row | None = None) -> int:
+    """The lowest id among those with the highest logit. Raises LogitsNotFinite, or NothingAllowed if `row` was shaped
+    from `logits`, of which one is finite, and has none left."""
     best = int(row.argmax())
     if not math.isfinite(row[best]):
+        if logits is not None and row[best] == -math.inf and np.isfinite(logits).any():
+            raise NothingAllowed
         raise LogitsNotFinite(unfinished(NO_SCORE))
     return best
 
 
-def _best(scores: torch.Tensor) -> int:
+def _best(scores: torch.Tensor, logits: torch.Tensor | None = None) -> int:
     """`_best_of` for a tensor."""
     best = int(torch.argmax(scores))
     if not torch.isfinite(scores[best]):
+        if logits is not None and scores[best] == -math.inf and bool(torch.isfinite(logits).any()):
+            raise NothingAllowed
         raise LogitsNotFinite(unfinished(NO_SCORE))
     return best

@@ -14,7 +14,7 @@ from parkd_engine.decoding import Decoder
 from parkd_engine.words.sampling import Sampler
 from transformers import DynamicCache
 
-from parkd.errors import ContextFull, LogitsNotFinite, ModelError, OutOfMemory, StageFailed
+from parkd.errors import ContextFull, LogitsNotFinite, ModelError, NothingAllowed, OutOfMemory, StageFailed
 from parkd.types import SamplingParams
 from tests.unit.engine.kit.core_models import VOCAB, assert_same, read_and_decode, tiny_model, tiny_session, token_ids
 
@@ -168,7 +168,7 @@ def test_a_mask_that_allows_nothing_is_not_the_states_fault() -> None:
     session, ids = tiny_session(2), token_ids(40)
     session.extend(ids[:-1])
     sampler = Sampler(SamplingParams(temperature=0.0), VOCAB, ids)
-    with pytest.raises(LogitsNotFinite):
+    with pytest.raises(NothingAllowed):
         next(Decoder(session, sampler, mask=Nothing()).tokens(int(ids[-1])))
     assert session.position == 40
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from parkd_engine.words.sampling import Sampler
 
-from parkd.errors import LogitsNotFinite
+from parkd.errors import LogitsNotFinite, NothingAllowed
 from parkd.types import SamplingParams
 
 
@@ -162,8 +162,23 @@ def test_a_row_without_a_usable_score_is_an_error(value: float) -> None:
 def test_no_usable_score_is_an_error(temperature: float) -> None:
     with pytest.raises(LogitsNotFinite):
         sampler(vocab=3, temperature=temperature).pick(torch.full((3,), math.nan))
+    damaged = np.full(3, -math.inf, dtype=np.float32)
     with pytest.raises(LogitsNotFinite):
-        sampler(vocab=3, temperature=temperature).pick(torch.zeros(3), np.zeros(3, dtype=np.bool_))
+        sampler(vocab=3, temperature=temperature).pick_row(damaged, np.array([False, True, True]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_the_request_excludes_is_the_requests_fault(temperature: float) -> None:
+    """`logit_bias` against the token that a form needs next: it was a 500 that advised to send the request again."""
+    nothing, two = np.zeros(3, dtype=np.bool_), np.array([False, True, True])
+    never = {1: -math.inf, 2: -math.inf}
+    for mask, bias in ((nothing, {}), (two, never), (None, {0: -math.inf, **never})):
+        by_row, by_tensor = (sampler(vocab=3, temperature=temperature, logit_bias=bias) for _ in range(2))
+        with pytest.raises(NothingAllowed, match="exclude them all"):
+            by_row.pick_row(np.zeros(3, dtype=np.float32), mask)
+        with pytest.raises(NothingAllowed, match="exclude them all"):
+            by_tensor.pick(torch.zeros(3), mask)
+    assert sampler(vocab=3, temperature=temperature, logit_bias=never).pick(torch.zeros(3)) == 0
 
 
 GUESSED = (0.05, 0.1, 0.25, 0.3, 0.3)
