@@ -61,9 +61,10 @@ class CallParser:
             rest = self._read_call(rest, events) if self._reader is not None else self._read_text(rest, events)
         return events
 
-    def finish(self, *, cut: bool) -> list[OutputEvent]:
+    def finish(self, *, cut: bool, no_text: bool = False) -> list[OutputEvent]:
         """The events held back. The beginning of a call of which nothing was emitted becomes text, in which no further
-        marker is looked for; but not if the answer's limit `cut` it, since it is no text then either."""
+        marker is looked for; but not if the answer's limit `cut` it, since it is no text then either. With `no_text`
+        the beginning of a marker is none."""
         events: list[OutputEvent] = []
         if self.satisfied:
             return events
@@ -72,7 +73,7 @@ class CallParser:
         # another one is shown; anything else belongs to the format.
         litter = cut or self._open or (self._section_calls > 0 and "{" not in raw)
         unshown = "" if litter else raw
-        self._text(unshown + self._pending, events)
+        self._text(unshown + ("" if no_text else self._pending), events)
         if self._blanks and not self.calls_made and not (cut and raw):
             events.append(TextDelta(self._blanks))
         return events

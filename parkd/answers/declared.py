@@ -31,6 +31,7 @@ class DeclaredParser:
         self._reader = reader
         self._call_ids = call_ids
         self._wants_calls = bool(request.tools) and request.tool_choice.mode is not ToolChoiceMode.NONE
+        self._must_call = request.tool_choice.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)
         self._names = Names(tool_schemas(request.tools))
         self._max_calls = None if request.parallel_tool_calls else 1
         self._calls_made = 0
@@ -65,6 +66,8 @@ class DeclaredParser:
     def finish(self, reason: FinishReason) -> tuple[list[OutputEvent], FinishReason]:
         cut_call = reason is FinishReason.LENGTH and self._field == CALLS and self._wants_calls
         events = [] if self.satisfied or self._broken or cut_call else self._read(self._reader.finish)
+        if reason is FinishReason.LENGTH and self._must_call:  # the beginning of a marker is no text then
+            events = [event for event in events if not isinstance(event, TextDelta)]
         if reason is FinishReason.STOP and self._calls_made:
             reason = FinishReason.TOOL_CALLS
         return events, reason

@@ -22,9 +22,13 @@ from parkd.types import FinishReason, ReasoningDelta, ToolCallDelta, ToolChoiceM
 class AnswerParser:
     """Implements `Parser`. The splitter separates the thinking; the call parser parses everything after it."""
 
-    def __init__(self, splitter: Splitter, calls: CallParser) -> None:
+    def __init__(self, splitter: Splitter, calls: CallParser, *, must_call: bool, must_be_json: bool) -> None:
+        """With `must_call` the answer has no text, and with `must_be_json` none that begins as a marker does: what the
+        limit leaves of a marker is no text then."""
         self._splitter = splitter
         self._calls = calls
+        self._must_call = must_call
+        self._must_be_json = must_be_json
 
     @property
     def in_reasoning(self) -> bool:
@@ -38,7 +42,11 @@ class AnswerParser:
         return merged(self._take(self._splitter.push(text)))
 
     def finish(self, reason: FinishReason) -> tuple[list[OutputEvent], FinishReason]:
-        events = self._take(self._splitter.finish()) + self._calls.finish(cut=reason is FinishReason.LENGTH)
+        cut = reason is FinishReason.LENGTH
+        held = self._splitter.finish()
+        if cut and (self._must_call or self._must_be_json):
+            held = Piece(held.reasoning, "")
+        events = self._take(held) + self._calls.finish(cut=cut, no_text=cut and self._must_call)
         if reason is FinishReason.STOP and self._calls.calls_made:
             reason = FinishReason.TOOL_CALLS
         return merged(events), reason
@@ -86,7 +94,8 @@ def make_parser(output: OutputFormat, request: TurnRequest, prompt_tail: str, ca
         bare=bare,
         max_calls=None if request.parallel_tool_calls else 1,
     )
-    return AnswerParser(splitter, calls)
+    must_call = wants_calls and request.tool_choice.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)
+    return AnswerParser(splitter, calls, must_call=must_call, must_be_json=request.response_schema is not None)
 
 
 def _sections(tools: ToolFormat, request: TurnRequest) -> tuple[Mapping[str, Section], Section | None]:

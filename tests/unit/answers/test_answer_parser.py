@@ -365,6 +365,36 @@ def test_of_a_call_cut_by_the_limit_its_beginning_is_sent_and_no_markup() -> Non
         assert calls == ([("write", arguments)] if arguments else [])
 
 
+@pytest.mark.parametrize("mode", [ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED])
+def test_of_an_answer_that_must_be_a_call_no_piece_of_a_marker_is_text(mode: ToolChoiceMode) -> None:
+    """Vocabularies that spell `<tool_call>` in several tokens: an answer cut inside it was the text `<tool_`."""
+    for text, last in (("<tool_call>", ""), ("<think>", ""), ("<think>\nSo.</think>\n<tool_call>", "So.")):
+        for end in range(1, len(text) + 1):
+            said = parse(
+                list(text[:end]),
+                ToolFormat.HERMES,
+                marks=THINK,
+                reason=FinishReason.LENGTH,
+                tool_choice=ToolChoice(mode, "write"),
+            )
+            assert said[1:] == ("", [], FinishReason.LENGTH), text[:end]
+        assert said[0] == last
+
+
+def test_of_an_answer_that_must_be_json_no_piece_of_a_marker_is_text() -> None:
+    schema = {"type": "object"}
+    for form, shown in (({"response_schema": schema}, ""), ({}, "<thin")):
+        said = parse(["<th", "in"], ToolFormat.NONE, marks=THINK, reason=FinishReason.LENGTH, tools=(), **form)
+        assert said[1] == shown
+    # Inside of it, such a piece is a string's.
+    text = '{"a": "<tool_'
+    for changes in ({"tools": ()}, {}):
+        said = parse(
+            [text], ToolFormat.HERMES, marks=THINK, reason=FinishReason.LENGTH, response_schema=schema, **changes
+        )
+        assert said[1] == text
+
+
 def test_raw_newlines_in_json_strings_are_repaired() -> None:
     text = '<tool_call>{"name": "write", "arguments": {"path": "a\nb\tc"}}</tool_call>'
     assert values(parse([text], ToolFormat.HERMES))[2] == [("write", {"path": "a\nb\tc"})]

@@ -203,3 +203,11 @@ def test_found_by_use_10_a_declared_call_that_the_limit_cuts_is_no_markup() -> N
         rest, reason = parser.finish(FinishReason.LENGTH)
         assert texts(events + rest, TextDelta).strip() == "I look.", end
         assert (calls(events + rest), reason) == ([], FinishReason.LENGTH)
+
+
+def test_of_an_answer_that_must_be_a_call_no_piece_of_a_declared_marker_is_text() -> None:
+    for mode, shown in ((ToolChoiceMode.REQUIRED, ""), (ToolChoiceMode.NAMED, ""), (ToolChoiceMode.AUTO, "<tool_")):
+        parser = parser_of(JSON_CALLS, JSON_PROMPT, request(tool_choice=ToolChoice(mode, "look")))
+        events = [event for piece in ("<to", "ol_") for event in parser.push(piece)]
+        rest, reason = parser.finish(FinishReason.LENGTH)
+        assert (texts(events + rest, TextDelta), reason) == (shown, FinishReason.LENGTH)
