@@ -75,7 +75,8 @@ class Decoder:
         """Yields the answer's tokens; first reads `last_token_id`, the prompt's last. Ends when the context is full.
 
         When closed, and after each step, the session's state covers all tokens before the last one yielded. Raises
-        StageFailed, LogitsNotFinite, NothingAllowed; the session then holds a prefix of the conversation so far, or is empty.
+        StageFailed, LogitsNotFinite, NothingAllowed; the session then holds a prefix of the conversation so far, or is
+        empty.
         """
         session, token = self._session, last_token_id
         while session.position < session.context_tokens:

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 EXIT_LOST = 1
 ACCEPTS_A_TURN = 8
-"""New connections that the event loop takes before everything else has its turn again. A request takes some thirty turns
-of the loop: with asyncio's own bound, the length of the queue, a flood of connections made it wait for 60,000 of them."""
+"""New connections that the event loop takes before everything else has its turn again. A request takes some thirty
+turns of the loop: with asyncio's own bound, the length of the queue, a flood made it wait for 60,000 connections."""
 CONNECTION_QUEUE = 2048
 """New connections that the system keeps for the event loop."""
 TICKS_A_SWEEP = 10
