@@ -29,8 +29,8 @@ SIZED = 2
 """Flag: the size of each part is stored, because the layout does not tell it: an opaque state's."""
 STEERED = 4
 """Flag: control vectors steered the model."""
-HEADER_LIMIT_BYTES = 64 << 20
-"""A header is no longer: 7 million tokens, or 16 million as plain ids."""
+HEADER_LIMIT_BYTES = 16 << 20
+"""A header is no longer: about 2 million tokens, or 4 million as plain ids."""
 BLOCK_TOKENS_LIMIT = 1 << 20
 MODEL_LIMIT_BYTES = 256
 SIZE_LIMIT_BYTES = 1 << 48

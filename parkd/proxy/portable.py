@@ -32,6 +32,7 @@ from parkd.errors import (
     ParkdError,
 )
 from parkd.identity.chain import prefix_hashes
+from parkd.lane.turn_log import requests_log
 from parkd.portable.fitting import is_plain, recut_for
 from parkd.portable.header import FIXED_BYTES, HEADER_LIMIT_BYTES, DamagedFile, PortableHeader, lengths
 from parkd.portable.landing import fill, request_for
@@ -87,7 +88,7 @@ class PortableEndpoints:
             directory=proxy.services.spool_directory,
         )
         self._landing = anyio.Lock()
-        """One import at a time takes room in the store."""
+        """One import at a time is read into memory, and takes room in the store."""
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of each."""
@@ -121,6 +122,9 @@ class PortableEndpoints:
                 await _in_thread(_exported, held, header, spool.file)
             finally:
                 held.release()
+            requests_log.info(
+                "key=%s exported=%s tokens=%d bytes=%d", caller.shown, parked.id, header.tokens, header.state_bytes
+            )
             name = f"{_UNSAFE.sub('_', parked.id)[:64]}.parkd"
             headers = {
                 **id_headers(request_id),
@@ -196,12 +200,15 @@ class PortableEndpoints:
             )
         with self._spools.open(caller.owner) as spool:
             await self._receive(request, spool)
-            header, recut = await _in_thread(self._examined, store, spool)
-            key = ConversationKey(namespace, self._info.fingerprint, header.steering)
-            hashes = await _in_thread(prefix_hashes, header.units, key.digest, store.layout.block_tokens)
-            wanted = request_for(header, store.layout, key.digest, namespace, hashes)
             async with self._landing:
+                header, recut = await _in_thread(self._examined, store, spool)
+                key = ConversationKey(namespace, self._info.fingerprint, header.steering)
+                hashes = await _in_thread(prefix_hashes, header.units, key.digest, store.layout.block_tokens)
+                wanted = request_for(header, store.layout, key.digest, namespace, hashes)
                 parked = await self._commit(store, wanted, partial(self._filled, store, spool, header, recut))
+        requests_log.info(
+            "key=%s imported=%s tokens=%d bytes=%d", caller.shown, parked.id, parked.position, header.state_bytes
+        )
         body = {
             "id": parked.id,
             "tokens": parked.position,

@@ -414,6 +414,18 @@ async def test_a_client_that_leaves_leaves_nothing() -> None:
         assert server.store.stats().conversations == 1
 
 
+async def test_both_leave_a_line_in_the_log_without_text(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "parkd.requests"):
+        data = await conversation()
+        async with running(FakeEngine(), config=KEYS) as server:
+            assert (await landed(server, data, **{"x-api-key": "k-op"})).status_code == 200
+            known = ids(server)[0]
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("exported=conversation-1 tokens=" in line for line in lines)
+    assert any(f"imported={known} tokens=" in line for line in lines)
+    assert not any("parking" in line for line in lines)
+
+
 async def test_what_is_exported_is_complete_and_has_no_name_of_its_server() -> None:
     async with running(FakeEngine(), config=KEYS, budget_bytes=8 * MIB) as server:
         await said(server, "k-ann", LONG)
