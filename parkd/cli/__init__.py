@@ -43,6 +43,7 @@ from parkd.errors import ConfigError, ModelError, UnsupportedModel
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.cli.model import AnyEngine
+    from parkd.ledger.ledger import Ledger
     from parkd.proxy.config import Services
     from parkd.store.files.fs import FileSystem
 
@@ -159,6 +160,7 @@ def serve(config: Config) -> int:
         if failures:
             store_config = replace(store_config, budget_bytes=0)
         services = compose(config, engine, store_config, named_keys, files, rules, background=background)
+        services = replace(services, ledger=open_ledger(config))
         budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
         url, keys = listener.url_of(bound), (*config.server.api_keys, *config.server.operator_keys, *named_keys)
         tools = services.output.tools is not ToolFormat.NONE or services.output.reader is not None
@@ -170,7 +172,11 @@ def serve(config: Config) -> int:
             free_bytes = None if directory is None else shutil.disk_usage(directory).free
             lines.insert(-2, startup.disk_line(services.store.disk_stats(), directory, free_bytes))
         undo.pop_all()  # from here on, the services close their files
-        with contextlib.closing(background), recording(config, engine, services) as services:
+        with contextlib.ExitStack() as ends:
+            ends.callback(background.close)
+            if services.ledger is not None:
+                ends.callback(services.ledger.close)
+            services = ends.enter_context(recording(config, engine, services))
             return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
 
 
@@ -203,6 +209,13 @@ def open_engine(
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return engine
+
+
+def open_ledger(config: Config) -> Ledger | None:
+    """The file of what turns cost, unless it is off. One that cannot be used is left out, which the log says."""
+    from parkd.ledger.ledger import Ledger
+
+    return None if config.cache.ledger is None else Ledger(config.cache.ledger)
 
 
 @contextlib.contextmanager

@@ -8,11 +8,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
+from parkd.config import LEDGER_NAME
 from parkd.config.keys import read_key_file
 from parkd.errors import ConfigError
 from parkd.identity.answer_file import NAME
 from parkd.identity.answer_file import forget as forget_answers
 from parkd.identity.output_memory import RememberedAnswer, is_within
+from parkd.ledger.ledger import remove_ledger
 from parkd.proxy.access import namespace_of
 from parkd.store.files.park_directory import open_directory
 from parkd.store.manifest import Manifest
@@ -58,6 +60,8 @@ def run(words: Sequence[str]) -> int:
         belongs = _chosen(given, keys)
         gone, left = forget(fs, lambda manifest: belongs(manifest.id, manifest.namespace))
         answers = forget_answers(path / NAME, _chosen_answers(given, belongs, gone))
+        if given.all:
+            remove_ledger(path / LEDGER_NAME)
     except OSError as error:
         raise ConfigError(f"--park-dir {path} cannot be read: {error.strerror}") from error
     finally:

@@ -7,7 +7,7 @@ reads the environment. Whatever is wrong raises ConfigError, which names the pla
 """
 
 from parkd.config.parsers import EVICTION_POLICIES, MIB
-from parkd.config.reading import load, nearest
+from parkd.config.reading import LEDGER_NAME, load, nearest
 from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting, default_of
 from parkd.config.values import (
     CacheConfig,
@@ -23,6 +23,7 @@ from parkd.config.values import (
 __all__ = [
     "ENV_PREFIX",
     "EVICTION_POLICIES",
+    "LEDGER_NAME",
     "MIB",
     "SETTINGS",
     "CacheConfig",

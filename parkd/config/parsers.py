@@ -29,6 +29,14 @@ def count(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     return parse
 
 
+def amount(text: str) -> float:
+    """A number that is not negative."""
+    value = float(text) if text.replace(".", "", 1).isdecimal() and text.isascii() else -1.0
+    if value < 0:
+        raise ValueError("expected a number that is not negative, such as 350 or 0.3")
+    return value
+
+
 def some_text(text: str) -> str:
     if not text.strip():
         raise ValueError("expected some text; leave it out instead")

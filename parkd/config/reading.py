@@ -26,6 +26,7 @@ from parkd.config.values import (
 )
 from parkd.errors import ConfigError
 
+LEDGER_NAME = "ledger.sqlite3"
 UPSTREAM_PARK_DIR = "parkd"
 """Default park directory for a llama-server, inside its slot directory."""
 
@@ -88,6 +89,8 @@ def _unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 def _check_together(values: Mapping[str, Any]) -> None:
     _check_disk(values)
     _check_upstream(values)
+    if values["kwh-price"] is not None and values["watts"] is None:
+        raise ConfigError("--kwh-price needs --watts: what the machine takes while it reads")
     devices, split = values["devices"], values["layer-split"]
     if split and len(split) + 1 != len(devices):
         raise ConfigError(
@@ -190,6 +193,15 @@ def _disk(values: Mapping[str, Any]) -> DiskCacheConfig:
     )
 
 
+def _ledger(values: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
+    if values["ledger"] is not None:
+        return None if values["ledger"] == "off" else Path(values["ledger"]).expanduser()
+    if values["park-dir"] is not None:
+        return Path(values["park-dir"]).expanduser() / LEDGER_NAME
+    state = Path(environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "parkd"
+    return state / f"{values['port']}-{LEDGER_NAME}"
+
+
 def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tuple[str, ...]) -> Config:
     llama = _llama(values)
     home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "parkd"
@@ -223,6 +235,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             eviction_policy=values["eviction-policy"],
             min_free_bytes=values["conversation-cache-min-free-mib"],
             record=None if values["record"] is None else Path(values["record"]).expanduser(),
+            ledger=_ledger(values, environ),
         ),
         server=ProxyConfig(
             host=values["host"],
@@ -238,6 +251,8 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             tells_progress=values["progress-summaries"],
             has_page=not values["no-ui"],
             shows_text=values["page-text"],
+            watts=values["watts"],
+            kwh_price=values["kwh-price"],
             keeps_billing_header=values["keep-billing-header"],
             rewrite_rules_file=values["rewrite-rules"],
         ),

@@ -318,6 +318,16 @@ SETTINGS: tuple[Setting, ...] = (
         None,
         "write a trace of the turns, without text, for parkd replay",
     ),
+    Setting(
+        "ledger",
+        "parking",
+        "PATH|off",
+        parsers.some_text,
+        None,
+        "file of what turns cost, for parkd bill (in --park-dir, else in the user's state directory)",
+    ),
+    Setting("watts", "parking", "W", parsers.amount, None, "what the machine takes while it reads, for kWh"),
+    Setting("kwh-price", "parking", "PRICE", parsers.amount, None, "price of a kWh, for money in the bill"),
     Setting("host", "server", "ADDRESS", parsers.some_text, "127.0.0.1", "address to listen on ({})"),
     Setting("port", "server", "PORT", parsers.count(0, 65535), 8080, "port to listen on, 0 for any free one ({})"),
     Setting(

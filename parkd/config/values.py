@@ -142,6 +142,8 @@ class CacheConfig:
     """Memory of the machine that parking leaves free; None: by the machine's size."""
     record: Path | None
     """File for a trace of the turns; None: no trace."""
+    ledger: Path | None = None
+    """File of what turns cost; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,9 @@ class ProxyConfig:
     """Whether streams of the Responses API tell how far a prompt is read, as reasoning summaries."""
     has_page: bool = True
     """Whether `/` is a page for browsers."""
+    watts: float | None = None
+    """What the machine takes while it reads, for the bill; None: not known."""
+    kwh_price: float | None = None
     shows_text: bool = False
     """Whether what is told about conversations and turns may contain words of their prompts."""
     body_limit_bytes: int = 64 * MIB

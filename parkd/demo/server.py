@@ -36,6 +36,7 @@ def running_server(flags: Mapping[str, str], show: Callable[[str], None] | None 
     `flags` maps setting names to texts. `show` is called with each line that the server prints, from another thread.
     Raises ServerFailed, with the server's last lines if they were not shown.
     """
+    flags = {"ledger": "off", **flags}  # what it measures is nobody's bill
     switches = {setting.name for setting in SETTINGS if not setting.metavar}
     words = [f"--{name}" if name in switches else f"--{name}={text}" for name, text in flags.items()]
     command = [sys.executable, "-m", "parkd", "serve", *words]

@@ -36,6 +36,8 @@ EXPLAINED_BYTES = 32 * 1024 * 1024
 """Most bytes of tokens, prefix hashes and segments over all remembered requests."""
 SEGMENT_BYTES = 250
 """Bytes of a prompt's segment with its label and of the boundary after it, about."""
+NEAR_LIMIT = 64
+"""Earlier requests with which the ledger compares one."""
 ID_PREFIXES = ("msg_", "resp_", "chatcmpl-", "cmpl-")
 """Prefixes that dialects put before a request's id to make the id of its answer."""
 SYSTEM_ROLES = ("system", "developer")
@@ -140,6 +142,18 @@ class RequestMemory:
                 known = parts.get(best[1].request_id)
                 parts[best[1].request_id] = best if known is None else max(known, best, key=lambda part: part[0])
         return list(parts.values())
+
+    def own_before(self, now: Explained) -> list[Explained]:
+        """The latest requests of the same key before `now`, at most NEAR_LIMIT, the newest first."""
+        found: list[Explained] = []
+        is_before = False
+        for one in reversed(self._requests.values()):
+            is_before = is_before or one is now
+            if is_before and one is not now and one.owner == now.owner:
+                found.append(one)
+                if len(found) == NEAR_LIMIT:
+                    break
+        return found
 
     def said_whole(self, owner: str, key_digest: Digest, units: Units) -> bool:
         """Whether one request of the key and its answer go at least as far as these units, which are then its own."""

@@ -314,7 +314,8 @@ class LiveConversation:
             self._metrics.restore_failures.inc()
             self._store.drop(start.parked.id, why)
         outcome = report.outcome if position else CacheOutcome.COLD
-        return replace(report, outcome=outcome, reused_tokens=position, why="; ".join(filter(None, (report.why, why))))
+        why = "; ".join(filter(None, (report.why, why)))
+        return replace(report, outcome=outcome, reused_tokens=position, why=why, is_damaged=True)
 
     def _check_kept(self, keep_rows: int) -> None:
         """Raises RestoreFailed if a failure while parking lost live rows that the start keeps."""

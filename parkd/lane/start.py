@@ -21,6 +21,13 @@ DISK_READ_S = 0.001
 """Cost of a read from disk besides its bytes: opening files and switching between threads."""
 
 
+CHEAPER = "reading is cheaper"
+NO_STATE = "no exact state"
+NOT_ASKED = "the request asked for no cache"
+OWN_GONE = "what this key sent before is not parked any more"
+"""How reasons begin that `cause.py` recognises."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Seated:
     """What one seat of the engine holds, and where that can be cut: at `checkpoints`, and anywhere from `rewind_floor`
@@ -222,11 +229,11 @@ def explain(prompt: PromptIdentity, start: Start, gone: str) -> str:
     if start.common <= prompt.template_tokens:
         return ""
     if position < start.resumable:
-        return f"reading is cheaper than restoring {start.resumable} tokens"
+        return f"{CHEAPER} than restoring {start.resumable} tokens"
     if start.common < min(start.known, length):
         label = next((span.label for span in prompt.segments if span.start <= start.common < span.stop), "the prompt")
         image = image_at(prompt, start.common)
         return f"differs from token {start.common} in {f'{image} of ' if image else ''}{label}"
     if position < start.common:
-        return f"no exact state between tokens {position} and {start.common}"
+        return f"{NO_STATE} between tokens {position} and {start.common}"
     return ""

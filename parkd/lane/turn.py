@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from parkd.engine_adapter.base import Engine
@@ -67,6 +67,15 @@ class Turn:
     """What is generated so far; filled on the engine's thread, and only its numbers may be read elsewhere."""
     note_answer: Callable[[Units], None] = lambda _units: None
     """Called with the units of prompt and answer."""
+    own_earlier: Callable[[], Sequence[Explained]] = tuple
+    """What the caller's key sent before, the newest first: for the ledger."""
+    client: str = ""
+    """The family of the client's user agent."""
+    key_name: str = ""
+    api: str = ""
+    """The path that it came by."""
+    is_billed: bool = False
+    """Whether it was noted in the ledger."""
     words: FirstWords | None = None
     """The first words of its messages, for its owner; None unless --page-text allows it."""
     release_awaited: Callable[[], None] = lambda: None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from parkd.errors import ParkdError
+from parkd.lane.ledger_rows import LedgerWriter
 from parkd.lane.live_rows import LiveRows
 from parkd.lane.metrics import Metrics
 from parkd.lane.turn import Turn
@@ -38,9 +39,10 @@ class TurnTrace(Protocol):
 class TurnLog:
     """Writes numbers and reasons, never text of prompts."""
 
-    def __init__(self, metrics: Metrics, trace: TurnTrace | None) -> None:
+    def __init__(self, metrics: Metrics, trace: TurnTrace | None, ledger: LedgerWriter | None = None) -> None:
         self._metrics = metrics
         self._trace = trace
+        self._ledger = ledger
         self._line_due_s = READING_LINE_S
         """When the running turn's next line about its reading is due, in seconds since the reading began."""
 
@@ -65,6 +67,15 @@ class TurnLog:
             (turn.report.why if turn.report else "") or "-",
             f" end={error.code}" if error is not None else "",
         )
+
+        if turn.began_s is None:
+            self.bill(turn)
+
+    def bill(self, turn: Turn, conversation: str = "") -> None:
+        """Notes a turn that was recorded in the ledger, once: when it is known as what conversation it is parked, or
+        that it is not."""
+        if self._ledger is not None:
+            self._ledger.note(turn, conversation)
 
     def reading(self, turn: Turn, progress: Progress) -> None:
         """Tells how far a prompt is read: when that begins and its length promises a wait, then every few seconds."""

@@ -139,6 +139,8 @@ class TurnRunner:
         if error is not None:
             turn.channel.fail(error)
         self._log.record(turn, error)
+        if isinstance(error, EngineLost) or live is None or turn.is_aside:
+            self._log.bill(turn)
         if isinstance(error, EngineLost):
             raise error
         if live is not None and not turn.is_aside:
@@ -396,15 +398,19 @@ class TurnRunner:
                 self._retain(turn)
             else:
                 await live.forget(turn.report.reused_tokens if turn.report else 0)
+                self._note_parked(turn, None)
         except EngineLost:
             raise
         except ParkdError as error:
             log.warning("nothing was parked after request %s: %s", turn.request_id, error.message)
+            self._note_parked(turn, None)
         except Exception:
             log.exception("parking after request %s failed unexpectedly", turn.request_id)
+            self._note_parked(turn, None)
 
     def _note_parked(self, turn: Turn, parked_id: ConversationId | None) -> None:
-        """Notes to which conversation a turn belongs, which is known once it is parked."""
+        """Notes to which conversation a turn belongs, which is known once it is parked; None: to none."""
+        self._log.bill(turn, "" if parked_id is None else name_of(parked_id))
         if parked_id is not None and turn.explained is not None:
             self.roster.note(name_of(parked_id), turn.explained, turn.words)
 

@@ -14,12 +14,14 @@ from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.seating import ANSWER_TOKENS
-from parkd.lane.start import Start, as_known_to_key, cold_start, decide_start, explain
+from parkd.lane.start import NOT_ASKED, OWN_GONE, Start, as_known_to_key, cold_start, decide_start, explain
 from parkd.lane.turn import Turn
 from parkd.store.store import ConversationStore
 from parkd.types import CacheMode, CacheOutcome, CacheReport
 
 log = logging.getLogger(__name__)
+
+UNREADABLE = "what is on disk could not be read"
 
 
 class TurnStarter:
@@ -53,7 +55,7 @@ class TurnStarter:
         start, why = self._decide(turn, lives)
         if start.is_on_disk:
             start, why = self._decide(turn, lives, on_disk=False)
-            why = why or "what is on disk could not be read"
+            why = why or UNREADABLE
         return start, why, self._monotonic() - began_s
 
     async def prefetch(self, turn: Turn, lives: Sequence[LiveConversation], is_waiting: Callable[[], bool]) -> None:
@@ -96,13 +98,13 @@ class TurnStarter:
             answer_tokens=min(limit, ANSWER_TOKENS, max(0, info.context_tokens - len(prompt))),
         )
         if not reuses:
-            return start, "the request asked for no cache"
+            return start, NOT_ASKED
         if turn.own_nearest is None:
             told, beyond = start, hashes[start.common // info.layout.block_tokens :]
             gone = store.why_gone(key_digest, beyond) if store is not None else ""
         else:  # nobody is told when and why another key's conversation went
             told = as_known_to_key(prompt, start, turn.own_nearest())
-            gone = "what this key sent before is not parked any more" if told.common > start.common else ""
+            gone = OWN_GONE if told.common > start.common else ""
         why, lacking = explain(prompt, told, gone), info.parked_state_lacks
         if lacking and why and told.position < told.common:
             why = f"{why}; {lacking}"
@@ -118,16 +120,17 @@ class TurnStarter:
         """
         began_s = self._monotonic()
         tail = PromptTail(turn.prompt, start.common, turn.request.steering)
+        is_damaged = why == UNREADABLE
         try:
             restore_s = await live.start_from(start, turn.prompt.key, tail, leaving)
         except RestoreFailed as failed:
-            start, why = cold_start(), f"restore failed: {failed.message}"
+            start, why, is_damaged = cold_start(), f"restore failed: {failed.message}", True
             await live.start_from(start, turn.prompt.key)
             restore_s = self._monotonic() - began_s
         assert live.rows.position in (start.position, tail.stop)
         # What every conversation shares is no part of this one: who has said nothing of it before calls it cold.
         outcome = start.outcome if start.position > turn.prompt.template_tokens else CacheOutcome.COLD
-        return CacheReport(outcome, len(turn.prompt), start.position, why), restore_s
+        return CacheReport(outcome, len(turn.prompt), start.position, why, is_damaged=is_damaged), restore_s
 
     @contextmanager
     def trusting(self, start: Start, live: LiveConversation) -> Iterator[None]:

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from parkd.proxy.bill import BillEndpoints
 from parkd.proxy.config import Services
 from parkd.proxy.conversations import ConversationEndpoints
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
@@ -70,7 +71,8 @@ def create_app(services: Services) -> Starlette:
     for method, handlers in (("GET", {**endpoints.reading(), **pages.reading()}), ("POST", endpoints.asking())):
         for path, handler in handlers.items():
             routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
-    for method, path, handler in (*ConversationEndpoints(proxy).routes(), *PortableEndpoints(proxy).routes()):
+    groups = (ConversationEndpoints(proxy), PortableEndpoints(proxy), BillEndpoints(proxy))
+    for method, path, handler in (route for group in groups for route in group.routes()):
         routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
     middleware = []
     if services.config.cors_origins:

@@ -13,6 +13,7 @@ from parkd.config import ProxyConfig
 from parkd.engine_adapter.base import Engine
 from parkd.identity.output_memory import Said
 from parkd.lane.turn_log import TurnTrace
+from parkd.ledger.ledger import Ledger
 from parkd.types import PromptIdentity, StillWanted, TokenMask, TurnRequest, Units, always_wanted
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Services:
     """Main memory as the system counts it; None: that is not told."""
     trace: TurnTrace | None = None
     """Called for each turn; None: nothing is recorded."""
+    ledger: Ledger | None = None
+    """Where turns are noted. Whoever opened it closes it, after the server; None: nowhere."""
     return_memory: Callable[[], None] = lambda: None
     """Returns freed memory to the system. Called in a worker thread after large bodies."""
     monotonic: Callable[[], float] = time.monotonic

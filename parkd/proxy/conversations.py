@@ -95,6 +95,8 @@ class ConversationEndpoints:
             self._store.drop(row.parked.id, "it was forgotten because someone asked for that")
         proxy.requests.forget(found.key_digest, found.units)
         proxy.runner.roster.forget(found.name)
+        if proxy.services.ledger is not None:
+            proxy.services.ledger.forget(found.name)
         if proxy.disk is not None:
             proxy.disk.wake()
         if proxy.services.forget is not None:

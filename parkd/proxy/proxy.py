@@ -29,6 +29,7 @@ from parkd.lane.explain import EXPLAINED_BYTES, Explained, PromptParts, RequestM
 from parkd.lane.groups import HASH_BYTES, HASHES_LIMIT
 from parkd.lane.lane import Lane
 from parkd.lane.late_copies import outlive_copies
+from parkd.lane.ledger_rows import LedgerWriter, client_family
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics, Remembered
 from parkd.lane.resend import Resends
@@ -86,7 +87,13 @@ class Proxy:
             LiveConversation(seat, self.thread, store, self.metrics, costs, services.monotonic, self.disk)
             for seat in services.engine.seats
         )
-        self.log = TurnLog(self.metrics, services.trace)
+        writer = None
+        if services.ledger is not None:
+            self.metrics.watch("parkd_ledger", services.ledger.stats)
+            writer = LedgerWriter(
+                services.ledger, services.engine.tokenizer.decode, shows_text=services.config.shows_text
+            )
+        self.log = TurnLog(self.metrics, services.trace, writer)
         self.runner = TurnRunner(
             services.engine,
             self.lives,
@@ -220,6 +227,8 @@ class Proxy:
                     ready.tail,
                 )
                 self._remember(turn, caller)
+                turn.client, turn.key_name = client_family(request.headers.get("user-agent", "")), caller.name
+                turn.api = request.url.path
                 turn.release_body = charge.keep()
         again = partial(self._again, turn)
         return TurnResponse(
@@ -240,13 +249,15 @@ class Proxy:
         turn = Turn(first.request_id, first.caller, request, ready.prompt, now_s, queued_s, ready.mask, ready.tail)
         turn.explained = dataclasses.replace(first.explained)  # its own: what is remembered tells of the first answer
         turn.release_body, turn.own_nearest = first.release_body, first.own_nearest
-        turn.note_answer = first.note_answer
+        turn.note_answer, turn.own_earlier = first.note_answer, first.own_earlier
+        turn.client, turn.key_name, turn.api = first.client, first.key_name, first.api
         return turn
 
     def _remember(self, turn: Turn, caller: Caller) -> None:
         """Remembers the turn for `/parkd/explain` and for comparison with later requests."""
         cache, owner = turn.request.cache, caller.owner
-        parts = PromptParts.of(turn.request) if cache.wants_diagnosis else None
+        has_ledger = self.services.ledger is not None and not self.services.ledger.is_lost
+        parts = PromptParts.of(turn.request) if cache.wants_diagnosis or has_ledger else None
         if cache.compare_to is not None:
             turn.earlier = self.requests.get(cache.compare_to, owner)
         # The entry outlives the turn, so it contains neither image files nor a proof, which refers to the messages.
@@ -258,7 +269,9 @@ class Proxy:
             turn.words = FirstWords.of(turn.request)
         if caller.shares_namespace:
             turn.own_nearest = partial(self.requests.own_nearest, turn.explained)
+        if caller.shares_namespace or has_ledger:
             turn.note_answer = partial(self.requests.note_answer, turn.explained)
+        turn.own_earlier = partial(self.requests.own_before, turn.explained)
 
     def remembered(self) -> Remembered:
         """What is remembered outside the parking budget."""

@@ -30,6 +30,7 @@ from parkd.types.identity import (
 from parkd.types.report import (
     CacheOutcome,
     CacheReport,
+    Cause,
     Diagnosis,
     DiagnosisKind,
     Divergence,
@@ -60,6 +61,7 @@ __all__ = [
     "CacheMode",
     "CacheOutcome",
     "CacheReport",
+    "Cause",
     "ConversationKey",
     "Diagnosis",
     "DiagnosisKind",

@@ -15,6 +15,39 @@ class CacheOutcome(StrEnum):
     COLD = "cold"
 
 
+class Cause(StrEnum):
+    """Why tokens of a prompt were read."""
+
+    NONE = ""
+    """All that was known was reused."""
+    FIRST_TIME = "first_time"
+    CLOCK = "clock"
+    """A time, an id, a path of temporary files or a counter in the prompt."""
+    TOOLS_REORDERED = "tools_reordered"
+    TOOLS = "tools"
+    SYSTEM_MOVED = "system_moved"
+    SYSTEM = "system"
+    MODEL = "model"
+    """Another model name, which the template writes into the prompt."""
+    KEY = "key"
+    """The same prompt under another salt or steering."""
+    HISTORY_EDITED = "history_edited"
+    TEMPLATE = "template"
+    """The model's own answer came back in other tokens."""
+    EVICTED = "evicted"
+    REFUSED = "refused"
+    """There was no room to park it."""
+    FORGOTTEN = "forgotten"
+    """Someone asked for that."""
+    DAMAGE = "damage"
+    NO_CHECKPOINT = "no_checkpoint"
+    """The model's state could be resumed only before the place."""
+    CHEAPER = "cheaper"
+    """Reading takes less time than restoring."""
+    NOT_ASKED = "not_asked"
+    """The request wanted no cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """Where a prompt first differs from what was known. The texts quote a few tokens of both, so they are for their
@@ -68,6 +101,8 @@ class CacheReport:
     """None if the client did not ask."""
     written_tokens: int = 0
     """Tokens of the prompt that this turn adds to what is kept."""
+    is_damaged: bool = False
+    """Parked state was there and could not be used."""
 
 
 @dataclass(frozen=True, slots=True)

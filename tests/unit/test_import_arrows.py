@@ -35,6 +35,7 @@ RULES = (
     Rule("parkd.private_files", (), COMPUTE + HTTP),
     Rule("parkd.config", ("parkd.config", "parkd.identity.normalise", *SHARED), COMPUTE + HTTP),
     Rule("parkd.identity", ("parkd.identity", "parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
+    Rule("parkd.ledger", ("parkd.ledger", "parkd.types", "parkd.errors", "parkd.private_files"), COMPUTE + HTTP),
     Rule("parkd.store", ("parkd.store", *SHARED), COMPUTE + HTTP),
     Rule("parkd.portable", ("parkd.portable", "parkd.store", "parkd.identity.chain", *SHARED), COMPUTE + HTTP),
     Rule(
@@ -57,7 +58,15 @@ RULES = (
     ),
     Rule(
         "parkd.lane",
-        ("parkd.lane", "parkd.answers", "parkd.identity", "parkd.store", "parkd.engine_adapter.base", *SHARED),
+        (
+            "parkd.lane",
+            "parkd.answers",
+            "parkd.identity",
+            "parkd.ledger",
+            "parkd.store",
+            "parkd.engine_adapter.base",
+            *SHARED,
+        ),
         COMPUTE + HTTP,
     ),
     Rule(
@@ -70,6 +79,7 @@ RULES = (
         (
             "parkd.proxy",
             "parkd.lane",
+            "parkd.ledger",
             "parkd.answers",
             "parkd.identity",
             "parkd.store",

@@ -19,6 +19,7 @@ from parkd.answers.base import OutputFormat
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.normalise import NormaliserConfig
 from parkd.identity.output_memory import OutputMemory
+from parkd.ledger.ledger import Ledger
 from parkd.proxy.access import namespaces_of
 from parkd.proxy.config import BuildMask, ProxyConfig, Services
 from parkd.proxy.server import Server
@@ -217,6 +218,7 @@ async def running(
     normaliser: NormaliserConfig | None = None,
     eviction_policy: str = "value",
     clock: Callable[[], float] = time.monotonic,
+    ledger: Ledger | None = None,
 ) -> AsyncIterator[Running]:
     """Starts a server, gives it, stops it as SIGTERM would. `clock` is the store's, in seconds."""
     end_texts = [engine.tokenizer.decode([token_id]) for token_id in engine.info.end_token_ids]
@@ -233,7 +235,7 @@ async def running(
         eviction_policy=eviction_policy,
         clock=clock,
     )
-    server = Server(services)
+    server = Server(replace(services, ledger=ledger))
     # its own socket, so that a test's server never takes over the runner's signals: `_serve` is `serve` without them
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if send_buffer_bytes is not None:
@@ -258,12 +260,13 @@ def running_in_thread(
     config: ProxyConfig | None = None,
     output: OutputFormat | None = None,
     build_mask: BuildMask | None = None,
+    ledger: Ledger | None = None,
 ) -> Iterator[Server]:
     """For clients that block: the server has a thread and an event loop of its own."""
     end_texts = [engine.tokenizer.decode([token_id]) for token_id in engine.info.end_token_ids]
     answers = OutputMemory(MIB, end_texts)
     services, _ = make_services(engine, config=config, output=output, build_mask=build_mask, answers=answers)
-    server = Server(services)
+    server = Server(replace(services, ledger=ledger))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     began_s = time.monotonic()

@@ -121,6 +121,8 @@ def left(directory: Path) -> int:
 def test_forget_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     park(tmp_path / "d", a="", b="")
     (tmp_path / "d" / "0123456789abcdef.extent").write_bytes(b"of nobody")
+    for name in ("ledger.sqlite3", "ledger.sqlite3-wal", "ledger.sqlite3-shm"):
+        (tmp_path / "d" / name).write_bytes(b"what turns cost")
     assert cli.main(["forget", "--park-dir", str(tmp_path / "d"), "--all"]) == 0
     assert "forgot 2 conversations" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["lock", "parkd-directory"]

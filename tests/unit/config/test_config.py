@@ -276,3 +276,23 @@ def test_web_pages_that_may_call_are_named_one_by_one() -> None:
     assert load({}, {}).server.cors_origins == ()
     for wrong in ("*", "a.example", "https://a.example/page"):
         assert "an origin such as" in refusal({"cors-origin": wrong})
+
+
+def test_the_ledger_is_in_the_park_directory_or_where_programs_keep_their_state() -> None:
+    state = {"XDG_STATE_HOME": "/s"}
+    assert load({}, state).cache.ledger == Path("/s/parkd/8080-ledger.sqlite3")
+    assert load({"port": "9"}, {}).cache.ledger == Path("~/.local/state/parkd/9-ledger.sqlite3").expanduser()
+    parked = {"park-dir": "/d", "conversation-cache-disk-mib": "1"}
+    assert load(parked, state).cache.ledger == Path("/d/ledger.sqlite3")
+    assert load({**parked, "ledger": "/l"}, state).cache.ledger == Path("/l")
+    assert load({"ledger": "off"}, state).cache.ledger is None
+
+
+def test_a_price_needs_what_the_machine_takes() -> None:
+    server = load({"watts": "350", "kwh-price": "0.31"}, {}).server
+    assert (server.watts, server.kwh_price) == (350.0, 0.31)
+    with pytest.raises(ConfigError, match="--watts"):
+        load({"kwh-price": "0.31"}, {})
+    for wrong in ("-1", "x", "1e3", "", "nan"):
+        with pytest.raises(ConfigError):
+            load({"watts": wrong}, {})

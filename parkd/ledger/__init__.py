@@ -1,0 +1,1 @@
+"""What each turn cost, kept for weeks in a small file."""
