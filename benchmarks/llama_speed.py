@@ -80,8 +80,9 @@ def speed(model: Path, cache_dir: Path, tokens: int, repeats: int) -> Speed:
     """One warm-up of each; then runs in random order, so that none always has the same neighbour."""
     from parkd.config import ModelConfig
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
+    from parkd.state import EngineConfig
 
-    config = ModelConfig(str(model), cache_dir, context_tokens=2048, batch_tokens=BATCH_TOKENS)
+    config = ModelConfig(str(model), cache_dir, layout=EngineConfig(context_tokens=2048, batch_tokens=BATCH_TOKENS))
     engine = LlamaCppEngine.load(config)
     ids = np.random.default_rng(0).integers(1000, 20000, tokens).astype(np.int64)
     prompt, last = ids[:-1], int(ids[-1])

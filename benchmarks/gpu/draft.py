@@ -73,7 +73,7 @@ def step_seconds(session: Session, guesses: int) -> dict[str, float]:
     return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
-def measure(model: str, gain: float, position: int, tokens: int, kv: torch.dtype | None) -> list[dict[str, Any]]:
+def measure(model: str, gain: float, position: int, tokens: int, kv: str | None) -> list[dict[str, Any]]:
     config = preset_config(model + WITH_HEAD)
     weights = random_model(config, torch.bfloat16, torch.device(CARD), gain)
     head = random_head(weights, ECHO)
@@ -82,7 +82,7 @@ def measure(model: str, gain: float, position: int, tokens: int, kv: torch.dtype
     found: list[dict[str, Any]] = []
     for guesses in SETTINGS:
         layout = EngineConfig(
-            devices=(CARD,), context_tokens=position + 1024, batch_tokens=2048, draft_tokens=guesses, kv_dtype=kv
+            devices=(CARD,), context_tokens=position + 1024, batch_tokens=2048, draft_tokens=guesses, kv_format=kv
         )
         session = open_session(weights, layout, draft_model=head if guesses else None)
         began = time.perf_counter()
@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--kv", choices=("bf16", "int8"), default="bf16")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    kv = torch.int8 if asked.kv == "int8" else None
+    kv = "int8" if asked.kv == "int8" else None
     result = {
         **machine(),
         "model": asked.model,

@@ -22,7 +22,7 @@ from PIL import Image
 
 from benchmarks.gpu.figures import GIB
 from benchmarks.gpu.lane import GpuLane, Ids, following, load, random_ids
-from benchmarks.gpu.switching import KV, machine, state_of
+from benchmarks.gpu.switching import machine, state_of
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.types import ImageSpan
 
@@ -106,7 +106,7 @@ def main() -> int:
             Path(tempfile.gettempdir()) / "parkd-bench",
             context_tokens=asked.a1 + 512,
             batch_tokens=2048,
-            kv_dtype=KV[kv],
+            kv_format=kv,
             draft_tokens=asked.draft_tokens,
         )
         loaded_s = time.perf_counter() - began

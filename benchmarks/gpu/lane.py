@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from parkd_engine.config import EngineConfig
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
@@ -25,7 +24,7 @@ from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.start import cold_start, decide_start
-from parkd.state import BLOCK_TOKENS
+from parkd.state import BLOCK_TOKENS, EngineConfig
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from parkd.types import ConversationKey, ImageSpan, PromptIdentity, SamplingParams
@@ -51,7 +50,7 @@ class TurnFigures:
 
 def load(model: str, devices: tuple[str, ...], cache_dir: Path, **layout: Any) -> TorchEngine:
     return TorchEngine.load(
-        ModelConfig(model, cache_dir), EngineConfig(devices=devices, **layout), fresh_seed=lambda: 1
+        ModelConfig(model, cache_dir, layout=EngineConfig(devices=devices, **layout)), fresh_seed=lambda: 1
     )
 
 

@@ -31,7 +31,6 @@ from parkd.types import PromptIdentity
 A1_TOKENS, B1_TOKENS, A2_TOKENS = 86_343, 14_533, 86_376
 ANSWER_TOKENS = 17
 """A2's prompt contains A1's, its answer and a new message."""
-KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 MAX_CARDS = 8
 
 
@@ -60,7 +59,7 @@ async def measure(
     figures: dict[str, Any] = {"devices": devices, "kv": kv, "batch_tokens": batch_tokens, "budget_bytes": budget_bytes}
     began = time.perf_counter()
     cache = Path(tempfile.gettempdir()) / "parkd-bench"
-    engine = load(model, devices, cache, context_tokens=A2_TOKENS + 512, batch_tokens=batch_tokens, kv_dtype=KV[kv])
+    engine = load(model, devices, cache, context_tokens=A2_TOKENS + 512, batch_tokens=batch_tokens, kv_format=kv)
     figures["load_s"] = time.perf_counter() - began
     began = time.perf_counter()
     lane = GpuLane(engine, budget_bytes)

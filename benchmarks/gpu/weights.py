@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parkd_engine.config import EngineConfig
 from parkd_engine.kernels import codes
 from parkd_engine.kernels.few_tokens import products
 from parkd_engine.kernels.matvec import gated, matvec
@@ -36,6 +35,7 @@ from benchmarks.gpu.kernels import COPIES, linear, microseconds
 from benchmarks.gpu.lane import GpuLane, following, random_ids
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
+from parkd.state import EngineConfig
 
 CARD = "cuda:0"
 SHAPES = ((17_408, 5120), (5120, 17_408), (10_240, 5120), (6144, 5120), (5120, 6144))
@@ -86,7 +86,7 @@ def opened(model: str, cache: Path, cap_bytes: int | None, **layout: Any) -> Tor
         return min(there, cap_bytes - torch.cuda.memory_allocated(device))
 
     config = EngineConfig(devices=(CARD,), batch_tokens=2048, **layout)
-    return TorchEngine.load(ModelConfig(model, cache), config, free=free, fresh_seed=lambda: 1)
+    return TorchEngine.load(ModelConfig(model, cache, layout=config), free=free, fresh_seed=lambda: 1)
 
 
 async def switching(engine: TorchEngine, a1_tokens: int, b1_tokens: int) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def main() -> int:
         torch.cuda.set_per_process_memory_fraction(cap_bytes / total)
         began = time.perf_counter()
         engine = opened(
-            args.model, Path(folder), cap_bytes, weights="int4", kv_dtype=torch.int8, context_tokens=args.context
+            args.model, Path(folder), cap_bytes, weights="int4", kv_format="int8", context_tokens=args.context
         )
         figures["int4"] = {"load_s": time.perf_counter() - began, "memory": [dict(each) for each in engine.info.memory]}
         figures["int4"] |= asyncio.run(switching(engine, args.a1, args.b1))
@@ -192,7 +192,7 @@ def main() -> int:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0)
-        engine = opened(args.model, Path(folder), None, kv_dtype=torch.int8, context_tokens=8192)
+        engine = opened(args.model, Path(folder), None, kv_format="int8", context_tokens=8192)
         figures["bf16_decode_ms_at_4k"] = asyncio.run(decoding(engine))
         tell()
     return 0

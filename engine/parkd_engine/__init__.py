@@ -19,7 +19,7 @@ True
 `dataclasses`. Errors are those of `parkd.errors`.
 """
 
-from parkd_engine.config import EngineConfig
+from parkd.state import EngineConfig
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.moves.snapshot import capture, host_transfer, restore, restore_and_read
 from parkd_engine.opening import open_seats, open_session

@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from parkd.errors import ModelError
+from parkd.state import EngineConfig
+from parkd.state.engine_config import AUTO_SEATS
 from parkd_engine.arenas.arena import WindowRoom
+from parkd_engine.arenas.kv_format import kv_dtype_of
 from parkd_engine.arenas.layout import StageStateLayout, build_layout
 from parkd_engine.arenas.row_space import ROW_GRAIN, footprint
-from parkd_engine.config import AUTO_SEATS, EngineConfig
 from parkd_engine.families.layer_shapes import layer_kinds
 from parkd_engine.families.layer_state import draft_layers
 from parkd_engine.families.multimodal import language_config, longest_span
@@ -112,7 +114,7 @@ class StageMemory:
 def window_room(settings: Any, config: EngineConfig) -> WindowRoom:
     """Window room for chunks of the batch size, or of an image that must be read in one chunk. `settings` is the
     library's configuration of the whole model."""
-    return WindowRoom(max(config.batch_tokens, longest_span(settings)), config.window_slack_tokens)
+    return WindowRoom(max(config.chunk_tokens, longest_span(settings)), config.window_slack_tokens)
 
 
 class ModelMemory:
@@ -129,7 +131,7 @@ class ModelMemory:
         the compute dtype. `library` measures what the matrix library takes on a device."""
         self._config, self._dtype, self._layout = config, dtype, layout
         self._text = language_config(config)
-        self._kv_dtype = layout.kv_dtype or dtype
+        self._kv_dtype = kv_dtype_of(layout.kv_format, dtype)
         self._weights: ModelWeights = model_weights(config, dtype)
         self._room = window_room(config, layout)
         self._library = {device: library(device) for device in dict.fromkeys(layout.devices)}

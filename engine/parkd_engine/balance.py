@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from parkd.state import EngineConfig
 from parkd_engine.account import ModelMemory
-from parkd_engine.config import EngineConfig
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.layer_split import least_worst, shared_layers, split_layers
 from parkd_engine.memory import is_card, usable_bytes

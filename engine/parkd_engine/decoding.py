@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from parkd.errors import LogitsNotFinite, NothingAllowed
+from parkd.state import DraftCounts
 from parkd_engine.draft.pace import DraftPace
 from parkd_engine.session import Session
 from parkd_engine.words.distribution import Distribution
@@ -35,16 +35,6 @@ class Mask(Protocol):
 
     def allowed(self) -> Allowed: ...
     def accept(self, token_id: int) -> None: ...
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """The guesses of one answer."""
-
-    drafted: int = 0
-    """Tokens guessed."""
-    accepted: int = 0
-    """Guesses that the model accepted."""
 
 
 class Decoder:
@@ -101,7 +91,7 @@ class Decoder:
                 return [self._said(self._sampler.pick(scores, allowed), scores)]
         start, accepted = session.position, self.counts.accepted
         logits = session.verify([token_id, *(guess for guess, _ in guesses)])
-        self.counts.drafted += len(guesses)
+        self.counts += DraftCounts(len(guesses), 0)
         said: list[int] = []
         with self._emptied_by(logits):
             try:
@@ -135,7 +125,7 @@ class Decoder:
             said.append(self._said(token, scores))
             if token != guess:
                 return
-            self.counts.accepted += 1
+            self.counts += DraftCounts(0, 1)
             if token in self._end_token_ids:
                 return
             allowed = None if self._mask is None else self._mask.allowed()

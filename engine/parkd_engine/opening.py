@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from parkd.state import EngineConfig
 from parkd_engine.account import window_room
 from parkd_engine.arenas.arena import StageArena
+from parkd_engine.arenas.kv_format import kv_dtype_of
 from parkd_engine.arenas.layout import build_layout
 from parkd_engine.arenas.row_space import ROW_GRAIN, RowSpace, footprint
-from parkd_engine.config import EngineConfig
 from parkd_engine.draft.head import bare_head
 from parkd_engine.families.architectures import check_config
 from parkd_engine.families.multimodal import language_config
@@ -63,7 +64,7 @@ def open_seats(
     check_config(model.config)
     ranges = ranges or split_layers(model.config, len(config.devices), config.layer_split)
     text = language_config(model.config)
-    layouts = build_layout(model.config, ranges, config.kv_dtype or model.dtype, model.dtype)
+    layouts = build_layout(model.config, ranges, kv_dtype_of(config.kv_format, model.dtype), model.dtype)
     stages = place(model, ranges, config.devices)
     tower = None if images is None else VisionTower(model, images, stages[0].device)
     draft = None if draft_model is None else bare_head(draft_model, stages[-1].device)
@@ -95,7 +96,7 @@ def open_seats(
             Session(
                 stages,
                 arenas,
-                config.batch_tokens,
+                config.chunk_tokens,
                 text,
                 config.ctx_checkpoints,
                 tower,

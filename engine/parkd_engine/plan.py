@@ -11,10 +11,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from parkd.errors import ModelError
+from parkd.state import EngineConfig
 from parkd_engine.account import ModelMemory, StageMemory
+from parkd_engine.arenas.kv_format import kv_dtype_of
 from parkd_engine.arenas.layout import StageStateLayout, build_layout
 from parkd_engine.balance import choose_split
-from parkd_engine.config import EngineConfig
 from parkd_engine.families.architectures import architecture_of, check_config
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.presets.shapes import PREFIX, preset_config
@@ -64,7 +65,7 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
         dtype = torch.float32
     memory = ModelMemory(settings, dtype, config)
     ranges = choose_split(settings, dtype, config, _free_here, memory)
-    layouts = build_layout(settings, ranges, config.kv_dtype or dtype, dtype)
+    layouts = build_layout(settings, ranges, kv_dtype_of(config.kv_format, dtype), dtype)
     context_tokens = int(language_config(settings).max_position_embeddings)
     scheme = scheme_of(settings)
     weights = f"full precision ({str(dtype).removeprefix('torch.')})" if scheme is None else str(scheme)

@@ -19,12 +19,12 @@ import torch
 
 from parkd.errors import ContextFull
 from parkd.state import StateLayout, chunk_end
+from parkd.state.engine_config import CTX_CHECKPOINTS
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
 from parkd_engine.arenas.fixed_state import FixedState
 from parkd_engine.arenas.row_space import RowSpace
 from parkd_engine.arenas.timeline_images import TimelineImages
-from parkd_engine.config import CTX_CHECKPOINTS
 from parkd_engine.draft.head import Choose, DraftHead
 from parkd_engine.forward.forward import ChunksUnderWay, ModelForward
 from parkd_engine.forward.stages import Stage

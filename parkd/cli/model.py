@@ -14,10 +14,9 @@ from parkd.cli.library_notes import shorten_library_notes
 from parkd.config import MIB, Config, ModelConfig
 from parkd.errors import ConfigError
 from parkd.memory import free_memory_bytes
+from parkd.state import EngineConfig
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
-    from parkd_engine.config import EngineConfig
-
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.torch_engine.engine import TorchEngine
@@ -88,14 +87,15 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
     """Which engine runs the model, and why. Raises ConfigError for flags that do not fit together."""
     if config.upstream is not None:
         return "llama-server", "--upstream names one"
+    layout = config.layout
     has_library = importlib.util.find_spec(LLAMA_PACKAGE) is not None
     is_gguf = model.lower().endswith(".gguf")
     name, why = config.engine, "--engine names it"
     if name == "auto":
         wants = f"--{config.llama.given[0]} is its flag" if config.llama.given else ""
-        if config.devices or not is_gguf:  # --layer-split goes with --devices only
-            name, why = "torch", "--devices names its stages" if config.devices else "the model is not a GGUF file"
-        elif config.weights is not None and not wants:
+        if layout.devices or not is_gguf:  # --layer-split goes with --devices only
+            name, why = "torch", "--devices names its stages" if layout.devices else "the model is not a GGUF file"
+        elif layout.weights is not None and not wants:
             name, why = "torch", "--weights converts for it"
         elif not has_library:
             name, why = "torch", f"llama.cpp is not installed: {LLAMA_HINT}"
@@ -103,20 +103,20 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
             name, why = "torch", "the demo shows stages"
         else:
             name, why = "llama.cpp", wants or "the model is a GGUF file, and the library is installed"
-    if name == "llama.cpp" and config.weights is not None:
+    if name == "llama.cpp" and layout.weights is not None:
         raise ConfigError(
-            f"--weights {config.weights} is for --engine torch, and this runs on llama.cpp, since {why}: name a GGUF "
+            f"--weights {layout.weights} is for --engine torch, and this runs on llama.cpp, since {why}: name a GGUF "
             f"file of fewer bits instead"
         )
     if name == "llama.cpp" and not is_gguf:
         raise ConfigError(f"--engine llama.cpp runs GGUF files, and --model is {model}")
     if name == "llama.cpp" and not has_library:
         raise ConfigError(f"--engine llama.cpp needs llama-cpp-python: {LLAMA_HINT}")
-    if name == "llama.cpp" and (config.devices or config.layer_split):
+    if name == "llama.cpp" and (layout.devices or layout.layer_split):
         raise ConfigError(
             "--devices and --layer-split are for --engine torch: llama.cpp has --split-mode, --tensor-split"
         )
-    if name == "llama.cpp" and config.parallel != 1:
+    if name == "llama.cpp" and layout.seats != 1:
         raise ConfigError(
             f"--parallel is for --engine torch, and this runs on llama.cpp, since {why}. It keeps one conversation "
             f"live, and parks the others: leave it out, and see --conversation-cache-mib"
@@ -191,24 +191,9 @@ def check_devices(devices: Sequence[str], count: int, *, has_mps: bool) -> None:
             raise ConfigError(f"--devices {','.join(devices)}: there is no {device}, {have}{hint}")
 
 
-def engine_layout(config: ModelConfig) -> EngineConfig:
-    """How the torch engine lays the model out, on the devices asked for or else on what there is."""
-    import torch
-    from parkd_engine.arenas.kv_format import KV_FORMATS
-    from parkd_engine.config import EngineConfig, batch_for
-
-    devices = config.devices or ("cuda:0" if torch.cuda.is_available() else "cpu",)
-    return EngineConfig(
-        devices=devices,
-        layer_split=config.layer_split or None,
-        context_tokens=config.context_tokens,
-        seats=config.parallel,
-        batch_tokens=config.batch_tokens or batch_for(devices),
-        weights=config.weights,
-        ctx_checkpoints=config.ctx_checkpoints,
-        draft_tokens=config.draft_tokens,
-        kv_dtype=None if config.kv_format is None else KV_FORMATS[config.kv_format],
-    )
+def on_devices(layout: EngineConfig) -> EngineConfig:
+    """On the devices that it names, or else on the first card, or else on the CPU."""
+    return layout if layout.devices else replace(layout, devices=("cuda:0" if has_card() else "cpu",))
 
 
 def load_engine(
@@ -225,12 +210,11 @@ def load_engine(
         torch.set_num_threads(config.model.threads)
     library_logging.disable_progress_bar()
     shorten_library_notes()
-    layout = engine_layout(config.model)
+    layout = on_devices(config.model.layout)
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     check_devices(layout.devices, cards, has_mps=torch.backends.mps.is_available())
     return TorchEngine.load(
-        _loaded_as(config.model, model, is_demo=is_demo),
-        layout,
+        replace(_loaded_as(config.model, model, is_demo=is_demo), layout=layout),
         progress,
         free=lambda device: memory.measure() if device == "cpu" else free_bytes(device),
         reserved=lambda: memory.budget_bytes,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parkd.cli import arguments
-from parkd.cli.model import MemoryShare, choose_engine, engine_layout, find_model, on_disk
+from parkd.cli.model import MemoryShare, choose_engine, find_model, on_devices, on_disk
 from parkd.config import MIB, Config, ModelConfig, load
 from parkd.errors import ConfigError
 
@@ -41,19 +41,19 @@ def plan(config: Config) -> int:
         model, known = weightless(config.model)
         name = f"{Path(model).stem if Path(model).is_file() else model} ({known.architecture})"
         layout, longest = budget_table.layout_of(known.stages), known.context_tokens
-        tokens, seats = config.model.context_tokens or longest, config.model.parallel or 1
+        tokens, seats = config.model.layout.context_tokens or longest, config.model.layout.seats or 1
         size = sum(stage.lines(0).get("weights", 0) for stage in known.memory)
         notes = [f"weights   {known.weights}, {-(-size // MIB):,} MiB"]
         notes += [
             memory_line(each.device, each.first_layer, each.end_layer, each.lines(tokens, seats, seats * tokens))
             for each in known.memory
         ]
-        if config.model.parallel is None:
+        if config.model.layout.seats is None:
             notes.append("seats     as many as fit beside a whole context each, up to 4; the lines above count one")
         elif seats > 1:
             notes.append(f"seats     {seats}, with rows for a context each where they fit, else fewer")
     sizes = Sizes(layout, store_config)
-    context_tokens = config.model.context_tokens or longest
+    context_tokens = config.model.layout.context_tokens or longest
     print("\n".join([*budget_table.lines(name, sizes, context_tokens, store_config.min_free_bytes), *notes]))
     return 0
 
@@ -103,4 +103,4 @@ def weightless(config: ModelConfig) -> tuple[str, WeightlessModel]:
     from parkd_engine.plan import plan_model
 
     model = on_disk(find_model(config)[0])
-    return model, plan_model(model, engine_layout(config))
+    return model, plan_model(model, on_devices(config.layout))

@@ -33,17 +33,18 @@ def load(
 ) -> TorchEngine:
     """Loads the engine, with the split that is stored for this model on these devices if it still fits. Raises
     ModelError."""
-    if files is None or len(config.model.devices) < 2 or config.model.layer_split:
+    if files is None or len(config.model.layout.devices) < 2 or config.model.layout.layer_split:
         return load_engine(config)
-    known = recall(files, model, config.model.devices)
+    known = recall(files, model, config.model.layout.devices)
     if known is not None:
         try:
-            return load_engine(replace(config, model=replace(config.model, layer_split=known)))
+            layout = replace(config.model.layout, layer_split=known)
+            return load_engine(replace(config, model=replace(config.model, layout=layout)))
         except ModelError as error:
             log.warning("the previous layer split does not fit, so a new one is chosen: %s", error.message)
     engine = load_engine(config)
     split = tuple(stage.first_layer for stage in engine.info.layout.stages[1:])
-    remember(files, model, config.model.devices, split)
+    remember(files, model, config.model.layout.devices, split)
     return engine
 
 

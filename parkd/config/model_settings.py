@@ -13,17 +13,13 @@ from typing import Any
 from parkd.config.llama_settings import scaled_files
 from parkd.errors import ConfigError
 from parkd.state import VectorFile
+from parkd.state.engine_config import MAX_DRAFT_TOKENS, MOST_SEATS
 
 KV_ALIASES = {"auto": None, "bf16": "bf16", "f16": "f16", "f32": "f32", "int8": "int8", "q8_0": "int8"}
 """Names that a user may give -> KV format: the engine's own names, and llama.cpp's name for int8."""
 
 WEIGHTS = {"auto": None, "int4": "int4", "int8": "int8", "fp8": "fp8"}
 """Names that a user may give -> kind of weights, by the engine's own names."""
-
-MAX_DRAFT_TOKENS = 16
-"""Most guesses per step; the engine has the same limit."""
-MOST_SEATS = 16
-"""Most conversations live at once; the engine has the same limit."""
 
 
 def kv_format(text: str) -> str | None:

@@ -25,6 +25,7 @@ from parkd.config.values import (
     UpstreamConfig,
 )
 from parkd.errors import ConfigError
+from parkd.state import EngineConfig
 
 LEDGER_NAME = "ledger.sqlite3"
 UPSTREAM_PARK_DIR = "parkd"
@@ -210,15 +211,17 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             model=values["model"],
             cache_dir=home,
             chat_template_file=values["chat-template-file"],
-            devices=values["devices"],
-            layer_split=values["layer-split"],
-            context_tokens=values["ctx-size"],
-            parallel=values["parallel"],
-            batch_tokens=values["batch-size"],
-            ctx_checkpoints=values["ctx-checkpoints"],
-            weights=values["weights"],
-            kv_format=None if values["engine"] == "llama.cpp" or llama.given else one_kv_format(values),
-            draft_tokens=draft_tokens(values),
+            layout=EngineConfig(
+                devices=values["devices"],
+                layer_split=values["layer-split"] or None,
+                context_tokens=values["ctx-size"],
+                seats=values["parallel"],
+                batch_tokens=values["batch-size"],
+                kv_format=None if values["engine"] == "llama.cpp" or llama.given else one_kv_format(values),
+                weights=values["weights"],
+                ctx_checkpoints=values["ctx-checkpoints"],
+                draft_tokens=draft_tokens(values),
+            ),
             control_vectors=control_vectors(values),
             steered_layers=values["control-vector-layer-range"],
             upstream=_upstream(values, home),

@@ -17,6 +17,7 @@ from parkd.config.model_settings import (
     vectors,
     weights_kind,
 )
+from parkd.state.engine_config import CARD_BATCH, CPU_BATCH, CTX_CHECKPOINTS
 
 ENV_PREFIX = "PARKD_"
 
@@ -102,7 +103,7 @@ SETTINGS: tuple[Setting, ...] = (
         "TOKENS|auto",
         parsers.batch,
         None,
-        "tokens read per chunk (auto: 512 on CPUs, else 2048)",
+        f"tokens read per chunk (auto: {CPU_BATCH} on CPUs, else {CARD_BATCH})",
         short=("-b",),
     ),
     Setting(
@@ -127,7 +128,7 @@ SETTINGS: tuple[Setting, ...] = (
         "model",
         "N",
         parsers.count(1, 1024),
-        8,
+        CTX_CHECKPOINTS,
         "copies of the fixed state to go back to, for models that have it ({})",
     ),
     Setting("kv-cache-dtype", "model", "TYPE", kv_format, None, "type of keys and values: f32, f16, bf16, int8 (auto)"),

@@ -9,7 +9,7 @@ from typing import Literal
 from parkd.config.llama_settings import LoraAdapter
 from parkd.config.parsers import MIB
 from parkd.config.settings import default_of
-from parkd.state import VectorFile
+from parkd.state import EngineConfig, VectorFile
 from parkd.types import NamedKey
 
 
@@ -81,24 +81,8 @@ class ModelConfig:
     """The model's name; None: the name in its files."""
     is_demo_model: bool = False
     chat_template_file: Path | None = None
-    devices: tuple[str, ...] = ()
-    """One per stage; empty: chosen when the model is loaded."""
-    layer_split: tuple[int, ...] = ()
-    """First layer of each stage but the first; empty: split by the sizes of the layers."""
-    context_tokens: int | None = None
-    """Context length; None: the largest that fits, up to the model's limit."""
-    parallel: int | None = default_of("parallel")
-    """Conversations that are live at once; None: as many as fit."""
-    batch_tokens: int | None = None
-    """Tokens per prefill chunk; None: by the kind of devices."""
-    ctx_checkpoints: int = default_of("ctx-checkpoints")
-    """Copies of the fixed state on the devices, for models that have it."""
-    weights: str | None = None
-    """The kind to which weights in full precision are converted; None: as they are."""
-    kv_format: str | None = None
-    """Type of the stored keys and values, a name in `arenas.kv_format`; None: the type they are computed in."""
-    draft_tokens: int | None = None
-    """Tokens that a draft head guesses per step; None: the engine's default, 0: none."""
+    layout: EngineConfig = field(default_factory=lambda: EngineConfig(devices=()))
+    """How it is laid out on the devices."""
     control_vectors: tuple[VectorFile, ...] = ()
     steered_layers: tuple[int, int] | None = None
     """First and last layer that control vectors may steer, both included; None: all but the first."""

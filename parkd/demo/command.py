@@ -56,7 +56,7 @@ def run(flags: Mapping[str, str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # unwinds the stack, which stops the servers
     config = load(flags)
     given = dict(flags) | {"port": "0"}
-    if not config.model.devices:
+    if not config.model.layout.devices:
         given["devices"] = "cpu,cpu"
     try:
         turns, cold = _converse(config, given)

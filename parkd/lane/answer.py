@@ -11,7 +11,8 @@ from parkd.answers.stops import StopStrings
 from parkd.answers.token_trail import TokenTrail
 from parkd.engine_adapter.base import Cancel, Engine, Seat
 from parkd.lane.events import joined_events
-from parkd.types import DraftCounts, Event, FinishReason, TextDelta, TokenLogprob, TurnRequest
+from parkd.state import DraftCounts
+from parkd.types import Event, FinishReason, TextDelta, TokenLogprob, TurnRequest
 
 Emit = Callable[[Event], None]
 

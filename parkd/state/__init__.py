@@ -8,12 +8,16 @@ sums.py          the checksums of parts
 moves.py         one capture or restore: which bytes go where, and their checksums
 checkpoints.py   the copies of fixed state that an engine holds
 costs.py         what reading tokens and moving bytes cost
+engine_config.py how a model is laid out on its devices
+drafts.py        how many guesses of a draft head came true
 prompts.py       images and control vectors, which shape state beside the tokens
 """
 
 from parkd.state.checkpoints import KeptStates, chunk_end
 from parkd.state.costs import Costs
 from parkd.state.described import LAYOUT_LIMIT_BYTES, DamagedLayout, describe, layout_from
+from parkd.state.drafts import DraftCounts
+from parkd.state.engine_config import EngineConfig
 from parkd.state.fields import DIGEST_BYTES, PLAIN_DTYPES, StateField, stage_digest
 from parkd.state.layout import BLOCK_TOKENS, Grain, Resume, StageLayout, StateLayout, last_exact
 from parkd.state.moves import (
@@ -40,6 +44,8 @@ __all__ = [
     "Checksums",
     "Costs",
     "DamagedLayout",
+    "DraftCounts",
+    "EngineConfig",
     "FixedPart",
     "Grain",
     "ImageFacts",

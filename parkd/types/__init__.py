@@ -34,7 +34,6 @@ from parkd.types.report import (
     Diagnosis,
     DiagnosisKind,
     Divergence,
-    DraftCounts,
     Timings,
 )
 from parkd.types.request import (
@@ -66,7 +65,6 @@ __all__ = [
     "Diagnosis",
     "DiagnosisKind",
     "Divergence",
-    "DraftCounts",
     "Event",
     "FinishReason",
     "Finished",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from parkd.state import DraftCounts
 
 
 class CacheOutcome(StrEnum):
@@ -106,14 +108,6 @@ class CacheReport:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftCounts:
-    """Tokens of one answer that a draft head guessed, and how many of them the model confirmed."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Timings:
     """Seconds and counts of one turn, measured by the turn itself."""
 
@@ -126,7 +120,7 @@ class Timings:
     decode_s: float = 0.0
     prefill_tokens: int = 0
     output_tokens: int = 0
-    drafts: DraftCounts = DraftCounts()
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     paused_s: float = 0.0
     """While others ran after it had begun, with what it took to go on; in none of the times above but `first_token_s`,
     which counts pauses before the first token."""

@@ -24,13 +24,13 @@ def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("devices", SPLITS, ids=",".join)
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=str)
 @pytest.mark.parametrize("kind", list(SHAPES))
 def test_state_that_comes_back_passes(
-    kind: str, kv_dtype: torch.dtype | None, devices: tuple[str, ...], tmp_path: Path
+    kind: str, kv_format: str | None, devices: tuple[str, ...], tmp_path: Path
 ) -> None:
     guesses = 2 if kind.startswith("drafting") else 0
-    engine = opened(kind, devices, tmp_path, kv_dtype=kv_dtype, draft_tokens=guesses)
+    engine = opened(kind, devices, tmp_path, kv_format=kv_format, draft_tokens=guesses)
     verdict = examine(engine, slab_hooks=engine.host_memory_hooks())
     assert verdict.differences == ()
     assert verdict.steps == 4

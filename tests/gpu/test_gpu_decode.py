@@ -48,8 +48,8 @@ def model(family: str, dtype: torch.dtype) -> Any:
     return made.to(dtype).to("cuda:0").eval()
 
 
-def opened(made: Any, devices: tuple[str, ...], *, recorded: bool, kv_dtype: torch.dtype | None = None) -> Session:
-    layout = EngineConfig(devices=devices, context_tokens=CONTEXT, batch_tokens=256, kv_dtype=kv_dtype)
+def opened(made: Any, devices: tuple[str, ...], *, recorded: bool, kv_format: str | None = None) -> Session:
+    layout = EngineConfig(devices=devices, context_tokens=CONTEXT, batch_tokens=256, kv_format=kv_format)
     session = open_session(made, layout)
     if recorded:
         assert session.use_kernels(), "these models decode as recorded graphs"
@@ -67,18 +67,18 @@ def forced(session: Session, prompt: Any, answer: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("devices", SPLITS, ids=",".join)
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=str)
 @pytest.mark.parametrize("dtype", list(LOGIT_TOLERANCE), ids=str)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_logits_are_the_librarys_but_for_rounding(
-    family: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, devices: tuple[str, ...]
+    family: str, dtype: torch.dtype, kv_format: str | None, devices: tuple[str, ...]
 ) -> None:
     """Of a prompt read and tokens decoded by the kernels, against the library's forward over rows of the same kind."""
     made = model(family, dtype)
     prompt, answer = ids(700), ids(24, seed=2)
-    expected = forced(opened(made, devices, recorded=False, kv_dtype=kv_dtype), prompt, answer)
-    recorded = forced(opened(made, devices, recorded=True, kv_dtype=kv_dtype), prompt, answer)
-    tolerance = LOGIT_TOLERANCE[dtype] if kv_dtype is None else CODES_TOLERANCE
+    expected = forced(opened(made, devices, recorded=False, kv_format=kv_format), prompt, answer)
+    recorded = forced(opened(made, devices, recorded=True, kv_format=kv_format), prompt, answer)
+    tolerance = LOGIT_TOLERANCE[dtype] if kv_format is None else CODES_TOLERANCE
     agreeing = 0
     for mine, theirs in zip(recorded, expected, strict=True):
         assert (mine - theirs).abs().max() < tolerance * theirs.abs().max()
@@ -87,9 +87,9 @@ def test_logits_are_the_librarys_but_for_rounding(
 
 
 @pytest.mark.parametrize("devices", SPLITS, ids=",".join)
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
-def test_restored_equals_never_parked(devices: tuple[str, ...], kv_dtype: torch.dtype | None) -> None:
-    session = opened(model("qwen3", torch.bfloat16), devices, recorded=True, kv_dtype=kv_dtype)
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=str)
+def test_restored_equals_never_parked(devices: tuple[str, ...], kv_format: str | None) -> None:
+    session = opened(model("qwen3", torch.bfloat16), devices, recorded=True, kv_format=kv_format)
     prompt, answer = ids(600), ids(40, seed=2)
     forced(session, prompt, answer[:20])
     plan = host_transfer(session, session.position)
@@ -133,7 +133,7 @@ def test_rows_of_codes_are_those_the_library_path_writes() -> None:
     made = model("qwen3", torch.bfloat16)
     read = []
     for recorded in (False, True):
-        session = opened(made, ("cuda:0",), recorded=recorded, kv_dtype=torch.int8)
+        session = opened(made, ("cuda:0",), recorded=recorded, kv_format="int8")
         session.extend(ids(700))
         first = session.arenas[0].layout.row_fields[0]
         read.append(session.arenas[0].field_view(first)[:700].int())

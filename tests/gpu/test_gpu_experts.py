@@ -42,7 +42,7 @@ EXPERTS: dict[str, Preset] = {
 EXPERT_COUNTS = {"experts": 16, "sinks": 8}
 EVERY_KIND = pytest.mark.parametrize("kind", list(EXPERTS))
 EVERY_SPLIT = pytest.mark.parametrize("devices", SPLITS, ids=",".join)
-EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+EVERY_FORMAT = pytest.mark.parametrize("kv_format", [None, "int8"], ids=str)
 MOST_ERROR = 1.25
 """Of the mean error of the library's forward in bf16, against float32."""
 
@@ -57,9 +57,9 @@ def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 @EVERY_FORMAT
 @EVERY_KIND
 async def test_a2_after_b_is_a2_never_interrupted(
-    kind: str, devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+    kind: str, devices: tuple[str, ...], kv_format: str | None, tmp_path: Path
 ) -> None:
-    lane = GpuLane(opened(kind, devices, tmp_path, kv_dtype=kv_dtype), 512 * MIB)
+    lane = GpuLane(opened(kind, devices, tmp_path, kv_format=kv_format), 512 * MIB)
     assert lane.engine.session.forward.decode_graph is not None, "decoding is recorded"
     a1, b1 = ids(3000, 1), ids(2049, 2)
     first = await lane.turn(lane.prompt("whole", a1), 12)
@@ -80,9 +80,7 @@ async def test_a2_after_b_is_a2_never_interrupted(
 
 @EVERY_FORMAT
 @EVERY_KIND
-def test_recorded_steps_are_those_of_the_librarys_forward_but_for_rounding(
-    kind: str, kv_dtype: torch.dtype | None
-) -> None:
+def test_recorded_steps_are_those_of_the_librarys_forward_but_for_rounding(kind: str, kv_format: str | None) -> None:
     """Over prompts shorter and longer than a window, of one chunk and of several. All experts work on every token: with
     fewer, rounding may choose other ones, and then the answers differ by more than rounding."""
     config = preset_config(f"random:{kind}")
@@ -92,7 +90,7 @@ def test_recorded_steps_are_those_of_the_librarys_forward_but_for_rounding(
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
                 parameter.copy_(torch.linspace(-2.0, 4.0, parameter.numel()))
-    layout = EngineConfig(devices=("cuda:0",), context_tokens=4096, batch_tokens=512, kv_dtype=kv_dtype)
+    layout = EngineConfig(devices=("cuda:0",), context_tokens=4096, batch_tokens=512, kv_format=kv_format)
     exact_model = copy.deepcopy(model).float()
 
     def steps(its_model: Any, prompt: list[int], *, recorded: bool) -> torch.Tensor:

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*falling back to its reference"),
 ]
 EVERY_SPLIT = pytest.mark.parametrize("devices", SPLITS, ids=",".join)
-EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+EVERY_FORMAT = pytest.mark.parametrize("kv_format", [None, "int8"], ids=str)
 
 OTHERS = ["tiny-deepseek-v3", "tiny-falcon-h1"]
 """Latent attention, and layers that attend and recur at once."""
@@ -87,10 +87,10 @@ async def assert_a_flipped_byte_reads_cold(lane: GpuLane, prompt: Any, part: str
 @EVERY_FORMAT
 @pytest.mark.parametrize("lengths", [(5001, 3000), (300, 2049)], ids=str)
 async def test_sparse_attention_comes_back_as_it_was(
-    devices: tuple[str, ...], kv_dtype: torch.dtype | None, lengths: tuple[int, int], tmp_path: Path
+    devices: tuple[str, ...], kv_format: str | None, lengths: tuple[int, int], tmp_path: Path
 ) -> None:
     """Keys, index keys and positions in rows; n-grams' last tokens, convolutions and recurrent states beside them."""
-    engine = opened("indexed", devices, tmp_path, kv_dtype=kv_dtype)
+    engine = opened("indexed", devices, tmp_path, kv_format=kv_format)
     lane = await a_b_a(engine, ids(lengths[0], 1), ids(lengths[1], 2))
     lane.close()
 
@@ -100,9 +100,9 @@ async def test_sparse_attention_comes_back_as_it_was(
 @EVERY_FORMAT
 @pytest.mark.parametrize("preset", OTHERS)
 async def test_other_kinds_of_state_come_back_as_they_were(
-    preset: str, devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+    preset: str, devices: tuple[str, ...], kv_format: str | None, tmp_path: Path
 ) -> None:
-    engine = opened(preset, devices, tmp_path, kv_dtype=kv_dtype, context_tokens=4096, batch_tokens=1024)
+    engine = opened(preset, devices, tmp_path, kv_format=kv_format, context_tokens=4096, batch_tokens=1024)
     lane = await a_b_a(engine, ids(2500, 1), ids(900, 2))
     lane.close()
 
@@ -152,10 +152,10 @@ def picture(engine: TorchEngine, start: int, seed: int) -> ImageSpan:
 @EVERY_FORMAT
 @pytest.mark.parametrize("preset", ["tiny-qwen3.5-vl", "tiny-gemma3-vl"])
 async def test_pictures_come_back_as_they_were_and_are_not_read_again(
-    preset: str, devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+    preset: str, devices: tuple[str, ...], kv_format: str | None, tmp_path: Path
 ) -> None:
     """Positions by row and column, and their offset, which is state; or pictures that see themselves."""
-    engine = opened(preset, devices, tmp_path, kv_dtype=kv_dtype, context_tokens=4096, batch_tokens=256)
+    engine = opened(preset, devices, tmp_path, kv_format=kv_format, context_tokens=4096, batch_tokens=256)
     images = tuple(picture(engine, start, seed) for start, seed in ((100, 1), (700, 2)))
     a1 = ids(1500, 1) % 90 + 10  # No id of a picture outside its place.
     for image in images:
@@ -177,7 +177,7 @@ async def test_pictures_come_back_as_they_were_and_are_not_read_again(
 @EVERY_SPLIT
 @EVERY_FORMAT
 def test_guessing_ahead_changes_no_greedy_answer(
-    devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+    devices: tuple[str, ...], kv_format: str | None, tmp_path: Path
 ) -> None:
     """In float32, where tokens at once and one at a time differ too little to matter."""
     said: dict[int, list[int]] = {}
@@ -186,8 +186,8 @@ def test_guessing_ahead_changes_no_greedy_answer(
             "tiny-qwen3.5-mtp-echo",
             devices,
             tmp_path,
-            kv_dtype=kv_dtype,
-            dtype=torch.float32,
+            kv_format=kv_format,
+            dtype="f32",
             draft_tokens=guesses,
             context_tokens=4096,
         )
@@ -204,9 +204,9 @@ def test_guessing_ahead_changes_no_greedy_answer(
 @EVERY_SPLIT
 @EVERY_FORMAT
 async def test_the_draft_heads_state_comes_back_as_it_was(
-    devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+    devices: tuple[str, ...], kv_format: str | None, tmp_path: Path
 ) -> None:
-    engine = opened("drafting-echo", devices, tmp_path, kv_dtype=kv_dtype, draft_tokens=2)
+    engine = opened("drafting-echo", devices, tmp_path, kv_format=kv_format, draft_tokens=2)
     assert engine.session.draft is not None
     lane = await a_b_a(engine, ids(3001, 1), ids(1200, 2))
     lane.close()
@@ -215,10 +215,10 @@ async def test_the_draft_heads_state_comes_back_as_it_was(
 @EVERY_SPLIT
 @EVERY_FORMAT
 def test_a_recorded_step_with_guesses_is_single_steps_to_the_bit(
-    devices: tuple[str, ...], kv_dtype: torch.dtype | None, tmp_path: Path
+    devices: tuple[str, ...], kv_format: str | None, tmp_path: Path
 ) -> None:
     """Logits, rows, fixed state and what the head guesses next, in bf16."""
-    session = opened("drafting-echo", devices, tmp_path, kv_dtype=kv_dtype, draft_tokens=2).session
+    session = opened("drafting-echo", devices, tmp_path, kv_format=kv_format, draft_tokens=2).session
     assert session.draft is not None
     assert session.forward.is_recorded(1)
     assert session.forward.is_recorded(3)

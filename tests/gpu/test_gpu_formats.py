@@ -34,8 +34,8 @@ def model(dtype: torch.dtype = torch.float32) -> Any:
     return Qwen3ForCausalLM(config).to(dtype).eval()
 
 
-def opened(made: Any, devices: tuple[str, ...], kv_dtype: torch.dtype | None = None) -> Session:
-    config = EngineConfig(devices=devices, context_tokens=CONTEXT, batch_tokens=128, kv_dtype=kv_dtype)
+def opened(made: Any, devices: tuple[str, ...], kv_format: str | None = None) -> Session:
+    config = EngineConfig(devices=devices, context_tokens=CONTEXT, batch_tokens=128, kv_format=kv_format)
     return open_session(made, config)
 
 
@@ -52,15 +52,15 @@ def steering(scale: float) -> Steering:
 
 @pytest.mark.parametrize("devices", SPLITS, ids=str)
 def test_int8_rows_give_the_logits_they_give_on_a_cpu(devices: tuple[str, ...]) -> None:
-    mine = answers(opened(model(), devices, torch.int8))
-    expected = answers(opened(model(), ("cpu",), torch.int8))
+    mine = answers(opened(model(), devices, "int8"))
+    expected = answers(opened(model(), ("cpu",), "int8"))
     torch.testing.assert_close(mine, expected, atol=5e-3, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("devices", SPLITS[:2], ids=str)
 def test_restored_int8_rows_are_bit_equal(devices: tuple[str, ...], dtype: torch.dtype) -> None:
-    session = opened(model(dtype), devices, torch.int8)
+    session = opened(model(dtype), devices, "int8")
     stayed = answers(session)
     plan = host_transfer(session, 400)
     plan = replace(plan, checksums=capture(session, plan).rows)

@@ -36,13 +36,13 @@ def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("devices", SPLITS, ids=",".join)
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=str)
 @pytest.mark.parametrize("lengths", [(8192, 3000), (5001, 9000), (300, 2049)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a2_after_b_is_a2_never_interrupted(
-    kind: str, devices: tuple[str, ...], kv_dtype: torch.dtype | None, lengths: tuple[int, int], tmp_path: Path
+    kind: str, devices: tuple[str, ...], kv_format: str | None, lengths: tuple[int, int], tmp_path: Path
 ) -> None:
-    lane = GpuLane(opened(kind, devices, tmp_path, kv_dtype=kv_dtype), 512 * MIB)
+    lane = GpuLane(opened(kind, devices, tmp_path, kv_format=kv_format), 512 * MIB)
     assert lane.engine.session.forward.decode_graph is not None, "decoding is recorded"
     a1, b1 = ids(lengths[0], 1), ids(lengths[1], 2)
     first = await lane.turn(lane.prompt("whole", a1), 12)
@@ -68,7 +68,7 @@ async def test_a2_after_b_is_a2_never_interrupted(
 @pytest.mark.parametrize("part", ["rows", "fixed"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_flipped_byte_reads_cold(kind: str, part: str, devices: tuple[str, ...], tmp_path: Path) -> None:
-    lane = GpuLane(opened(kind, devices, tmp_path, kv_dtype=torch.int8), 512 * MIB)
+    lane = GpuLane(opened(kind, devices, tmp_path, kv_format="int8"), 512 * MIB)
     a1 = ids(3000, 1)
     first = await lane.turn(lane.prompt("a", a1), 8)
     await lane.live.settle()
@@ -123,17 +123,17 @@ async def test_a_capture_holds_no_byte_of_what_comes_next(kind: str, devices: tu
 
 
 @pytest.mark.parametrize("devices", SPLITS, ids=",".join)
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_decoding_errs_no_more_than_the_librarys(
-    kind: str, kv_dtype: torch.dtype | None, devices: tuple[str, ...]
+    kind: str, kv_format: str | None, devices: tuple[str, ...]
 ) -> None:
     """Both round over 300 tokens, each in the state it left itself, and are held to the same weights in float32."""
     model = random_model(preset_config(f"random:{kind}"), torch.bfloat16, torch.device("cuda:0"))
     prompt, answer = ids(3000, 1), ids(300, 2)  # Long enough that a window's buffer is full on the way.
     layout = EngineConfig(devices=devices, context_tokens=CONTEXT, batch_tokens=256)
     exact = open_session(copy.deepcopy(model).float(), layout)
-    session = open_session(model, replace(layout, kv_dtype=kv_dtype))
+    session = open_session(model, replace(layout, kv_format=kv_format))
     assert session.use_kernels()
     for reading in (exact, session):
         reading.extend(prompt)

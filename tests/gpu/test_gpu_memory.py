@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from parkd_engine.account import ARENA_PARTS, WEIGHT_PARTS, ModelMemory
-from parkd_engine.config import CARD_BATCH, EngineConfig
 from parkd_engine.families.presets.shapes import preset_config
 from parkd_engine.loading.draft_loading import drop_head
 from parkd_engine.memory import library_bytes
 
 from benchmarks.gpu.lane import load, random_ids
+from parkd.state import EngineConfig
+from parkd.state.engine_config import CARD_BATCH
 from tests.gpu.gpu_kit import CARDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -137,7 +137,7 @@ async def test_a2_after_b_is_a2_never_interrupted(
     """Rows of int8; decoding and chunks are recorded."""
     use_shapes(monkeypatch)
     layout = {"draft_tokens": 2} if kind == "drafting-echo" else {}
-    engine = opened(kind, (CARD,), tmp_path, weights=weights, kv_dtype=torch.int8, context_tokens=16_384, **layout)
+    engine = opened(kind, (CARD,), tmp_path, weights=weights, kv_format="int8", context_tokens=16_384, **layout)
     assert any(isinstance(module, QuantisedLinear) for module in engine.session.stages[0].inner.modules())
     assert engine.session.forward.decode_graph is not None
     lane = GpuLane(engine, 512 * MIB)

@@ -29,7 +29,7 @@ class Rule:
 
 RULES = (
     Rule("parkd_engine", ("parkd_engine", "parkd.state", "parkd.errors", "parkd.private_files"), HTTP),
-    Rule("parkd.types", ("parkd.types",), COMPUTE + HTTP),
+    Rule("parkd.types", ("parkd.types", "parkd.state"), COMPUTE + HTTP),
     Rule("parkd.state", ("parkd.state",), COMPUTE + HTTP),
     Rule("parkd.errors", (), COMPUTE + HTTP),
     Rule("parkd.private_files", (), COMPUTE + HTTP),
@@ -229,7 +229,7 @@ def test_a_circle_is_seen_also_if_it_is_only_for_types() -> None:
         ("parkd.engine_adapter.held_text", "import parkd_engine"),
         ("parkd.engine_adapter.held_text", "import httpx"),
         ("parkd.engine_adapter.llama_server.client", "import torch"),
-        ("parkd.demo.command", "from parkd_engine.config import EngineConfig"),
+        ("parkd.demo.command", "from parkd_engine.session import Session"),
         ("parkd.types", "from parkd.errors import ParkdError"),
     ],
 )

@@ -19,6 +19,12 @@ KV_FORMATS: Mapping[str, torch.dtype] = MappingProxyType(
 )
 """Name of a format -> dtype of its numbers in a row."""
 
+
+def kv_dtype_of(kv_format: str | None, compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the numbers in a row; None: the one they are computed in."""
+    return compute_dtype if kv_format is None else KV_FORMATS[kv_format]
+
+
 SCALE_DTYPE = torch.float16
 LARGEST_CODE = 127
 QUANTISED_NAME = "int8 codes, float16 scale a token and head"

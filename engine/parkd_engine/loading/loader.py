@@ -65,10 +65,8 @@ class LoadConfig:
     """The compute dtype. None means float32 on CPU and the checkpoint's own dtype on GPU."""
     draft: bool = True
     """Whether to load the model's draft head, if it has one."""
-    device: str = "cpu"
-    """Device of the first stage. Weights are loaded to main memory; random ones are drawn on the GPU."""
-    devices: tuple[str, ...] = ()
-    """Devices of all stages, if there are several."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Devices of all stages. Weights are loaded to main memory; random ones are drawn on the GPU."""
     weights: str | None = None
     """The kind to which weights in full precision are converted, one of `weights.schemes.OWN_KINDS`; None: none."""
     split: Callable[[Any, torch.dtype], Ranges] | None = None
@@ -179,7 +177,7 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
     check_config(settings)
     if config.weights is not None:
         convert_to(settings, config.weights)
-    device = torch.device(config.device)
+    device = torch.device(config.devices[0])
     dtype = config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     tokenizer = preset_tokenizer(settings)
     processor = preset_processor(config.model, settings)
@@ -210,7 +208,7 @@ def _ranges(config: LoadConfig, settings: Any, dtype: torch.dtype) -> Ranges:
 
 def _converted(path: Path, config: LoadConfig, cache: ModelCache, progress: Progress | None) -> tuple[Path, bytes]:
     """The folder converted from a GGUF file, now or earlier, and the digest of its content."""
-    dtype = config.dtype or (torch.float32 if torch.device(config.device).type == "cpu" else torch.bfloat16)
+    dtype = config.dtype or (torch.float32 if torch.device(config.devices[0]).type == "cpu" else torch.bfloat16)
     source = cache.file_digest(path, progress)
     recipe = f"{source.hex()} {gguf_convert.CONVERSION_VERSION} {dtype}"
     digest = blake2b(recipe.encode(), digest_size=DIGEST_BYTES).digest()
@@ -305,7 +303,7 @@ def _compute_dtype(config: LoadConfig, settings: Any) -> torch.dtype:
         return config.dtype
     # CPUs without bf16 instructions are three times slower in bf16, so the CPU always computes in float32.
     own = getattr(settings, "dtype", None)
-    if torch.device(config.device).type == "cpu":
+    if torch.device(config.devices[0]).type == "cpu":
         return torch.float32
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 

@@ -10,8 +10,8 @@ from threading import Event
 from typing import Any, Protocol
 
 from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream, Tokenizer
-from parkd.state import Checksums, StateLayout, StateSizes, Transfer
-from parkd.types import DraftCounts, ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask
+from parkd.state import Checksums, DraftCounts, StateLayout, StateSizes, Transfer
+from parkd.types import ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class LlamaCppEngine(OneSeatEngine):
         self.model = model
         self._batch_tokens = model.batch_tokens
         self.sequence = TokenSequence(model, model.batch_tokens)
-        self.timeline = Timeline(model, self.sequence, model.config.ctx_checkpoints)
+        self.timeline = Timeline(model, self.sequence, model.config.layout.ctx_checkpoints)
         self._fresh_seed = fresh_seed
         self.images: ImageReader | None = None
         self._vocabulary = LlamaTokenizer(model)
@@ -286,7 +286,7 @@ class LlamaCppEngine(OneSeatEngine):
             is_demo_model=config.is_demo_model,
             ctx_checkpoints=self.timeline.limit,
             can_pause=not self.timeline.window,  # a restore moves a window's cells, and so changes how sums round
-            build=f"{low.__name__} {version(LIBRARY)} {config.llama} {config.batch_tokens} {config.threads}",
+            build=f"{low.__name__} {version(LIBRARY)} {config.llama} {config.layout.batch_tokens} {config.threads}",
         )
 
     def _layout_of(self, stage: StageLayout, form: RangeForm | None) -> StateLayout:

@@ -64,7 +64,7 @@ class LlamaModel:
         assert config.model is not None
         self.config = config
         self.file = Path(config.model)
-        self.batch_tokens = config.batch_tokens or BATCH_TOKENS
+        self.batch_tokens = config.layout.batch_tokens or BATCH_TOKENS
         self._log = LibraryLog()
         low.llama_backend_init()
         self._check()
@@ -82,8 +82,9 @@ class LlamaModel:
         self.context = low.llama_init_from_model(self.pointer, self._context_params())
         if not self.context:
             low.llama_model_free(self.pointer)
+            asked = config.layout.context_tokens
             raise ModelError(
-                f"llama.cpp has no room for a context of {config.context_tokens or 'the full number of'} tokens: "
+                f"llama.cpp has no room for a context of {asked or 'the full number of'} tokens: "
                 f"{self._log.last}. Start with a smaller --ctx-size, or another --cache-type-k and --cache-type-v."
             )
         self.memory = low.llama_get_memory(self.context)
@@ -206,7 +207,7 @@ class LlamaModel:
     def _context_params(self) -> Any:
         config, params = self.config, low.llama_context_default_params()
         threads = config.threads or os.cpu_count() or 1
-        params.n_ctx = config.context_tokens or 0
+        params.n_ctx = config.layout.context_tokens or 0
         params.n_batch = self.batch_tokens
         params.n_ubatch = min(self.batch_tokens, MOST_PHYSICAL_BATCH)
         params.n_seq_max = SEQUENCES

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 from parkd_engine.arenas.pinned import PinnedMemory
-from parkd_engine.config import EngineConfig
 from parkd_engine.decoding import Decoder
-from parkd_engine.decoding import DraftCounts as DecoderCounts
 from parkd_engine.failures import noticing_loss
 from parkd_engine.loading.loader import LoadedModel
 from parkd_engine.memory import free_bytes
@@ -40,8 +38,8 @@ from parkd.engine_adapter.base import (
 from parkd.engine_adapter.torch_engine.loading import Progress, load_parts
 from parkd.engine_adapter.torch_engine.words import RenderedTemplate
 from parkd.errors import EngineFailure
-from parkd.state import Checksums, Transfer
-from parkd.types import DraftCounts, TokenIds
+from parkd.state import Checksums, DraftCounts, Transfer
+from parkd.types import TokenIds
 
 
 class TorchSeat(Seat):
@@ -61,7 +59,7 @@ class TorchSeat(Seat):
         self._open: Session | None = session
         self._fresh_seed = fresh_seed
         self._vectors = vectors or SteeringBank()
-        self._drafts = DecoderCounts()
+        self._drafts = DraftCounts()
         self._logprobs: Sequence[ScoredToken] = ()
 
     @property
@@ -124,6 +122,7 @@ class TorchSeat(Seat):
             while True:
                 with noticing_loss():
                     token = next(tokens, None)
+                self._drafts = decoder.counts
                 if token is None:
                     return
                 yield (token,)
@@ -139,7 +138,7 @@ class TorchSeat(Seat):
 
     @property
     def drafts(self) -> DraftCounts:
-        return DraftCounts(self._drafts.drafted, self._drafts.accepted)
+        return self._drafts
 
     @property
     def logprobs(self) -> Sequence[ScoredToken]:
@@ -209,19 +208,18 @@ class TorchEngine(TorchSeat, Engine):
     def load(
         cls,
         config: ModelConfig,
-        layout: EngineConfig,
         progress: Progress | None = None,
         *,
         free: Callable[[str], int] = free_bytes,
         reserved: Callable[[], int] = lambda: 0,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> TorchEngine:
-        """Loads the model and allocates the arenas as `layout` says. `free` returns the free bytes of a device;
+        """Loads the model and allocates the arenas as `config.layout` says. `free` returns the free bytes of a device;
         `reserved`, asked after it, the bytes of main memory that parked conversations may take.
 
         Raises ModelError, whose message says what to do.
         """
-        parts = load_parts(config, layout, progress, free, reserved)
+        parts = load_parts(config, progress, free, reserved)
         told = progress or (lambda _what, _share: None)
         return cls(
             parts.loaded, parts.sessions, parts.info, fresh_seed=fresh_seed, vectors=parts.vectors, progress=told

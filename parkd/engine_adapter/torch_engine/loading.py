@@ -11,8 +11,8 @@ import parkd_engine
 import torch
 import transformers
 from parkd_engine.account import ARENA_PARTS, WEIGHT_PARTS, ModelMemory, StageMemory, choose_context, choose_seats
+from parkd_engine.arenas.kv_format import KV_FORMATS, kv_dtype_of
 from parkd_engine.balance import choose_split
-from parkd_engine.config import EngineConfig
 from parkd_engine.families.architectures import architecture_of
 from parkd_engine.loading.fingerprint import fingerprint
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
@@ -25,6 +25,7 @@ from parkd.config import ModelConfig
 from parkd.engine_adapter.base import EngineInfo
 from parkd.engine_adapter.base.build import sources_of
 from parkd.errors import ModelError
+from parkd.state import EngineConfig
 
 Progress = Callable[[str, float], None]
 """Called with (current activity, fraction done from 0 to 1)."""
@@ -48,17 +49,17 @@ class EngineParts:
 
 def load_parts(
     config: ModelConfig,
-    layout: EngineConfig,
     progress: Progress | None,
     free: Callable[[str], int],
     reserved: Callable[[], int] = lambda: 0,
 ) -> EngineParts:
-    """Loads the model and allocates the arenas as `layout` says. `free` returns the free bytes of a device;
+    """Loads the model and allocates the arenas as `config.layout` says. `free` returns the free bytes of a device;
     `reserved`, asked after it, the bytes of main memory that parked conversations may take.
 
     Raises ModelError, whose message says what to do.
     """
     assert config.model is not None
+    layout = config.layout
     known: list[ModelMemory] = []
 
     def split(settings: Any, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
@@ -72,9 +73,8 @@ def load_parts(
                 config.model,
                 config.cache_dir,
                 config.chat_template_file,
-                layout.dtype,
+                None if layout.dtype is None else KV_FORMATS[layout.dtype],
                 draft=layout.guesses > 0,
-                device=layout.devices[0],
                 devices=layout.devices,
                 weights=layout.weights,
                 split=split,
@@ -96,7 +96,7 @@ def load_parts(
             f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
             f"Name more devices with --devices, or use a smaller model."
         ) from error
-    return EngineParts(loaded, sessions, _info(config, layout, loaded, sessions, memory), vectors)
+    return EngineParts(loaded, sessions, _info(config, loaded, sessions, memory), vectors)
 
 
 def _opened(
@@ -126,13 +126,10 @@ def _opened(
 
 
 def _info(
-    config: ModelConfig,
-    layout: EngineConfig,
-    loaded: LoadedModel,
-    sessions: Sequence[Session],
-    memory: Sequence[StageMemory],
+    config: ModelConfig, loaded: LoadedModel, sessions: Sequence[Session], memory: Sequence[StageMemory]
 ) -> EngineInfo:
-    kv_dtype, session = layout.kv_dtype or loaded.dtype, sessions[0]
+    layout, session = config.layout, sessions[0]
+    kv_dtype = kv_dtype_of(layout.kv_format, loaded.dtype)
     rows = session.arenas[0].row_tokens
     accounts = tuple(stage.lines(session.context_tokens, len(sessions), rows) for stage in memory)
     return EngineInfo(

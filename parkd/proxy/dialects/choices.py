@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from parkd.errors import ParkdError
 from parkd.proxy.dialects.base import Encoder
-from parkd.types import DraftCounts, Event, Finished
+from parkd.state import DraftCounts
+from parkd.types import Event, Finished
 
 
 class ChoiceEncoder(Encoder, Protocol):
@@ -70,8 +71,6 @@ def in_all(ended: Sequence[Finished]) -> Finished:
             decode_s=sum(each.decode_s for each in timings),
             paused_s=sum(each.paused_s for each in timings),
             pauses=sum(each.pauses for each in timings),
-            drafts=DraftCounts(
-                sum(each.drafts.drafted for each in timings), sum(each.drafts.accepted for each in timings)
-            ),
+            drafts=sum((each.drafts for each in timings), DraftCounts()),
         ),
     )

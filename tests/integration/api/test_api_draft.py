@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parkd_engine.config import EngineConfig
 
 from parkd.answers.base import OutputFormat
 from parkd.answers.structured import StructuredOutput
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
+from parkd.state import EngineConfig
 from parkd.types import TokenMask, TurnRequest
 from tests.integration.api.api_harness import Messages, Running, running
 
@@ -27,7 +27,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required"
 
 def load(folder: Path, draft_tokens: int, model: str = MODEL) -> TorchEngine:
     layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=768, batch_tokens=256, draft_tokens=draft_tokens)
-    return TorchEngine.load(ModelConfig(model, folder), layout, fresh_seed=lambda: 4)
+    return TorchEngine.load(ModelConfig(model, folder, layout=layout), fresh_seed=lambda: 4)
 
 
 @pytest.fixture(scope="module")

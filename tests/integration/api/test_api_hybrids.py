@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from parkd_engine.config import EngineConfig
 from parkd_engine.families.presets.shapes import ECHO, PRESETS, WITH_HEAD
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
+from parkd.state import EngineConfig
 from parkd.types import SamplingParams
 from tests.integration.api.api_harness import Messages, running
 
@@ -36,7 +35,7 @@ REWINDS = (
 
 def tiny(folder: Path, family: str, **layout: Any) -> TorchEngine:
     settings = {"devices": ("cpu", "cpu"), "context_tokens": 1024, "batch_tokens": 128, "draft_tokens": 2, **layout}
-    return TorchEngine.load(ModelConfig(f"random:{family}", folder), EngineConfig(**settings))
+    return TorchEngine.load(ModelConfig(f"random:{family}", folder, layout=EngineConfig(**settings)))
 
 
 def read_cold(engine: TorchEngine, messages: Messages) -> str:
@@ -82,6 +81,6 @@ async def test_a_b_a(family: str, tmp_path: Path) -> None:
 
 
 def test_the_format_of_rows_does_not_touch_fixed_state(tmp_path: Path) -> None:
-    full, codes = (tiny(tmp_path, "tiny-qwen3.5", kv_dtype=kv_dtype) for kv_dtype in (None, torch.int8))
+    full, codes = (tiny(tmp_path, "tiny-qwen3.5", kv_format=kv_format) for kv_format in (None, "int8"))
     assert full.info.layout.row_bytes > codes.info.layout.row_bytes
     assert full.info.layout.fixed_bytes == codes.info.layout.fixed_bytes > 0

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parkd_engine.config import EngineConfig
 from parkd_engine.families.presets.shapes import PRESETS
 from PIL import Image
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.identity import images as identity_images
-from parkd.state import ImageFacts
+from parkd.state import EngineConfig, ImageFacts
 from tests.fakes.engine import FakeEngine
 from tests.fakes.images import FakeImages
 from tests.integration.api.api_harness import Running, body_of, running
@@ -141,7 +140,7 @@ def picture(seed: int, width: int = 60, height: int = 40) -> bytes:
 async def test_a_b_a(family: str, dialect: Dialect, tmp_path: Path) -> None:
     """With pictures in each turn. What comes back is restored, pictures and all, and the tower reads new ones only."""
     layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=1024, batch_tokens=128)
-    engine = TorchEngine.load(ModelConfig(f"random:{family}", tmp_path), layout)
+    engine = TorchEngine.load(ModelConfig(f"random:{family}", tmp_path, layout=layout))
     a1: Parts = ["Look: ", picture(1), LONG, picture(2, 100, 30), " What is it?"]
     b1: Parts = ["Look: ", picture(1), LONG, picture(3, 100, 30), " What is it?"]
     more: Parts = ["And this? ", picture(4)]
@@ -164,7 +163,7 @@ async def test_a_b_a(family: str, dialect: Dialect, tmp_path: Path) -> None:
         assert (third, reused, engine.images_encoded) == (second, longer - 1, count + 1)
     assert first != other
     engine.close()
-    cold = TorchEngine.load(ModelConfig(f"random:{family}", tmp_path), layout)
+    cold = TorchEngine.load(ModelConfig(f"random:{family}", tmp_path, layout=layout))
     async with running(cold, answer_bytes=0) as server:  # type: ignore[arg-type]
         assert (await dialect.ask(server, a1, first, more))[:2] == (second, 0)
         assert cold.images_encoded == 3
@@ -175,7 +174,7 @@ async def test_a_b_a(family: str, dialect: Dialect, tmp_path: Path) -> None:
 async def test_dialects_share_one_path(family: str, tmp_path: Path) -> None:
     """The same picture packed otherwise, in another dialect: the same conversation."""
     layout = EngineConfig(devices=("cpu",), context_tokens=1024, batch_tokens=128)
-    engine = TorchEngine.load(ModelConfig(f"random:{family}", tmp_path), layout)
+    engine = TorchEngine.load(ModelConfig(f"random:{family}", tmp_path, layout=layout))
     packed = io.BytesIO()
     Image.open(io.BytesIO(picture(1))).save(packed, "WEBP", lossless=True)
     async with running(engine) as server:  # type: ignore[arg-type]

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from parkd_engine.config import EngineConfig
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
+from parkd.state import EngineConfig
 from parkd.types import SamplingParams
 from tests.integration.api.api_harness import Messages, running
 
@@ -20,9 +20,9 @@ A1: Messages = [{"role": "user", "content": "A server holds one conversation in 
 B1: Messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 20}]
 
 
-def tiny(folder: Path, stages: int, kv_dtype: torch.dtype | None) -> TorchEngine:
-    layout = EngineConfig(devices=("cpu",) * stages, context_tokens=1024, batch_tokens=128, kv_dtype=kv_dtype)
-    return TorchEngine.load(ModelConfig("random:tiny-qwen3", folder), layout)
+def tiny(folder: Path, stages: int, kv_format: str | None) -> TorchEngine:
+    layout = EngineConfig(devices=("cpu",) * stages, context_tokens=1024, batch_tokens=128, kv_format=kv_format)
+    return TorchEngine.load(ModelConfig("random:tiny-qwen3", folder, layout=layout))
 
 
 def never_left(engine: TorchEngine, turns: list[Messages]) -> list[str]:
@@ -52,7 +52,7 @@ def never_left(engine: TorchEngine, turns: list[Messages]) -> list[str]:
 
 @pytest.mark.parametrize("stages", [1, 3])
 async def test_a_b_a_over_eight_bit_rows(stages: int, tmp_path: Path) -> None:
-    engine = tiny(tmp_path, stages, torch.int8)
+    engine = tiny(tmp_path, stages, "int8")
     # No memory of answers: what is sent back is tokenised again, as the twin below does.
     async with running(engine, answer_bytes=0) as server:  # type: ignore[arg-type]
         first = await server.chat(A1)
@@ -66,7 +66,7 @@ async def test_a_b_a_over_eight_bit_rows(stages: int, tmp_path: Path) -> None:
 
 
 def test_the_engine_is_told_apart_by_its_format(tmp_path: Path) -> None:
-    full, codes = tiny(tmp_path, 2, None), tiny(tmp_path, 2, torch.int8)
+    full, codes = tiny(tmp_path, 2, None), tiny(tmp_path, 2, "int8")
     assert full.info.fingerprint != codes.info.fingerprint
     assert full.info.layout.digest != codes.info.layout.digest
     # 2 layers a stage, 2 heads of 16: 4 bytes a number against 1 and two padded scales a head.

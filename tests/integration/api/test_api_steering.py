@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine.config import EngineConfig
 from safetensors.torch import save_file
 
 from parkd import cli
 from parkd.config import ModelConfig, load
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
-from parkd.state import VectorFile
+from parkd.state import EngineConfig, VectorFile
 from parkd.types import SamplingParams
 from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Messages, Running, running
@@ -45,8 +44,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
         )
         files.append(VectorFile(name, folder / f"{name}.safetensors", VECTORS[name]))
     layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=1024, batch_tokens=256)
-    config = ModelConfig("random:tiny-qwen3", folder, control_vectors=tuple(files))
-    engine = TorchEngine.load(config, layout)
+    config = ModelConfig("random:tiny-qwen3", folder, layout=layout, control_vectors=tuple(files))
+    engine = TorchEngine.load(config)
     yield engine
     engine.close()
 

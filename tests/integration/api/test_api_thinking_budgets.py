@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from parkd_engine.config import EngineConfig
 
 from parkd.answers.base import OutputFormat, ToolFormat
 from parkd.answers.formats import THINK
@@ -20,6 +19,7 @@ from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.identity.builder import IdentityBuilder
 from parkd.lane.answer import AnswerLoop
+from parkd.state import EngineConfig
 from parkd.types import (
     FinishReason,
     ReasoningParams,
@@ -99,8 +99,8 @@ def test_every_budget_ends_thinking_in_every_dialect(server: Served, dialect: An
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
     layout = EngineConfig(devices=("cpu",), context_tokens=512, batch_tokens=256, draft_tokens=2)
-    config = ModelConfig("random:tiny-qwen3.5-mtp-echo", tmp_path_factory.mktemp("cache"))
-    engine = TorchEngine.load(config, layout, fresh_seed=lambda: 4)
+    config = ModelConfig("random:tiny-qwen3.5-mtp-echo", tmp_path_factory.mktemp("cache"), layout=layout)
+    engine = TorchEngine.load(config, fresh_seed=lambda: 4)
     yield engine
     engine.close()
 

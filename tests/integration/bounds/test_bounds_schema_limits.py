@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from parkd_engine.config import EngineConfig
 
 from parkd.answers.base import OutputFormat, ToolFormat
 from parkd.answers.structured import StructuredOutput
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
+from parkd.state import EngineConfig
 from parkd.types import TokenMask, TurnRequest
 from tests.integration.api.api_harness import Messages, Running, running
 
@@ -42,8 +42,8 @@ DIALECTS: Mapping[str, Mapping[str, Any]] = {
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
     layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=768, batch_tokens=256)
-    config = ModelConfig("random:tiny-qwen3", tmp_path_factory.mktemp("cache"))
-    loaded = TorchEngine.load(config, layout, fresh_seed=lambda: 4)
+    config = ModelConfig("random:tiny-qwen3", tmp_path_factory.mktemp("cache"), layout=layout)
+    loaded = TorchEngine.load(config, fresh_seed=lambda: 4)
     yield loaded
     loaded.close()
 

@@ -46,6 +46,7 @@ def model_file(name: str, folder: Path) -> Path:
 def loaded(name: str, folder: Path, **options) -> Iterator:
     from parkd.config import LlamaSettings, ModelConfig
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
+    from parkd.state import EngineConfig
 
     template = None
     if name == "gemma":  # a base model: it has none
@@ -53,7 +54,10 @@ def loaded(name: str, folder: Path, **options) -> Iterator:
         template.write_text(CHATML)
     names = {field.name for field in fields(LlamaSettings)} & options.keys()
     llama = LlamaSettings(**{name: options.pop(name) for name in names})
-    settings = {"context_tokens": 2048, "threads": 1, "batch_tokens": BATCH, "chat_template_file": template, **options}
+    sizes = {"context_tokens": 2048, "batch_tokens": BATCH}
+    names = {field.name for field in fields(EngineConfig)} & options.keys()
+    layout = EngineConfig(**sizes | {name: options.pop(name) for name in names})
+    settings = {"threads": 1, "chat_template_file": template, "layout": layout, **options}
     engine = LlamaCppEngine.load(ModelConfig(str(model_file(name, folder)), folder / "cache", llama=llama, **settings))
     try:
         yield engine

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine.config import EngineConfig
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
-from parkd.state import BLOCK_TOKENS
+from parkd.state import BLOCK_TOKENS, EngineConfig
 from tests.integration.api.api_harness import MIB, Messages, Running, running
 
 pytestmark = [pytest.mark.anyio, pytest.mark.model, pytest.mark.timeout(600)]
@@ -39,8 +38,8 @@ B1: Messages = [{"role": "user", "content": "Write one line about the colour of 
 def engines(demo_model: Path, model_cache: Path) -> Iterator[tuple[TorchEngine, TorchEngine]]:
     """One for the server, one that is never interrupted."""
     layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=1024, batch_tokens=128)
-    config = ModelConfig(str(demo_model), model_cache)
-    served, uninterrupted = TorchEngine.load(config, layout), TorchEngine.load(config, layout)
+    config = ModelConfig(str(demo_model), model_cache, layout=layout)
+    served, uninterrupted = TorchEngine.load(config), TorchEngine.load(config)
     yield served, uninterrupted
     served.close()
     uninterrupted.close()

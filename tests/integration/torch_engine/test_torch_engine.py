@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine.config import EngineConfig
 from parkd_engine.loading import gguf_convert
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +20,7 @@ from parkd.config import ModelConfig
 from parkd.engine_adapter.base import Engine
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.errors import EngineFailure, EngineLost, InvalidRequest, ModelError, RestoreFailed
-from parkd.state import BLOCK_TOKENS, RowRun, StageTransfer, Transfer
+from parkd.state import BLOCK_TOKENS, EngineConfig, RowRun, StageTransfer, Transfer
 from parkd.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -39,7 +38,8 @@ def cache(model_cache: Path) -> Path:
 
 def tiny(cache: Path, devices: int = 2, **layout: Any) -> TorchEngine:
     settings = {"devices": ("cpu",) * devices, "context_tokens": 1024, "batch_tokens": 64, **layout}
-    return TorchEngine.load(ModelConfig("random:tiny-qwen3", cache), EngineConfig(**settings), fresh_seed=lambda: 4)
+    config = ModelConfig("random:tiny-qwen3", cache, layout=EngineConfig(**settings))
+    return TorchEngine.load(config, fresh_seed=lambda: 4)
 
 
 @pytest.fixture
@@ -107,12 +107,12 @@ def test_logprobs_stand_beside_the_tokens_that_were_sampled(engine: TorchEngine)
 def test_greedy_answers_are_those_of_the_library(
     stages: int, demo_model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ModelConfig(str(demo_model), cache)
     layout = EngineConfig(devices=("cpu",) * stages, context_tokens=512, batch_tokens=32)
-    TorchEngine.load(config, layout).close()
+    config = ModelConfig(str(demo_model), cache, layout=layout)
+    TorchEngine.load(config).close()
     # From here on the converted folder must do.
     monkeypatch.setattr(gguf_convert, "convert", lambda *_: pytest.fail("converted again"))
-    engine = TorchEngine.load(config, layout)
+    engine = TorchEngine.load(config)
     ids = ids_of(engine, engine.template.render(MESSAGES, [], {}).text)
     tokens = answer(engine, ids, 24)
     (folder,) = (path for path in (cache / "models").iterdir() if path.is_dir())
@@ -128,7 +128,7 @@ def test_greedy_answers_are_those_of_the_library(
 @pytest.mark.model
 @pytest.mark.timeout(600)  # The first of them converts the weights, which takes a minute or two.
 def test_text_of_the_demo_tokenizer_comes_back_whole(demo_model: Path, cache: Path) -> None:
-    engine = TorchEngine.load(ModelConfig(str(demo_model), cache), EngineConfig(context_tokens=64))
+    engine = TorchEngine.load(ModelConfig(str(demo_model), cache, layout=EngineConfig(context_tokens=64)))
     rng = np.random.default_rng(1)
     for _ in range(50):
         points = rng.integers(1, 0xD800, 20).tolist() + rng.integers(0x1F300, 0x1F700, 3).tolist()
@@ -155,7 +155,7 @@ def test_it_is_an_engine_of_rows(engine: TorchEngine) -> None:
 
 def test_the_fingerprint_knows_state_and_nothing_else(engine: TorchEngine, cache: Path) -> None:
     assert tiny(cache, 1, context_tokens=512, batch_tokens=32).info.fingerprint == engine.info.fingerprint
-    assert tiny(cache, 2, kv_dtype=torch.bfloat16).info.fingerprint != engine.info.fingerprint
+    assert tiny(cache, 2, kv_format="bf16").info.fingerprint != engine.info.fingerprint
     assert tiny(cache, 2, dtype=torch.bfloat16).info.fingerprint != engine.info.fingerprint
 
 
@@ -294,8 +294,12 @@ def test_a_poisoned_device_is_lost(engine: TorchEngine, monkeypatch: pytest.Monk
 def test_a_template_refusal_is_an_invalid_request(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{{ raise_exception('no system messages here') }}")
     engine = TorchEngine.load(
-        ModelConfig("random:tiny-llama", cache, chat_template_file=tmp_path / "t.jinja"),
-        EngineConfig(context_tokens=64),
+        ModelConfig(
+            "random:tiny-llama",
+            cache,
+            chat_template_file=tmp_path / "t.jinja",
+            layout=EngineConfig(context_tokens=64),
+        )
     )
     with pytest.raises(InvalidRequest, match="no system messages here"):
         engine.template.render(MESSAGES, [], {})
@@ -311,13 +315,13 @@ def test_a_template_refusal_is_an_invalid_request(cache: Path, tmp_path: Path) -
 )
 def test_what_cannot_be_loaded_is_a_model_error(model: str, layout: dict[str, Any], message: str, cache: Path) -> None:
     with pytest.raises(ModelError, match=message):
-        TorchEngine.load(ModelConfig(model, cache), EngineConfig(**layout))
+        TorchEngine.load(ModelConfig(model, cache, layout=EngineConfig(**layout)))
 
 
 def test_a_context_that_does_not_fit_is_a_model_error_with_numbers(cache: Path) -> None:
-    config, layout = ModelConfig("random:tiny-qwen3", cache), EngineConfig(context_tokens=4096)
+    config = ModelConfig("random:tiny-qwen3", cache, layout=EngineConfig(context_tokens=4096))
     with pytest.raises(ModelError, match=r"4096 tokens needs 14 MiB on cpu beside the weights"):
-        TorchEngine.load(config, layout, free=lambda _: 257 << 20)
+        TorchEngine.load(config, free=lambda _: 257 << 20)
 
 
 def test_closing_gives_the_memory_back(cache: Path) -> None:

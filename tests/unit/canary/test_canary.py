@@ -47,7 +47,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     def load(name: str) -> TorchEngine:
         guesses = 2 if name.endswith("-mtp") else 0
         layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=CONTEXT, draft_tokens=guesses)
-        return TorchEngine.load(ModelConfig(f"random:{name}", folder), layout)
+        return TorchEngine.load(ModelConfig(f"random:{name}", folder, layout=layout))
 
     return load
 

@@ -21,6 +21,7 @@ from parkd.errors import ConfigError, ModelError
 from parkd.identity.answer_file import AnswerFile
 from parkd.identity.output_memory import OutputMemory, RememberedAnswer, Said
 from parkd.proxy.access import namespace_of
+from parkd.state import EngineConfig
 from parkd.store.files.fs import DirectoryFs
 from parkd.store.files.park_directory import open_directory
 from parkd.store.manifest import Manifest, encode
@@ -270,7 +271,7 @@ class Loader:
         self.auto, self.too_large, self.asked = auto, too_large, []
 
     def __call__(self, config: Any) -> Any:
-        split = config.model.layer_split
+        split = config.model.layout.layer_split
         self.asked.append(split)
         if split and split == self.too_large:
             raise ModelError("no room")
@@ -287,13 +288,13 @@ def test_the_layer_split_of_last_time_is_tried_first(tmp_path: Path) -> None:
     config = load({"devices": "cuda:0,cuda:1"}, {})
     first = Loader(auto=(12,))
     split_memory.load(config, "model", fs, first)
-    assert first.asked == [()]
+    assert first.asked == [None]
     second = Loader(auto=(11,))
     split_memory.load(config, "model", fs, second)
     assert second.asked == [(12,)], "a little less memory does not orphan what is parked"
     third = Loader(auto=(9,), too_large=(12,))
     split_memory.load(config, "model", fs, third)
-    assert third.asked == [(12,), ()]
+    assert third.asked == [(12,), None]
     assert split_memory.recall(fs, "model", ("cuda:0", "cuda:1")) == (9,)
     assert split_memory.recall(fs, "another", ("cuda:0", "cuda:1")) is None
     assert split_memory.recall(fs, "model", ("cuda:0", "cuda:2")) is None
@@ -306,10 +307,10 @@ def test_a_split_that_was_asked_for_is_taken(tmp_path: Path) -> None:
     config = load({"devices": "cpu,cpu", "layer-split": "5"}, {})
     loader = Loader(auto=(1,))
     split_memory.load(config, "model", fs, loader)
-    single = replace(config, model=replace(config.model, devices=("cpu",), layer_split=()))
+    single = replace(config, model=replace(config.model, layout=EngineConfig(devices=("cpu",))))
     split_memory.load(single, "model", fs, loader)
     split_memory.load(config, "model", None, loader)
-    assert loader.asked == [(5,), (), (5,)]
+    assert loader.asked == [(5,), None, (5,)]
     fs.close()
 
 

@@ -2,12 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import parkd_engine.config
 import pytest
-from parkd_engine.config import EngineConfig, batch_for
 
 from parkd.config import MIB, SETTINGS, ModelConfig, ProxyConfig, default_of, load
-from parkd.config.model_settings import MAX_DRAFT_TOKENS
 from parkd.engine_adapter.llama_server.client import Deadlines
 from parkd.errors import ConfigError
 
@@ -34,22 +31,22 @@ def test_defaults_serve_on_loopback_without_a_key_and_park_in_a_share_of_free_me
     assert config.cache.budget_bytes == "auto"
     assert config.cache.slots is None
     assert config.model.model is None
-    assert config.model.context_tokens is None
-    assert config.model.batch_tokens is None
-    assert load({"batch-size": "auto"}, {"PARKD_BATCH_SIZE": "64"}).model.batch_tokens is None
+    assert config.model.layout.context_tokens is None
+    assert config.model.layout.batch_tokens is None
+    assert load({"batch-size": "auto"}, {"PARKD_BATCH_SIZE": "64"}).model.layout.batch_tokens is None
 
 
 def test_a_context_of_zero_is_the_largest_as_in_llama_server() -> None:
-    assert load({"ctx-size": "0"}, {"PARKD_CTX_SIZE": "64"}).model.context_tokens is None
+    assert load({"ctx-size": "0"}, {"PARKD_CTX_SIZE": "64"}).model.layout.context_tokens is None
 
 
 def test_flag_wins_over_variable_over_file_over_default(tmp_path: Path) -> None:
     file = toml(tmp_path, "ctx-size = 1000\n")
     environ = {"PARKD_CTX_SIZE": "2000"}
-    assert load({}, {}).model.context_tokens is None
-    assert load(file, {}).model.context_tokens == 1000
-    assert load(file, environ).model.context_tokens == 2000
-    assert load(file | {"ctx-size": "3000"}, environ).model.context_tokens == 3000
+    assert load({}, {}).model.layout.context_tokens is None
+    assert load(file, {}).model.layout.context_tokens == 1000
+    assert load(file, environ).model.layout.context_tokens == 2000
+    assert load(file | {"ctx-size": "3000"}, environ).model.layout.context_tokens == 3000
 
 
 def test_file_may_be_named_in_the_environment(tmp_path: Path) -> None:
@@ -66,7 +63,7 @@ def test_toml_lists_numbers_and_booleans_mean_what_the_flag_means(tmp_path: Path
     config = load(file, {})
     flags = {"devices": "cuda:0,cuda:1,cuda:2", "layer-split": "24,36", "conversation-cache-mib": "4096"}
     assert config == load(flags | {"host": "0.0.0.0", "insecure": "true"}, {})
-    assert config.model.layer_split == (24, 36)
+    assert config.model.layout.layer_split == (24, 36)
     assert config.cache.budget_bytes == 4096 * MIB
 
 
@@ -143,12 +140,12 @@ def test_a_servers_address_may_be_that_of_its_clients(tmp_path: Path, text: str)
     ],
 )
 def test_keys_and_values_are_kept_as_one_type(flags: dict[str, str], kept_as: str | None) -> None:
-    assert load(flags, {}).model.kv_format == kept_as
+    assert load(flags, {}).model.layout.kv_format == kept_as
 
 
 @pytest.mark.parametrize(("text", "kind"), [("auto", None), ("INT4", "int4"), ("fp8", "fp8")])
 def test_weights_are_converted_to_a_kind_by_name(text: str, kind: str | None) -> None:
-    assert load({"weights": text}, {}).model.weights == kind
+    assert load({"weights": text}, {}).model.layout.weights == kind
 
 
 @pytest.mark.parametrize(
@@ -162,7 +159,7 @@ def test_weights_are_converted_to_a_kind_by_name(text: str, kind: str | None) ->
     ],
 )
 def test_guesses_a_step_go_by_either_name(flags: dict[str, str], guesses: int | None) -> None:
-    assert load(flags, {}).model.draft_tokens == guesses
+    assert load(flags, {}).model.layout.draft_tokens == guesses
 
 
 def test_two_numbers_of_guesses_are_refused() -> None:
@@ -251,14 +248,6 @@ def test_a_component_built_in_code_has_the_defaults_of_the_settings() -> None:
     assert config.server == ProxyConfig()
     assert Deadlines().silence_s == default_of("upstream-timeout")
     assert config.model == ModelConfig(None, config.home)
-    for name in ("ctx_checkpoints", "context_tokens", "draft_tokens"):
-        assert getattr(EngineConfig(), name) == getattr(config.model, name)
-
-
-def test_bounds_and_chunks_that_the_engine_knows_too_are_the_same() -> None:
-    assert MAX_DRAFT_TOKENS == parkd_engine.config.MAX_DRAFT_TOKENS
-    [batch] = [setting.help for setting in SETTINGS if setting.name == "batch-size"]
-    assert f"(auto: {batch_for(['cpu'])} on CPUs, else {batch_for(['cuda'])})" in batch
 
 
 def test_answers_that_come_back_are_remembered_within_a_bound_or_rendered() -> None:

@@ -27,7 +27,7 @@ from tests.unit.engine.kit.core_models import (
 )
 
 IDS = token_ids(400)
-TOLERANCE = {None: 1e-6, torch.bfloat16: 1e-4, torch.int8: 1e-4}
+TOLERANCE = {None: 1e-6, "bf16": 1e-4, "int8": 1e-4}
 """By what teacher-forced logits of these models (of a size around 0.5) may differ between chunkings, by KV type. Floats
 differ by roundings; a number near the edge between two codes, or two bfloat16 values, may fall to either side."""
 
@@ -87,31 +87,30 @@ def test_a_chunk_reads_back_what_it_wrote() -> None:
     """One chunk's own keys are codes for it already: the first layer's rows are equal, whatever the chunking, and so
     a prompt in one chunk and one token at a time agree as closely as two chunkings do."""
     model = tiny_model()
-    at_once = tiny_session(1, model, batch_tokens=512, kv_dtype=torch.int8)
-    singly = tiny_session(1, model, batch_tokens=512, kv_dtype=torch.int8)
+    at_once = tiny_session(1, model, batch_tokens=512, kv_format="int8")
+    singly = tiny_session(1, model, batch_tokens=512, kv_format="int8")
     [whole] = read_and_decode(at_once, IDS[:120])
     for token in IDS[:119]:
         singly.step(int(token))
-    torch.testing.assert_close(singly.step(int(IDS[119])), whole, atol=TOLERANCE[torch.int8], rtol=0)
+    torch.testing.assert_close(singly.step(int(IDS[119])), whole, atol=TOLERANCE["int8"], rtol=0)
 
 
-@pytest.mark.parametrize("kv_dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("kv_format", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_chunk_size_hardly_matters(family: str, kv_dtype: torch.dtype | None) -> None:
+def test_chunk_size_hardly_matters(family: str, kv_format: str | None) -> None:
     model = tiny_model(family)
     logits = []
     for batch_tokens in (512, 64, 37):
-        session = tiny_session(2, model, batch_tokens=batch_tokens, kv_dtype=kv_dtype)
+        session = tiny_session(2, model, batch_tokens=batch_tokens, kv_format=kv_format)
         logits.append(torch.stack(read_and_decode(session, IDS, decoded=40)))
     for other in logits[1:]:
-        torch.testing.assert_close(other, logits[0], atol=TOLERANCE[kv_dtype], rtol=0)
+        torch.testing.assert_close(other, logits[0], atol=TOLERANCE[kv_format], rtol=0)
 
 
 def test_eight_bits_stay_close_to_floats() -> None:
     model = tiny_model("qwen3")
     full, codes = (
-        torch.stack(read_and_decode(tiny_session(1, model, kv_dtype=kind), IDS, decoded=40))
-        for kind in (None, torch.int8)
+        torch.stack(read_and_decode(tiny_session(1, model, kv_format=kind), IDS, decoded=40)) for kind in (None, "int8")
     )
     difference = (full - codes).abs().max()
     assert 0 < difference < 0.03
@@ -134,7 +133,7 @@ class LargestFloats(TorchDispatchMode):
 
 
 def test_no_more_than_one_heads_numbers_exist_at_once() -> None:
-    session = tiny_session(1, tiny_model(), kv_dtype=torch.int8)
+    session = tiny_session(1, tiny_model(), kv_format="int8")
     session.extend(IDS[:350])
     with LargestFloats(351) as log:
         session.step(3)
@@ -152,7 +151,7 @@ def test_a_kind_that_keeps_no_scales_is_refused() -> None:
 @pytest.mark.parametrize("stop", [1, 255, 256, 300])
 def test_a_restored_prefix_is_bit_equal(stop: int) -> None:
     model = tiny_model()
-    session = tiny_session(2, model, kv_dtype=torch.int8)
+    session = tiny_session(2, model, kv_format="int8")
     session.extend(IDS[:300])
     plan = host_transfer(session, stop)
     plan = replace(plan, checksums=capture(session, plan).rows)
@@ -161,7 +160,7 @@ def test_a_restored_prefix_is_bit_equal(stop: int) -> None:
     session.extend(token_ids(310, seed=2))
     restore(session, plan)
     assert all(torch.equal(arena.rows[:stop], kept) for arena, kept in zip(session.arenas, rows, strict=True))
-    other = tiny_session(2, model, kv_dtype=torch.int8)
+    other = tiny_session(2, model, kv_format="int8")
     other.extend(IDS[:300])
     other.truncate(stop)
     timeline = np.concatenate([IDS[:stop], token_ids(50, seed=3)])

@@ -29,21 +29,21 @@ def _no_triton() -> Iterator[None]:
         yield
 
 
-def opened(model: Any, kv_dtype: torch.dtype | None) -> Session:
+def opened(model: Any, kv_format: str | None) -> Session:
     """Windows with little room, so that their buffers are moved several times on the way."""
     layout = EngineConfig(
-        devices=("cpu", "cpu"), context_tokens=CONTEXT, batch_tokens=64, window_slack_tokens=5, kv_dtype=kv_dtype
+        devices=("cpu", "cpu"), context_tokens=CONTEXT, batch_tokens=64, window_slack_tokens=5, kv_format=kv_format
     )
     return open_session(model, layout)
 
 
 @pytest.mark.filterwarnings("ignore:.*falling back to its reference")
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_recorded_forward_is_the_librarys(preset: str, kv_dtype: torch.dtype | None) -> None:
+def test_a_recorded_forward_is_the_librarys(preset: str, kv_format: str | None) -> None:
     config = preset_config(f"random:{preset}")
     model = random_model(config, torch.float32, torch.device("cpu"))
-    plain, placed = opened(model, kv_dtype), opened(model, kv_dtype)
+    plain, placed = opened(model, kv_format), opened(model, kv_format)
     decoders = [LibraryDecoder(stage, cache, config) for stage, cache in zip(placed.stages, placed.caches, strict=True)]
     ids = np.random.default_rng(0).integers(0, config.vocab_size, READ + STEPS)
     for session in (plain, placed):

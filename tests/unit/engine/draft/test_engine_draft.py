@@ -36,7 +36,7 @@ from tests.unit.engine.kit.draft_models import (
 from tests.unit.engine.kit.hybrid_models import hybrid_model
 
 EVERY_STAGES = pytest.mark.parametrize("stages", [1, 2, 3])
-EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
+EVERY_FORMAT = pytest.mark.parametrize("kv_format", [None, "int8"], ids=["full", "int8"])
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 WITH_EXPERTS = pytest.mark.parametrize("family", [*FAMILIES, "qwen3-next"])
 SINGLE_STEPS = 1e-4
@@ -110,10 +110,10 @@ def test_guesses_far_ahead_do_not_depend_on_what_lay_there(family: str) -> None:
 @EVERY_FORMAT
 @EVERY_STAGES
 @EVERY_FAMILY
-def test_greedy_answers_are_those_without_guessing(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
+def test_greedy_answers_are_those_without_guessing(family: str, stages: int, kv_format: str | None) -> None:
     """Of a head that is right at times."""
     ids, count = prompt_ids(), 20
-    session = drafting_session(family, stages, echo=True, kv_dtype=kv_dtype)
+    session = drafting_session(family, stages, echo=True, kv_format=kv_format)
     session.extend(ids[:-1])
     expected = greedy(session, ids, count)
     session.truncate(0)

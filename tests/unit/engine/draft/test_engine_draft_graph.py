@@ -56,15 +56,13 @@ def assert_close_state(left: Session, right: Session) -> None:
 
 @FAMILIES
 @STAGES
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
-def test_recorded_steps_with_guesses_say_what_single_steps_say(
-    family: str, stages: int, kv_dtype: torch.dtype | None
-) -> None:
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=str)
+def test_recorded_steps_with_guesses_say_what_single_steps_say(family: str, stages: int, kv_format: str | None) -> None:
     ids, count = prompt_ids(), 24
-    plain = drafting_session(family, stages, draft_tokens=GUESSES, echo=True, kv_dtype=kv_dtype)
+    plain = drafting_session(family, stages, draft_tokens=GUESSES, echo=True, kv_format=kv_format)
     plain.extend(ids[:-1])
     expected = greedy(plain, ids, count)
-    session, (single, checked, guess) = recorded_session(family, stages, echo=True, kv_dtype=kv_dtype)
+    session, (single, checked, guess) = recorded_session(family, stages, echo=True, kv_format=kv_format)
     session.extend(ids[:-1])
     decoding = decoder(session, ids)
     assert say(decoding, int(ids[-1]), count) == expected

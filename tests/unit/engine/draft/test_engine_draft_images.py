@@ -70,12 +70,12 @@ def test_guesses_are_those_of_the_librarys_head(stages: int, batch_tokens: int) 
     torch.testing.assert_close(mine, oracle(np.append(ids, following), images), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=["full", "int8"])
 @pytest.mark.parametrize("stages", [1, 3])
 @BOTH
-def test_greedy_answers_are_those_without_guessing(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
+def test_greedy_answers_are_those_without_guessing(family: str, stages: int, kv_format: str | None) -> None:
     ids, images = prompt(family)
-    session = drafting_session(family, stages, echo=True, kv_dtype=kv_dtype)
+    session = drafting_session(family, stages, echo=True, kv_format=kv_format)
     read(session, ids, images)
     expected = greedy(session, ids, 20)
     read(session, ids, images)

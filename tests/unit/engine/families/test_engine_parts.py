@@ -67,9 +67,9 @@ def unlisted(model_type: str, **changes: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*falling back to its reference")
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=["full", "int8"])
 @pytest.mark.parametrize("model_type", list(UNLISTED))
-def test_an_unlisted_model_is_right_and_resumes_as_if_never_left(model_type: str, kv_dtype: torch.dtype | None) -> None:
+def test_an_unlisted_model_is_right_and_resumes_as_if_never_left(model_type: str, kv_format: str | None) -> None:
     config = unlisted(model_type)
     assert model_type not in {family.model_type for family in FAMILIES}
     assert check_config(config) == model_type
@@ -79,9 +79,9 @@ def test_an_unlisted_model_is_right_and_resumes_as_if_never_left(model_type: str
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 1.2 / parameter.shape[-1] ** 0.5)
-    session = tiny_session(2, model, batch_tokens=BATCH, kv_dtype=kv_dtype)
+    session = tiny_session(2, model, batch_tokens=BATCH, kv_format=kv_format)
     ids, place = token_ids(130), 75
-    expected = oracle_logits(model, ids, BATCH, decoded=4, kv_dtype=kv_dtype)
+    expected = oracle_logits(model, ids, BATCH, decoded=4, kv_format=kv_format)
     assert_same(read_and_decode(session, ids, decoded=4), expected)
     session.reset()
     session.extend(ids[:place], checkpoint_at=(place,))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from parkd_engine.config import CARD_BATCH, CPU_BATCH, batch_for
+
+from parkd.state.engine_config import CARD_BATCH, CPU_BATCH, batch_for
 
 
 @pytest.mark.parametrize(

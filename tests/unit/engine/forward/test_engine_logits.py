@@ -26,16 +26,16 @@ from tests.unit.engine.kit.core_models import (
 )
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=["full", "int8"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_logits_equal_the_librarys_cache(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
+def test_logits_equal_the_librarys_cache(family: str, stages: int, kv_format: str | None) -> None:
     model = tiny_model(family)
-    session = tiny_session(stages, model, kv_dtype=kv_dtype)
+    session = tiny_session(stages, model, kv_format=kv_format)
     ids = token_ids(200)
-    with threads_for(kv_dtype):
+    with threads_for(kv_format):
         mine = read_and_decode(session, ids, decoded=5)
-        assert_same(mine, oracle_logits(model, ids, 64, decoded=5, kv_dtype=kv_dtype))
+        assert_same(mine, oracle_logits(model, ids, 64, decoded=5, kv_format=kv_format))
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193])
@@ -147,7 +147,7 @@ def test_keys_may_be_kept_in_a_smaller_type() -> None:
     from parkd_engine import EngineConfig, open_session
 
     model = tiny_model()
-    config = EngineConfig(context_tokens=256, batch_tokens=64, kv_dtype=torch.bfloat16)
+    config = EngineConfig(context_tokens=256, batch_tokens=64, kv_format="bf16")
     session = open_session(model, config)
     ids = token_ids(101)
     [mine] = read_and_decode(session, ids)

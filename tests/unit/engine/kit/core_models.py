@@ -64,13 +64,13 @@ def tiny_session(
     *,
     batch_tokens: int = 64,
     context: int = CONTEXT,
-    kv_dtype: torch.dtype | None = None,
+    kv_format: str | None = None,
 ) -> Session:
     config = EngineConfig(
         devices=("cpu",) * stages,
         context_tokens=context,
         batch_tokens=batch_tokens,
-        kv_dtype=kv_dtype,
+        kv_format=kv_format,
         draft_tokens=2,
     )
     model = tiny_model() if model is None else model
@@ -140,7 +140,7 @@ def oracle_logits(
     batch_tokens: int,
     decoded: int = 1,
     *,
-    kv_dtype: torch.dtype | None = None,
+    kv_format: str | None = None,
     images: Sequence[PromptImage] = (),
 ) -> list[torch.Tensor]:
     """Logits after each of the last `decoded` tokens: the rest read in chunks, those one at a time, library cache.
@@ -149,7 +149,7 @@ def oracle_logits(
     """
     assert language_config(model.config)._attn_implementation == "parkd"
     cache: Any = DynamicCache(config=model.config)
-    if kv_dtype == torch.int8:
+    if kv_format == "int8":
         # Windows and recurrent states stay as they are computed.
         kinds = [EIGHT_BIT_LAYERS.get(type(layer)) for layer in cache.layers]
         cache = Cache(layers=[kind() if kind else layer for kind, layer in zip(kinds, cache.layers, strict=True)])
@@ -184,11 +184,11 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 
 
 @contextmanager
-def threads_for(kv_dtype: torch.dtype | None) -> Iterator[None]:
+def threads_for(kv_format: str | None) -> Iterator[None]:
     """Over 8-bit rows attention takes one KV head at a time, the oracle all at once. With several threads the kernel
     divides the two otherwise and sums round otherwise, so there the bits are compared on one thread."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1 if kv_dtype == torch.int8 else before)
+    torch.set_num_threads(1 if kv_format == "int8" else before)
     try:
         yield
     finally:

@@ -74,7 +74,7 @@ def drafting_session(
     *,
     draft_tokens: int = 3,
     echo: bool = False,
-    kv_dtype: torch.dtype | None = None,
+    kv_format: str | None = None,
     batch_tokens: int = 64,
 ) -> Session:
     model, head = drafting(family, echo=echo)
@@ -82,7 +82,7 @@ def drafting_session(
         devices=("cpu",) * stages,
         context_tokens=256,
         batch_tokens=batch_tokens,
-        kv_dtype=kv_dtype,
+        kv_format=kv_format,
         draft_tokens=draft_tokens,
     )
     return open_session(model, config, processor_of(model), draft_model=head)

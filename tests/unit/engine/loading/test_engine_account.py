@@ -93,7 +93,7 @@ NAMES = (
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=",".join)
 def test_weights_and_state_are_those_of_the_loaded_stages(name: str, devices: tuple[str, ...], tmp_path: Path) -> None:
     layout = EngineConfig(devices, context_tokens=1024, draft_tokens=2 if name.endswith("-mtp") else 0)
-    parts = load_parts(ModelConfig(f"random:{name}", tmp_path), layout, None, lambda _: 8 * GIB)
+    parts = load_parts(ModelConfig(f"random:{name}", tmp_path, layout=layout), None, lambda _: 8 * GIB)
     session, accounts = parts.session, parts.info.memory
     modules = [module for stage in session.stages for module in (stage.inner, stage.head, stage.mixer)]
     modules += [getattr(session.vision, "module", None), getattr(session.draft, "model", None)]
@@ -192,7 +192,7 @@ def test_the_workspace_is_what_reading_a_chunk_takes(
     monkeypatch.setattr(shapes, "PRESETS", {**shapes.PRESETS, name: changed})
     for context in (512, 3072):
         layout = EngineConfig(context_tokens=context, draft_tokens=2 if name.endswith("-mtp") else 0)
-        parts = load_parts(ModelConfig(f"random:{name}", tmp_path), layout, None, lambda _: 8 * GIB)
+        parts = load_parts(ModelConfig(f"random:{name}", tmp_path, layout=layout), None, lambda _: 8 * GIB)
         parts.session.extend(np.zeros(context - 512, dtype=np.int64))
         with LiveBytes() as counted:
             parts.session.extend(np.ones(512, dtype=np.int64))

@@ -42,13 +42,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PIECE_BYTES", 8 * 1024)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=["full", "int8"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_restored_equals_never_parked(family: str, stages: int, kv_dtype: torch.dtype | None) -> None:
+def test_restored_equals_never_parked(family: str, stages: int, kv_format: str | None) -> None:
     model = tiny_model(family)
-    staying = tiny_session(stages, model, kv_dtype=kv_dtype)
-    leaving = tiny_session(stages, model, kv_dtype=kv_dtype)
+    staying = tiny_session(stages, model, kv_format=kv_format)
+    leaving = tiny_session(stages, model, kv_format=kv_format)
     for session in (staying, leaving):
         session.extend(ALICE[:-10])
     plan = parked(leaving, leaving.position)

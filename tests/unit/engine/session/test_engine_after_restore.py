@@ -35,11 +35,11 @@ def operations_of_a_step(session: Session, token: int) -> list[Any]:
     return log.seen
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["full", "int8"])
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=["full", "int8"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3.5", "qwen4-exp", "deepseek-v3"])
-def test_a_step_behind_a_restore_runs_what_it_ran_before(family: str, kv_dtype: torch.dtype | None) -> None:
+def test_a_step_behind_a_restore_runs_what_it_ran_before(family: str, kv_format: str | None) -> None:
     model = tiny_model(family) if family in FAMILIES else hybrid_model(family)
-    session = tiny_session(2, model, context=256, kv_dtype=kv_dtype)
+    session = tiny_session(2, model, context=256, kv_format=kv_format)
     ids = token_ids(PROMPT + 2)
     session.extend(ids[:PROMPT])
     plan = host_transfer(session, PROMPT, block_tokens=32)

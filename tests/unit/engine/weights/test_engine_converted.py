@@ -122,7 +122,7 @@ def test_random_weights_are_rounded_as_they_are_drawn(name: str, weights: str, t
 )
 def test_the_account_counts_codes(name: str, weights: str, devices: tuple[str, ...], tmp_path: Path) -> None:
     layout = EngineConfig(devices, context_tokens=1024, draft_tokens=2 if name.endswith("-mtp") else 0, weights=weights)
-    parts = load_parts(ModelConfig(f"random:{name}", tmp_path), layout, None, lambda _: 8 * GIB)
+    parts = load_parts(ModelConfig(f"random:{name}", tmp_path, layout=layout), None, lambda _: 8 * GIB)
     session = parts.session
     modules = [module for stage in session.stages for module in (stage.inner, stage.head, stage.mixer)]
     modules += [getattr(session.vision, "module", None), getattr(session.draft, "model", None)]

@@ -1,11 +1,9 @@
-"""The engine's configuration, from which the loader builds stages and arenas."""
+"""How a model is laid out on its devices: what is asked for by settings, and what an engine is opened with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 MAX_DRAFT_TOKENS = 16
 CPU_BATCH, CARD_BATCH = 512, 2048
@@ -22,11 +20,7 @@ CTX_CHECKPOINTS = 8
 
 def batch_for(devices: Sequence[str]) -> int:
     """The default number of tokens in a prefill chunk: `CARD_BATCH` if all stages are on GPUs, else `CPU_BATCH`."""
-    return CARD_BATCH if _all_cards(devices) else CPU_BATCH
-
-
-def _all_cards(devices: Sequence[str]) -> bool:
-    return all(torch.device(device).type == "cuda" for device in devices)
+    return CARD_BATCH if all(device.partition(":")[0] == "cuda" for device in devices) else CPU_BATCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +28,21 @@ class EngineConfig:
     """Configures the engine; `None` lets it choose. Raises ValueError for values that cannot work."""
 
     devices: tuple[str, ...] = ("cpu",)
-    """One for each stage; a device may appear more than once (`("cpu", "cpu")` is two stages)."""
+    """One for each stage; a device may appear more than once (`("cpu", "cpu")` is two stages). Empty: to be chosen when
+    the model is loaded."""
     layer_split: tuple[int, ...] | None = None
     """The first layer of each stage after the first, ascending; None balances the layers over the devices."""
     context_tokens: int | None = None
     """Rows in every arena; None takes the model's own limit or what fits, whichever is smaller."""
-    batch_tokens: int = CPU_BATCH
-    """Tokens in a prefill chunk; chunks end at absolute multiples of it."""
-    dtype: torch.dtype | None = None
-    """The compute dtype; None is float32 on CPU and the checkpoint's own on CUDA."""
-    kv_dtype: torch.dtype | None = None
-    """The dtype that stores keys and values, one of `arenas.kv_format.KV_FORMATS`; None is the compute dtype."""
+    batch_tokens: int | None = None
+    """Tokens in a prefill chunk; chunks end at absolute multiples of it. None: by the kind of devices."""
+    dtype: str | None = None
+    """The compute dtype, one of `f32`, `f16` and `bf16`; None is float32 on CPU and the checkpoint's own on CUDA."""
+    kv_format: str | None = None
+    """How keys and values are stored, `int8` or the name of a dtype as above; None is the compute dtype."""
 
     weights: str | None = None
-    """The kind to which weights in full precision are converted, one of `weights.schemes.OWN_KINDS`; None: as they
-    are."""
+    """The kind to which weights in full precision are converted, `int4`, `int8` or `fp8`; None: as they are."""
 
     ctx_checkpoints: int = CTX_CHECKPOINTS
     """The most checkpoints of fixed state kept on the devices, for models that have fixed state."""
@@ -65,14 +59,17 @@ class EngineConfig:
     """Whether GPUs that can may copy directly to each other; without it, hidden states pass through main memory."""
 
     @property
+    def chunk_tokens(self) -> int:
+        """Tokens in a prefill chunk."""
+        return self.batch_tokens or batch_for(self.devices)
+
+    @property
     def guesses(self) -> int:
         """`draft_tokens`, or 0. Guessing is off by default: on CPUs a step with guesses costs as much as separate
         steps; on GPUs it pays only if guesses are accepted often enough, which is not known beforehand."""
         return self.draft_tokens or 0
 
     def __post_init__(self) -> None:
-        if not self.devices:
-            raise ValueError("devices: at least one is needed")
         if self.layer_split is not None and len(self.layer_split) != len(self.devices) - 1:
             raise ValueError(
                 f"layer_split names {len(self.layer_split)} first layers for {len(self.devices)} devices; "
