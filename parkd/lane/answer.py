@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event as Flag
 
 from parkd.answers.base import Parser
@@ -12,7 +12,16 @@ from parkd.answers.token_trail import TokenTrail
 from parkd.engine_adapter.base import Cancel, Engine, Seat
 from parkd.lane.events import joined_events
 from parkd.state import DraftCounts
-from parkd.types import Event, FinishReason, TextDelta, TokenLogprob, TurnRequest
+from parkd.types import (
+    Event,
+    FinishReason,
+    ReasoningDelta,
+    TextDelta,
+    Timings,
+    TokenLogprob,
+    ToolCallDelta,
+    TurnRequest,
+)
 
 Emit = Callable[[Event], None]
 
@@ -53,6 +62,8 @@ class AnswerLoop:
     pause: Cancel = field(default_factory=Flag)
     """Set when the answer is to rest after the present step."""
     answer: Answer = field(default_factory=Answer)
+    timings: Callable[[Answer], Timings] | None = None
+    """What the turn took so far, if each piece of the answer is to say it."""
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.request.stop)
@@ -113,6 +124,7 @@ class AnswerLoop:
                     answer.first_token_at_s = self.monotonic()
                 known = len(answer.token_ids)
                 answer.token_ids.extend(step)
+                answer.drafts = self.seat.drafts
                 left = None if self.limit is None else self.limit - answer.output_tokens
                 visible, ended = visible_ids(step, engine.info.end_token_ids, left)
                 answer.output_tokens += len(visible) + (ended is FinishReason.STOP)
@@ -168,6 +180,8 @@ class AnswerLoop:
         for event in events:
             if self._trail is not None and isinstance(event, TextDelta):
                 event = TextDelta(event.text, tuple(map(self._scored, self._trail.sent(event.text))))
+            if self.timings is not None and isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta):
+                event = replace(event, timings=self.timings(self.answer))
             self.emit(event)
 
     def _scored(self, number: int) -> TokenLogprob:

@@ -127,9 +127,9 @@ class EventChannel:
 def joined_events(last: Event | None, event: Event) -> Event | None:
     """One event that means the same as both; None if there is none."""
     if isinstance(last, TextDelta) and isinstance(event, TextDelta):
-        return TextDelta(last.text + event.text, last.logprobs + event.logprobs)
+        return TextDelta(last.text + event.text, last.logprobs + event.logprobs, event.timings)
     if isinstance(last, ReasoningDelta) and isinstance(event, ReasoningDelta):
-        return ReasoningDelta(last.text + event.text)
+        return ReasoningDelta(last.text + event.text, event.timings)
     if isinstance(last, Progress) and isinstance(event, Progress):
         return event
     return None

@@ -58,6 +58,16 @@ class PromptParts:
         return cls(request.model, _digest(lead), _digest(list(request.tools)))
 
 
+@dataclass(frozen=True, slots=True)
+class OwnNearest:
+    """What a key itself has said of a prompt before."""
+
+    units: Units
+    """What it sent, and got, that shares most with the prompt; empty if there is nothing."""
+    kept_tokens: int
+    """Tokens of the prompt whose state one of its requests left here."""
+
+
 @dataclass(slots=True)
 class Explained:
     """One request. Made when it arrives, and filled in by its turn."""
@@ -78,6 +88,9 @@ class Explained:
     """The finish reason, or the error's code."""
     answered: Units | None = None
     """Prompt and answer; None if there is no answer yet, or if no other key shares the namespace."""
+    kept_tokens: int = 0
+    """Tokens of these whose state its turn left to be kept: not an answer's last, which is only read by the next turn,
+    and none if its client asked to keep nothing."""
 
     @property
     def bytes(self) -> int:
@@ -89,6 +102,11 @@ class Explained:
     def said(self) -> Units:
         """What the key sent, and got as the answer."""
         return self.prompt.units[: lasting_tokens(self.prompt)] if self.answered is None else self.answered
+
+    @property
+    def kept(self) -> Units:
+        """As much of what was said as its own turn left to be kept."""
+        return self.said[: self.kept_tokens]
 
 
 class RequestMemory:
@@ -121,21 +139,25 @@ class RequestMemory:
             self._bytes += explained.bytes
             self._make_room()
 
-    def own_nearest(self, now: Explained) -> Units:
-        """Of what the same key sent before, and got, under the same conversation key: the units that share most with a
-        request; empty if there are none."""
-        earlier = [one for one in self._own(now.owner, now.prompt.key) if one is not now]
-        nearest = max(earlier, key=lambda one: common_prefix(one.said, now.prompt.units), default=None)
-        return no_units() if nearest is None else nearest.said
+    def note_kept(self, explained: Explained, tokens: int) -> None:
+        """So many tokens of a request and its answer are left to be kept."""
+        explained.kept_tokens = tokens
+
+    def own_nearest(self, now: Explained) -> OwnNearest:
+        """What the same key said before of a request's prompt, under the same conversation key."""
+        earlier, units = [one for one in self._own(now.owner, now.prompt.key) if one is not now], now.prompt.units
+        nearest = max(earlier, key=lambda one: common_prefix(one.said, units), default=None)
+        kept = max((common_prefix(one.kept, units) for one in earlier), default=0)
+        return OwnNearest(no_units() if nearest is None else nearest.said, kept)
 
     def own_parts(self, owner: str, key: ConversationKey, parked: Iterable[Units]) -> list[tuple[int, Explained]]:
-        """How much of what is parked the key itself said: tokens, and its latest request that went so far. What goes no
-        further than a prompt of another key, such as a common system prompt, is not its own."""
+        """How much of what is parked the key's own turns left there: tokens, and its latest request that went so far.
+        What goes no further than a prompt of another key, such as a common system prompt, is not its own."""
         parts: dict[str, tuple[int, Explained]] = {}
         for units in parked:
             best: tuple[int, Explained] | None = None
             for one in self._own(owner, key):
-                common = common_prefix(one.said, units)
+                common = common_prefix(one.kept, units)
                 if common >= lasting_tokens(one.prompt) and (best is None or common >= best[0]):
                     best = common, one
             if best is not None:

@@ -10,7 +10,7 @@ from parkd.engine_adapter.base import Engine
 from parkd.errors import ParkdError
 from parkd.lane.answer import Answer
 from parkd.lane.events import EventChannel
-from parkd.lane.explain import Explained
+from parkd.lane.explain import Explained, OwnNearest
 from parkd.lane.roster import FirstWords
 from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnRequest, Units
 
@@ -60,13 +60,15 @@ class Turn:
     """Its entry for `/parkd/explain`."""
     earlier: Explained | None = None
     """The request that the client wants it compared with, if that is remembered."""
-    own_nearest: Callable[[], Units] | None = None
-    """Of what the caller's key itself sent and got, the units that share most with the prompt. The turn is told of
-    parked state only as far as these go. None: all state in the namespace is the caller's own."""
+    own_nearest: Callable[[], OwnNearest] | None = None
+    """What the caller's key itself sent and got. The turn is told of parked state only as far as this goes. None: all
+    state in the namespace is the caller's own."""
     answer: Answer | None = None
     """What is generated so far; filled on the engine's thread, and only its numbers may be read elsewhere."""
     note_answer: Callable[[Units], None] = lambda _units: None
     """Called with the units of prompt and answer."""
+    note_kept: Callable[[int], None] = lambda _tokens: None
+    """Called with how many of these have state that is kept."""
     own_earlier: Callable[[], Sequence[Explained]] = tuple
     """What the caller's key sent before, the newest first: for the ledger."""
     client: str = ""

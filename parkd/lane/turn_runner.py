@@ -328,6 +328,23 @@ class TurnRunner:
             transcript.feed(event)
             push(event)
 
+        began_s, read_tokens, paused_before_s = self._monotonic(), turn.timings.prefill_tokens, turn.timings.paused_s
+
+        def timings(answer: Answer) -> Timings:
+            """Up to now; the first token belongs to the reading."""
+            first_s = answer.first_token_at_s
+            if first_s is None:
+                return turn.timings
+            return dataclasses.replace(
+                turn.timings,
+                first_token_s=first_s - turn.arrived_s,
+                prefill_s=read_s + first_s - began_s,
+                prefill_tokens=read_tokens + 1,
+                decode_s=self._monotonic() - first_s - (turn.timings.paused_s - paused_before_s),
+                output_tokens=answer.output_tokens,
+                drafts=answer.drafts,
+            )
+
         loop = AnswerLoop(
             self._engine,
             live.seat,
@@ -338,25 +355,15 @@ class TurnRunner:
             pause=self._pause_flag(turn),
             emit=emit,
             monotonic=self._monotonic,
+            timings=timings if turn.request.timings_per_token else None,
         )
-        answer, read_tokens = loop.answer, turn.timings.prefill_tokens
-        turn.answer, began_s, paused_before_s = answer, self._monotonic(), turn.timings.paused_s
+        turn.answer = answer = loop.answer
         try:
             while not await self._slice(turn, live, loop):
                 await self._give_way(turn, live, _ids_with(turn.prompt, answer.token_ids))
         finally:
             loop.close()
-            first_s = answer.first_token_at_s
-            if first_s is not None:
-                turn.timings = dataclasses.replace(
-                    turn.timings,
-                    first_token_s=first_s - turn.arrived_s,
-                    prefill_s=read_s + first_s - began_s,
-                    prefill_tokens=read_tokens + 1,
-                    decode_s=self._monotonic() - first_s - (turn.timings.paused_s - paused_before_s),
-                    output_tokens=answer.output_tokens,
-                    drafts=answer.drafts,
-                )
+            turn.timings = timings(answer)
         self._recognise(turn, answer, transcript)
         return answer
 
@@ -391,6 +398,7 @@ class TurnRunner:
             if self._store is not None:
                 self._store.measured(self._costs.measured)
             if turn.request.cache.mode is CacheMode.USE:
+                turn.note_kept(live.rows.position)
                 if self.groups is not None and turn.request.cache.group is not None:
                     self.groups.used(turn.request.cache.group, turn.prompt)
                 passing = () if turn.pauses is None else turn.pauses.positions

@@ -103,8 +103,9 @@ class TurnStarter:
             told, beyond = start, hashes[start.common // info.layout.block_tokens :]
             gone = store.why_gone(key_digest, beyond) if store is not None else ""
         else:  # nobody is told when and why another key's conversation went
-            told = as_known_to_key(prompt, start, turn.own_nearest())
-            gone = OWN_GONE if told.common > start.common else ""
+            own = turn.own_nearest()
+            told = as_known_to_key(prompt, start, own.units)
+            gone = OWN_GONE if own.kept_tokens > start.common else ""
         why, lacking = explain(prompt, told, gone), info.parked_state_lacks
         if lacking and why and told.position < told.common:
             why = f"{why}; {lacking}"

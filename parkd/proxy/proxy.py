@@ -249,7 +249,8 @@ class Proxy:
         turn = Turn(first.request_id, first.caller, request, ready.prompt, now_s, queued_s, ready.mask, ready.tail)
         turn.explained = dataclasses.replace(first.explained)  # its own: what is remembered tells of the first answer
         turn.release_body, turn.own_nearest = first.release_body, first.own_nearest
-        turn.note_answer, turn.own_earlier = first.note_answer, first.own_earlier
+        turn.note_answer, turn.note_kept = first.note_answer, first.note_kept
+        turn.own_earlier = first.own_earlier
         turn.client, turn.key_name, turn.api = first.client, first.key_name, first.api
         return turn
 
@@ -271,6 +272,7 @@ class Proxy:
             turn.own_nearest = partial(self.requests.own_nearest, turn.explained)
         if caller.shares_namespace or has_ledger:
             turn.note_answer = partial(self.requests.note_answer, turn.explained)
+            turn.note_kept = partial(self.requests.note_kept, turn.explained)
         turn.own_earlier = partial(self.requests.own_before, turn.explained)
 
     def remembered(self) -> Remembered:

@@ -73,6 +73,8 @@ class TextDelta:
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of the tokens that begin in this text; empty unless the request asked for them."""
+    timings: Timings | None = None
+    """Up to this piece, as in the other pieces of an answer; None unless the request asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class ReasoningDelta:
     """A piece of the model's thinking, apart from its answer."""
 
     text: str
+    timings: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class ToolCallDelta:
     call_id: str | None = None
     name: str | None = None
     arguments: str = ""
+    timings: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,8 @@ class TurnRequest:
     """None if `response_schema` is given."""
     reasoning: ReasoningParams = field(default_factory=ReasoningParams)
     cache: CacheHints = field(default_factory=CacheHints)
+    timings_per_token: bool = False
+    """Each piece of the answer says what the turn took so far."""
     opens_answer: bool = True
     """The prompt ends with what opens an answer."""
     continues: bool = False

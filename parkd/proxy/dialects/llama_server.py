@@ -18,10 +18,21 @@ from parkd.proxy.dialects import fields
 from parkd.proxy.dialects.base import ErrorAnswer, ResponseMeta, TurnDialect
 from parkd.proxy.dialects.frames import comment, json_frame
 from parkd.proxy.dialects.nested import objects, text_at
-from parkd.proxy.dialects.openai_chat import timings_of
+from parkd.proxy.dialects.openai_chat import so_far, timings_of
 from parkd.proxy.dialects.openai_completions import OpenAICompletions, infilled
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
-from parkd.types import Event, Finished, FinishReason, Infill, Progress, ReasoningDelta, TextDelta, TurnRequest
+from parkd.types import (
+    CacheReport,
+    Event,
+    Finished,
+    FinishReason,
+    Infill,
+    Progress,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TurnRequest,
+)
 
 REFUSED = {
     "n_probs": "POST /v1/completions gives them (`logprobs`).",
@@ -76,13 +87,16 @@ class LlamaEncoder:
         self._head = {"index": 0, "id_slot": 0, "model": meta.model}
         self._include_progress = include_progress
         self._text: list[str] = []
+        self._report: CacheReport | None = None
         self._finished: Finished | None = None
 
     def feed(self, event: Event) -> Iterable[bytes]:
         match event:
-            case TextDelta(text) | ReasoningDelta(text):
+            case Started(report):
+                self._report = report
+            case TextDelta(text, timings=timings) | ReasoningDelta(text, timings=timings):
                 self._text.append(text)
-                return [self._frame(text)]
+                return [self._frame(text, **so_far(self._report, timings))]
             case Progress() if self._include_progress:
                 return [self._frame("", prompt_progress=event.shown)]
             case Finished():
@@ -116,5 +130,5 @@ class LlamaEncoder:
             "tokens_evaluated": finished.report.prompt_tokens,
             "tokens_cached": finished.report.reused_tokens,
             "truncated": False,
-            "timings": timings_of(finished),
+            "timings": timings_of(finished.report, finished.timings),
         }

@@ -36,6 +36,7 @@ from parkd.proxy.dialects.nested import (
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
 from parkd.proxy.dialects.thinking import reasoning_of, template_words
 from parkd.types import (
+    CacheReport,
     Event,
     Finished,
     FinishReason,
@@ -43,6 +44,7 @@ from parkd.types import (
     ReasoningDelta,
     Started,
     TextDelta,
+    Timings,
     TokenLogprob,
     ToolCallDelta,
     ToolChoice,
@@ -111,6 +113,7 @@ class OpenAIChat(TurnDialect):
             opens_answer=opens,
             continues=may_continue and continues(messages, choice, form),
             steering=fields.steering(body),
+            timings_per_token=fields.flag(body, "timings_per_token", default=False),
         )
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:
@@ -162,21 +165,23 @@ class ChatEncoder:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
+        self._report: CacheReport | None = None
         self._finished: Finished | None = None
 
     def feed(self, event: Event) -> Iterable[bytes]:
         match event:
-            case Started():
+            case Started(report):
+                self._report = report
                 return [self._chunk({"role": "assistant", "content": ""})]
-            case TextDelta(text, logprobs):
+            case TextDelta(text, logprobs, timings):
                 self._text.append(text)
                 self._logprobs += logprobs
-                return [self._chunk({"content": text}, logprobs=logprobs)]
-            case ReasoningDelta(text):
+                return [self._chunk({"content": text}, None, so_far(self._report, timings), logprobs)]
+            case ReasoningDelta(text, timings):
                 self._reasoning.append(text)
-                return [self._chunk({"reasoning_content": text})]
-            case ToolCallDelta():
-                return [self._chunk({"tool_calls": [self._call_delta(event)]})]
+                return [self._chunk({"reasoning_content": text}, None, so_far(self._report, timings))]
+            case ToolCallDelta(timings=timings):
+                return [self._chunk({"tool_calls": [self._call_delta(event)]}, None, so_far(self._report, timings))]
             case Progress() if self._include_progress:
                 return [self._chunk({}, None, {"prompt_progress": event.shown})]
             case Finished():
@@ -215,7 +220,7 @@ class ChatEncoder:
         }
 
     def choice_end(self, finished: Finished) -> bytes:
-        return self._chunk({}, _finish_reason(finished), {"timings": timings_of(finished)})
+        return self._chunk({}, _finish_reason(finished), {"timings": timings_of(finished.report, finished.timings)})
 
     def stream_end(self, finished: Finished) -> Iterable[bytes]:
         if self._include_usage:
@@ -224,7 +229,7 @@ class ChatEncoder:
         yield DONE
 
     def totals(self, finished: Finished) -> Mapping[str, Any]:
-        return {"usage": usage_of(finished), "timings": timings_of(finished)}
+        return {"usage": usage_of(finished), "timings": timings_of(finished.report, finished.timings)}
 
     def _chunk(
         self,
@@ -267,9 +272,13 @@ def usage_of(finished: Finished) -> Mapping[str, Any]:
     }
 
 
-def timings_of(finished: Finished) -> Mapping[str, Any]:
+def so_far(report: CacheReport | None, timings: Timings | None) -> Mapping[str, Any]:
+    """What a piece of an answer says of the time it took, if it was asked for."""
+    return {} if report is None or timings is None else {"timings": timings_of(report, timings)}
+
+
+def timings_of(report: CacheReport, timings: Timings) -> Mapping[str, Any]:
     """llama.cpp's fields first, then parkd's own. Times are in milliseconds."""
-    timings, report = finished.timings, finished.report
     drafts = timings.drafts
     guessed = {"draft_n": drafts.drafted, "draft_n_accepted": drafts.accepted} if drafts.drafted else {}
     paused = {"paused_ms": _ms(timings.paused_s), "pauses": timings.pauses} if timings.pauses else {}

@@ -13,15 +13,17 @@ from parkd.proxy.dialects.choices import Choices
 from parkd.proxy.dialects.frames import DONE, comment, json_frame
 from parkd.proxy.dialects.logprobs import LegacyLogprobs
 from parkd.proxy.dialects.nested import asked_form, cache_hints
-from parkd.proxy.dialects.openai_chat import timings_of, usage_of
+from parkd.proxy.dialects.openai_chat import so_far, timings_of, usage_of
 from parkd.proxy.dialects.openai_errors import error_answer, error_object
 from parkd.types import (
+    CacheReport,
     Event,
     Finished,
     FinishReason,
     Infill,
     Progress,
     ReasoningDelta,
+    Started,
     TextDelta,
     TokenLogprob,
     TurnRequest,
@@ -64,6 +66,7 @@ class OpenAICompletions(TurnDialect):
             response_form=form[1],
             cache=cache_hints(body, headers),
             steering=fields.steering(body),
+            timings_per_token=fields.flag(body, "timings_per_token", default=False),
         )
         suffix = fields.text(body, "suffix")
         return infilled(request, Infill(request.prompt or "", suffix)) if suffix else request
@@ -111,19 +114,22 @@ class CompletionsEncoder:
         self._legacy = LegacyLogprobs() if include_logprobs else None
         self._logprobs: list[TokenLogprob] = []
         self._text: list[str] = []
+        self._report: CacheReport | None = None
         self._finished: Finished | None = None
 
     def feed(self, event: Event) -> Iterable[bytes]:
         match event:
-            case TextDelta(text, logprobs):
+            case Started(report):
+                self._report = report
+            case TextDelta(text, logprobs, timings):
                 self._text.append(text)
                 self._logprobs += logprobs
                 scores = self._legacy.of(logprobs) if self._legacy is not None else None
-                return [self._chunk(text, None, logprobs=scores)]
-            case ReasoningDelta(text):
+                return [self._chunk(text, None, so_far(self._report, timings), scores)]
+            case ReasoningDelta(text, timings):
                 # Without a template there is no thinking: what was parsed as such is ordinary text.
                 self._text.append(text)
-                return [self._chunk(text, None)]
+                return [self._chunk(text, None, so_far(self._report, timings))]
             case Progress() if self._include_progress:
                 return [self._chunk("", None, {"prompt_progress": event.shown})]
             case Finished():
@@ -148,7 +154,7 @@ class CompletionsEncoder:
         }
 
     def choice_end(self, finished: Finished) -> bytes:
-        return self._chunk("", finished, {"timings": timings_of(finished)})
+        return self._chunk("", finished, {"timings": timings_of(finished.report, finished.timings)})
 
     def stream_end(self, finished: Finished) -> Iterable[bytes]:
         if self._include_usage:
@@ -156,7 +162,7 @@ class CompletionsEncoder:
         yield DONE
 
     def totals(self, finished: Finished) -> Mapping[str, Any]:
-        return {"usage": usage_of(finished), "timings": timings_of(finished)}
+        return {"usage": usage_of(finished), "timings": timings_of(finished.report, finished.timings)}
 
     def _chunk(
         self,

@@ -59,6 +59,35 @@ async def test_timings_add_up() -> None:
     assert timings["ttft_ms"] >= timings["prompt_ms"] > 0
 
 
+async def test_found_by_use_33_every_piece_says_what_it_took_so_far_if_it_is_asked_to() -> None:
+    """As in llama-server; it was accepted and had no effect."""
+    engine = FakeEngine(end_odds=10**9)
+    raw = {"prompt": "Hello.", "max_tokens": 6, "n_predict": 6, "temperature": 0, "stream": True}
+    asked = {"/v1/chat/completions": body_of(HELLO, 6, stream=True), "/v1/completions": raw, "/completion": raw}
+    async with running(engine) as server:
+        for path, body in asked.items():
+            pieces = []
+            for told in (True, False):
+                response = await server.client.post(path, json={**body, "timings_per_token": told})
+                frames = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+                pieces.append([chunk for frame in frames if text_of(chunk := json.loads(frame))])
+            timings = [piece["timings"] for piece in pieces[0]]
+            assert [each["predicted_n"] for each in timings][-1] == 6, path
+            counts = [(each["predicted_n"], each["predicted_ms"]) for each in timings]
+            assert counts == sorted(counts), path
+            assert len(counts) > 1, path
+            assert {each["cache_n"] + each["prompt_n"] for each in timings} == {
+                timings[0]["cache_n"] + timings[0]["prompt_n"]
+            }
+            assert all("timings" not in piece for piece in pieces[1]), path
+
+
+def text_of(chunk: dict[str, Any]) -> str:
+    """What a piece of a stream adds to the answer, in any of llama-server's forms."""
+    choice = chunk["choices"][0] if chunk.get("choices") else chunk
+    return str(choice.get("delta", choice).get("content") or choice.get("text") or "")
+
+
 async def test_a_stop_string_ends_the_answer_before_it_and_state_stays_exact() -> None:
     async with running(FakeEngine(end_odds=10**9)) as server:
         free = await server.chat(HELLO, max_tokens=40)

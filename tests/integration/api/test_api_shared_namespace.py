@@ -129,6 +129,41 @@ async def test_slots_lists_only_what_the_key_itself_said() -> None:
         assert len(await slots(server, "k-carol")) == 2
 
 
+async def test_slots_does_not_tell_that_another_key_went_on_with_a_conversation() -> None:
+    """Found by use 1: its tokens grew by one, the answer's last, which only the next turn reads."""
+    async with team() as server:
+        answer = await server.client.post(
+            "/v1/chat/completions",
+            json={"messages": asked("Hello."), "max_tokens": 4, "temperature": 0},
+            headers={"x-api-key": "k-dave"},
+        )
+        await server.settled()
+        before = [one["tokens"] for one in await slots(server, "k-dave")]
+        text = answer.json()["choices"][0]["message"]["content"]
+        grown: Messages = [*asked("Hello."), {"role": "assistant", "content": text}, {"role": "user", "content": "So?"}]
+        _, told = await ask(server, "k-carol", grown)
+        assert told["reused_tokens"] == before[0], "it was continued"
+        assert [one["tokens"] for one in await slots(server, "k-dave")] == before
+
+
+@pytest.mark.parametrize("mode", ["read", "off"])
+async def test_why_says_not_parked_any_more_only_of_what_once_was(mode: str) -> None:
+    """Found by use 1: a key that asked to keep nothing, and reused another key's state of the common prompt, was told
+    that its own was gone."""
+    async with team() as server:
+        await ask(server, "k-carol", asked(SECRET))
+        for _ in range(2):
+            _, told = await ask(server, "k-dave", asked("Cats are fine."), headers={"x-parkd-cache-mode": mode})
+            assert "any more" not in told["why"]
+        _, told = await ask(server, "k-dave", asked("Cats are fine."))
+        assert len(SYSTEM) < told["reused_tokens"] < told["prompt_tokens"] - 1
+        said = len(server.prompt_tokens(asked("Cats are fine."))) + 4
+        assert re.fullmatch(rf"no exact state between tokens {told['reused_tokens']} and \d+", told["why"]), told
+        assert int(told["why"].split()[-1]) <= said
+        _, told = await ask(server, "k-dave", asked("Cats are fine."))
+        assert (told["why"], told["reused_tokens"]) == ("", told["prompt_tokens"] - 1)
+
+
 async def test_what_became_of_another_keys_conversation_is_not_told() -> None:
     """Found by use 1: a key was told when and why another key's conversation was evicted, and the next one's size."""
     async with team(budget_bytes=MIB // 4, eviction_policy="lru") as server:
