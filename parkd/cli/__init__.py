@@ -15,12 +15,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from parkd.cli import arguments
 from parkd.cli.compose import compose, open_files, store_config_of
+from parkd.cli.interruptible import interruptible
 from parkd.cli.library_notes import hide_bars_in_pipes
 from parkd.cli.model import (
     MemoryShare,
@@ -43,9 +44,12 @@ from parkd.errors import ConfigError, ModelError, UnsupportedModel
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.cli.model import AnyEngine
+    from parkd.identity.background import BackgroundWork
+    from parkd.identity.normalise import RewriteRule
     from parkd.ledger.ledger import Ledger
     from parkd.proxy.config import Services
     from parkd.store.files.fs import FileSystem
+    from parkd.types import NamedKey
 
 __all__ = ["MemoryShare", "find_model", "load_engine", "main"]
 
@@ -111,14 +115,14 @@ def main(words: Sequence[str] | None = None) -> int:
         if words[:1] == ["canary"]:
             from parkd.cli import canary
 
-            return canary.run(words[1:], open_engine)
+            return interruptible(partial(canary.run, words[1:], open_engine))
         invocation = arguments.parse(words)
         if invocation.command == "demo":
             from parkd.demo import command as demo
 
             return demo.run(invocation.flags)
         config = load(invocation.flags)
-        return plan(config) if invocation.command == "plan" else serve(config)
+        return interruptible(partial(plan, config)) if invocation.command == "plan" else serve(config)
     except (ConfigError, ModelError) as error:
         ways = f". {WAYS_OUT}" if isinstance(error, UnsupportedModel) else ""
         print(f"parkd: {error.message.rstrip('.') if ways else error.message}{ways}", file=sys.stderr)
@@ -130,7 +134,6 @@ def main(words: Sequence[str] | None = None) -> int:
 def serve(config: Config) -> int:
     """Loads the model and serves until told to stop. Returns the exit code. Raises ConfigError and ModelError before
     it serves."""
-    from parkd.cli import canary, startup
     from parkd.proxy import listener
 
     logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", level=logging.WARNING, stream=sys.stderr)
@@ -142,42 +145,69 @@ def serve(config: Config) -> int:
     rules_file = config.server.rewrite_rules_file
     rules = () if rules_file is None else read_rules(rules_file)
     bound_spinning()
-    model, is_demo = ("", False) if config.model.upstream is not None else find_model(config.model)
+    model = ("", False) if config.model.upstream is not None else find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound, contextlib.ExitStack() as undo:
-        from parkd.answers.base import ToolFormat
-        from parkd.identity.background import BackgroundWork
+        started = interruptible(partial(_start, config, *model, named_keys, rules, listener.url_of(bound), undo))
         from parkd.proxy import server
 
-        memory, background = MemoryShare(config.cache.budget_bytes), BackgroundWork()
-        files = open_files(config, lambda note: print(f"note: {note}", file=sys.stderr))
-        if files is not None:
-            undo.callback(files.close)
-        engine = open_engine(config, model, memory, files, is_demo=is_demo)
-        store_config = store_config_of(config, memory)
-        parks = store_config.budget_bytes > 0
-        given = (engine, config.home, startup.ProgressPrinter(sys.stderr), engine.host_memory_hooks())
-        failures = canary.at_start(*given) if parks else ()
-        if failures:
-            store_config = replace(store_config, budget_bytes=0)
-        services = compose(config, engine, store_config, named_keys, files, rules, background=background)
-        services = replace(services, ledger=open_ledger(config))
-        budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
-        url, keys = listener.url_of(bound), (*config.server.api_keys, *config.server.operator_keys, *named_keys)
-        tools = services.output.tools is not ToolFormat.NONE or services.output.reader is not None
-        assert services.render is not None
-        warning = startup.template_warning(services.render, calls_tools=tools)
-        lines = startup.describe(engine.info, budget, url, needs_key=bool(keys), warning=warning, failures=failures)
-        if services.store is not None and services.store.has_disk:
-            directory = config.cache.disk.directory
-            free_bytes = None if directory is None else shutil.disk_usage(directory).free
-            lines.insert(-2, startup.disk_line(services.store.disk_stats(), directory, free_bytes))
         undo.pop_all()  # from here on, the services close their files
+        services, told = replace(started.services, ledger=open_ledger(config)), "\n".join(started.lines)
         with contextlib.ExitStack() as ends:
-            ends.callback(background.close)
+            ends.callback(started.background.close)
             if services.ledger is not None:
                 ends.callback(services.ledger.close)
-            services = ends.enter_context(recording(config, engine, services))
-            return server.serve(services, listener=bound, on_started=lambda _url: print("\n".join(lines), flush=True))
+            services = ends.enter_context(recording(config, started.engine, services))
+            return server.serve(services, listener=bound, on_started=lambda _url: print(told, flush=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """What serves."""
+
+    engine: AnyEngine
+    services: Services
+    background: BackgroundWork
+    lines: Sequence[str]
+    """What the user is told."""
+
+
+def _start(
+    config: Config,
+    model: str,
+    is_demo: bool,
+    named_keys: tuple[NamedKey, ...],
+    rules: tuple[RewriteRule, ...],
+    url: str,
+    undo: contextlib.ExitStack,
+) -> Started:
+    """Loads the model, tries it, and opens what is parked. Raises ConfigError and ModelError."""
+    from parkd.answers.base import ToolFormat
+    from parkd.cli import canary, startup
+    from parkd.identity.background import BackgroundWork
+
+    memory, background = MemoryShare(config.cache.budget_bytes), BackgroundWork()
+    files = open_files(config, lambda note: print(f"note: {note}", file=sys.stderr))
+    if files is not None:
+        undo.callback(files.close)
+    engine = open_engine(config, model, memory, files, is_demo=is_demo)
+    store_config = store_config_of(config, memory)
+    parks = store_config.budget_bytes > 0
+    given = (engine, config.home, startup.ProgressPrinter(sys.stderr), engine.host_memory_hooks())
+    failures = canary.at_start(*given) if parks else ()
+    if failures:
+        store_config = replace(store_config, budget_bytes=0)
+    services = compose(config, engine, store_config, named_keys, files, rules, background=background)
+    budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
+    keys = (*config.server.api_keys, *config.server.operator_keys, *named_keys)
+    tools = services.output.tools is not ToolFormat.NONE or services.output.reader is not None
+    assert services.render is not None
+    warning = startup.template_warning(services.render, calls_tools=tools)
+    lines = startup.describe(engine.info, budget, url, needs_key=bool(keys), warning=warning, failures=failures)
+    if services.store is not None and services.store.has_disk:
+        directory = config.cache.disk.directory
+        free_bytes = None if directory is None else shutil.disk_usage(directory).free
+        lines.insert(-2, startup.disk_line(services.store.disk_stats(), directory, free_bytes))
+    return Started(engine, services, background, lines)
 
 
 def open_engine(

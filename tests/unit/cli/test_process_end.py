@@ -64,3 +64,36 @@ def test_a_signal_while_the_model_is_loaded_ends_in_order(number: int, code: int
         process.send_signal(number)
         assert process.stdout.read() == "closed\n"
         assert process.wait(30) == code
+
+
+INSIDE = """
+import hashlib, sys
+from parkd import cli
+
+def open_engine(*given, **named):
+    print("loading", flush=True)
+    # Native code that no signal interrupts, for many minutes: what the weights of a large model look like.
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+cli.open_engine = open_engine
+sys.argv = ["parkd", *sys.argv[1:]]
+cli.entry()
+"""
+
+
+@pytest.mark.parametrize("command", ["serve", "canary"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_start_that_is_inside_a_library(number: int, code: int, command: str, tmp_path: Path) -> None:
+    """Found by use 17: a slow start took seconds to notice SIGTERM."""
+    words = [sys.executable, "-c", INSIDE, command, "--model", "random:tiny-qwen3"]
+    words += ["--port", "0", "--park-dir", str(tmp_path / "park"), "--conversation-cache-disk-mib", "8"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(number)
+        try:
+            assert process.wait(20) == code
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
