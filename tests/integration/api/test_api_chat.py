@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import time
 from typing import Any
 
 import anyio.to_thread
@@ -61,7 +62,8 @@ async def test_timings_add_up() -> None:
 
 async def test_found_by_use_33_every_piece_says_what_it_took_so_far_if_it_is_asked_to() -> None:
     """As in llama-server; it was accepted and had no effect."""
-    engine = FakeEngine(end_odds=10**9)
+    # Slow enough for the pieces to be sent one by one.
+    engine = FakeEngine(end_odds=10**9, hook=lambda what, _: time.sleep(0.02) if what == "token" else None)
     raw = {"prompt": "Hello.", "max_tokens": 6, "n_predict": 6, "temperature": 0, "stream": True}
     asked = {"/v1/chat/completions": body_of(HELLO, 6, stream=True), "/v1/completions": raw, "/completion": raw}
     async with running(engine) as server:

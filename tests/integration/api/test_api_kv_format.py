@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
