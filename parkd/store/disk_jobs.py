@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from parkd.state import Bytes, Recut
-from parkd.state import part_sum as engine_sum
+from parkd.state import Bytes, Recut, part_sum
+from parkd.state.sums import XXH3
 from parkd.store.files.fs import GRAIN_BYTES, File, FileSystem, aligned_zeros
 from parkd.store.manifest import (
     TEMPORARY_SUFFIX,
@@ -136,10 +136,6 @@ def run_serially(calls: Sequence[Callable[[], None]]) -> None:
         call()
 
 
-def part_sum(buffer: Bytes) -> int:
-    return int(xxhash.xxh3_64_intdigest(buffer.data))
-
-
 def write(fs: FileSystem, job: WriteJob, run_all: RunAll = run_serially) -> None:
     """Returns once the conversation is durable on the device. Raises OSError after removing what was written; what
     could not be removed is among `leftovers(job)`."""
@@ -204,14 +200,14 @@ def _read_recut(fs: FileSystem, job: RecutJob) -> None:
             for stage, layout in enumerate(old.stages):
                 part = reader.part(block.place, block.sums, stage, block.rows * layout.row_bytes, old.checksum)
                 job.recut.add_rows(stage, part[: rows * layout.row_bytes], into)
-            sums[:] = [engine_sum(new.checksum, buffer) for buffer in into]
+            sums[:] = [part_sum(new.checksum, buffer) for buffer in into]
         for (position, into), sums in zip(job.checkpoints, job.fixed_sums, strict=True):
             checkpoint = known[position]
             _blank(into)
             for stage, layout in enumerate(old.stages):
                 part = reader.part(checkpoint.place, checkpoint.sums, stage, layout.fixed_bytes, old.checksum)
                 job.recut.add_fixed(stage, part, into)
-            sums[:] = [engine_sum(new.checksum, buffer) for buffer in into]
+            sums[:] = [part_sum(new.checksum, buffer) for buffer in into]
 
 
 def _blank(buffers: Sequence[Bytes]) -> None:
@@ -248,7 +244,7 @@ class _OneByOne:
                 raise DamagedPart(place.extent, f"{name} is too short") from error
             raise
         part = self._scratch[:size]
-        if part_sum(part) != int(place.file_sums[stage]) or engine_sum(checksum, part) != int(sums[stage]):
+        if part_sum(XXH3, part) != int(place.file_sums[stage]) or part_sum(checksum, part) != int(sums[stage]):
             raise DamagedPart(place.extent, f"a part of {name} at {place.offsets[stage]} is not what was written")
         return part
 
@@ -312,7 +308,7 @@ def _extent_writers(parts: tuple[Part, ...]) -> Callable[[File], Sequence[Callab
         def call() -> None:
             for part in batch:
                 if not part.is_summed:
-                    part.file_sums[part.stage] = part_sum(part.buffer)
+                    part.file_sums[part.stage] = part_sum(XXH3, part.buffer)
             buffers, tails = _in_pages(batch)
             for part, tail in tails:
                 tail[: -part.padding] = part.buffer[part.buffer.nbytes - tail.nbytes + part.padding :]
@@ -335,7 +331,7 @@ def _reader(file: File, extent: ExtentRef, batch: list[Part]) -> Callable[[], No
         for part, tail in tails:
             part.buffer[part.buffer.nbytes - tail.nbytes + part.padding :] = tail[: -part.padding]
         for part in batch:
-            if part_sum(part.buffer) != int(part.file_sums[part.stage]):
+            if part_sum(XXH3, part.buffer) != int(part.file_sums[part.stage]):
                 raise DamagedPart(extent.id, f"a part of {extent.name} at {part.offset} is not what was written")
 
     return call

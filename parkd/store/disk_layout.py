@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from parkd.state import Bytes, Recut
+from parkd.state.sums import XXH3
 from parkd.store.conversations import Conversation, Conversations
 from parkd.store.disk import Disk, OnDisk
 from parkd.store.disk_jobs import Part, ReadJob, RecutJob, WriteJob
@@ -21,7 +22,7 @@ from parkd.store.manifest import DiskBlock, DiskCheckpoint, DiskPlace, ExtentRef
 from parkd.store.records import BlockId, CheckpointId
 from parkd.store.slabs import round_up
 
-FILE_SUM = "xxh3-64"
+FILE_SUM = XXH3
 """The checksum of files. If the engine computes the same, it need not be computed again."""
 
 

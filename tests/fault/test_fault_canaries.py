@@ -97,7 +97,7 @@ def test_damaged_extents_are_misses(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_the_parts_checksum_damage_is_served(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_jobs, "part_sum", lambda _buffer: Equal(1))
+    monkeypatch.setattr(disk_jobs, "part_sum", lambda _name, _buffer: Equal(1))
     monkeypatch.setattr(xxhash, "xxh3_64", BlindSum)
     with pytest.raises(AssertionError, match="other bytes"):
         damage_everything(layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from parkd.lane.cost import RETRY_SHARE, STALE_S, CostMeter
@@ -49,6 +49,8 @@ class Clock:
 DISK = CacheOutcome.RESTORED_DISK
 TIERS = (CacheOutcome.RESTORED_RAM, DISK)
 GB = 1e9
+WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
+"""A failure takes hours of the clock's time, each of them a loop: the shortest one takes minutes to find."""
 
 
 class Tier:
@@ -77,6 +79,7 @@ class Tier:
 
 
 @pytest.mark.parametrize("outcome", TIERS)
+@settings(phases=WITHOUT_SHRINKING)
 @given(
     slowness=st.floats(20, 5000),
     turns=st.integers(1, 60),

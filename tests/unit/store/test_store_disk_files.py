@@ -20,6 +20,7 @@ import xxhash
 from parkd.cli.compose import open_files
 from parkd.config import load
 from parkd.errors import ConfigError
+from parkd.private_files import private_opener
 from parkd.store.files.fs import GRAIN_BYTES, OpenFile, UnlinkedFs, aligned_zeros
 from parkd.store.files.park_directory import open_directory, open_temporary
 from parkd.store.manifest import (
@@ -322,6 +323,22 @@ def test_found_by_use_15_a_link_in_place_of_the_lock_is_not_followed(tmp_path: P
     assert target.read_text() == "precious"
     assert stat.S_IMODE(path.stat().st_mode) == 0o755
     assert [each.name for each in path.iterdir()] == [name]
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="this system cannot refuse links while opening")
+def test_found_by_use_15_a_link_that_came_later_is_not_followed_either(tmp_path: Path) -> None:
+    """What was looked at when the directory was opened says nothing of what is there now."""
+    target = tmp_path / "target"
+    target.write_text("precious")
+    with closing(open_directory(tmp_path / "d")) as fs:
+        (tmp_path / "d" / EXTENT).symlink_to(target)
+        for call in (fs.open, fs.load, fs.create):
+            with pytest.raises(OSError, match=EXTENT):
+                call(EXTENT)
+    for mode in ("rb", "r+b", "wb"):
+        with pytest.raises(OSError, match=EXTENT):
+            open(tmp_path / "d" / EXTENT, mode, opener=private_opener)  # noqa: SIM115 - it does not open
+    assert target.read_text() == "precious"
 
 
 @pytest.mark.parametrize("names", [["lock"], ["lock", "answers", "split.json"], ["lock", MANIFEST, EXTENT, "notes"]])

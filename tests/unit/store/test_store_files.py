@@ -90,6 +90,19 @@ def test_a_file_that_is_being_restored_from_stays() -> None:
     assert store.get(first.id) is None, "now it may"
 
 
+def test_a_lease_that_is_released_twice_counts_once() -> None:
+    store = make_file_store()
+    first = park(store, 1)
+    twice, once = store.lease(first.id, first.position), store.lease(first.id, first.position)
+    twice.release()
+    twice.release()
+    park(store, 2)
+    store.begin_capture(request_of(3))
+    work(store)
+    assert store.get(first.id) is not None, "it is still read"
+    once.release()
+
+
 def test_what_memory_refuses_costs_nobody_a_file() -> None:
     store = make_file_store(slots=2)
     parked = [park(store, seed) for seed in (1, 2)]

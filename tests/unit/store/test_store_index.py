@@ -44,6 +44,15 @@ def test_find_agrees_with_a_scan(width):
     assert index._keys == {}
 
 
+def test_a_path_that_leaves_a_run_does_not_go_on_below_it():
+    """Hashes of any width may collide: one that stands below the run's end says nothing of a path that left it."""
+    index, (a, b, c, d, e) = PrefixIndex(), (bytes([at]) * 16 for at in range(5))
+    index.add("long", KEY, (a, b, c, d))
+    index.add("other", KEY, (a, b, c, e))
+    assert dict(index.find(KEY, (a, d, d, d), 9)) == {"long": 1, "other": 1}
+    assert index.ending_within(KEY, (a, d, d, d)) == []
+
+
 def assert_no_run_is_cut_in_vain(index: PrefixIndex) -> None:
     """So that what a look-up costs depends on how paths branch, not on what was there once."""
     runs = [child for root in index._keys.values() for child in root.children.values()]
