@@ -1,7 +1,12 @@
 """parkd over llama.cpp, or before a llama-server, killed under load: `python -m tests.fault.killed_lives --lives 40`.
 
-    life    start what is down -> two clients go on with their conversations -> SIGKILL -> the next life
-    end     start, one more turn of every conversation, SIGTERM: exit code 0 and no half-written file
+    restart   start what is down
+    answer    two clients go on with their conversations, for a while
+    crash     SIGKILL while they do
+    end       one more turn of every conversation, SIGTERM: exit code 0 and no half-written file
+
+These are steps of `tests.lives.life`, always in this order: what is chosen by the seed is whose turn it is and when the
+kill comes. A life that goes wrong says both.
 
 Whose process is killed is the way: parkd that computes in process, parkd before a server, the server, or both. Every
 answer is compared with that of an engine, or a server, which holds nothing of the conversation when it is asked.
@@ -10,7 +15,6 @@ answer is compared with that of an engine, or a server, which holds nothing of t
 from __future__ import annotations
 
 import argparse
-import random
 import signal
 import sys
 import tempfile
@@ -24,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from benchmarks.servers import Server, free_port, running, upstream_server
+from tests.lives.life import Choices, History, Step
 
 WAYS = ("in process", "parkd", "upstream", "both")
 CONTEXT_TOKENS = 2048
@@ -72,13 +78,14 @@ class Client(threading.Thread):
 
     def __init__(self, url: str, talks: Talks, names: str, seed: int) -> None:
         super().__init__(daemon=True)
-        self._url, self._talks, self._names, self._random = url, talks, names, random.Random(seed)
+        self._url, self._talks, self._names = url, talks, names
+        self._choices = Choices(np.random.default_rng(seed))
         self.stop = threading.Event()
 
     def run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=CLIENT_DEADLINE_S, trust_env=False) as client:
             while not self.stop.is_set():
-                if not ask(client, self._talks, self._random.choice(self._names)):
+                if not ask(client, self._talks, self._choices.pick(self._names)):
                     self.stop.wait(RETRY_S)
 
 
@@ -182,8 +189,6 @@ class Processes:
 def alone(way: str, folder: Path, model: Path) -> Iterator[Said]:
     """Says what is answered by an engine of the same kind that was reset, or by a server that reuses nothing."""
     if way == "in process":
-        import numpy as np
-
         from parkd.types import SamplingParams
         from tests.integration.llama import llama_cpp_kit
 
@@ -215,6 +220,42 @@ def alone(way: str, folder: Path, model: Path) -> Iterator[Said]:
         yield of_server
 
 
+class KilledLife:
+    """The processes, their clients, and the steps that happen to them."""
+
+    def __init__(self, processes: Processes, talks: Talks, seed: int) -> None:
+        self._processes, self._talks, self._seed = processes, talks, seed
+        self._choices = Choices(np.random.default_rng(seed))
+        self._clients: list[Client] = []
+        self._begun = 0
+        self.history = History(seed)
+
+    def take(self, name: str) -> None:
+        """One step, by its name."""
+        step: Callable[[], None] = getattr(self, self.history.note(Step(name, 1.0)))
+        step()
+
+    def restart(self) -> None:
+        self._processes.start()
+
+    def answer(self) -> None:
+        for names in (NAMES[:3], NAMES[3:]):
+            self._begun += 1
+            self._clients.append(Client(self._processes.url, self._talks, names, self._seed * 1000 + self._begun))
+            self._clients[-1].start()
+        least_s, most_s = LIFE_S
+        time.sleep(least_s + (most_s - least_s) * self._choices.up_to(1000) / 1000)
+
+    def crash(self) -> None:
+        self._processes.crash()
+        for client in self._clients:
+            client.stop.set()
+        for client in self._clients:
+            client.join(CLIENT_DEADLINE_S + 10)
+            assert not client.is_alive(), "a request of it hangs"
+        self._clients.clear()
+
+
 def live(way: str, folder: Path, lives: int, seed: int = 0) -> Talks:
     """Raises AssertionError where something is wrong."""
     from tests.integration.llama import tiny_gguf
@@ -223,13 +264,14 @@ def live(way: str, folder: Path, lives: int, seed: int = 0) -> Talks:
     tiny_gguf.write_tiny_hybrid(model)
     talks = Talks({name: opening(name) for name in NAMES})
     processes = Processes(way, folder, model)
-    with alone(way, folder, model) as said:
+    life = KilledLife(processes, talks, seed)
+    with alone(way, folder, model) as said, life.history.told():
         try:
-            for number in range(lives):
-                processes.start()
-                one_life(processes, talks, seed * 1000 + number)
+            for _ in range(lives):
+                for step in ("restart", "answer", "crash"):
+                    life.take(step)
                 compare(talks, said)
-            processes.start()
+            life.take("restart")
             with httpx.Client(base_url=processes.url, timeout=CLIENT_DEADLINE_S, trust_env=False) as client:
                 for name in NAMES:
                     assert ask(client, talks, name), f"{name} is not answered after the last life: {talks.failures}"
@@ -240,19 +282,6 @@ def live(way: str, folder: Path, lives: int, seed: int = 0) -> Talks:
     left = [path.name for path in [*processes.park_dir.iterdir(), *processes.park_dir.parent.glob("parkd-*.slot")]]
     assert not [name for name in left if name.endswith((".tmp", ".slot"))], left
     return talks
-
-
-def one_life(processes: Processes, talks: Talks, seed: int) -> None:
-    clients = [Client(processes.url, talks, names, seed * 2 + i) for i, names in enumerate((NAMES[:3], NAMES[3:]))]
-    for client in clients:
-        client.start()
-    time.sleep(random.Random(seed).uniform(*LIFE_S))
-    processes.crash()
-    for client in clients:
-        client.stop.set()
-    for client in clients:
-        client.join(CLIENT_DEADLINE_S + 10)
-        assert not client.is_alive(), "a request of it hangs"
 
 
 def compare(talks: Talks, said: Said) -> None:

@@ -58,6 +58,11 @@ class Open:
     expected: Expected
 
 
+# Rules have the names of `tests.lives.life` where they are steps of any life (read, restore, park, go_back). The others
+# are what only a store does: its captures stay open, its leases are held, its prompts are expected. Steps, numbers and
+# the history of a failure are those of hypothesis, which shortens a history that fails; so there are no Choices here.
+
+
 class StoreMachine(RuleBasedStateMachine):
     """A rewindable model: any token is a resumable position."""
 
@@ -89,7 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
     # What is live
 
     @rule(shared=st.integers(0, 64), more=st.integers(1, 60))
-    def read_cold(self, shared, more):
+    def read(self, shared, more):
         shared, more = min(shared, self.longest // 2), min(more, self.longest // 2)
         self.engine.read(TREE[:shared], checkpoint=shared > 0)
         self.engine.extend(self.more(more), checkpoint=True)
@@ -101,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engine.position > 1)
     @rule(data=st.data())
-    def rewind(self, data):
+    def go_back(self, data):
         places = [place for place in self.engine.fixed if place < self.engine.position]
         if self.layout.fixed_bytes and not places:
             return
