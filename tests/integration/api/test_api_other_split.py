@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.integration.api.api_harness import until
 from tests.integration.api.disk_harness import running_on, written
@@ -18,17 +17,17 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_dtype"),
+    ("family", "kv_format"),
     [
         ("tiny-llama", None),
-        ("tiny-qwen3", torch.int8),
+        ("tiny-qwen3", "int8"),
         ("tiny-gemma3", None),
         ("tiny-qwen3.5-mtp", None),
     ],
 )
-async def test_one_two_three_one(family: str, kv_dtype: torch.dtype | None, tmp_path: Path) -> None:
+async def test_one_two_three_one(family: str, kv_format: str | None, tmp_path: Path) -> None:
     def engine(stages: int) -> Any:
-        return tiny(tmp_path / "cache", family, devices=("cpu",) * stages, kv_dtype=kv_dtype)
+        return tiny(tmp_path / "cache", family, devices=("cpu",) * stages, kv_format=kv_format)
 
     park, turn = tmp_path / "park", []
     stayed: Any = None

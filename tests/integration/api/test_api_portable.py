@@ -12,7 +12,6 @@ import anyio
 import httpx
 import numpy as np
 import pytest
-import torch
 
 from parkd.portable.parts import read_header, verify
 from parkd.proxy.config import ProxyConfig
@@ -84,25 +83,25 @@ async def test_a_conversation_goes_on_elsewhere(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "there_stages", "here_stages", "kv_dtype"),
+    ("family", "there_stages", "here_stages", "kv_format"),
     [
         ("tiny-llama", 2, 2, None),
         ("tiny-llama", 1, 3, None),
-        ("tiny-llama", 3, 1, torch.int8),
+        ("tiny-llama", 3, 1, "int8"),
         ("tiny-gemma3", 2, 1, None),
         ("tiny-qwen3.5", 1, 2, None),
         ("tiny-qwen3.5-mtp", 2, 3, None),
         ("tiny-deepseek-v3", 2, 1, None),
-        ("tiny-gpt-oss", 1, 2, torch.int8),
+        ("tiny-gpt-oss", 1, 2, "int8"),
     ],
 )
 async def test_a_real_model_says_the_same_with_the_same_logprobs(
-    family: str, there_stages: int, here_stages: int, kv_dtype: torch.dtype | None, tmp_path: Path
+    family: str, there_stages: int, here_stages: int, kv_format: str | None, tmp_path: Path
 ) -> None:
     """Rows, windows, recurrent state and draft heads; across layer splits, and in eight bits."""
 
     def engine(stages: int) -> Any:
-        return tiny(tmp_path, family, devices=("cpu",) * stages, kv_dtype=kv_dtype)
+        return tiny(tmp_path, family, devices=("cpu",) * stages, kv_format=kv_format)
 
     async with running(engine(there_stages), answer_bytes=0) as there:
         first = await there.chat(A1)
@@ -328,7 +327,7 @@ async def test_other_weights_formats_and_layouts_are_refused_with_the_reason(tmp
         data = await exported(there, ids(there)[0])
     for family, settings, reason in (
         ("tiny-qwen3", {}, "other weights"),
-        ("tiny-llama", {"kv_dtype": torch.int8}, "format of rows"),
+        ("tiny-llama", {"kv_format": "int8"}, "format of rows"),
     ):
         async with running(tiny(tmp_path, family, **settings)) as here:
             answer = await landed(here, data)

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from parkd_engine.config import EngineConfig
 from parkd_engine.families.presets.shapes import ECHO, PRESETS
 
 from parkd.answers.base import OutputFormat, ToolFormat
@@ -19,6 +17,7 @@ from parkd.answers.structured import StructuredOutput
 from parkd.answers.thinking import ThinkingLimits
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
+from parkd.state import EngineConfig
 from parkd.types import TokenMask, TurnRequest
 from tests.integration.api.api_harness import Messages, body_of, running
 from tests.integration.api.test_api_images import picture
@@ -44,9 +43,9 @@ SCORED = {"logprobs": True, "top_logprobs": 5}
 Body = dict[str, Any]
 
 
-def load(folder: Path, family: str, stages: int = 2, kv_dtype: torch.dtype | None = None) -> TorchEngine:
+def load(folder: Path, family: str, stages: int = 2, kv_format: str | None = None) -> TorchEngine:
     layout = EngineConfig(
-        devices=("cpu",) * stages, context_tokens=1024, batch_tokens=128, draft_tokens=2, kv_dtype=kv_dtype
+        devices=("cpu",) * stages, context_tokens=1024, batch_tokens=128, draft_tokens=2, kv_format=kv_format
     )
     return TorchEngine.load(ModelConfig(f"random:{family}", folder), layout, fresh_seed=lambda: 4)
 
@@ -84,11 +83,11 @@ async def test_every_family(family: str, tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("kv_format", [None, "int8"])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("family", ["tiny-llama", "tiny-qwen3.5", "tiny-gemma3"])
-async def test_every_token_and_chunk(family: str, stages: int, kv_dtype: torch.dtype | None, tmp_path: Path) -> None:
-    engine = load(tmp_path, family, stages, kv_dtype)
+async def test_every_token_and_chunk(family: str, stages: int, kv_format: str | None, tmp_path: Path) -> None:
+    engine = load(tmp_path, family, stages, kv_format)
     assert await same_if_paused(engine, body_of(A1, 24, **SAMPLED, **SCORED), everywhere) > 16
     engine.close()
 

@@ -156,7 +156,7 @@ def test_it_is_an_engine_of_rows(engine: TorchEngine) -> None:
 def test_the_fingerprint_knows_state_and_nothing_else(engine: TorchEngine, cache: Path) -> None:
     assert tiny(cache, 1, context_tokens=512, batch_tokens=32).info.fingerprint == engine.info.fingerprint
     assert tiny(cache, 2, kv_format="bf16").info.fingerprint != engine.info.fingerprint
-    assert tiny(cache, 2, dtype=torch.bfloat16).info.fingerprint != engine.info.fingerprint
+    assert tiny(cache, 2, dtype="bf16").info.fingerprint != engine.info.fingerprint
 
 
 def test_a_conversation_that_was_parked_goes_on_as_if_it_had_stayed(engine: TorchEngine) -> None:

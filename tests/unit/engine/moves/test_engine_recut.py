@@ -39,13 +39,13 @@ SPLITS = ((), (2,), (1, 3), ())
 OTHER_SPLITS = ((1,), (3,), (1, 2, 3), (2, 3))
 
 
-def split_session(family: str, split: tuple[int, ...], kv_dtype: torch.dtype | None) -> Session:
+def split_session(family: str, split: tuple[int, ...], kv_format: str | None) -> Session:
     config = EngineConfig(
         devices=("cpu",) * (len(split) + 1),
         layer_split=split or None,
         context_tokens=CONTEXT,
         batch_tokens=BATCH,
-        kv_dtype=kv_dtype,
+        kv_format=kv_format,
         draft_tokens=2,
     )
     model = model_of(family)
@@ -59,27 +59,24 @@ def read_on(session: Session, ids: npt.NDArray[np.int64], images: Sequence[Promp
 
 
 @pytest.mark.parametrize(
-    ("family", "splits", "kv_dtype"),
+    ("family", "splits", "kv_format"),
     [
         *((family, SPLITS, None) for family in (*FAMILIES, *HYBRIDS, *WITH_HEADS)),
-        *(
-            (family, OTHER_SPLITS, torch.int8)
-            for family in ("llama", "qwen3.5-mtp", "gemma3", "qwen4-exp", "qwen3-mtp")
-        ),
+        *((family, OTHER_SPLITS, "int8") for family in ("llama", "qwen3.5-mtp", "gemma3", "qwen4-exp", "qwen3-mtp")),
     ],
     ids=str,
 )
 def test_a_conversation_goes_on_in_every_split(
-    family: str, splits: Sequence[tuple[int, ...]], kv_dtype: torch.dtype | None
+    family: str, splits: Sequence[tuple[int, ...]], kv_format: str | None
 ) -> None:
     """From split to split, each time restored from what the split before parked, at every checkpoint."""
     (ids, images) = put_pictures(model_of(family), token_ids(121))
-    with threads_for(kv_dtype):
-        session = split_session(family, splits[0], kv_dtype)
+    with threads_for(kv_format):
+        session = split_session(family, splits[0], kv_format)
         expected = read_on(session, ids, images)
         plan = parked(session, PLACES, 120)
         for split in splits[1:]:
-            other = split_session(family, split, kv_dtype)
+            other = split_session(family, split, kv_format)
             moved = recut_for(plan, session, other)
             assert moved.bytes >= sum(copy.size for copy in recut_between(session.layout, other.layout).rows)
             for place in (75, 16):
@@ -136,7 +133,7 @@ def test_another_window_format_or_draft_head_is_no_other_split() -> None:
     model = tiny_model("llama")
     rows = tiny_session(1, model).layout
     with pytest.raises(OtherState, match="layer 0"):
-        recut_between(rows, tiny_session(2, tiny_model("llama"), kv_dtype=torch.int8).layout)
+        recut_between(rows, tiny_session(2, tiny_model("llama"), kv_format="int8").layout)
     with pytest.raises(OtherState, match="layer 4"):
         recut_between(split_session("qwen3-mtp", (), None).layout, tiny_session(2, tiny_model("qwen3")).layout)
     with pytest.raises(OtherState, match="lacks"):
