@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from parkd.store.disk_jobs import BATCH_BYTES, DamagedPart, Part, ReadJob, WriteJob, batches, read, write
-from parkd.store.files.fs import GRAIN_BYTES, aligned_zeros
+from parkd.store.files.fs import GRAIN_BYTES, OpenFile, aligned_zeros
 from parkd.store.files.park_directory import open_directory
 from parkd.store.manifest import ExtentRef
 from tests.unit.store.test_store_disk_files import make_manifest
@@ -56,6 +58,12 @@ def written(folder: Path, *, known: int | None) -> Part:
     return one
 
 
+def streamed_part(one: Part) -> Part:
+    """The same part, to be compared with its checksum and not kept."""
+    buffer = np.zeros(0, dtype=np.uint8)
+    return Part(one.offset, buffer, one.file_sums, one.stage, streamed_bytes=one.buffer.nbytes)
+
+
 def test_a_checksum_of_the_engine_is_not_computed_again(tmp_path: Path) -> None:
     """Computed from the buffer, it would vouch for bytes that changed since the engine summed them."""
     one = written(tmp_path / "d", known=12345)
@@ -76,4 +84,30 @@ def test_an_extent_that_ends_too_early_is_damaged(tmp_path: Path, left_bytes: in
     with pytest.raises(DamagedPart, match=f"{EXTENT.name} is too short") as damaged:
         read(fs, ReadJob(((EXTENT, (one,)),)))
     assert damaged.value.extent == EXTENT.id
+    fs.close()
+
+
+@pytest.mark.parametrize("left_bytes", [0, GRAIN_BYTES])
+def test_an_extent_that_is_only_compared_is_damaged_too_if_it_ends_too_early(tmp_path: Path, left_bytes: int) -> None:
+    job = ReadJob(((EXTENT, (streamed_part(written(tmp_path / "d", known=None)),)),))
+    with closing(open_directory(tmp_path / "d")) as fs:
+        read(fs, job)
+        with (tmp_path / "d" / EXTENT.name).open("r+b") as file:
+            file.truncate(left_bytes)
+        with pytest.raises(DamagedPart, match=f"{EXTENT.name} is too short"):
+            read(fs, job)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_fault_of_the_device_is_no_damage(tmp_path: Path, is_streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the conversation stays, and the tier answers for it."""
+    one = written(tmp_path / "d", known=None)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "the device")
+
+    fs = open_directory(tmp_path / "d")
+    monkeypatch.setattr(OpenFile, "read", fail)
+    with pytest.raises(OSError, match="the device"):
+        read(fs, ReadJob(((EXTENT, (streamed_part(one) if is_streamed else one,)),)))
     fs.close()

@@ -18,6 +18,7 @@ def test_the_allowance_is_a_days_worth_and_comes_back_evenly() -> None:
 def test_what_was_written_before_a_restart_counts() -> None:
     assert WriteAllowance.full(1000, 0.0, written_bytes=400).left_bytes == 600
     assert WriteAllowance.full(1000, 0.0, written_bytes=4000).left_bytes == 0
+    assert WriteAllowance.full(0, 0.0).share == 0.0, "nothing is ever left of nothing"
 
 
 def test_when_little_is_left_only_what_returned_is_written() -> None:
