@@ -241,7 +241,7 @@ async def running(
         if send_buffer_bytes is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_serve, server, listener)
+            tasks.start_soon(serve, server, listener)
             await until(lambda: server.started)
             try:
                 async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:
@@ -250,7 +250,7 @@ async def running(
                 server.should_exit = True
 
 
-async def _serve(server: Server, listener: socket.socket) -> None:
+async def serve(server: Server, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
 
 

@@ -84,7 +84,7 @@ async def running_on(
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(api_harness._serve, server, listener)
+                tasks.start_soon(api_harness.serve, server, listener)
                 await until(lambda: server.started)
                 try:
                     async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:

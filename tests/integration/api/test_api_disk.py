@@ -14,6 +14,7 @@ from parkd.errors import ConfigError
 from parkd.state import Grain
 from parkd.store.files.fs import UnlinkedFs
 from parkd.store.files.park_directory import open_directory
+from parkd.types import CacheOutcome
 from tests.fakes.engine import FakeEngine
 from tests.fakes.opaque import FakeOpaqueEngine
 from tests.integration.api import disk_harness
@@ -226,8 +227,9 @@ async def test_reading_is_chosen_where_it_is_cheaper_than_the_disk(tmp_path: Pat
         first = await server.chat(a1)
     async with running_on(tmp_path / "park") as server:
         costs = server.server.proxy.costs
-        for speed in costs._speeds.values():
-            speed.bytes_per_s = speed.best = 1.0
+        for tier in (CacheOutcome.RESTORED_RAM, CacheOutcome.RESTORED_DISK):
+            for _ in range(100):
+                costs.note_move(tier, 1 << 30, float(1 << 30))  # a byte a second
         a2 = turn_after(a1, first.text, "And then?")
         second = await server.chat(a2)
         assert (second.cache, second.text) == ("cold", never_parked(a2))

@@ -51,6 +51,14 @@ class Clock:
         return self.now
 
 
+class TimedStore(ConversationStore):
+    """With the clock that was passed in, for tests to advance."""
+
+    def __init__(self, config, layout, clock, **options) -> None:
+        self.clock = clock
+        super().__init__(config, layout, clock, **options)
+
+
 def make_store(
     budget_bytes,
     layout=None,
@@ -69,13 +77,8 @@ def make_store(
         if holder:
             assert_within_budget(holder[0])
 
-    store = ConversationStore(
-        StoreConfig(budget_bytes, block_tokens, slots, slab_bytes, min_free_bytes, checkpoint_limit),
-        layout or make_layout(),
-        Clock(),
-        observer=observe,
-        **options,
-    )
+    config = StoreConfig(budget_bytes, block_tokens, slots, slab_bytes, min_free_bytes, checkpoint_limit)
+    store = TimedStore(config, layout or make_layout(), Clock(), observer=observe, **options)
     holder.append(store)
     return store
 

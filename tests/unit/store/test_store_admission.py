@@ -46,7 +46,7 @@ def returning(store, seed: int, tokens: int, turns: int = 6) -> Parked:
     """A conversation that came back so often."""
     engine = read(seed, tokens - BLOCK * turns)
     for turn in range(turns):
-        store._clock.now += 60.0
+        store.clock.now += 60.0
         engine.extend(make_units(seed * 100 + turn, BLOCK))
         parked = engine.park(store)
     return parked
@@ -109,7 +109,7 @@ def test_what_is_worth_no_more_evicts_nothing(read_s, is_parked):
     first = read(1, 120).park(store)
     second = read(2, 120)
     if is_parked:
-        store._clock.now += 86_400.0  # the first will not return any more
+        store.clock.now += 86_400.0  # the first will not return any more
     outcome = second.park(store)
     if is_parked:
         assert isinstance(outcome, Parked)
@@ -205,7 +205,7 @@ def test_an_opaque_state_that_is_worth_less_is_refused_by_its_bytes():
         store = make_store(20 * 2800 * 2, layout, policy=ValuePolicy())
         engine = WholeEngine(layout, BLOCK, 1, FaultFs()).read(make_units(1, 20 - turns))
         for turn in range(turns):
-            store._clock.now += 60.0
+            store.clock.now += 60.0
             engine.extend(make_units(10 + turn, 1))
             chat = engine.park(store)
         assert isinstance(chat, Parked)

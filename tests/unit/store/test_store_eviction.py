@@ -220,7 +220,10 @@ def test_memory_of_what_is_gone_is_bounded(engine):
         store.drop(parked.id, f"number {seed}")
     assert store.why_gone(KEY, parked.prefix_hashes).endswith("number 139")
     assert store.why_gone(KEY, make_hashes(make_units(0, 100), 4)) == ""
-    assert sum(len(gone.hashes) for gone in store.table.gone._gone) <= 128 * 16
+    held_bytes, limit_bytes = store.histories_bytes
+    assert 0 < held_bytes <= limit_bytes
+    known = [seed for seed in range(140) if store.why_gone(KEY, make_hashes(make_units(seed, 100), 4))]
+    assert known == list(range(140 - len(known), 140)), "the oldest went"
 
 
 @pytest.mark.parametrize("limit", [0, 1, 7, 99, 100, 101])

@@ -157,7 +157,7 @@ def returning(store, engine, seed: int, tokens: int, turns: int) -> Parked:
     """A conversation that came back so often."""
     engine.read(make_units(seed, tokens - 4 * turns))
     for turn in range(turns):
-        store._clock.now += 60.0
+        store.clock.now += 60.0
         engine.extend(make_units(seed * 100 + turn, 4))
         parked = engine.park(store)
     return parked
@@ -202,7 +202,7 @@ def test_what_is_not_worth_an_eviction_is_parked_as_far_as_it_fits():
     agents = [CopyEngine(LAYOUT).read(make_units(seed, 96)) for seed in (1, 2)]
     for turn in range(6):
         for seed, agent in enumerate(agents):
-            store._clock.now += 30.0
+            store.clock.now += 30.0
             agent.extend(make_units(seed * 100 + turn, 4))
             agent.park(store)
     chats, engine = [agent.park(store) for agent in agents], CopyEngine(LAYOUT)

@@ -45,7 +45,7 @@ def queue_of(store, policy=None, family=(), superseded=()) -> Queue:
         store.table,
         policy or Alike(),
         Costs(),
-        store._clock(),
+        store.clock(),
         family=[known(each.id) for each in family],
         superseded=[known(each.id) for each in superseded],
     )

@@ -13,7 +13,7 @@ from tests.fault.tier_kit import away, started
 from tests.fault.tier_kit import parked as parked_by
 from tests.fault.whole_kit import FIXED_BYTES, ROW_BYTES, WholeEngine, whole_layout
 from tests.fault.workload import LAYOUTS
-from tests.unit.store.store_kit import CopyEngine, Hooks, make_layout, make_store, make_units
+from tests.unit.store.store_kit import KEY, CopyEngine, Hooks, make_layout, make_store, make_units
 
 FIXED = make_layout(fixed_bytes=(700, 1000))
 SLOT_BYTES = 4 * (256 + 128)
@@ -105,7 +105,7 @@ def sizes_of(store) -> dict[str, int]:
         for name, value in vars(each).items()
         if hasattr(value, "__len__") and name not in ("gone", "ghosts")
     }
-    return sizes | {"queue": len(store.queue), "index": len(vars(table._index)["_keys"])}
+    return sizes | {"queue": len(store.queue), "index": len(store.candidates(KEY, ()))}
 
 
 @pytest.mark.parametrize("fixed", [True, False])

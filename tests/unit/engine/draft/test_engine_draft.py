@@ -15,9 +15,11 @@ from parkd_engine import EngineConfig, Session, capture, host_transfer, open_ses
 from parkd_engine.arenas.step_history import StepHistory
 from parkd_engine.families.layer_state import WINDOW_FIELDS
 from parkd_engine.forward import attention as engine_attention
+from parkd_engine.words.sampling import Sampler
 from torch.nn import functional
 
 from parkd.errors import LogitsNotFinite, StageFailed
+from parkd.types import SamplingParams
 from tests.unit.engine.kit.core_models import VOCAB, assert_same, token_ids
 from tests.unit.engine.kit.draft_models import (
     EXPERTS,
@@ -518,10 +520,11 @@ def test_drawn_answers_have_the_distribution_of_single_steps() -> None:
     settings = {"temperature": 1.3, "top_k": 3}
     session.extend(ids[:-1])
     expected: dict[tuple[int, int], float] = {}
-    first = decoder(session, ids, **settings)._sampler.distribution(session.step(int(ids[-1])))
+    sampler = Sampler(SamplingParams(**settings), VOCAB, ids)
+    first = sampler.distribution(session.step(int(ids[-1])))
     assert first.ids is not None
     for token in map(int, first.ids):
-        second = decoder(session, ids, **settings)._sampler.distribution(session.step(token))
+        second = sampler.distribution(session.step(token))
         session.truncate(PROMPT)
         assert second.ids is not None
         pairs = {(token, int(other)): first.probability(token) * second.probability(int(other)) for other in second.ids}
