@@ -47,7 +47,7 @@ def load(folder: Path, family: str, stages: int = 2, kv_format: str | None = Non
     layout = EngineConfig(
         devices=("cpu",) * stages, context_tokens=1024, batch_tokens=128, draft_tokens=2, kv_format=kv_format
     )
-    return TorchEngine.load(ModelConfig(f"random:{family}", folder), layout, fresh_seed=lambda: 4)
+    return TorchEngine.load(ModelConfig(f"random:{family}", folder, layout=layout), fresh_seed=lambda: 4)
 
 
 async def same_if_paused(engine: TorchEngine, body: Body, where: Callable[[int], bool], **options: Any) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from parkd_engine import EngineConfig, Session
 from parkd_engine.arenas.row_space import RowSpace, footprint
 from parkd_engine.opening import open_seats
@@ -28,7 +27,7 @@ def opened_seats(
     *,
     stages: int = 2,
     slack_tokens: int = 6,
-    kv_dtype: torch.dtype | None = None,
+    kv_format: str | None = None,
     context: int = CONTEXT,
     batch_tokens: int = BATCH,
     grain: int = GRAIN,
@@ -40,7 +39,7 @@ def opened_seats(
         ctx_checkpoints=3,
         draft_tokens=GUESSES,
         window_slack_tokens=slack_tokens,
-        kv_dtype=kv_dtype,
+        kv_format=kv_format,
         seats=seats,
     )
     return open_seats(

@@ -115,7 +115,7 @@ def test_weights_and_state_are_those_of_the_loaded_stages(name: str, devices: tu
 def test_each_seat_takes_fixed_state_of_its_own_and_all_share_rows(name: str, tmp_path: Path) -> None:
     guesses = 2 if name.endswith("-mtp") else 0
     layout = EngineConfig(("cpu", "cpu"), context_tokens=1000, draft_tokens=guesses, seats=3)
-    parts = load_parts(ModelConfig(f"random:{name}", tmp_path), layout, None, lambda _: 8 * GIB)
+    parts = load_parts(ModelConfig(f"random:{name}", tmp_path, layout=layout), None, lambda _: 8 * GIB)
     assert (len(parts.sessions), parts.info.live_conversations) == (3, 3)
     assert parts.info.row_tokens == 3 * 1024, "a context for each, in whole ranges of 256"
     for index, lines in enumerate(parts.info.memory):

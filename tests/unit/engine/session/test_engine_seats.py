@@ -67,7 +67,7 @@ def test_seats_are_what_each_read_on_any_number_of_stages(family: str, stages: i
 
 @pytest.mark.parametrize("family", INT8)
 def test_seats_of_int8_rows_are_what_each_read(family: str) -> None:
-    live_together(model_of(family), 3, CROWDED_ROWS, 2, crowded=True, kv_dtype=torch.int8)
+    live_together(model_of(family), 3, CROWDED_ROWS, 2, crowded=True, kv_format="int8")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
