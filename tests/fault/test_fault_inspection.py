@@ -30,7 +30,7 @@ def test_places_follow_a_conversation_to_disk_and_back() -> None:
     away = store.inspect()
     assert (away.conversations[there.id].is_in_ram, away.conversations[there.id].is_on_disk) == (False, True)
     assert set(away.blocks) == set(there.blocks)
-    assert {(b.owners, b.slot, b.ram_bytes) for b in away.blocks.values()} == {(0, None, 0)}
+    assert {(b.owners, b.slot, b.ram_bytes, b.is_sealed) for b in away.blocks.values()} == {(0, None, 0, True)}
     assert (away.ram.used_slots, away.ram.charged_bytes["checkpoints"]) == (0, 0)
 
     promotion = store.promote(there.id, there.position)

@@ -208,8 +208,10 @@ def test_memory_ahead_is_for_rows_and_checkpoints(engine):
     assert len(store.table.memory.idle) == (1 << 20) // 4 // CHECKPOINT_BYTES
     assert (1 << 20) * 0.8 < stats.bytes_allocated <= 1 << 20
     assert stats.bytes_in_use == stats.checkpoint_bytes == 0
+    idle = len(store.table.memory.idle)
     assert read(engine, (1, 40), (2, 40), (3, 40)).park(store).position == 120
     assert hooks.added_total == made
+    assert len(store.table.memory.idle) == idle - 3, "none is given back while there is room"
 
 
 def test_rows_take_the_room_of_idle_buffers(engine):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parkd.store.disk_policy import DAY_S, Removable, WriteAllowance, next_removal, worth_writing
+from parkd.store.disk_policy import DAY_S, THRIFTY_BELOW, Removable, WriteAllowance, next_removal, worth_writing
 
 
 def test_the_allowance_is_a_days_worth_and_comes_back_evenly() -> None:
@@ -27,6 +27,8 @@ def test_when_little_is_left_only_what_returned_is_written() -> None:
     assert not worth_writing(10, 400, 0.4, has_returned=False)
     assert worth_writing(10, 400, 0.4, has_returned=True)
     assert not worth_writing(401, 400, 0.4, has_returned=True)
+    assert worth_writing(400, 400, 0.4, has_returned=True), "to the last byte"
+    assert worth_writing(10, 500, THRIFTY_BELOW, has_returned=False)
 
 
 def entry(name: str, used_s: float, *, foreign: bool = False, superseded: bool = False) -> Removable:
@@ -46,3 +48,5 @@ def test_nobody_goes_for_what_was_used_before_them() -> None:
     assert next_removal([entry("a", 5), entry("b", 6)], 4.9) is None
     assert next_removal([entry("a", 5), entry("b", 6)], 5) == "a"
     assert next_removal([], 5) is None
+    assert next_removal([entry("a", 5, superseded=True)], 4.9) == "a", "what is superfluous is nobody's loss"
+    assert next_removal([entry("a", 5, foreign=True)], 4.9) == "a"

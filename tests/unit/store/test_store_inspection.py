@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from parkd.store.budget import Budget, Kind
 from tests.unit.store.store_kit import KEY, CopyEngine, make_layout, make_store, make_units
 
 BLOCK_BYTES = 4 * (256 + 128)
@@ -36,6 +37,15 @@ def test_two_branches_share_the_blocks_before_they_part():
     assert sum(seen.ram.charged_bytes.values()) == store.stats().bytes_allocated
     store.drop(second.id, "a test")
     assert {i: block.owners for i, block in store.inspect().blocks.items()} == dict.fromkeys(first.blocks, 1)
+
+
+def test_a_budget_tells_of_every_change():
+    seen: list[int] = []
+    budget = Budget(100, lambda: seen.append(budget.allocated_bytes))
+    budget.charge(Kind.SLABS, 60)
+    budget.charge(Kind.SEGMENTS, 40)
+    budget.credit(Kind.SLABS, 50)
+    assert (seen, budget.peak_bytes, budget.free_bytes) == ([60, 100, 50], 100, 50)
 
 
 def test_pins_leases_waiters_and_a_conversation_that_fades():

@@ -141,6 +141,11 @@ def test_ghosts_tell_a_return_from_a_shared_head_and_from_the_same_offer():
     longer = chain + tuple(bytes([100 + index]) for index in range(10))
     assert ghosts.next(longer, 2000, 70.0).turns == 1  # shares less than half: another conversation
     assert ghosts.next((), 10, 70.0) == History()
+    ghosts.note(chain[:6], 600, History(turns=9), 50.0)  # offered again after a refusal: it is known since 10 s
+    expected = History(turns=3).returned(60.0)
+    assert ghosts.next(chain[:8], 800, 70.0) == expected
+    ghosts.note(chain[:6], 650, History(turns=9), 50.0)  # the same blocks and a longer tail
+    assert ghosts.next(chain[:8], 800, 70.0) == History(turns=9).returned(20.0)
     for number in range(GHOST_LIMIT + 10):
         ghosts.note((number.to_bytes(4, "big"),), 256, History(), 0.0)
     assert len(ghosts) == GHOST_LIMIT
