@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from parkd.store.disk_speed import LEAST_BYTES, PIECE_BYTES, TRIAL_BYTES, TRIAL_S, read_bytes_per_s
+from parkd.store.disk_speed import CALLS_IN_FLIGHT, LEAST_BYTES, PIECE_BYTES, TRIAL_BYTES, TRIAL_S, read_bytes_per_s
 from parkd.store.files.fs import UnlinkedFs
 from parkd.store.files.park_directory import open_directory
 from tests.fault.fault_fs import Fault, FaultFs
@@ -77,3 +78,32 @@ def test_found_by_use_14_a_disk_that_fails_is_not_measured(nth: int) -> None:
     fs.fault = Fault(nth)
     assert read_bytes_per_s(fs, LEAST_BYTES) is None or fs.operations < nth
     assert not fs.names()
+
+
+def holding(fs: SlowFs, name: str, pieces: int) -> SlowFs:
+    fs.create(name).write(0, [np.ones(pieces * PIECE_BYTES, np.uint8)])
+    fs.moved["write"], fs.now_s = 0, 0.0
+    return fs
+
+
+def test_only_an_extent_that_is_large_enough_is_read_in_place_of_a_new_file() -> None:
+    least, other = holding(SlowFs(0.01), "0123456789abcdef.extent", 2), holding(SlowFs(0.01), "answers", 4)
+    assert read_bytes_per_s(least, 0, least.clock) == pytest.approx(PIECE_BYTES / 0.01)
+    assert read_bytes_per_s(other, 0, other.clock) is None, "it is not the store's"
+    assert other.moved["read"] == 0
+
+
+@pytest.mark.parametrize(("piece_s", "pieces"), [(2.0, LEAST_BYTES // PIECE_BYTES), (TRIAL_S / 4, 4)])
+def test_writing_ends_with_its_time_but_not_before_there_is_enough(piece_s: float, pieces: int) -> None:
+    fs = SlowFs(piece_s)
+    read_bytes_per_s(fs, 1 << 40, fs.clock)
+    assert fs.moved["write"] == pieces
+
+
+def test_reading_ends_with_its_time_and_reads_something_in_any_case() -> None:
+    fs = holding(SlowFs(0.4), "0123456789abcdef.extent", 30)
+    assert read_bytes_per_s(fs, 0, fs.clock) == pytest.approx(PIECE_BYTES / 0.4)
+    assert 3 <= fs.moved["read"] <= 3 + CALLS_IN_FLIGHT
+    late = holding(SlowFs(0.0), "0123456789abcdef.extent", 30)
+    times = chain([0.0], repeat(10.0))  # the machine is busy with something else
+    assert read_bytes_per_s(late, 0, lambda: next(times)) == pytest.approx(PIECE_BYTES / 10)
