@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from parkd_engine import Session
-from parkd_engine.config import CARD_BATCH
 from parkd_engine.together import WIDTHS, Together
 
 from benchmarks.gpu.figures import GIB
 from benchmarks.gpu.lane import GpuLane, following, load, random_ids
 from benchmarks.gpu.switching import machine
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
+from parkd.state.engine_config import CARD_BATCH
 
 CARD = "cuda:0"
 STEPS, REPEATS = 40, 5

@@ -71,14 +71,14 @@ class Talk:
         return rows + [fixed.clone() for fixed in session.fixed_state.live(session.position)]
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=["bf16", "int8"])
 @pytest.mark.parametrize("kind", ["dense", "sliding", "hybrid", "drafting-echo", "indexed"])
 def test_seats_that_take_turns_have_the_bits_of_each_alone(
-    kind: str, kv_dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, kv_format: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind == "indexed" and kv_dtype is not None:
+    if kind == "indexed" and kv_format is not None:
         pytest.skip("once is enough where nothing is recorded")
-    engine = engine_of(kind, tmp_path, kv_dtype=kv_dtype)
+    engine = engine_of(kind, tmp_path, kv_format=kv_format)
     expected = []
     for seed, tokens in TALKS:
         engine.session.reset()
@@ -91,7 +91,7 @@ def test_seats_that_take_turns_have_the_bits_of_each_alone(
     engine.close()
     del engine, alone
     monkeypatch.setattr(loading, "choose_seats", lambda *_, **__: (SEATS, ROWS))
-    engine = engine_of(kind, tmp_path, kv_dtype=kv_dtype, seats=SEATS)
+    engine = engine_of(kind, tmp_path, kv_format=kv_format, seats=SEATS)
     try:
         talks = [Talk(session, *talk) for session, talk in zip(sessions_of(engine), TALKS, strict=True)]
         slid, random = 0, np.random.default_rng(2)
@@ -138,12 +138,12 @@ def test_rows_under_a_capture_are_copied_before_another_seat_takes_them(
         engine.close()
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("kv_format", [None, "int8"], ids=["bf16", "int8"])
 @pytest.mark.parametrize("seats", [3, 8])
 def test_seats_that_step_together_have_the_bits_of_steps_of_their_own(
-    kv_dtype: torch.dtype | None, seats: int, tmp_path: Path
+    kv_format: str | None, seats: int, tmp_path: Path
 ) -> None:
-    engine = engine_of("dense", tmp_path, kv_dtype=kv_dtype, seats=seats)
+    engine = engine_of("dense", tmp_path, kv_format=kv_format, seats=seats)
     try:
         sessions = sessions_of(engine)
         together = Together(sessions)
