@@ -96,10 +96,14 @@ def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     try:
         words = sys.argv[1:] if words is None else words
-        if words[:1] == ["forget"]:
+        if words[:1] == ["forget"] and any(word.partition("=")[0] == "--park-dir" for word in words):
             from parkd.cli import forget
 
             return forget.run(words[1:])
+        if words and words[0] in arguments.REMOTE_COMMANDS:
+            from parkd.cli.remote import command as remote
+
+            return remote.run(words[0], words[1:])
         if words[:1] in (["export"], ["import"]):
             from parkd.cli import portable
 

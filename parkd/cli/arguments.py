@@ -20,15 +20,16 @@ Every flag is also a variable (--ctx-size is PARKD_CTX_SIZE) and a key of the TO
 `parkd` means `parkd serve`. `parkd demo` starts a server, parks and restores a conversation, and prints a table.
 `parkd plan` prints how much of a model's state the parking budget holds, without loading the weights. `parkd canary`
 tries whether a model's state comes back as it left. All three take the flags above. `parkd replay` runs a recorded
-trace through the store without a model, `parkd forget` removes conversations from a park directory, and `parkd export`
-and `parkd import` move one in a file. They have their own flags: `parkd replay --help`, `parkd export --help`.
+trace through the store without a model, `parkd export` and `parkd import` move a conversation in a file. A running
+server is asked by `parkd ps`, `parkd show`, `parkd why`, `parkd bill` and `parkd top`, and steered by `parkd pin`,
+`parkd unpin`, `parkd keep` and `parkd forget`. They have their own flags: `parkd replay --help`, `parkd ps --help`.
 `parkd completion bash` (or zsh, tcsh) prints a script with which the shell completes all this.
 """
 
 _GROUPS_OF_A_MODEL = {"model", "llama.cpp", "parking"}
 _HELP = {
     "serve": (
-        "parkd [serve | plan | demo | canary] [flags], or parkd {replay | forget | export | import} --help",
+        "parkd [serve | plan | demo | canary] [flags], or parkd COMMAND --help",
         "Serves one model to many conversations, and restores the state of each when it returns.",
         _EPILOG,
     ),
@@ -52,7 +53,9 @@ _HELP = {
 
 COMMANDS = ("serve", "demo", "plan", "canary")
 """Commands that take the settings."""
-OTHER_COMMANDS = ("forget", "export", "import", "replay", "completion")
+REMOTE_COMMANDS = ("ps", "show", "why", "pin", "unpin", "keep", "forget", "bill", "top")
+"""Commands that speak to a running server."""
+OTHER_COMMANDS = (*REMOTE_COMMANDS, "export", "import", "replay", "completion")
 """Commands with flags of their own."""
 
 _SHORT_FLAG = re.compile(r"-[A-Za-z]")

@@ -9,9 +9,7 @@ FOREIGN_COMMANDS: Mapping[str, str] = {
     "run": _NAME_THE_MODEL,
     "pull": _NAME_THE_MODEL,
     "list": "GET /v1/models of a running server tells its model",
-    "ps": "GET /slots of a running server tells what it does",
     "stop": "end the server with Ctrl-C or SIGTERM",
-    "show": "GET /v1/models and GET /props of a running server tell its model",
     **dict.fromkeys(("create", "cp", "rm", "push"), "models are files that --model names; none are kept here"),
     **dict.fromkeys(("help", "version"), "ask with --help or --version"),
 }

@@ -7,7 +7,7 @@ reads the environment. Whatever is wrong raises ConfigError, which names the pla
 """
 
 from parkd.config.parsers import EVICTION_POLICIES, MIB
-from parkd.config.reading import LEDGER_NAME, load, nearest
+from parkd.config.reading import LEDGER_NAME, load, nearest, server_address
 from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting, default_of
 from parkd.config.values import (
     CacheConfig,
@@ -38,4 +38,5 @@ __all__ = [
     "default_of",
     "load",
     "nearest",
+    "server_address",
 ]

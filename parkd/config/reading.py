@@ -13,7 +13,7 @@ from typing import Any
 from parkd.config.llama_settings import FLAGS
 from parkd.config.model_settings import control_vectors, draft_tokens, one_kv_format
 from parkd.config.parsers import MIB
-from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting
+from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting, default_of
 from parkd.config.values import (
     CacheConfig,
     Config,
@@ -27,6 +27,8 @@ from parkd.config.values import (
 from parkd.errors import ConfigError
 from parkd.state import EngineConfig
 
+URL_VARIABLE = ENV_PREFIX + "URL"
+"""Where commands find a running server."""
 LEDGER_NAME = "ledger.sqlite3"
 UPSTREAM_PARK_DIR = "parkd"
 """Default park directory for a llama-server, inside its slot directory."""
@@ -56,6 +58,14 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> C
     return _assemble(values, environ, _unknown_variables(environ))
 
 
+def server_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str | None]:
+    """The URL and the key with which commands ask a running server: PARKD_URL, else the port that PARKD_PORT names
+    here; the first key of PARKD_API_KEY."""
+    port = environ.get(ENV_PREFIX + "PORT", "")
+    url = environ.get(URL_VARIABLE) or f"http://127.0.0.1:{port if port.isdecimal() else default_of('port')}"
+    return url, environ.get(ENV_PREFIX + "API_KEY", "").partition(",")[0].strip() or None
+
+
 def nearest(name: str, known: Mapping[str, Any] | list[str]) -> str:
     """`; did you mean X?`, or nothing if no known name is similar."""
     found = get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -82,7 +92,7 @@ def _read_toml(path: Path, by_name: Mapping[str, Setting]) -> dict[str, str]:
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    known = {setting.variable: setting for setting in SETTINGS} | {ENV_PREFIX + "CONFIG": None}
+    known = {setting.variable: setting for setting in SETTINGS} | {ENV_PREFIX + "CONFIG": None, URL_VARIABLE: None}
     strange = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
     return tuple(f"the environment variable {name} is not a setting of parkd{nearest(name, known)}" for name in strange)
 

@@ -1,0 +1,99 @@
+"""Asks a running parkd, and says what is wrong if there is none, if it wants a key, or if it is something else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+
+from parkd.errors import ConfigError
+
+WAIT_S = 30.0
+"""Longest silence of a server."""
+NAME = "parkd"
+"""What a server of ours says at `/`."""
+
+
+class RemoteServer:
+    """One server. Its methods raise ConfigError with what to do."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url
+        headers = {"accept": "application/json", **({} if key is None else {"authorization": f"Bearer {key}"})}
+        try:
+            self._client = httpx.Client(base_url=url, headers=headers, timeout=WAIT_S, trust_env=False)
+        except (httpx.InvalidURL, ValueError, UnicodeError) as error:
+            raise ConfigError(f"--url {url}: {error}") from error
+        if self._client.base_url.scheme not in ("http", "https") or not self._client.base_url.host:
+            raise ConfigError(f"--url {url}: expected an address such as http://127.0.0.1:8080")
+
+    def close(self) -> None:
+        self._client.close()
+
+    def get(self, path: str, **query: Any) -> Mapping[str, Any]:
+        params = {name: value for name, value in query.items() if value is not None}
+        return self._told("GET", path, params=params)
+
+    def act(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        return self._told(method, path, json=body or {}, headers={"x-parkd-action": "1"})
+
+    def find(self, name: str) -> str:
+        """The id of the one conversation that has this id, or whose id begins so."""
+        known = [each["id"] for each in self.get("/parkd/conversations")["conversations"]]
+        bare = name.partition(".")[0]
+        found = [each for each in known if each == bare] or [each for each in known if bare and each.startswith(bare)]
+        if len(found) == 1:
+            return str(found[0])
+        if found:
+            raise ConfigError(
+                f"{len(found)} conversations begin with {name!r}: {', '.join(found[:5])}. Give more of it"
+            )
+        raise ConfigError(f"no conversation {name!r} is live or parked at {self.url} (parkd ps lists them)")
+
+    def _told(self, method: str, path: str, **sent: Any) -> Mapping[str, Any]:
+        with self._speaking():
+            answer = self._client.request(method, path, **sent)
+            document = _object(answer)
+            if answer.is_success and document is not None:
+                return document
+            self._check_product(answer, document)
+        message = _message(document) or f"the server at {self.url} answered with status {answer.status_code}"
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            message = f"{message.rstrip('.')}. Give it with --api-key, or in PARKD_API_KEY"
+        raise ConfigError(message)
+
+    def _check_product(self, answer: httpx.Response, document: Mapping[str, Any] | None) -> None:
+        """Raises ConfigError if the server is no parkd, or one that does not know the path."""
+        root = _object(self._client.get("/"))
+        if root is None or root.get("name") != NAME:
+            raise ConfigError(f"what answers at {self.url} is no parkd: is --url right?")
+        message = _message(document)
+        if answer.status_code == httpx.codes.NOT_FOUND and (
+            message is None or message.startswith("There is nothing at")
+        ):
+            raise ConfigError(f"the parkd at {self.url} is an older one that cannot tell this: update it")
+
+    @contextlib.contextmanager
+    def _speaking(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise ConfigError(f"no server answers at {self.url}: start one with `parkd`, or name its --url") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ConfigError(f"the server at {self.url} did not answer: {error}") from error
+
+
+def _object(answer: httpx.Response) -> Mapping[str, Any] | None:
+    try:
+        document = answer.json()
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _message(document: Mapping[str, Any] | None) -> str | None:
+    error = None if document is None else document.get("error")
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else None
