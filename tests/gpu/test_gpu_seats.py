@@ -66,8 +66,13 @@ class Talk:
         return int(logits.argmax())
 
     def state(self) -> list[torch.Tensor]:
+        """Field by field: what lies between two fields of a row was never written."""
         session = self.session
-        rows = [arena.rows[: session.position].clone() for arena in session.arenas]
+        rows = [
+            arena.field_view(field)[: session.position].clone()
+            for arena in session.arenas
+            for field in arena.layout.row_fields
+        ]
         return rows + [fixed.clone() for fixed in session.fixed_state.live(session.position)]
 
 
