@@ -81,9 +81,9 @@ export function open(root, page) {
     if (!all.length) return fill(list, empty("No conversation is parked or live.",
       "After its first turn, each conversation shows here, with what it takes. ", h("a", { href: "#/try" }, "Try one")));
     const kept = view.find ? all.filter((each) => `${each.id} ${each.first_words?.system ?? ""} ${each.first_words?.user ?? ""}`.toLowerCase().includes(view.find)) : all;
-    const ram = all.reduce((sizes, each) => sizes + (bytesOf(each).ram ?? 0), 0);
+    const ram = page.state()?.budget?.ram.used_bytes; // rows that several share are counted for each of them, so no sum of theirs
     fill(sum, h("b", {}, count(kept.length)), kept.length === all.length ? "" : ` of ${count(all.length)}`, kept.length === 1 ? " conversation" : " conversations",
-      h("span", { class: "quiet" }, ` · ${plural(all.filter((each) => each.live).length, "live", "live")} · ${bytes(ram)} in RAM`));
+      h("span", { class: "quiet" }, ` · ${plural(all.filter((each) => each.live).length, "live", "live")}${ram === undefined ? "" : ` · ${bytes(ram)} in RAM`}`));
     const most = Math.max(...all.map((each) => each.tokens), 1);
     fill(list, kept.length ? h("div", { class: "tree", role: "list", "aria-label": "Conversations" },
       h("div", { class: "columns", "aria-hidden": "true" }, ["Conversation", "Tokens", "RAM", "Disk", "Used", "Turns", ""].map((word) => h("span", {}, word))),
@@ -112,7 +112,7 @@ export function open(root, page) {
 
   function badges(each) {
     const kept = each.kept_until_s ? "kept" : null;
-    return [each.live && "live", each.pinned && "pinned", kept, !bytesOf(each).ram && bytesOf(each).disk && "on disk", each.parked === false && "not parked", each.usable === false && "other model"].filter(Boolean)
+    return [each.live && "live", each.pinned && !kept && "pinned", kept, !bytesOf(each).ram && bytesOf(each).disk && "on disk", each.parked === false && "not parked", each.usable === false && "other model"].filter(Boolean)
       .map((word) => h("span", { class: `badge b-${word.replaceAll(" ", "-")}` }, word));
   }
 

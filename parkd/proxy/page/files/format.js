@@ -30,7 +30,7 @@ export function seconds(time) {
   return `${whole.format(Math.round(time / 86400))} days`;
 }
 
-export const ago = (time) => (time === null || time === undefined ? NONE : time < 2 ? "now" : `${seconds(Math.round(time))} ago`);
+export const ago = (time) => (time === null || time === undefined ? NONE : time < 2 ? "now" : time < 10 ? `${Math.round(time)} s ago` : `${seconds(time)} ago`);
 /** An id as short as it may be: what is random in it is cut. */
 export const short = (id) => (/^[0-9a-f]{16,}/.test(id) ? id.slice(0, 8) : id);
 export const plural = (number, word, many = `${word}s`) => `${count(number)} ${number === 1 ? word : many}`;
