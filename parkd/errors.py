@@ -2,6 +2,7 @@
 
     ParkdError
     ├── InvalidRequest        400  the request is invalid or asks for something unsupported
+    │   ├── AmbiguousLength   400  the body has two lengths
     │   ├── ContextOverflow   400  prompt and output do not fit the context
     │   ├── SchemaTooComplex  400  the schema cannot be enforced; may be found in the middle of the answer
     │   ├── NothingAllowed    400  the request's fields together exclude every token; found in the middle of the answer
@@ -61,6 +62,16 @@ class ParkdError(Exception):
 class InvalidRequest(ParkdError):
     status = 400
     code = "invalid_request"
+
+
+class AmbiguousLength(InvalidRequest):
+    """Two servers on the request's way may disagree about where it ends."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The request has both `content-length` and `transfer-encoding`, so where it ends is ambiguous. Send one of "
+            "them, and check the proxy in between."
+        )
 
 
 class ContextOverflow(InvalidRequest):

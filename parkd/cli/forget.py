@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,7 +70,10 @@ def run(words: Sequence[str]) -> int:
     print(f"forgot {_counted(len(gone), 'conversation')}, {_counted(answers, 'remembered answer')}")
     if left:
         raise ConfigError(f"{len(left)} files in {path} could not be removed; remove the directory itself")
-    return 0 if gone or answers or given.all else 1
+    if gone or answers or given.all:
+        return 0
+    print("Nothing there is of that name or key: --list shows what there is.", file=sys.stderr)
+    return 1
 
 
 def table(manifests: Sequence[Manifest], times: Mapping[str, float], keys: Sequence[NamedKey]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from urllib.parse import urlsplit
 
-from parkd.errors import Forbidden, Unauthorized
+from parkd.errors import AmbiguousLength, Forbidden, Unauthorized
 from parkd.types import NamedKey
 
 NAMESPACE_BYTES = 16
@@ -107,6 +107,18 @@ def holds(caller: Caller, namespace: str) -> bool:
 
 def namespace_of(api_key: str) -> str:
     return blake2b(api_key.encode(), digest_size=NAMESPACE_BYTES, person=b"parkd-namespace").hexdigest()
+
+
+def has_two_lengths(headers: Mapping[str, str]) -> bool:
+    """Whether a proxy in front may have gone by another length of the body: what follows it may then be a request that
+    the proxy has never seen, so the connection must be closed behind the answer (RFC 9112, 6.1)."""
+    return "content-length" in headers and "transfer-encoding" in headers
+
+
+def check_length(headers: Mapping[str, str]) -> None:
+    """Raises AmbiguousLength."""
+    if has_two_lengths(headers):
+        raise AmbiguousLength
 
 
 def check_origin(headers: Mapping[str, str], *, bound_host: str, allowed_origins: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from parkd.errors import InvalidRequest, NotFound, ParkdError, UpgradeRefused
 from parkd.lane.metrics import Metrics
 from parkd.lane.turn_log import requests_log
-from parkd.proxy.access import check_origin
+from parkd.proxy.access import check_length, check_origin, has_two_lengths
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect
@@ -43,6 +43,7 @@ def guarded(
     async def endpoint(request: Request) -> ASGIApp:
         request_id = request_id_of(request.headers)
         try:
+            check_length(request.headers)
             check_origin(request.headers, bound_host=config.host, allowed_origins=config.cors_origins)
             return await handler(request, request_id)
         except ClientDisconnect:
@@ -50,7 +51,7 @@ def guarded(
         except ParkdError as error:
             metrics.requests.labels(error.code).inc()
             note_refused(request, error)
-            return _error_response(dialect or spoken_by(request), error, request_id)
+            return _closing(request, _error_response(dialect or spoken_by(request), error, request_id))
 
     return endpoint
 
@@ -101,9 +102,16 @@ def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Res
         response = _error_response(spoken_by(request), refused, request_id_of(request.headers))
         response.status_code = error.status_code
         response.headers.update(error.headers or {})
-        return response
+        return _closing(request, response)
 
     return handler
+
+
+def _closing(request: Request, response: Response) -> Response:
+    """The same answer, after which the connection is closed if nobody knows where the request ended."""
+    if has_two_lengths(request.headers):
+        response.headers["connection"] = "close"
+    return response
 
 
 def _refused_websocket(request: Request, metrics: Metrics) -> Response:

@@ -129,6 +129,8 @@ class Proxy:
         )
         self._memory_return = MemoryReturn(services.return_memory)
         self._tasks: anyio.abc.TaskGroup | None = None
+        self.stops_at_once = False
+        """The process ends without waiting for the engine's running call."""
 
     @asynccontextmanager
     async def life(self, _app: Starlette) -> AsyncIterator[None]:
@@ -155,7 +157,7 @@ class Proxy:
             self.resends.serve_in(None)
             if self.disk is not None:
                 self.disk.stop()
-            if not self.thread.stop(CUT_WAIT_S):
+            if not self.thread.stop(0.0 if self.stops_at_once else CUT_WAIT_S):
                 log.warning("the engine is still busy; the process ends without waiting for it")
             outlive_copies(self.services.store)
 

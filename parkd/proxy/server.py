@@ -106,7 +106,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
         """The first signal requests an orderly stop, the second one forces it. Unlike uvicorn's handler, this does not
         raise the signal again at the end: the process ends with an exit code."""
-        self.force_exit = self.should_exit
+        if self.should_exit:
+            self.force_exit = True
+            self.proxy.stops_at_once = True
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

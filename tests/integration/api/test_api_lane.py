@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 
 import anyio
+import httpx
 import pytest
 
 from parkd.errors import EngineFailure, EngineLost
 from parkd.lane import events
 from parkd.proxy.config import ProxyConfig
+from parkd.proxy.proxy import CUT_WAIT_S
+from parkd.proxy.server import Server
 from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
-from tests.integration.api.api_harness import Gate, Messages, Running, body_of, fail_at, read_stream, running, until
+from tests.integration.api.api_harness import (
+    Gate,
+    Messages,
+    Running,
+    body_of,
+    fail_at,
+    make_services,
+    read_stream,
+    running,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -278,6 +293,32 @@ async def test_a_stop_cuts_an_answer_that_takes_too_long() -> None:
                 answer = await read_stream(response)
         assert answer.chunks[-1]["error"]["code"] == "shutting_down"
     assert server.server.exit_code == 0
+
+
+def test_a_second_signal_does_not_wait_for_the_engines_running_call() -> None:
+    """It waited five seconds for a chunk of a prompt."""
+    gate = Gate("chunk")
+    services, _ = make_services(FakeEngine(hook=gate))
+    server = Server(services)
+    process = threading.Thread(target=server.run, daemon=True)
+    process.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+
+        def ask() -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(f"{server.url}/v1/chat/completions", json=body_of(prompt("a")), trust_env=False)
+
+        threading.Thread(target=ask, daemon=True).start()
+        assert gate.reached.wait(10)
+        began_s = time.monotonic()
+        server.handle_exit(signal.SIGINT, None)
+        server.handle_exit(signal.SIGINT, None)
+        process.join(4 * CUT_WAIT_S)
+        assert time.monotonic() - began_s < CUT_WAIT_S / 2
+    finally:
+        gate.opened.set()
 
 
 async def test_each_request_is_one_line_in_the_log_without_its_text(caplog: pytest.LogCaptureFixture) -> None:

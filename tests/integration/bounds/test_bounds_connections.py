@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 import httpx
+import orjson
 import pytest
 from anyio.abc import SocketStream
 
@@ -203,3 +204,24 @@ async def test_a_flood_of_connections_leaves_turns_of_the_loop_to_those_that_are
         assert max(later - earlier for earlier, later in itertools.pairwise(grown)) <= server.ACCEPTS_A_TURN
         for one in flood:
             one.close()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/nowhere"])
+async def test_a_body_with_two_lengths_is_refused_and_nothing_behind_it_is_read(path: str) -> None:
+    """Where a proxy goes by the length, the second request is part of the first one's body (RFC 9112, 6.1)."""
+    body = orjson.dumps({"messages": HELLO, "max_tokens": 1})
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    behind = b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+    head = b"POST %s HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n" % path.encode()
+    for lengths, answers in ((b"content-length: %d\r\n" % len(chunked + behind), 1), (b"", 2)):
+        async with running(FakeEngine()) as parkd, connected(parkd) as stream:
+            await stream.send(head + lengths + b"\r\n" + chunked + behind)
+            said = b""
+            with anyio.fail_after(10):
+                while said.count(b"HTTP/1.1 ") < answers or not said.endswith((b"}", b"\r\n0\r\n\r\n")):
+                    said += await stream.receive()
+            if lengths:
+                assert await is_closed(stream)
+                assert said.startswith(b"HTTP/1.1 400" if path == CHAT else b"HTTP/1.1 404")
+                assert path != CHAT or b"so where it ends is ambiguous" in said
+            assert said.count(b"HTTP/1.1 ") == answers

@@ -129,11 +129,13 @@ def test_forget_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["lock", "parkd-directory"]
 
 
-def test_forget_one(tmp_path: Path) -> None:
+def test_forget_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     park(tmp_path / "d", a="", b="")
     assert cli.main(["forget", "--park-dir", str(tmp_path / "d"), "--conversation", "a"]) == 0
     assert left(tmp_path / "d") == 1
+    assert capsys.readouterr().err == ""
     assert cli.main(["forget", "--park-dir", str(tmp_path / "d"), "--conversation", "a"]) == 1
+    assert "--list shows" in capsys.readouterr().err
 
 
 def test_forget_takes_the_name_that_stays_while_a_conversation_grows(
