@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.integration.api.api_harness import until
+from tests.integration.api.api_harness import running, until
 from tests.integration.api.disk_harness import running_on, written
 from tests.integration.api.test_api_hybrids import A1, B1, tiny
 from tests.integration.api.test_api_portable import asked_with_logprobs, ids
+from tests.integration.api.test_api_portable_commands import command
 
 pytestmark = pytest.mark.anyio
 
@@ -52,6 +53,19 @@ async def test_one_two_three_one(family: str, kv_format: str | None, tmp_path: P
             assert known == {server.store.layout.digest}
     layouts = list(park.glob("*.layout"))
     assert len(layouts) <= 2, "those that nothing names are removed"
+
+
+async def test_a_file_of_another_split_is_put_into_a_directory(tmp_path: Path) -> None:
+    """Nobody is there to cut it: the next server does, when the conversation returns."""
+    file = tmp_path / "talk.parkd"
+    async with running(tiny(tmp_path / "cache", "tiny-qwen3.5", devices=("cpu",)), answer_bytes=0) as there:
+        first = await there.chat(A1)
+        await there.settled()
+        assert await command("export", ids(there)[0], file, "--url", there.url) == 0
+    assert await command("import", file, "--park-dir", tmp_path / "park") == 0
+    async with running_on(tmp_path / "park", tiny(tmp_path / "cache", "tiny-qwen3.5")) as here:
+        again = await here.chat(A1)
+        assert (again.cache, again.text) == ("restored-disk", first.text)
 
 
 async def test_a_conversation_of_another_split_can_be_exported(tmp_path: Path) -> None:

@@ -20,11 +20,13 @@ from parkd.state import (
     Grain,
     OtherState,
     StageLayout,
+    StateField,
     StateLayout,
     describe,
     layout_from,
     part_sum,
     recut_between,
+    stage_digest,
 )
 from tests.unit.state.split_layouts import LAYERS, WIDTHS, layout_of
 
@@ -65,6 +67,25 @@ def test_rows_and_fixed_state_are_where_the_other_split_has_them() -> None:
                 )
                 expected = fixed[source][there.offset : there.offset + there.nbytes]
                 assert np.array_equal(moved[number][field.offset : field.offset + field.nbytes], expected)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 16), (16, 0)])
+def test_fields_that_are_adjacent_in_one_layout_alone_are_copied_apart(first: int, second: int) -> None:
+    def layout(key_at: int, value_at: int) -> StateLayout:
+        fields = sorted(
+            (StateField("key", 0, "int8", (8,), key_at), StateField("value", 0, "int8", (8,), value_at)),
+            key=lambda field: field.offset,
+        )
+        return StateLayout((StageLayout(0, 1, 24, 0, stage_digest(0, 1, fields, ()), tuple(fields)),), "xxh3-64")
+
+    row = np.arange(24, dtype=np.uint8)
+    apart = np.zeros(24, dtype=np.uint8)
+    recut_between(layout(0, 8), layout(first, second)).add_rows(0, row, [apart])
+    assert apart[first : first + 8].tolist() == list(range(8))
+    assert apart[second : second + 8].tolist() == list(range(8, 16))
+    back = np.zeros(24, dtype=np.uint8)
+    recut_between(layout(first, second), layout(0, 8)).add_rows(0, apart, [back])
+    assert back[:16].tolist() == list(range(16))
 
 
 def test_only_the_checksum_may_differ_too() -> None:
