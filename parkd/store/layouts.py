@@ -56,9 +56,9 @@ def keep_layouts(fs: FileSystem, layout: StateLayout, named: Collection[bytes]) 
             if (_NAME.fullmatch(name) and name not in needed) or name.endswith(LAYOUT_SUFFIX + _NEW):
                 with contextlib.suppress(OSError):
                     fs.remove(name)
-        if wanted in names:
-            return
         text = describe(layout)
+        if wanted in names and fs.load(wanted) == text:
+            return
         file = fs.create(wanted + _NEW)
         try:
             file.write(0, [np.frombuffer(text, dtype=np.uint8)])
