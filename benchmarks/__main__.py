@@ -10,6 +10,7 @@ from benchmarks.common import REPOSITORY, progress
 
 BENCH = (
     "proxy_time",
+    "ledger",
     "copies",
     "disk",
     "many_clients",

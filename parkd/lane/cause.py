@@ -23,6 +23,8 @@ from parkd.types import CacheReport, Cause, PromptIdentity, SegmentSpan, Units
 
 LEAST_KNOWN = 32
 """With fewer tokens in common behind a difference, two prompts are not the same one changed."""
+ENOUGH_SHARE = 0.9
+"""If so much of what was read was known to one earlier request, older ones are not looked at."""
 AROUND_TOKENS = 64
 """Tokens before and behind a difference that are looked at as text."""
 REORDERED_SHARE = 0.02
@@ -80,16 +82,20 @@ def cause_of(
         return Judgement(Cause.NOT_ASKED)
     if report.why.startswith(CHEAPER):
         return Judgement(Cause.CHEAPER)
+    if reused > prompt.template_tokens and not report.why and report.divergence is None:
+        return Judgement(Cause.NONE)  # it goes on where something known ended
     same = [each for each in earlier if each.prompt.key == prompt.key]
-    exact = max((common_prefix(each.said, prompt.units) for each in same), default=0)
-    lost = max(0, min(exact, end) - reused)
-    gone = _gone(report)
+    gone = Cause.NO_CHECKPOINT if report.why.startswith(NO_STATE) else _gone(report)
     if gone is not None:
-        return Judgement(gone, lost)
-    if report.why.startswith(NO_STATE):
-        return Judgement(Cause.NO_CHECKPOINT, lost)
-    found = [_compared(prompt, reused, each) for each in same]
-    best = max(found, key=lambda each: each.common + each.known_tokens, default=None)
+        exact = max((common_prefix(each.said, prompt.units) for each in same), default=0)
+        return Judgement(gone, max(0, min(exact, end) - reused))
+    best: _Comparison | None = None
+    for each in same:
+        found = _compared(prompt, reused, each)
+        if best is None or found.common + found.known_tokens > best.common + best.known_tokens:
+            best = found
+        if best.known_tokens >= ENOUGH_SHARE * (end - reused):
+            break
     if best is not None and best.known_tokens >= LEAST_KNOWN:
         return _changed(prompt, parts, best, decode)
     others = (common_prefix(each.said, prompt.units) for each in earlier if each.prompt.key != prompt.key)

@@ -12,7 +12,7 @@ import orjson
 from parkd.identity.normalise import RewriteRule
 from parkd.identity.units import IMAGE_BIT
 from parkd.lane.cause import Earlier, Judgement, cause_of
-from parkd.lane.explain import PromptParts
+from parkd.lane.explain import Explained, PromptParts
 from parkd.lane.turn import Turn
 from parkd.lane.volatile import rule_for
 from parkd.ledger.ledger import Ledger
@@ -46,7 +46,6 @@ class LedgerWriter:
             return
         turn.is_billed = True
         explained = turn.explained
-        earlier = tuple(map(Earlier.of, turn.own_earlier()))
         given = _Given(
             explained.began_s,
             explained.request_id,
@@ -60,7 +59,7 @@ class LedgerWriter:
             turn.report,
             turn.timings,
             explained.end or "",
-            earlier,
+            turn.own_earlier(),
         )
         self._ledger.note(partial(row_of, given, self._text_of, shows_text=self._shows_text))
 
@@ -84,15 +83,16 @@ class _Given:
     report: CacheReport | None
     timings: Timings
     end: str
-    earlier: tuple[Earlier, ...]
+    earlier: Sequence[Explained]
 
 
 def row_of(given: _Given, decode: Callable[[Units], str], *, shows_text: bool) -> LedgerTurn:
     """The row. Slow: compares the prompt with earlier ones."""
     report, timings = given.report, given.timings
     judged = Judgement(Cause.NONE)
+    earlier = [Earlier.of(each) for each in given.earlier]
     if report is not None:
-        judged = cause_of(given.prompt, given.parts, report, given.earlier, decode)
+        judged = cause_of(given.prompt, given.parts, report, earlier, decode)
     read = timings.prefill_tokens
     needless = min(judged.needless_tokens, read)
     rule = _rule(judged, shows_text=shows_text)

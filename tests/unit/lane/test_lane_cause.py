@@ -15,12 +15,14 @@ from parkd.lane.explain import PromptParts
 from parkd.lane.ledger_rows import client_family
 from parkd.lane.start import NOT_ASKED, OWN_GONE
 from parkd.lane.volatile import rule_for, volatile_of
-from parkd.types import CacheOutcome, CacheReport, Cause, PromptIdentity, TurnRequest
+from parkd.types import CacheOutcome, CacheReport, Cause, Divergence, PromptIdentity, TurnRequest
 from tests.fakes.text import FakeTemplate, FakeTokenizer
 
 TOKENIZER = FakeTokenizer()
 BUILDER = IdentityBuilder(TOKENIZER, FakeTemplate(), b"f" * 16, 256, 1 << 20)
 RULES = "Answer in short sentences, and never say more than what was asked. " * 8
+DIFFERS = Divergence(0, "", "", "")
+"""That something differs is known to whoever reused a part; where, is for the ledger to find."""
 TALK = [
     {"role": "user", "content": "Where is the red book that I bought in spring?"},
     {"role": "assistant", "content": "On the upper shelf, left of the blue one."},
@@ -52,6 +54,7 @@ def sent(asked: TurnRequest, answer: str = "") -> Earlier:
 def judged(now: TurnRequest, *earlier: Earlier, why: str = "", reused: int = 0, **report: Any) -> Judgement:
     prompt = built(now)
     outcome = CacheOutcome.LIVE if reused else CacheOutcome.COLD
+    report.setdefault("divergence", DIFFERS if reused else None)
     given = CacheReport(outcome, len(prompt), reused, why, **report)
     return cause_of(
         prompt, PromptParts.of(now), given, earlier, lambda units: TOKENIZER.decode([int(unit) for unit in units])
@@ -244,3 +247,21 @@ def test_a_message_that_comes_twice_was_known_once() -> None:
     )
     tokens = [judged(request(talk=talk), sent(request()), reused=place).needless_tokens for talk in (once, again)]
     assert tokens[0] == tokens[1]
+
+
+def test_what_goes_on_where_something_known_ended_is_compared_with_nothing() -> None:
+    class Untouched(list[Earlier]):
+        def __iter__(self) -> Any:
+            raise AssertionError("an earlier request was looked at")
+
+    prompt = built(request())
+    report = CacheReport(CacheOutcome.LIVE, len(prompt), 400)
+    assert cause_of(prompt, None, report, Untouched(), str) == Judgement(Cause.NONE)
+
+
+def test_the_newest_request_is_enough_if_it_had_nearly_all() -> None:
+    """An older one that had still more is not looked for."""
+    edited = [{**TALK[0], "content": TALK[0]["content"].replace("red", "old")}, *TALK[1:]]
+    now = request("Be kind. " + RULES, edited)
+    near, exact = sent(request(RULES, edited)), sent(request("Be kind! " + RULES, edited))
+    assert judged(now, near, exact).known_text == judged(now, near).known_text
