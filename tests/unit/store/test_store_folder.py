@@ -1,0 +1,128 @@
+"""The directory of a disk tier: held by a descriptor, its plain files alone, and made only where that is asked for."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parkd.errors import ConfigError
+from parkd.store.files.folder import HAS_DESCRIPTORS, Folder
+from parkd.store.files.fs import UnlinkedFs
+from parkd.store.files.park_directory import MARKER_NAME, MARKER_TEXT, open_directory, open_temporary
+
+BYTES = np.arange(100, dtype=np.uint8)
+ON_DESCRIPTORS = pytest.mark.skipif(not HAS_DESCRIPTORS, reason="names are joined to the path here")
+
+
+def filled(fs, name: str) -> None:
+    with closing(fs.create(name)) as file:
+        file.write(0, [BYTES])
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@ON_DESCRIPTORS
+def test_it_stays_the_same_directory_whatever_becomes_of_its_path(tmp_path: Path) -> None:
+    with closing(open_directory(tmp_path / "d")) as fs:
+        filled(fs, "one")
+        (tmp_path / "d").rename(tmp_path / "moved")
+        (tmp_path / "d").mkdir()
+        filled(fs, "two")
+        fs.rename("one", "uno")
+        assert fs.sizes().keys() >= {"uno", "two"}
+        assert fs.load("two") == BYTES.tobytes()
+        fs.remove("uno")
+        assert {each.name for each in (tmp_path / "moved").iterdir()} >= {"two"}
+        assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_only_plain_files_are_its_files(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"x" * 5000)
+    with closing(open_directory(tmp_path / "d")) as fs:
+        filled(fs, "one")
+        before = fs.sizes()
+        (tmp_path / "d" / "link").symlink_to(target)
+        (tmp_path / "d" / "folder").mkdir()
+        assert fs.sizes() == before
+
+
+def test_a_time_is_set_for_a_name_and_not_for_what_it_leads_to(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"x")
+    before = target.stat().st_mtime
+    with closing(open_directory(tmp_path / "d")) as fs:
+        (tmp_path / "d" / "link").symlink_to(target)
+        fs.mark("link", 1.0)
+    assert target.stat().st_mtime == before
+
+
+@ON_DESCRIPTORS
+def test_a_sync_is_one_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bool] = []
+    plain = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(stat.S_ISDIR(os.fstat(fd).st_mode)), plain(fd)))
+    with closing(open_directory(tmp_path / "d")) as fs:
+        synced.clear()
+        fs.sync()
+    assert synced == [True]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files cannot be counted here")
+def test_what_is_closed_or_replaced_leaves_no_file_open(tmp_path: Path) -> None:
+    before = open_files()
+    open_directory(tmp_path / "d").close()
+    assert open_files() == before
+    with closing(UnlinkedFs(tmp_path)) as fs:
+        filled(fs, "old")
+        filled(fs, "new")
+        there = open_files()
+        fs.rename("new", "old")
+        assert open_files() == there - 1
+        assert list(fs.sizes()) == ["old"]
+    assert open_files() == before
+
+
+def test_there_is_no_directory_where_a_file_stands(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "nowhere"):
+        with pytest.raises(OSError, match=path.name):
+            Folder(path)
+
+
+def test_a_command_that_only_looks_makes_no_directory_and_takes_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        open_directory(tmp_path / "d", creates=False)
+    assert not (tmp_path / "d").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="is empty: nothing was parked there"):
+        open_directory(tmp_path / "empty", creates=False)
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_the_mark_says_whose_it_is_and_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    open_directory(path).close()
+    assert (path / MARKER_NAME).read_bytes() == MARKER_TEXT
+    (path / MARKER_NAME).write_bytes(b"mine")
+    open_directory(path).close()
+    assert (path / MARKER_NAME).read_bytes() == b"mine"
+
+
+def test_the_process_that_holds_a_directory_is_named(tmp_path: Path) -> None:
+    with closing(open_directory(tmp_path / "d")), pytest.raises(ConfigError, match=rf"\(process {os.getpid()}\)"):
+        open_directory(tmp_path / "d")
+
+
+def test_files_of_a_process_have_no_names_where_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with closing(open_temporary()) as fs:
+        filled(fs, "one")
+        assert (list(tmp_path.iterdir()) == []) == Path("/proc/self/fd").is_dir()
