@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from parkd.errors import RestoreFailed
-from parkd.state import Bytes
-
-Sums = npt.NDArray[np.uint64]
+from parkd.state import Bytes, Sums
 
 
 def sums_of(states: Sequence[Bytes]) -> Sums:

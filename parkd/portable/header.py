@@ -11,14 +11,13 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from parkd.state import LAYOUT_LIMIT_BYTES, DamagedLayout, StateLayout, Sums, describe, layout_from
 from parkd.store.blocks import StateKind
+from parkd.store.manifest import Reader
 from parkd.types import HASH_BYTES, Units
 
 MAGIC = b"parkdCNV"
@@ -196,7 +195,7 @@ def decode(data: bytes) -> PortableHeader:
     needed = FIXED_BYTES + layout_bytes + arrays * _U64.itemsize + tokens * width.itemsize + model_bytes + _SUM.size
     if needed != len(data) or model_bytes > MODEL_LIMIT_BYTES:
         raise DamagedFile("the numbers in its header contradict its length")
-    reader = _Reader(data, FIXED_BYTES)
+    reader = Reader(data, FIXED_BYTES)
     try:
         layout = layout_from(reader.take(layout_bytes))
     except DamagedLayout as error:
@@ -236,19 +235,3 @@ def _check(header: PortableHeader, blocks: int, size: int) -> None:
         raise DamagedFile("its last checkpoint is not part of the whole state")
     if header.file_bytes != size:
         raise DamagedFile("its parts do not make up its length")
-
-
-class _Reader:
-    def __init__(self, data: bytes, at: int) -> None:
-        self._data = data
-        self._at = at
-
-    def array(self, dtype: np.dtype[np.uint64] | np.dtype[np.uint32], count: int) -> npt.NDArray[Any]:
-        array = np.frombuffer(self._data, dtype, count, self._at)
-        self._at += array.nbytes
-        return array
-
-    def take(self, size: int) -> bytes:
-        piece = self._data[self._at : self._at + size]
-        self._at += size
-        return piece

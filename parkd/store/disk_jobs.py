@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from parkd.state import Bytes, Recut, part_sum
+from parkd.state import Bytes, Recut, Sums, part_sum
 from parkd.state.sums import XXH3
 from parkd.store.files.fs import GRAIN_BYTES, File, FileSystem, aligned_zeros
 from parkd.store.manifest import (
@@ -27,7 +27,6 @@ from parkd.store.manifest import (
     DiskPlace,
     ExtentRef,
     Manifest,
-    Sums,
     decode,
     encode,
 )

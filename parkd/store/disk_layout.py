@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from parkd.state import Bytes, Recut
+from parkd.state import Bytes, Recut, Sums
 from parkd.state.sums import XXH3
 from parkd.store.conversations import Conversation, Conversations
 from parkd.store.disk import Disk, OnDisk
 from parkd.store.disk_jobs import Part, ReadJob, RecutJob, WriteJob
 from parkd.store.files.fs import GRAIN_BYTES
-from parkd.store.manifest import DiskBlock, DiskCheckpoint, DiskPlace, ExtentRef, Manifest, Sums
+from parkd.store.manifest import DiskBlock, DiskCheckpoint, DiskPlace, ExtentRef, Manifest
 from parkd.store.records import BlockId, CheckpointId
 from parkd.store.slabs import round_up
 

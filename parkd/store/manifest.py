@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from parkd.state import Bytes
+from parkd.state import Bytes, Sums
 from parkd.store.files.fs import GRAIN_BYTES
 from parkd.store.records import BlockId, ConversationId
 from parkd.types import HASH_BYTES, Units
@@ -35,8 +35,6 @@ SIZED = 2
 """Flag: the size of each part is stored."""
 NARROW_UNITS = 1
 """Flag: units are stored in 32 bits each, because all of them fit."""
-
-Sums = npt.NDArray[np.uint64]
 
 
 class DamagedManifest(ValueError):
@@ -211,7 +209,7 @@ def decode(data: bytes) -> Manifest:
         raise DamagedManifest(f"{len(data)} bytes of {size}")
     if struct.unpack_from("<Q", data, size - _U64.itemsize)[0] != checksum(data[: -_U64.itemsize]):
         raise DamagedManifest("its checksum does not match")
-    reader = _Reader(data, _HEADER.size)
+    reader = Reader(data, _HEADER.size)
     part_count = block_count + checkpoint_count
     pairs = reader.array(_U64, 2 * extent_count).tolist()
     extents = tuple(ExtentRef(pairs[at], pairs[at + 1]) for at in range(0, len(pairs), 2))
@@ -254,7 +252,9 @@ def encoded_bytes(tokens: int, blocks: int, checkpoints: int, stages: int, exten
     return _HEADER.size + body + tokens * 8 + blocks * HASH_BYTES + 128 + 8
 
 
-class _Reader:
+class Reader:
+    """Takes one field after another."""
+
     def __init__(self, data: Bytes | bytes, at: int) -> None:
         self._data = data
         self._at = at
