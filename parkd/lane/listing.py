@@ -39,6 +39,9 @@ class Shown:
     kept_until_s: float | None = None
     """Unix time; None: it is not kept by name, or without an end."""
     shows_words: bool = False
+    hides_sharing: bool = False
+    """Other keys share this namespace: what this conversation's eviction would free, and what that would cost, would
+    tell the caller how much of it they have sent."""
 
 
 def parents(conversations: Sequence[Shown]) -> Mapping[Name, tuple[Name, int]]:
@@ -66,7 +69,8 @@ def parents(conversations: Sequence[Shown]) -> Mapping[Name, tuple[Name, int]]:
 def document(shown: Shown, parent: tuple[Name, int] | None) -> Mapping[str, Any]:
     """One conversation in `/parkd/conversations`. Sizes in tokens and bytes, times in seconds."""
     longest = shown.rows[0] if shown.rows else None
-    in_ram = [row for row in shown.rows if row.value is not None]
+    in_ram = [] if shown.hides_sharing else [row for row in shown.rows if row.value is not None]
+    own_bytes = None if shown.hides_sharing else max((row.own_bytes for row in shown.rows), default=0)
     counts, words = shown.counts, shown.counts.words
     return {
         "id": shown.name,
@@ -79,7 +83,7 @@ def document(shown: Shown, parent: tuple[Name, int] | None) -> Mapping[str, Any]
         "bytes": {
             "ram": max((row.ram_bytes for row in shown.rows), default=0),
             "disk": max((row.disk_bytes for row in shown.rows), default=0),
-            "own": max((row.own_bytes for row in shown.rows), default=0),
+            "own": own_bytes,
         },
         "checkpoints": 0 if longest is None else len(longest.parked.checkpoints),
         "age_s": round(shown.age_s, 1),

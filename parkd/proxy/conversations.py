@@ -225,6 +225,7 @@ class ConversationEndpoints:
             max(0.0, idle_s),
             kept_until_s,
             may_read,
+            caller.shares_namespace and not caller.is_operator,
         )
 
     def _lives(self) -> list[_Live]:

@@ -124,13 +124,15 @@ def conversation(each: Document, turns: Sequence[Document]) -> RenderableType:
     """`parkd show ID`."""
     words = each.get("first_words") or {}
     until = each.get("kept_until_s")
+    own_bytes = each["bytes"]["own"]  # not told where it would tell what other keys have sent
+    own = "" if own_bytes is None else f", of which {size(own_bytes)} are its own"
     rows: list[tuple[str, object]] = [
         ("id", each["id"]),
         ("state", _state(each)),
         ("tokens", count(each["tokens"])),
         ("shared", f"{count(each['shared_tokens'])} with {each['parent']}" if each["parent"] else NOTHING),
         ("children", ", ".join(each.get("children", ())) or NOTHING),
-        ("in RAM", f"{size(each['bytes']['ram'])}, of which {size(each['bytes']['own'])} are its own"),
+        ("in RAM", f"{size(each['bytes']['ram'])}{own}"),
         ("on disk", size(each["bytes"]["disk"])),
         ("checkpoints", count(each["checkpoints"])),
         ("age", f"{age(each['age_s'])}, not used for {age(each['idle_s'])}"),

@@ -262,3 +262,22 @@ async def test_the_list_waits_for_nothing_while_a_turn_runs() -> None:
             assert await listed(server) == []
             gate.opened.set()
             await answer.aread()
+
+
+async def test_a_key_does_not_learn_from_its_own_conversation_what_another_key_sends() -> None:
+    """What an eviction would free falls when another key of the namespace sends the same beginning: a key that only
+    looked at its list saw when that was, and how many blocks of its text the other had used."""
+    async with running(FakeEngine(), config=TEAM) as server:
+        await say(server, asked("Mine, of dave."), "k-dave")
+        (before,) = await listed(server, "k-dave")
+        (of_all,) = await listed(server, "op")
+        await say(server, asked("Mine, of carol."), "k-carol")
+        (after,) = await listed(server, "k-dave")
+        by_name = {each["id"]: each for each in await listed(server, "op")}
+        assert by_name[after["id"]]["bytes"]["own"] < of_all["bytes"]["own"], "an operator is told"
+        changes = {field for field in before if before[field] != after[field]}
+        assert changes <= {"live", "age_s", "idle_s"}
+        assert (after["bytes"]["own"], after["value"], after["saves_s"]) == (None, None, None)
+        await say(server, asked("Mine alone."), "k-anna")
+        (alone,) = await listed(server, "k-anna")
+        assert alone["bytes"]["own"] > 0, "nobody shares this namespace"
