@@ -16,6 +16,7 @@ import pytest
 from parkd import __version__, cli
 from parkd.cli import arguments
 from parkd.config import SETTINGS
+from parkd.proxy.page.static import FOLDER
 
 ROOT = Path(__file__).parents[2]
 PACKAGING = ROOT / "packaging"
@@ -44,6 +45,7 @@ def test_the_wheel_installs_no_package_of_a_generic_name(built: Path) -> None:
     [wheel] = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         tops = {name.split("/")[0] for name in archive.namelist()}
+        assert {f"parkd/proxy/page/files/{path.name}" for path in FOLDER.iterdir()} <= set(archive.namelist())
         [metadata] = [archive.read(name) for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     assert tops == {"parkd", "parkd_engine", f"parkd-{__version__}.dist-info"}
     said = email.message_from_bytes(metadata)

@@ -59,6 +59,8 @@ class PageEndpoints:
     async def events(self, request: Request, request_id: str) -> ASGIApp:
         caller = self._proxy.caller_of(request)
         self._listeners.check(caller.owner)
+        if request.method == "HEAD":  # whose answer has no body to wait for
+            return Response(headers=id_headers(request_id), media_type="text/event-stream")
         return EventStream(
             self._listeners,
             caller.owner,

@@ -190,6 +190,15 @@ async def test_events_tell_each_new_state_once() -> None:
         assert silence.cancelled_caught, "nothing changed, and an event came"
 
 
+async def test_whoever_asks_for_the_headers_of_events_gets_them_alone() -> None:
+    async with running(FakeEngine()) as server:
+        with anyio.fail_after(5):
+            head = await server.client.head("/parkd/events")
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-type"].startswith("text/event-stream")
+            assert (await now(server))["state"] == "ok"  # on the same connection
+
+
 async def test_a_listener_does_not_hold_up_a_stop() -> None:
     began_s = 0.0
     async with running(FakeEngine()) as server, listening(server) as states:
