@@ -256,10 +256,15 @@ class Proxy:
         turn.client, turn.key_name, turn.api = first.client, first.key_name, first.api
         return turn
 
+    @property
+    def keeps_ledger(self) -> bool:
+        """Whether turns are noted; not once the ledger's file could not be used."""
+        return self.services.ledger is not None and not self.services.ledger.is_lost
+
     def _remember(self, turn: Turn, caller: Caller) -> None:
         """Remembers the turn for `/parkd/explain` and for comparison with later requests."""
         cache, owner = turn.request.cache, caller.owner
-        has_ledger = self.services.ledger is not None and not self.services.ledger.is_lost
+        has_ledger = self.keeps_ledger
         parts = PromptParts.of(turn.request) if cache.wants_diagnosis or has_ledger else None
         if cache.compare_to is not None:
             turn.earlier = self.requests.get(cache.compare_to, owner)

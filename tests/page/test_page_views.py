@@ -6,12 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from parkd.ledger.ledger import Ledger
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.server import Server
 from parkd.types import NamedKey
@@ -26,8 +28,12 @@ LOOKS = {"light": (False, DESK), "dark": (True, DESK), "phone": (False, PHONE), 
 
 
 @pytest.fixture(scope="module")
-def quiet() -> Iterator[Server]:
-    with running_in_thread(FakeEngine()) as server:
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that says it keeps a ledger, as those do whose data the tests make up."""
+    with (
+        closing(Ledger(tmp_path_factory.mktemp("quiet") / "ledger.sqlite3")) as ledger,
+        running_in_thread(FakeEngine(), ledger=ledger) as server,
+    ):
         yield server
 
 
@@ -219,8 +225,52 @@ def test_all_can_be_done_by_keyboard(browser: Any, quiet: Server) -> None:
         seen.is_sound()
 
 
-def test_prompts_are_shown_as_text_whatever_they_contain(browser: Any) -> None:
-    with running_in_thread(FakeEngine(script=lambda _prompt: NASTY)) as server, opened(browser, server.url) as seen:
+def test_a_clock_in_a_prompt_is_told_with_the_rule_against_it(browser: Any, axe: str, tmp_path: Path) -> None:
+    """From two requests to the line for the rules file, on a real ledger."""
+    config = ProxyConfig(shows_text=True, watts=400.0, kwh_price=0.3)
+    rest = "You answer in short and friendly sentences, and say no more than was asked. " * 4
+    with (
+        closing(Ledger(tmp_path / "ledger.sqlite3")) as ledger,
+        running_in_thread(FakeEngine(), config=config, ledger=ledger) as server,
+        opened(browser, server.url) as seen,
+    ):
+        for clock in ("10:04:31", "10:05:02"):
+            said = [{"role": "system", "content": f"It is {clock} now. {rest}"}, {"role": "user", "content": NASTY}]
+            ask(server, said)
+            soon(lambda: not server.proxy.lane.busy)
+        seen.go("cold")
+        seen.text("Spent reading again", "a clock or an id in the prompt", "What would prevent it", "[[rule]]", "kWh")
+        seen.page.locator("summary").first.click()
+        marks = seen.page.locator("mark")
+        marks.nth(1).wait_for(timeout=EXPECT_MS)
+        assert marks.all_text_contents() == ["10:04:31", "10:05:02"]
+        assert seen.faults(axe) == []
+        seen.go("now")
+        seen.text("Last turns")
+        seen.is_sound()
+
+
+def test_without_a_ledger_the_views_say_so(browser: Any) -> None:
+    with running_in_thread(FakeEngine()) as server, opened(browser, server.url) as seen:
+        ask(server, LONG)
+        for view in ("cold", "now", "conversations"):
+            seen.go(view)
+            seen.text("live")
+            if view == "cold":
+                seen.text("This server keeps no ledger.")
+            if view == "conversations":
+                seen.page.locator(".name").first.click()
+                seen.text("The server keeps no ledger of turns.")
+        seen.is_sound()
+
+
+def test_prompts_are_shown_as_text_whatever_they_contain(browser: Any, tmp_path: Path) -> None:
+    engine = FakeEngine(script=lambda _prompt: NASTY)
+    with (
+        closing(Ledger(tmp_path / "ledger.sqlite3")) as ledger,
+        running_in_thread(engine, ledger=ledger) as server,
+        opened(browser, server.url) as seen,
+    ):
         tell(seen, 12, words=True)
         seen.go("conversations")
         seen.page.locator(".name").first.click()

@@ -28,6 +28,7 @@ def document(proxy: Proxy, caller: Caller) -> Mapping[str, Any]:
         "model": proxy.model_id,
         "context_tokens": proxy.services.engine.info.context_tokens,
         "shows_text": proxy.config.shows_text,
+        "keeps_ledger": proxy.keeps_ledger,
         "is_operator": caller.is_operator,
         "running": [_running(turn, now_s) for turn in running if is_seen(turn, caller)],
         "waiting": [

@@ -9,14 +9,20 @@ const SPANS = { "24h": "24 hours", "7d": "7 days", "30d": "30 days" };
 const TURNS_SHOWN = 100;
 
 export function open(root, page) {
-  const view = { span: "7d", at: "" };
+  const view = { span: "7d", at: "", begun: false };
   const choice = h("div", { class: "tools" }, h("fieldset", { class: "choice" }, h("legend", {}, "Over the last"), Object.entries(SPANS).map(([name, words]) =>
     h("label", {}, h("input", { type: "radio", name: "span", value: name, checked: name === view.span, onchange: () => { view.span = name; load(); } }), words))));
   const body = h("div");
   root.append(choice, body);
 
+  function begin() {
+    view.begun = true;
+    load();
+  }
+
   async function load() {
     const span = view.span;
+    if (!page.state().keeps_ledger) return fill(body, empty("This server keeps no ledger.", "It was started with --ledger off, or its file could not be used, which its log explains."));
     try {
       const [bill, told] = await Promise.all([get(`/parkd/bill?since=${span}`), get(`/parkd/turns?since=${span}&limit=${TURNS_SHOWN}`)]);
       if (span === view.span) draw(bill, told.turns);
@@ -41,9 +47,11 @@ export function open(root, page) {
       section("Turns", cold.length ? cold.map((turn) => turnRow(turn)) : h("p", { class: "quiet" }, "None of the last turns read anything again that was known.")));
   }
 
-  load();
+  if (page.state()) begin();
+  else fill(body, h("p", { class: "quiet" }, "Asking the server…"));
   return {
     changed(state) {
+      if (!view.begun) begin(); // only the state tells whether there is a ledger to ask
       const at = state.running.map((turn) => turn.request_id).join();
       if (view.at && at !== view.at && !body.querySelector("details[open]")) load();
       view.at = at || " ";

@@ -163,6 +163,7 @@ export function open(root, page) {
 
   async function its(each, place) {
     try {
+      if (page.state() && !page.state().keeps_ledger) throw new Error("none");
       const { turns } = await get(`/parkd/turns?conversation=${encodeURIComponent(each.id)}&limit=${TURNS_SHOWN}`);
       fill(place, h("h3", {}, "Its turns"), turns.length ? turns.map((turn) => turnRow(turn)) : h("p", { class: "quiet" }, "None is in the ledger."));
     } catch {

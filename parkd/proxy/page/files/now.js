@@ -30,6 +30,7 @@ export function open(root, page) {
   }
 
   async function last() {
+    if (!page.state()?.keeps_ledger) return;
     const { turns } = await get(`/parkd/turns?limit=${LAST_TURNS}`).catch(() => ({ turns: [] }));
     fill(parts.last, turns.length ? section("Last turns", lastTurns(turns)) : null);
   }
