@@ -104,6 +104,7 @@ async def test_who_does_not_fit_beside_a_long_prompt_is_parked_and_comes_back(tm
         assert engine.seats[0].position == 0, "emptied for the long one"
         again = await server.chat(after(short, first.text))
         assert again.cache == "restored-ram"
+        assert again.reused >= len(server.prompt_tokens(short)) - 1
         whole = opening("C", 115)
         assert len(server.prompt_tokens(whole)) > 900
         last = await server.chat(whole)
@@ -128,6 +129,7 @@ async def test_who_makes_way_is_parked_then_if_that_failed_behind_its_reply(
         await server.chat(opening("B", 70))
         again = await server.chat(after(short, first.text))
         assert again.cache == "restored-ram"
+        assert again.reused >= len(server.prompt_tokens(short)) - 1
     assert again.text == read_cold(engine, after(short, first.text))
 
 
@@ -152,6 +154,7 @@ async def test_an_answer_that_grows_into_anothers_rows_empties_its_seat(
         assert [seat.position == 0 for seat in engine.seats] == [True, False]
         again = await server.chat(after(a, first.text))
         assert again.cache == "restored-ram"
+        assert again.reused >= len(server.prompt_tokens(a)) - 1
     assert again.text == read_cold(engine, after(a, first.text))
 
 
