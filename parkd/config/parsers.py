@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from parkd.types import TurnClass
+
 MIB = 1024 * 1024
 EVICTION_POLICIES = ("value", "gdsf", "lru")
 _TRUE = ("1", "true", "yes", "on")
@@ -140,6 +142,24 @@ def eviction_policy(text: str) -> str:
     if text not in EVICTION_POLICIES:
         raise ValueError(f"expected {', '.join(EVICTION_POLICIES)}")
     return text
+
+
+def schedule(text: str) -> str:
+    if text not in ("fair", "fifo"):
+        raise ValueError("expected fair or fifo")
+    return text
+
+
+def key_class(text: str) -> tuple[tuple[str, TurnClass], ...]:
+    """`NAME=CLASS`, several divided by commas."""
+    return tuple(map(_key_class, text.split(",")))
+
+
+def _key_class(text: str) -> tuple[str, TurnClass]:
+    name, _, kind = text.rpartition("=")
+    if not name or kind not in {known.value for known in TurnClass}:
+        raise ValueError("expected KEY=CLASS, where CLASS is interactive, side or batch")
+    return name, TurnClass(kind)
 
 
 def mib(text: str) -> int:

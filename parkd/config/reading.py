@@ -257,6 +257,8 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             operator_keys=values["operator-key"],
             api_key_file=values["api-key-file"],
             max_queue=values["max-queue"],
+            schedule=values["schedule"],
+            classes=tuple(values["class"]),
             bodies_limit_bytes=values["max-queue-mib"] * MIB,
             max_output_tokens=values["max-output-tokens"],
             alias=values["alias"],

@@ -387,6 +387,16 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("rewrite-rules", "server", "FILE", parsers.file, None, "TOML of regex rules applied to prompts (none)"),
     Setting("max-queue", "server", "N", parsers.count(1, 100_000), 64, "requests that may wait before a 503 ({})"),
+    Setting("schedule", "server", "NAME", parsers.schedule, "fair", "who runs next: fair, or fifo ({})"),
+    Setting(
+        "class",
+        "server",
+        "KEY=CLASS",
+        parsers.key_class,
+        (),
+        "requests of keys with this name, or pattern of names, are interactive, side or batch; may be repeated",
+        many=True,
+    ),
     Setting("max-queue-mib", "server", "MIB", parsers.count(1), 256, "memory for their bodies before a 503 ({})"),
     Setting(
         "max-output-tokens", "server", "TOKENS", parsers.count(1), None, "longest answer (up to the end of the context)"

@@ -10,7 +10,7 @@ from parkd.config.llama_settings import LoraAdapter
 from parkd.config.parsers import MIB
 from parkd.config.settings import default_of
 from parkd.state import EngineConfig, VectorFile
-from parkd.types import NamedKey
+from parkd.types import NamedKey, TurnClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,10 @@ class ProxyConfig:
     """0: any free port."""
     max_queue: int = default_of("max-queue")
     """Requests that may wait for the lane, not counting the running one."""
+    schedule: str = default_of("schedule")
+    """The name of the order in which turns run."""
+    classes: tuple[tuple[str, TurnClass], ...] = ()
+    """Patterns of names of keys, and the class of their requests; the first that fits counts."""
     max_output_tokens: int | None = None
     """The most tokens of an answer; None: up to the end of the context."""
     api_keys: tuple[str, ...] = ()

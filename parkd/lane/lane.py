@@ -22,7 +22,7 @@ import anyio
 import anyio.abc
 
 from parkd.errors import Cancelled, EngineLost, ParkdError, QueueFull, ShuttingDown
-from parkd.lane.schedule import Fifo, Job, Schedule
+from parkd.lane.schedule import NO_WORK, Accounts, Fifo, Job, Schedule, Work
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,6 @@ class _Place(Generic[W]):
     turn: W
     number: int
     ran_s: float = 0.0
-    """Up to the present slice."""
-    slice_began_s: float = 0.0
     stopped: anyio.Event = field(default_factory=anyio.Event)
     """Set when the present slice ends."""
     may_run: anyio.Event = field(default_factory=anyio.Event)
@@ -79,10 +77,14 @@ class Lane(Generic[W]):
         owners: int = 1,
         owner_of: Callable[[W], str] = lambda _turn: "",
         schedule: Schedule | None = None,
+        work_of: Callable[[W], Work] = lambda _turn: NO_WORK,
     ) -> None:
         """`on_queued` is called for each turn that has to wait for another one, `on_slice` when a turn begins to run or
-        goes on. If there are several `owners`, one of them has at most half of the places."""
+        goes on. If there are several `owners`, one of them has at most half of the places. `work_of` says what a turn
+        needs from now on, for the schedule."""
         self.schedule = schedule or Fifo()
+        self._work_of = work_of
+        self._accounts = Accounts()
         self._run = run
         self._on_queued = on_queued
         self._on_slice = on_slice
@@ -139,12 +141,13 @@ class Lane(Generic[W]):
         ShuttingDown, EngineLost."""
         if self._closed_by is not None:
             raise self._closed_by
-        if len(self._waiting) >= self._max_queue:
+        places = len(self._waiting) + len(self._paused)
+        if places >= self._max_queue:
             raise QueueFull(
-                f"{len(self._waiting)} requests are waiting, which is the limit of --max-queue. Try again later.",
+                f"{places} requests are waiting, which is the limit of --max-queue. Try again later.",
                 retry_after_s=self.retry_after_s(),
             )
-        own = sum(self._owner_of(place.turn) == owner for place in self._waiting)
+        own = sum(self._owner_of(place.turn) == owner for place in (*self._waiting, *self._paused))
         if own >= self._share:
             raise QueueFull(
                 f"{own} requests of this key are waiting, and one key has at most half of --max-queue "
@@ -157,6 +160,7 @@ class Lane(Generic[W]):
         self.check_room(self._owner_of(turn))
         self._number += 1
         self._waiting.append(_Place(turn, self._number))
+        self._accounts.arrive(self._number, self._owner_of(turn), self._monotonic())
         self._arrived.set()
         if self.busy or len(self._waiting) > 1:
             self._on_queued(turn)
@@ -170,6 +174,7 @@ class Lane(Generic[W]):
         for place in self._waiting:
             if place.turn is turn:
                 self._waiting.remove(place)
+                self._accounts.leave(place.number)
                 self._look_ahead()
                 return True
         if turn is self.running:
@@ -208,6 +213,8 @@ class Lane(Generic[W]):
         assert place is not None
         assert place.turn is turn, "only the running turn can be paused"
         place.may_run = anyio.Event()
+        self._count(place)
+        self._accounts.rest(place.number, self._monotonic())
         self._paused.append(place)
         self._end_slice(place)
         try:
@@ -228,7 +235,8 @@ class Lane(Generic[W]):
         """Called by the running turn if it was asked to pause and does not: it goes on for another slice."""
         place = self._running
         if place is not None and place.turn is turn:
-            self._count_slice(place)
+            self._count(place)
+            self._accounts.run(place.number, self._monotonic())
             self._look_ahead()
 
     def close(self, error: ParkdError) -> None:
@@ -237,6 +245,7 @@ class Lane(Generic[W]):
         waiting = list(self._waiting)
         self._waiting.clear()
         for place in waiting:
+            self._accounts.leave(place.number)
             place.turn.fail(error)
 
     async def drain(self, deadline_s: float) -> bool:
@@ -280,7 +289,11 @@ class Lane(Generic[W]):
             place.turn.fail(stopped)
             self._lose(stopped)
         finally:
-            if place is self._running:
+            is_running = place is self._running
+            if is_running:
+                self._count(place)
+            self._accounts.leave(place.number)
+            if is_running:
                 self._end_slice(place)
                 self._turn_s += TURN_WEIGHT * (place.ran_s - self._turn_s)
 
@@ -296,21 +309,18 @@ class Lane(Generic[W]):
         return places[self.schedule.next([self._job(place) for place in places.values()], self._monotonic()).number]
 
     def _job(self, place: _Place[W]) -> Job:
-        return Job(place.number)
+        return self._accounts.job(place.number, self._work_of(place.turn), self._monotonic())
 
     def _begin_slice(self, place: _Place[W]) -> None:
         self._running, self._ended, place.stopped = place, anyio.Event(), anyio.Event()
-        place.slice_began_s = self._monotonic()
+        self._accounts.run(place.number, self._monotonic())
         self._on_slice()
         self._look_ahead()
 
-    def _count_slice(self, place: _Place[W]) -> None:
-        now_s = self._monotonic()
-        place.ran_s += now_s - place.slice_began_s
-        place.slice_began_s = now_s
+    def _count(self, place: _Place[W]) -> None:
+        place.ran_s += self._accounts.count(place.number, self._monotonic())
 
     def _end_slice(self, place: _Place[W]) -> None:
-        self._count_slice(place)
         self._running = None
         self._look_ahead()
         place.stopped.set()
@@ -339,6 +349,7 @@ class Lane(Generic[W]):
             self._alarm = asyncio.get_running_loop().call_later(left_s, self._look_ahead)
 
     def _until_s(self, running: _Place[W]) -> float | None:
+        self._count(running)
         others = [self._job(place) for place in (*self._paused, *self._waiting) if place is not running]
         return self.schedule.until_s(self._job(running), others, self._monotonic())
 

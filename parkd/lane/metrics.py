@@ -65,6 +65,13 @@ class Metrics:
         self.paused_seconds = Counter(
             "parkd_paused_seconds", "Seconds for which turns were paused.", registry=self.registry
         )
+        self.waits = Histogram(
+            "parkd_wait_seconds",
+            "From a turn's place in the queue to its begin, by class.",
+            ["kind"],
+            buckets=SECONDS_BUCKETS,
+            registry=self.registry,
+        )
         self.first_token = Histogram(
             "parkd_first_token_seconds",
             "From a request's arrival to its first token.",
@@ -91,6 +98,9 @@ class Metrics:
         self.accepted_tokens.inc(timings.drafts.accepted)
         if timings.output_tokens:
             self.first_token.observe(timings.first_token_s)
+
+    def waited(self, kind: str, seconds: float) -> None:
+        self.waits.labels(kind).observe(seconds)
 
     def paused(self, seconds: float) -> None:
         self.pauses.inc()

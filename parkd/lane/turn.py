@@ -12,7 +12,7 @@ from parkd.lane.answer import Answer
 from parkd.lane.events import EventChannel
 from parkd.lane.explain import Explained, OwnNearest
 from parkd.lane.roster import FirstWords
-from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnRequest, Units
+from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnClass, TurnRequest, Units
 
 TAIL_TOKENS = 64
 """Tokens at the end of a prompt that show whether thinking is open."""
@@ -44,6 +44,9 @@ class Turn:
     tail: str = ""
     """The end of the rendered prompt, as `prompt_tail` gives it."""
     channel: EventChannel = field(default_factory=EventChannel)
+    kind: TurnClass = TurnClass.INTERACTIVE
+    start_cost_s: float | None = None
+    """Expected seconds until its prompt is read, if that was asked while it waited."""
     pause: threading.Event = field(default_factory=threading.Event)
     """Set when it is to give way. The engine looks at it between chunks and tokens."""
     is_aside: bool = False

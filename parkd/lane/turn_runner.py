@@ -33,6 +33,7 @@ from parkd.lane.checkpoints import checkpoints_to_take
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.explain import diagnose, lasting_tokens
+from parkd.lane.forecast import Forecast
 from parkd.lane.groups import Groups
 from parkd.lane.lane import Lane
 from parkd.lane.live_conversation import LiveConversation
@@ -100,6 +101,11 @@ class TurnRunner:
         self._monotonic = monotonic
         self.lane: Lane[Turn] | None = None
         """Where turns are paused; None: none is."""
+        self.forecast = Forecast(engine.info, costs, max_output_tokens)
+
+    def foresee(self, turn: Turn) -> None:
+        """Notes what the start of a waiting turn would cost now, for the schedule."""
+        self._starter.foresee(turn, tuple(self._lives))
 
     @property
     def latest(self) -> LiveConversation:
@@ -115,6 +121,7 @@ class TurnRunner:
         live: LiveConversation | None = None
         turn.began_s = self._monotonic()
         turn.timings = Timings(wait_s=turn.began_s - turn.queued_s)
+        self._metrics.waited(turn.kind, turn.timings.wait_s)
         error: ParkdError | None = None
         try:
             if self.retention is not None:
@@ -139,6 +146,7 @@ class TurnRunner:
         if error is not None:
             turn.channel.fail(error)
         self._log.record(turn, error)
+        self.forecast.note_answer(turn)
         if isinstance(error, EngineLost) or live is None or turn.is_aside:
             self._log.bill(turn)
         if isinstance(error, EngineLost):
@@ -278,7 +286,7 @@ class TurnRunner:
             return
         if turn.request.cache.mode is not CacheMode.USE:
             await live.forget(turn.report.reused_tokens if turn.report else 0)
-        turn.is_aside = True
+        parking_s, turn.is_aside = self._monotonic() - began_s, True
         if turn.explained is not None:
             turn.explained.state = "paused"
         try:
@@ -287,7 +295,10 @@ class TurnRunner:
             turn.is_aside = False
             self._lives.remove(live)
             self._lives.append(live)  # again the most recently used
+            taken_s = self._monotonic()
             is_whole = await live.take_up(aside)
+            if is_whole and live.rows is not aside.rows:
+                self.forecast.note_switch(turn, parking_s + self._monotonic() - taken_s)
         finally:
             aside.release()
             paused_s = self._monotonic() - began_s

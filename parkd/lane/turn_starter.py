@@ -58,6 +58,11 @@ class TurnStarter:
             why = why or UNREADABLE
         return start, why, self._monotonic() - began_s
 
+    def foresee(self, turn: Turn, lives: Sequence[LiveConversation]) -> None:
+        """Notes what the start of a waiting turn would cost now."""
+        start, _ = self._decide(turn, lives)
+        turn.start_cost_s = start.cost_s(len(turn.prompt), self._costs.measured)
+
     async def prefetch(self, turn: Turn, lives: Sequence[LiveConversation], is_waiting: Callable[[], bool]) -> None:
         """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
         if not is_waiting():

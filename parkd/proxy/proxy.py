@@ -26,6 +26,7 @@ from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.engine_thread import EngineThread
 from parkd.lane.explain import EXPLAINED_BYTES, Explained, PromptParts, RequestMemory
+from parkd.lane.forecast import class_of
 from parkd.lane.groups import HASH_BYTES, HASHES_LIMIT
 from parkd.lane.lane import Lane
 from parkd.lane.late_copies import outlive_copies
@@ -34,6 +35,7 @@ from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics, Remembered
 from parkd.lane.resend import Resends
 from parkd.lane.roster import FirstWords
+from parkd.lane.schedule import SCHEDULES
 from parkd.lane.turn import Turn
 from parkd.lane.turn_log import TurnLog
 from parkd.lane.turn_runner import TurnRunner
@@ -114,6 +116,8 @@ class Proxy:
             monotonic=services.monotonic,
             on_queued=self._queued,
             on_slice=lambda: self.resends.give_way(),
+            schedule=SCHEDULES[config.schedule],
+            work_of=self.runner.forecast.work,
             owners=owners,
             owner_of=lambda turn: turn.explained.owner if turn.explained is not None else "",
         )
@@ -165,6 +169,7 @@ class Proxy:
         """Called when a turn has to wait. Until it runs, keeps the state that it will start from, and reads that state
         from disk."""
         self.resends.give_way()
+        self.runner.foresee(turn)
         if self.services.store is not None:
             turn.release_awaited = self.services.store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         if self.disk is not None and self._tasks is not None:
@@ -228,6 +233,7 @@ class Proxy:
                     ready.mask,
                     ready.tail,
                 )
+                turn.kind = class_of(body, turn.request, caller.name, config.classes)
                 self._remember(turn, caller)
                 turn.client, turn.key_name = client_family(request.headers.get("user-agent", "")), caller.name
                 turn.api = request.url.path
@@ -250,6 +256,7 @@ class Proxy:
         queued_s = self.services.monotonic()
         turn = Turn(first.request_id, first.caller, request, ready.prompt, now_s, queued_s, ready.mask, ready.tail)
         turn.explained = dataclasses.replace(first.explained)  # its own: what is remembered tells of the first answer
+        turn.kind = first.kind
         turn.release_body, turn.own_nearest = first.release_body, first.own_nearest
         turn.note_answer, turn.note_kept = first.note_answer, first.note_kept
         turn.own_earlier = first.own_earlier

@@ -15,6 +15,7 @@ from parkd.replay.driver import replay
 from parkd.replay.generators import GENERATORS, generate
 from parkd.replay.measured import measured_reading
 from parkd.replay.result import ReplayConfig, ReplayResult
+from parkd.replay.schedules import schedule_table, tasks_of
 from parkd.replay.trace import Trace, TraceError, TraceHeader, TurnRecord, read_trace, write_trace
 from parkd.state import Costs
 from parkd.store.policy import POLICIES, policy_named
@@ -115,6 +116,10 @@ def _parser() -> argparse.ArgumentParser:
         "--read-growth-ns", metavar="NS", type=_positive, help="more a token of depth (as recorded, 10, or --model's)"
     )
     parser.add_argument("--restore-gb-per-s", metavar="GB", type=_positive, help="from memory (8)")
+    parser.add_argument(
+        "--schedules", action="store_true", help="also how long turns wait under each schedule, with the first budget"
+    )
+    parser.add_argument("--decode-ms", metavar="MS", type=_positive, default=20, help="to generate a token (20)")
     parser.add_argument("--limit", metavar="N", type=int, help="only the first turns")
     parser.add_argument("--bound", action="store_true", help="also the most that any policy could have saved")
     parser.add_argument("--plot", metavar="SVG", type=Path, help="draw the curve")
@@ -158,6 +163,9 @@ def run(words: Sequence[str], say: Callable[[str], None] = print, sizes_of: Size
     tokens = sum(turn.prompt_tokens for turn in trace.turns)
     say("\n".join((f"{trace.name}: {len(trace.turns):,} turns, {tokens:,} prompt tokens", *said)))
     say(table(results, bounds))
+    if given.schedules:
+        read_s, decode_s = results[0].turn_read_s, given.decode_ms / 1e3
+        say(schedule_table(tasks_of(trace.header, trace.turns, read_s, costs, decode_s)))
     if given.plot is not None:
         plot(given.plot, trace.name, results, bounds)
         say(f"written: {given.plot}")

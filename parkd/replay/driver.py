@@ -71,7 +71,9 @@ class Replayer:
         result.prompt_tokens += turn.prompt_tokens
         result.cold_s += cold_s
         result.live_saved_s += cold_s - live_s
-        result.saved_s += cold_s - self._costs.reading_s(start.position, turn.prompt_tokens) - moving_s
+        read_s = self._costs.reading_s(start.position, turn.prompt_tokens) + moving_s
+        result.saved_s += cold_s - read_s
+        result.turn_read_s.append(read_s)
         self._park(turn, prompt.key, self._begun(start), start.position)
         self._work()
 

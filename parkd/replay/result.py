@@ -54,6 +54,8 @@ class ReplayResult:
     refusals: Counter[str] = field(default_factory=Counter)
     partial: int = 0
     wall_s: float = 0.0
+    turn_read_s: list[float] = field(default_factory=list)
+    """Of each turn, the seconds until its prompt is read, once it has the engine."""
 
     @property
     def hit_tokens(self) -> int:

@@ -50,6 +50,7 @@ from parkd.types.request import (
     TokenMask,
     ToolChoice,
     ToolChoiceMode,
+    TurnClass,
     TurnRequest,
     always_wanted,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "ToolCallDelta",
     "ToolChoice",
     "ToolChoiceMode",
+    "TurnClass",
     "TurnRequest",
     "Units",
     "always_wanted",

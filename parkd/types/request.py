@@ -115,6 +115,16 @@ class ReasoningParams:
     budget_tokens: int | None = None
 
 
+class TurnClass(StrEnum):
+    """How soon a request's answer is wanted."""
+
+    INTERACTIVE = "interactive"
+    SIDE = "side"
+    """Asks for little, beside something else."""
+    BATCH = "batch"
+    """Nobody waits for it."""
+
+
 class CacheMode(StrEnum):
     USE = "use"
     READ = "read"

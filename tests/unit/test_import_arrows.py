@@ -46,6 +46,7 @@ RULES = (
             "parkd.identity.chain",
             "parkd.identity.matcher",
             "parkd.lane.live_rows",
+            "parkd.lane.schedule",
             "parkd.lane.start",
             *SHARED,
         ),

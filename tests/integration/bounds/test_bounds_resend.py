@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -118,7 +119,8 @@ async def test_who_comes_while_a_left_turn_is_in_its_grace_does_not_wait_for_it(
 async def test_a_left_turn_does_not_begin_while_others_wait() -> None:
     """Found by use 31: a turn whose client left while it waited ran for its grace, though others waited behind it."""
     gate = Gate("token", nth=2)
-    async with running(FakeEngine(hook=gate), config=GRACE) as server, anyio.create_task_group() as tasks:
+    config = replace(GRACE, schedule="fifo")
+    async with running(FakeEngine(hook=gate), config=config) as server, anyio.create_task_group() as tasks:
         proxy = server.server.proxy
         tasks.start_soon(lambda: server.client.post("/v1/chat/completions", json=body_of(ASK, 4)))
         await gate.wait_reached()

@@ -19,6 +19,7 @@ from parkd.replay.generators import GENERATORS, generate
 from parkd.replay.measured import measured_reading
 from parkd.replay.recorder import Recorder
 from parkd.replay.result import DEFAULT_COSTS, ReplayConfig
+from parkd.replay.schedules import schedule_table, tasks_of
 from parkd.replay.trace import (
     HASH_BYTES,
     Trace,
@@ -456,3 +457,32 @@ def test_found_by_use_23_turns_that_did_not_read_their_prompt_tell_nothing():
         TurnRecord(2.0, "a", 1000, 1000, (b"h" * 8,) * 3, "stop", 1000, 0.0),  # all reused
     ]
     assert measured_reading(turns) is None
+
+
+def test_schedules_are_compared_over_a_trace():
+    """A title behind a long answer: at once under `fair`, last under `fifo`. Reading takes 0.1 s, a token 10 ms."""
+    header = TraceHeader(4, (8,), (0,))
+    long = TurnRecord(0.0, "a", 8, 2008, tuple(block(n) for n in range(502)))
+    title = TurnRecord(1.0, "a", 8, 12, tuple(block(1000 + n) for n in range(3)))
+    tasks = tasks_of(header, [long, title], [0.1, 0.1], Costs(bytes_per_s=8e9), 0.01)
+    assert [(task.kind.value, round(task.read_s, 2), round(task.answer_s, 2)) for task in tasks] == [
+        ("interactive", 0.11, 19.99),
+        ("side", 0.11, 0.03),
+    ]
+    assert tasks[0].switch_s == pytest.approx(2 * 2008 * 8 / 8e9)
+    lines = {tuple(line.split()[:2]): line.split() for line in schedule_table(tasks).splitlines()[1:]}
+    assert float(lines["fair", "side"][3]) < 0.5
+    assert float(lines["fifo", "side"][3]) == pytest.approx(20.1 - 1.0 + 0.11, abs=0.1)
+    assert (lines["fair", "interactive"][-2], lines["fifo", "interactive"][-2]) == ("1", "0")
+
+
+def test_the_command_compares_schedules_if_asked():
+    said = []
+    assert (
+        command.run(["generate:round-robin?agents=2&turns=2", "--budgets", "64", "--policy", "lru"], said.append) == 0
+    )
+    assert not any("fifo" in line for line in said)
+    words = ["generate:round-robin?agents=2&turns=2", "--budgets", "64", "--policy", "lru", "--schedules"]
+    assert command.run(words, said.append) == 0
+    assert "fifo" in said[-1]
+    assert "interactive" in said[-1]
