@@ -14,6 +14,7 @@ BENCH = (
     "copies",
     "disk",
     "many_clients",
+    "schedule",
     "health_lag",
     "policies",
     "perplexity",

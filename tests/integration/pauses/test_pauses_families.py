@@ -92,6 +92,26 @@ async def test_every_token_and_chunk(family: str, stages: int, kv_format: str | 
     engine.close()
 
 
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-qwen3.5", "tiny-gemma3"])
+async def test_two_seats(family: str, tmp_path: Path) -> None:
+    """The other conversation runs in the other seat, so that nothing is copied back."""
+    layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=1024, batch_tokens=128, seats=2)
+    engine = TorchEngine.load(ModelConfig(f"random:{family}", tmp_path), layout, fresh_seed=lambda: 4)
+    body = body_of(A1, 12, **SAMPLED, **SCORED)
+    async with running(engine, answer_bytes=0) as server:  # type: ignore[arg-type]
+        expected = await post(server, body)
+    for seat in engine.seats:
+        seat.reset()
+    async with running(engine, answer_bytes=0) as server:  # type: ignore[arg-type]
+        pauser = Pauser(server, everywhere, noise=NOISE)
+        assert steady(await post(server, body)) == steady(expected)
+        assert pauser.pauses > 8
+        await server.settled()
+        assert server.store is not None
+        assert server.store.stats().leases_total <= 1
+    engine.close()
+
+
 LOOK = {
     "type": "object",
     "properties": {"a": {"const": "媽"}, "n": {"type": "integer"}},
