@@ -96,7 +96,7 @@ async def test_every_token_and_chunk(family: str, stages: int, kv_format: str | 
 async def test_two_seats(family: str, tmp_path: Path) -> None:
     """The other conversation runs in the other seat, so that nothing is copied back."""
     layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=1024, batch_tokens=128, seats=2)
-    engine = TorchEngine.load(ModelConfig(f"random:{family}", tmp_path), layout, fresh_seed=lambda: 4)
+    engine = TorchEngine.load(ModelConfig(f"random:{family}", tmp_path, layout=layout), fresh_seed=lambda: 4)
     body = body_of(A1, 12, **SAMPLED, **SCORED)
     async with running(engine, answer_bytes=0) as server:  # type: ignore[arg-type]
         expected = await post(server, body)
