@@ -197,6 +197,7 @@ def compose(
         render=identity.render,
         remember=None if answers is None else partial(_remember, answers, identity, background),
         forget=None if answers is None else partial(_forget, answers),
+        add_rule=identity.renderer.add_rule,
         chat_template=engine.template_source,
         remembered=partial(remembered_bytes, config, identity, answers, structured),
         build_mask=build_mask,

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from parkd.errors import ConfigError
-from parkd.identity.normalise import Normaliser, NormaliserConfig, RewriteRule
+from parkd.identity.normalise import RULES_LIMIT, Normaliser, NormaliserConfig, RewriteRule
 
-RULES_LIMIT = 64
-"""Most rules in a file, since each rule is applied to every message of every prompt."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("name", "pattern", "replacement", "roles")
 
@@ -35,12 +33,13 @@ def read_rules(path: Path) -> tuple[RewriteRule, ...]:
     entries = document.get("rule")
     if set(document) != {"rule"} or not isinstance(entries, list) or not 0 < len(entries) <= RULES_LIMIT:
         raise ConfigError(f"{where}: expected 1 to {RULES_LIMIT} tables [[rule]], each with a `pattern`")
-    rules = tuple(_rule(entry, f"{where}, rule {number}") for number, entry in enumerate(entries, 1))
+    rules = tuple(rule_of(entry, f"{where}, rule {number}") for number, entry in enumerate(entries, 1))
     Normaliser(NormaliserConfig(rules=rules))  # reports an invalid pattern before the model is loaded
     return rules
 
 
-def _rule(entry: Mapping[str, Any], where: str) -> RewriteRule:
+def rule_of(entry: Mapping[str, Any], where: str) -> RewriteRule:
+    """One rule, as a table of the file has it. Raises ConfigError, whose message begins with `where`."""
     unknown = set(entry) - set(_KEYS)
     if unknown:
         raise ConfigError(f"{where}: unknown key {min(unknown)!r} (there are {', '.join(_KEYS)})")

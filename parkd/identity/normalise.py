@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import regex
@@ -22,6 +22,8 @@ _BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 BILLING_HEADER = "billing header"
 """The name of its removal in reports."""
 
+RULES_LIMIT = 64
+"""Most rules, since each is applied to every message of every prompt."""
 RULES_S = 2.0
 """Seconds that all rules may take on one request. A pattern that can match one text in many ways takes longer than
 anyone would wait, on texts that a client can choose."""
@@ -55,6 +57,7 @@ class Normaliser:
     """
 
     def __init__(self, config: NormaliserConfig) -> None:
+        self.config = config
         self._drop_billing_header = config.drop_billing_header
         self._rules: list[tuple[Any, RewriteRule]] = []
         for rule in config.rules:
@@ -69,6 +72,13 @@ class Normaliser:
                     "Correct it or remove it."
                 ) from error
             self._rules.append((run_pattern, rule))
+
+    def with_rule(self, rule: RewriteRule) -> Normaliser:
+        """Another that also applies this rule, after its own. Raises ConfigError, also for more than RULES_LIMIT."""
+        rules = (*self.config.rules, rule)
+        if len(rules) > RULES_LIMIT:
+            raise ConfigError(f"There are {RULES_LIMIT} rewrite rules, which is the most. Remove one from their file.")
+        return Normaliser(replace(self.config, rules=rules))
 
     def apply(self, messages: Sequence[Message]) -> tuple[list[Message], tuple[Rewrite, ...]]:
         """The messages without what is to be dropped, and which rules changed something. A system message of which the

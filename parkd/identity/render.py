@@ -13,7 +13,7 @@ from parkd.engine_adapter.base import ChatTemplate, Rendered, Tokenizer
 from parkd.errors import Cancelled, InvalidRequest, ParkdError, RenderingTooLong
 from parkd.identity.canonical import CanonicalMessage, canonical_content, canonical_messages, canonical_tools
 from parkd.identity.fill import fill_prompt
-from parkd.identity.normalise import Normaliser
+from parkd.identity.normalise import Normaliser, RewriteRule
 from parkd.identity.profile import SystemInside, TemplateProfile, probe_template
 from parkd.identity.stand_ins import StandIns, needed, over_texts, texts_of
 from parkd.types import Message, Proof, Rewrite, TurnRequest
@@ -48,7 +48,8 @@ class RenderedPrompt:
 
 
 class Renderer:
-    """Probes at construction what the template accepts. Stateless afterwards, so thread-safe."""
+    """Probes at construction what the template accepts. Afterwards only its rules change, as a whole, so it is
+    thread-safe."""
 
     def __init__(
         self, template: ChatTemplate, normaliser: Normaliser, tokenizer: Tokenizer | None = None, placeholder: str = ""
@@ -68,6 +69,11 @@ class Renderer:
             marks = (token for token in tokenizer.special_tokens if token[:1] in MARK_STARTS)
             self._structure = frozenset(token for token in marks if token in self.profile.written) - control
             self.stand_ins = StandIns(control | self._structure, tokenizer.special_tokens)
+
+    def add_rule(self, rule: RewriteRule) -> int:
+        """Applies one more rule from now on. Returns how many there are. Raises ConfigError."""
+        self._normaliser = self._normaliser.with_rule(rule)
+        return len(self._normaliser.config.rules)
 
     def over(self, template: ChatTemplate) -> Renderer:
         """The same with another `template`, which must write what the one that was probed writes."""

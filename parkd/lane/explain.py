@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, TypeAlias
 
 import orjson
@@ -164,6 +165,11 @@ class RequestMemory:
                 known = parts.get(best[1].request_id)
                 parts[best[1].request_id] = best if known is None else max(known, best, key=lambda part: part[0])
         return list(parts.values())
+
+    def latest_of(self, owner: str) -> list[Explained]:
+        """The latest requests of a key, at most NEAR_LIMIT, the newest first."""
+        own = (one for one in reversed(self._requests.values()) if one.owner == owner)
+        return list(islice(own, NEAR_LIMIT))
 
     def own_before(self, now: Explained) -> list[Explained]:
         """The latest requests of the same key before `now`, at most NEAR_LIMIT, the newest first."""

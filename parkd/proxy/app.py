@@ -29,6 +29,7 @@ from parkd.proxy.page.endpoints import PageEndpoints
 from parkd.proxy.portable import PortableEndpoints
 from parkd.proxy.proxy import Proxy
 from parkd.proxy.requests import id_headers
+from parkd.proxy.rules import RuleEndpoints
 
 Counter = AnthropicMessages | OpenAIResponses
 FINGERPRINT_CHARACTERS = 12
@@ -71,7 +72,7 @@ def create_app(services: Services) -> Starlette:
     for method, handlers in (("GET", {**endpoints.reading(), **pages.reading()}), ("POST", endpoints.asking())):
         for path, handler in handlers.items():
             routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
-    groups = (ConversationEndpoints(proxy), PortableEndpoints(proxy), BillEndpoints(proxy))
+    groups = (ConversationEndpoints(proxy), PortableEndpoints(proxy), BillEndpoints(proxy), RuleEndpoints(proxy))
     for method, path, handler in (route for group in groups for route in group.routes()):
         routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
     middleware = []

@@ -28,7 +28,7 @@ DEFAULT_SINCE = "7d"
 DEFAULT_ROWS = 50
 ANSWER_DEADLINE_S = 10.0
 """Longest wait for the ledger's thread."""
-RULES_LIMIT = 20
+PROPOSALS_LIMIT = 20
 """Most proposed rules in one bill."""
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class BillEndpoints:
                     "needless_s": round(seconds, 3),
                     "request_id": name,
                 }
-                for rule, turns, tokens, seconds, name in rules[:RULES_LIMIT]
+                for rule, turns, tokens, seconds, name in rules[:PROPOSALS_LIMIT]
             ],
         }
         return _json(body, request_id)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from parkd.answers.base import OutputFormat
 from parkd.config import ProxyConfig
 from parkd.engine_adapter.base import Engine
+from parkd.identity.normalise import RewriteRule
 from parkd.identity.output_memory import Said
 from parkd.lane.turn_log import TurnTrace
 from parkd.ledger.ledger import Ledger
@@ -76,6 +77,8 @@ class Services:
     """Main memory as the system counts it; None: that is not told."""
     trace: TurnTrace | None = None
     """Called for each turn; None: nothing is recorded."""
+    add_rule: Callable[[RewriteRule], int] | None = None
+    """Switches a rewrite rule on. Returns how many there are then. Raises ConfigError. None: there are no rules."""
     ledger: Ledger | None = None
     """Where turns are noted. Whoever opened it closes it, after the server; None: nowhere."""
     return_memory: Callable[[], None] = lambda: None

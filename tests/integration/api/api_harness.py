@@ -199,6 +199,7 @@ def make_services(
         output=output or OutputFormat(),
         build_mask=build_mask,
         render=identity.render,
+        add_rule=identity.renderer.add_rule,
         remember=None if answers is None else answers.remember,
     )
     return services, identity

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from parkd.identity.normalise import RULES_LIMIT
 from parkd.ledger.ledger import Ledger
 from parkd.proxy.config import ProxyConfig
 from parkd.types import NamedKey
@@ -199,3 +200,97 @@ def test_any_query_is_answered_or_refused_by_its_field(tmp_path: Path) -> None:
 
         ask()
         act()
+
+
+CLOCK = {"pattern": r"It is \d\d:\d\d:\d\d", "replacement": "It is late", "name": "clock"}
+
+
+async def post(server: Running, path: str, key: str = "", **body: Any) -> httpx.Response:
+    return await server.client.post(path, json=body, headers={"x-api-key": key} if key else {})
+
+
+async def test_a_rule_is_tried_on_what_was_sent_and_switched_on_from_there(tmp_path: Path) -> None:
+    async with billed(tmp_path, config=ProxyConfig(shows_text=True)) as server:
+        for clock in ("10:04:31", "10:05:02"):
+            await say(server, asked("Hello?", f"It is {clock} now. {SYSTEM}"))
+        (second, first) = (await told(server, "/parkd/turns"))["turns"]
+        tried = await post(server, "/parkd/rules/try", rule=CLOCK)
+        assert tried.status_code == 200, tried.text
+        saved = tried.json()["by_request"]
+        assert [each["request_id"] for each in saved] == [second["request_id"], first["request_id"]]
+        assert saved[1]["saved_tokens"] == 0, "nothing was before it"
+        assert saved[0]["saved_tokens"] == pytest.approx(second["needless_tokens"], abs=40)
+        useless = (await post(server, "/parkd/rules/try", rule={"pattern": "nowhere"})).json()
+        assert (useless["requests"], useless["saved_tokens"]) == (2, 0)
+        proposed = (await told(server, "/parkd/bill"))["rules"][0]["rule"]
+        assert (await post(server, "/parkd/rules/try", rule=proposed)).json()["saved_tokens"] > len(SYSTEM)
+
+        added = await post(server, "/parkd/rules", rule=proposed)
+        assert (added.status_code, added.json()["rules"]) == (200, 1)
+        assert added.json()["line"].startswith("[[rule]]")
+        await say(server, asked("Hello?", f"It is 10:06:00 now. {SYSTEM}"))
+        await say(server, asked("Hello?", f"It is 10:07:00 now. {SYSTEM}"))
+        last = (await told(server, "/parkd/turns", limit="1"))["turns"][0]
+        assert last["reused_tokens"] == last["prompt_tokens"] - 1
+        assert last["needless_tokens"] == 0
+
+
+async def test_a_key_tries_a_rule_on_its_own_requests_and_only_an_operator_switches_one_on(tmp_path: Path) -> None:
+    async with billed(tmp_path, config=KEYS) as server:
+        for clock in ("10:04:31", "10:05:02"):
+            await say(server, asked("Hello?", f"It is {clock} now. {SYSTEM}"), "k-anna")
+        assert (await post(server, "/parkd/rules/try", "k-anna", rule=CLOCK)).json()["saved_tokens"] > 0
+        assert (await post(server, "/parkd/rules/try", "k-ben", rule=CLOCK)).json()["requests"] == 0
+        await say(server, asked("Else?", f"It is 10:05:02 now. {SYSTEM}"), "k-anna")
+        useless = (await post(server, "/parkd/rules/try", "k-anna", rule={"pattern": "nowhere"})).json()
+        assert (useless["requests"], useless["saved_tokens"]) == (3, 0), "what is equal anyway is not saved"
+        refused = await post(server, "/parkd/rules", "k-anna", rule=CLOCK)
+        assert (refused.status_code, "--operator-key" in refused.text) == (403, True)
+        assert (await post(server, "/parkd/rules", "op", rule=CLOCK)).status_code == 200
+        plain = await server.client.post("/parkd/rules", content="{}", headers={"x-api-key": "op"})
+        assert plain.status_code == 403
+
+
+async def test_a_server_without_keys_that_others_reach_takes_no_rules() -> None:
+    async with running(FakeEngine(), config=ProxyConfig(host="0.0.0.0")) as server:
+        refused = await post(server, "/parkd/rules", rule=CLOCK)
+        assert (refused.status_code, "--operator-key" in refused.text) == (403, True)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        None,
+        "x",
+        {},
+        {"pattern": ""},
+        {"pattern": "("},
+        {"pattern": "a", "replacement": "\\9"},
+        {"pattern": "a", "roles": ["anyone"]},
+        {"pattern": "a", "more": 1},
+        {"pattern": "a" * 2001},
+        {"pattern": 5},
+    ],
+)
+async def test_what_is_no_rule_is_refused_by_its_field(rule: Any) -> None:
+    async with running(FakeEngine()) as server:
+        for path in ("/parkd/rules/try", "/parkd/rules"):
+            refused = await post(server, path, rule=rule)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rule")
+
+
+async def test_a_pattern_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parkd.identity.normalise.RULES_S", 0.2)
+    async with running(FakeEngine()) as server:
+        await say(server, asked("a" * 60 + "!"))
+        refused = await post(server, "/parkd/rules/try", rule={"pattern": "(a|aa)+$", "roles": ["user"]})
+        assert refused.status_code == 400
+        assert "takes too long" in refused.text
+
+
+async def test_there_are_so_many_rules_and_no_more() -> None:
+    async with running(FakeEngine()) as server:
+        for number in range(RULES_LIMIT):
+            assert (await post(server, "/parkd/rules", rule={"pattern": f"x{number}"})).json()["rules"] == number + 1
+        refused = await post(server, "/parkd/rules", rule=CLOCK)
+        assert (refused.status_code, "the most" in refused.text) == (400, True)
