@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,15 @@ import pytest
 
 from parkd.errors import ConfigError
 from parkd.store.files.folder import HAS_DESCRIPTORS, Folder
-from parkd.store.files.fs import UnlinkedFs
+from parkd.store.files.fs import GRAIN_BYTES, UnlinkedFs, aligned_zeros
 from parkd.store.files.park_directory import MARKER_NAME, MARKER_TEXT, open_directory, open_temporary
 
 BYTES = np.arange(100, dtype=np.uint8)
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 ON_DESCRIPTORS = pytest.mark.skipif(not HAS_DESCRIPTORS, reason="names are joined to the path here")
 
 
@@ -126,3 +132,95 @@ def test_files_of_a_process_have_no_names_where_that_can_be(tmp_path: Path, monk
     with closing(open_temporary()) as fs:
         filled(fs, "one")
         assert (list(tmp_path.iterdir()) == []) == Path("/proc/self/fd").is_dir()
+
+
+class Modes:
+    """Notes of each call on a file whether it goes past the page cache; the first may say that it did a part only."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.direct: list[bool] = []
+        self.first_said: int | None = None
+        for name in ("pwritev", "preadv"):
+            monkeypatch.setattr(os, name, partial(self.call, getattr(os, name)))
+
+    def call(self, plain, fd: int, buffers, offset: int) -> int:
+        self.direct.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        done = plain(fd, buffers, offset)
+        said, self.first_said = done if self.first_said is None else self.first_said, None
+        return said
+
+
+def pages(count: int, *, off: int = 0, short: int = 0) -> np.ndarray:
+    whole = aligned_zeros((count + 1) * GRAIN_BYTES)
+    whole[:] = np.arange(whole.nbytes) % 251
+    return whole[off : off + count * GRAIN_BYTES - short]
+
+
+def goes_direct(folder: Path) -> bool:
+    if fcntl is None or not hasattr(os, "O_DIRECT") or not hasattr(os, "pwritev"):
+        return False
+    try:
+        os.close(os.open(folder / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("offset", "buffers", "is_direct"),
+    [
+        (0, [pages(1)], True),
+        (GRAIN_BYTES, [pages(2), pages(1)], True),
+        (0, [np.zeros(0, np.uint8), pages(1)], True),
+        (1, [pages(1)], False),
+        (0, [pages(1, short=8)], False),
+        (0, [pages(1, off=8)], False),
+        (0, [pages(1), pages(1, off=8)], False),
+    ],
+)
+def test_whole_pages_go_past_the_page_cache_and_nothing_else(
+    tmp_path: Path, offset: int, buffers: list[np.ndarray], is_direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not goes_direct(tmp_path):
+        pytest.skip("there is no direct I/O here")
+    modes, wanted = Modes(monkeypatch), b"".join(each.tobytes() for each in buffers)
+    back = [pages(3, off=each.__array_interface__["data"][0] % GRAIN_BYTES)[: each.nbytes] for each in buffers]
+    for each in back:
+        each[:] = 0
+    with closing(open_directory(tmp_path / "d")) as fs:
+        with closing(fs.create("one")) as file:
+            file.write(offset, buffers)
+        with closing(fs.open("one")) as file:
+            file.read(offset, back)
+        assert fs.load("one")[offset : offset + len(wanted)] == wanted == b"".join(each.tobytes() for each in back)
+    assert set(modes.direct) == {is_direct}
+    modes.direct.clear()
+    with closing(open_directory(tmp_path / "e", direct=False)) as fs, closing(fs.create("one")) as file:
+        file.write(offset, buffers)
+    assert set(modes.direct) == {False}
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_a_call_that_did_part_of_a_page_goes_on_through_the_cache_and_stays_there(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not goes_direct(tmp_path):
+        pytest.skip("there is no direct I/O here")
+    content, back = pages(3), pages(3)
+    with closing(open_directory(tmp_path / "d")) as fs:
+        with closing(fs.create("one")) as file:
+            file.write(0, [content])
+        modes = Modes(monkeypatch)
+        with closing(fs.create("two") if kind == "write" else fs.open("one")) as file:
+            move, buffer = (file.write, content) if kind == "write" else (file.read, back)
+            modes.first_said = GRAIN_BYTES
+            move(0, [buffer])
+            assert modes.direct == [True, True], "the rest is whole pages"
+            modes.direct.clear()
+            modes.first_said = GRAIN_BYTES + 8
+            move(0, [buffer])
+            assert modes.direct == [True, False]
+            move(0, [buffer])
+            assert modes.direct[2:] == [False]
+        assert fs.load("two" if kind == "write" else "one") == content.tobytes()
+        assert kind == "write" or np.array_equal(back, content)
