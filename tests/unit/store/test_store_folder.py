@@ -49,6 +49,29 @@ def test_it_stays_the_same_directory_whatever_becomes_of_its_path(tmp_path: Path
         assert list((tmp_path / "d").iterdir()) == []
 
 
+@ON_DESCRIPTORS
+def test_its_names_are_those_in_it_whatever_becomes_of_its_path(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    with closing(Folder(tmp_path / "d")) as folder:
+        (tmp_path / "d").rename(tmp_path / "moved")
+        (tmp_path / "d").mkdir()
+        (tmp_path / "moved" / "one").touch()
+        assert folder.names() == {"one"}
+        folder.set_mode(0o700)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700 for name in ("d", "moved")] == [False, True]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no cache can be dropped here")
+def test_a_trial_of_speed_reads_what_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *given: advised.append(given[-1]))
+    with closing(open_directory(tmp_path / "d")) as fs:
+        filled(fs, "one")
+        with closing(fs.open("one")) as file:
+            file.drop_cached()
+    assert advised == [os.POSIX_FADV_DONTNEED]
+
+
 def test_only_plain_files_are_its_files(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"x" * 5000)
@@ -125,6 +148,10 @@ def test_the_mark_says_whose_it_is_and_is_written_once(tmp_path: Path) -> None:
 def test_the_process_that_holds_a_directory_is_named(tmp_path: Path) -> None:
     with closing(open_directory(tmp_path / "d")), pytest.raises(ConfigError, match=rf"\(process {os.getpid()}\)"):
         open_directory(tmp_path / "d")
+    with closing(open_directory(tmp_path / "d")):
+        (tmp_path / "d" / "lock").write_text("")  # as between taking the lock and writing the number
+        with pytest.raises(ConfigError, match=r"\(process unknown\)"):
+            open_directory(tmp_path / "d")
 
 
 def test_files_of_a_process_have_no_names_where_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
