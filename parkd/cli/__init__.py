@@ -235,7 +235,7 @@ def open_engine(
         notes = engine.notes
     elif name == "llama.cpp":
         engine = load_llama_cpp(config, model, progress, is_demo=is_demo)
-        notes = card_notes(config.model.llama.gpu_layers, engine.build_has_cards, has_card())
+        notes = (*engine.notes, *card_notes(config.model.llama.gpu_layers, engine.build_has_cards, has_card()))
     else:
         notes = () if is_demo else unpacking_notes(model, config.home)
         load = partial(load_engine, model=model, memory=memory, progress=progress, is_demo=is_demo)

@@ -116,6 +116,14 @@ class LlamaCppEngine(OneSeatEngine):
         return None if runtime is None else page_locks(runtime)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What its user should know at start."""
+        asked, most = self.model.config.layout.context_tokens or 0, self.model.model_tokens
+        if not 0 < most < asked:
+            return ()
+        return (f"--ctx-size {asked:,} is more than the model was made for: it has {most:,} tokens",)
+
+    @property
     def position(self) -> int:
         return self.timeline.position
 
@@ -285,6 +293,7 @@ class LlamaCppEngine(OneSeatEngine):
             arena_bytes=sizes.row_bytes * model.context_tokens + sizes.fixed_bytes * (1 + self.timeline.limit),
             is_demo_model=config.is_demo_model,
             ctx_checkpoints=self.timeline.limit,
+            model_tokens=model.model_tokens,
             can_pause=not self.timeline.window,  # a restore moves a window's cells, and so changes how sums round
             build=f"{low.__name__} {version(LIBRARY)} {config.llama} {config.layout.batch_tokens} {config.threads}",
         )

@@ -23,6 +23,7 @@ from parkd_engine.loading.model_cache import ModelCache
 from parkd_engine.words.steering import Steering
 
 from parkd.config import ModelConfig
+from parkd.engine_adapter.llama_cpp.objects import computing_objects, library_folder
 from parkd.errors import EngineFailure, ModelError
 
 FINGERPRINT_BYTES = 16
@@ -36,6 +37,8 @@ LOG_LINES = 8
 WARN_LEVEL = 3
 _SHARD_MARK = "-00001-of-"
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
+PLAIN_TYPES = ("f32", "f16", "bf16")
+"""Types of values that attention without flash attention reads."""
 _FLASH = {"auto": -1, "off": 0, "on": 1}
 
 
@@ -79,6 +82,8 @@ class LlamaModel:
                 f"this build knows? With too little memory, lower --gpu-layers or take a smaller quantisation."
             )
         self.vocab = low.llama_model_get_vocab(self.pointer)
+        self.model_tokens = max(0, int(low.llama_model_n_ctx_train(self.pointer)))
+        """The longest context that the model was made for; 0 if its file does not say."""
         self.context = low.llama_init_from_model(self.pointer, self._context_params())
         if not self.context:
             low.llama_model_free(self.pointer)
@@ -145,12 +150,14 @@ class LlamaModel:
         return (low.llama_vocab_bos(self.vocab),) if low.llama_vocab_get_add_bos(self.vocab) else ()
 
     def fingerprint(self) -> bytes:
-        """A digest of 16 bytes over the weights, KV types, adapters with their scales, the library's build, and the
-        settings that shape a written state. Control vectors are in each request's key instead."""
+        """A digest of 16 bytes over the weights, KV types, adapters with their scales, the shared objects that compute,
+        and the settings that shape a written state. Control vectors are in each request's key instead."""
         cache, llama = ModelCache(self.config.cache_dir), self.config.llama
         hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-llama.cpp")
         parts = [cache.file_digest(path, self._progress) for path in shards(self.file)]
-        parts += [cache.file_digest(path, None) for path in _library_files()]
+        objects, below = computing_objects(library_folder(Path(llama_cpp.__file__).parent))
+        parts += [cache.file_digest(path, None) for path in objects]
+        parts += [name.encode() for name in below]
         parts += [f"{' '.join(llama.cache_types)} {llama.flash_attn}".encode()]
         for lora in llama.loras:
             parts += [cache.file_digest(lora.path, None), repr(float(lora.scale)).encode()]
@@ -188,6 +195,11 @@ class LlamaModel:
         shares = self.config.llama.tensor_split
         if not self.file.is_file():
             raise ModelError(f"There is no GGUF file {self.file}.")
+        if self.config.llama.flash_attn == "off" and self.config.llama.cache_types[1] not in PLAIN_TYPES:
+            raise ModelError(
+                f"--cache-type-v {self.config.llama.cache_types[1]} needs flash attention in llama.cpp, and "
+                f"--flash-attn is off: leave it to auto, or take --cache-type-v f16."
+            )
         if len(shares) > low.llama_max_devices():
             raise ModelError(
                 f"--tensor-split names {len(shares)} shares, and this build of llama.cpp knows "
@@ -207,7 +219,7 @@ class LlamaModel:
     def _context_params(self) -> Any:
         config, params = self.config, low.llama_context_default_params()
         threads = config.threads or os.cpu_count() or 1
-        params.n_ctx = config.layout.context_tokens or 0
+        params.n_ctx = capped(config.layout.context_tokens, self.model_tokens)
         params.n_batch = self.batch_tokens
         params.n_ubatch = min(self.batch_tokens, MOST_PHYSICAL_BATCH)
         params.n_seq_max = SEQUENCES
@@ -236,6 +248,13 @@ class LlamaModel:
                 raise ModelError(f"llama.cpp refused the adapters: {self._log.last}.")
 
 
+def capped(asked: int | None, model_tokens: int) -> int:
+    """Tokens of the context; 0 leaves it to the library, which takes the model's. More than the model was made for
+    would only take memory."""
+    asked = asked or 0
+    return min(asked, model_tokens) if model_tokens else asked
+
+
 def _type(name: str) -> int:
     return int(GGMLQuantizationType[name.upper()])
 
@@ -249,10 +268,3 @@ def shards(first: Path) -> Iterator[Path]:
     count = int(tail.partition(".")[0])
     for number in range(1, count + 1):
         yield first.with_name(f"{head}-{number:05d}-of-{tail}")
-
-
-def _library_files() -> list[Path]:
-    """The shared objects that compute and write state. Another build may do either differently."""
-    folder = Path(llama_cpp.__file__).parent / "lib"
-    names = ("libllama", "libggml-base", "libggml-cpu", "llama", "ggml-base", "ggml-cpu")
-    return [path for path in sorted(folder.iterdir()) if path.name.split(".")[0] in names and not path.is_symlink()]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from parkd.engine_adapter.llama_cpp.state_size import state_size
-from parkd.errors import EngineFailure
+from parkd.errors import EngineFailure, ModelError
 from parkd.types import SamplingParams
 from tests.integration.api import disk_harness
 from tests.integration.api.api_harness import MIB, Running, body_of, running, until
@@ -493,3 +493,31 @@ def test_it_reads_in_chunks_of_its_own_when_none_are_asked_for(folder: Path) -> 
     with loaded("tiny", folder, batch_tokens=None) as engine:
         engine.extend(np.arange(600, dtype=np.int64) % 200 + 3, cancel=threading.Event(), on_chunk=ends.append)
     assert ends == [512, 600]
+
+
+def test_a_context_above_the_models_is_capped_and_said(folder: Path) -> None:
+    """The tiny models are made for 32,768 tokens; without a cap the memory of a terabyte would be asked for."""
+    with loaded("tiny-dense", folder, context_tokens=100_000_000) as engine:
+        assert engine.info.context_tokens == engine.info.model_tokens == 32768
+        assert engine.notes == ("--ctx-size 100,000,000 is more than the model was made for: it has 32,768 tokens",)
+    with loaded("tiny-dense", folder, context_tokens=1024) as engine:
+        assert (engine.info.context_tokens, engine.notes) == (1024, ())
+
+
+def test_coded_values_without_flash_attention_are_refused_by_their_reason(folder: Path) -> None:
+    with (
+        pytest.raises(ModelError, match="needs flash attention"),
+        loaded("tiny", folder, cache_type_v="q8_0", flash_attn="off"),
+    ):
+        pass
+
+
+def test_the_fingerprint_names_the_objects_that_this_process_computes_with(folder: Path, monkeypatch) -> None:
+    from parkd.engine_adapter.llama_cpp import library
+
+    with loaded("tiny", folder) as engine:
+        own, _ = library.computing_objects(Path("/nowhere"))
+        assert {"llama", "ggml", "ggml-base"} <= {path.name.removeprefix("lib").partition(".")[0] for path in own}
+        before = engine.model.fingerprint()
+        monkeypatch.setattr(library, "computing_objects", lambda _folder: (own[:-1], []))
+        assert engine.model.fingerprint() != before
