@@ -113,17 +113,22 @@ def link_bytes_per_s() -> dict[str, float] | None:
         return None
 
 
-def link(path: Path, tokens: int, kv: str) -> dict[str, Any]:
+def link(path: Path, tokens: int, kv: str, copy_bytes: int, sum_threads: int) -> dict[str, Any]:
+    """`copy_bytes` and `sum_threads` stand in for parkd's own, to see what they are worth."""
     from parkd.config import LlamaSettings, ModelConfig
+    from parkd.engine_adapter.llama_cpp import cards, row_moves
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
     from parkd.identity.chain import prefix_hashes
+    from parkd.state import EngineConfig
     from parkd.store.records import Capture, CaptureRequest, StoreConfig
     from parkd.store.store import ConversationStore
 
+    cards.COPY_BYTES, row_moves.SUM_THREADS = copy_bytes, sum_threads
     never = threading.Event()
     llama = LlamaSettings(cache_type_k=kv, cache_type_v=kv)
     with tempfile.TemporaryDirectory() as home:
-        config = ModelConfig(str(path), Path(home), llama=llama, context_tokens=tokens + 4096, batch_tokens=2048)
+        sizes = EngineConfig(context_tokens=tokens + 4096, batch_tokens=2048)
+        config = ModelConfig(str(path), Path(home), llama=llama, layout=sizes)
         engine = LlamaCppEngine.load(config)
         layout, hooks = engine.info.layout, engine.host_memory_hooks()
         whole = layout.block_bytes(tokens + layout.block_tokens, -(-tokens // layout.block_tokens) + 1)
@@ -182,6 +187,8 @@ def link(path: Path, tokens: int, kv: str) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "kv": kv,
+        "copy_bytes": copy_bytes,
+        "sum_threads": sum_threads,
         "grain": layout.grain.value,
         "block_tokens": layout.block_tokens,
         "page_locks": hooks is not None,
@@ -318,6 +325,8 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--kv", default="f16")
+    parser.add_argument("--copy-bytes", type=int, default=2 << 20)
+    parser.add_argument("--sum-threads", type=int, default=4)
     parser.add_argument("--a", type=int, default=85_600)
     parser.add_argument("--b", type=int, default=14_500)
     parser.add_argument("--cache-mib", type=int, default=40_000)
@@ -327,7 +336,10 @@ def main() -> int:
         write_model(asked.path, asked.size)
         return 0
     if asked.what == "link":
-        found = {"link": link_bytes_per_s(), **link(asked.path, asked.tokens, asked.kv)}
+        found = {
+            "link": link_bytes_per_s(),
+            **link(asked.path, asked.tokens, asked.kv, asked.copy_bytes, asked.sum_threads),
+        }
     else:
         found = turns(asked.path, asked.a, asked.b, asked.server, asked.cache_mib)
     print(json.dumps(found, indent=1))
