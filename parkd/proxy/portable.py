@@ -11,6 +11,7 @@ more than numbers: places in memory, or what another program parses.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -60,8 +61,8 @@ from parkd.types import ConversationKey
 
 LEAST_BYTES_A_S = 16 * 1024
 """The lowest average rate at which a conversation may arrive or be taken."""
-SENT_BYTES = 1 << 20
-"""What is read from a spool file and sent at a time."""
+SENT_BYTES = 128 << 10
+"""What is read from a spool file and sent at a time: a connection whose client takes nothing holds no more."""
 ROOM_WAIT_S = 10.0
 """Longest wait for writes under way to free the room that an import needs."""
 CONTENT_TYPE = "application/vnd.parkd.conversation"
@@ -69,6 +70,7 @@ _WAITING = (RefusalReason.BUDGET, RefusalReason.SLOTS, RefusalReason.BUSY)
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class PortableEndpoints:
@@ -315,8 +317,11 @@ class _Sent:
             while left:
                 piece = await _in_thread(self._spool.file.read, min(SENT_BYTES, left))
                 left -= len(piece)
-                with anyio.fail_after(self._silence_s):
+                with anyio.move_on_after(self._silence_s) as waited:
                     await send({"type": "http.response.body", "body": piece, "more_body": left > 0})
+                if waited.cancelled_caught:
+                    log.info("an export was not taken for %g s, and its connection is closed", self._silence_s)
+                    return
         finally:
             self._spool.close()
 

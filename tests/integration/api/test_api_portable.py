@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import select
+import socket
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +397,60 @@ async def test_a_slow_client_keeps_no_room_of_others() -> None:
             ended.set()
         assert server.store.stats().conversations == 2
         assert server.store.stats().leased == 0
+
+
+async def test_a_client_that_stops_sending_is_left() -> None:
+    data = await conversation()
+    config = ProxyConfig(api_keys=("k-ann", "k-ben"), body_silence_s=0.3)
+    async with running(FakeEngine(), config=config, answer_bytes=0) as server:
+        over, began = anyio.Event(), anyio.Event()
+
+        async def stalling() -> Any:
+            yield data[:200]
+            began.set()
+            await over.wait()
+            yield data[200:]
+
+        kinds = {"x-api-key": "k-ann", "content-type": CONTENT_TYPE}
+        async with anyio.create_task_group() as tasks:
+
+            async def upload() -> None:
+                with suppress(httpx.HTTPError):  # it is answered, and then nobody reads on
+                    answer = await server.client.post("/parkd/conversations/import", content=stalling(), headers=kinds)
+                    assert answer.status_code == 408
+
+            tasks.start_soon(upload)
+            await began.wait()
+            with anyio.fail_after(10):
+                while (await landed(server, data, **{"x-api-key": "k-ann"})).status_code == 503:  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+            over.set()
+        assert len(ids(server)) == 1
+
+
+async def test_a_client_that_takes_nothing_is_left() -> None:
+    """Its place is free again, and nothing was leased meanwhile."""
+    config = ProxyConfig(api_keys=("k-ann", "k-ben"), body_silence_s=2.0)
+    long: Messages = [{"role": "user", "content": "Tell me of parking. " * 400}]
+    engine = FakeEngine(context_tokens=16384)
+    async with running(engine, config=config, answer_bytes=0, send_buffer_bytes=4096) as server:
+        assert server.store is not None
+        await said(server, "k-ann", long)
+        [known] = ids(server)
+        host, port = server.client.base_url.host, server.client.base_url.port
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.connect((host, port or 80))
+        with closing(deaf):
+            path = f"/parkd/conversations/{known}/export"
+            deaf.sendall(f"GET {path} HTTP/1.1\r\nhost: {host}\r\nx-api-key: k-ann\r\n\r\n".encode())
+            await until(lambda: bool(select.select([deaf], [], [], 0)[0]))  # the answer has begun
+            assert await status_of_export(server, "k-ann", known) == 503
+            assert server.store.stats().leased == 0
+            with anyio.fail_after(15):
+                while await status_of_export(server, "k-ann", known) == 503:  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+            assert await status_of_export(server, "k-ann", known) == 200
 
 
 async def test_a_client_that_leaves_leaves_nothing() -> None:
