@@ -244,6 +244,10 @@ def test_a_clock_in_a_prompt_is_told_with_the_rule_against_it(browser: Any, axe:
         marks = seen.page.locator("mark")
         marks.nth(1).wait_for(timeout=EXPECT_MS)
         assert marks.all_text_contents() == ["10:04:31", "10:05:02"]
+        seen.page.get_by_role("button", name="Try it", exact=True).click()
+        seen.text("It would have saved", "in the last 2 requests")
+        seen.page.get_by_role("button", name="Switch it on", exact=True).click()
+        seen.text("It is on until the server stops.")
         assert seen.faults(axe) == []
         seen.go("now")
         seen.text("Last turns")

@@ -1,6 +1,6 @@
 // What cold reads cost: by cause, by client, by day, turn by turn, and the rules that would prevent them.
 
-import { get } from "./api.js";
+import { act, get } from "./api.js";
 import { code, empty, figures, fill, h, section } from "./dom.js";
 import { count, decimal, plural, price, seconds } from "./format.js";
 import { causeWords, turnRow } from "./turns.js";
@@ -74,9 +74,23 @@ function days(rows) {
     h("li", {}, h("b", {}, each.needless_s ? seconds(each.needless_s) : "–"), h("i", { class: "c-cold", "aria-hidden": "true", vars: { "--share": `${(100 * each.needless_s) / most}%` } }), h("span", {}, each.day.slice(5)))));
 }
 
-/** A rewrite rule that would prevent cold reads, as lines for the rules file. */
+/** A rewrite rule that would prevent cold reads, as lines for the rules file; it can be tried, and switched on. */
 function rule(each) {
+  const result = h("p", { class: "quiet", role: "status" });
+  const button = (words, path, tell) => h("button", { type: "button", onclick: async (event) => {
+    event.target.disabled = true;
+    try {
+      fill(result, tell(await act("POST", path, { rule: each.rule })));
+    } catch (error) {
+      fill(result, error.message);
+    }
+    event.target.disabled = false;
+  } }, words);
   return h("div", { class: "rule" },
     h("p", {}, h("b", {}, seconds(each.needless_s)), ` of ${plural(each.turns, "turn")}, ${plural(each.needless_tokens, "token")}: this rule makes their beginnings equal. Put it in the file of --rewrite-rules.`),
-    code("Rewrite rule", each.line));
+    code("Rewrite rule", each.line),
+    h("div", { class: "actions" },
+      button("Try it", "/parkd/rules/try", (told) => `It would have saved ${plural(told.saved_tokens, "token")} in the last ${plural(told.requests, "request")}.`),
+      button("Switch it on", "/parkd/rules", () => "It is on until the server stops.")),
+    result);
 }
