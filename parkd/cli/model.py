@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,7 +157,13 @@ def load_llama_cpp(
     config: Config, model: str, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> LlamaCppEngine:
     """Loads a GGUF file through llama.cpp in process. Raises ModelError."""
-    from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
+    from parkd.engine_adapter.llama_cpp.objects import library_folder, static_runtime_note
+
+    spec = importlib.util.find_spec(LLAMA_PACKAGE)
+    for package in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if note := static_runtime_note(library_folder(Path(package))):
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine  # loads the library
 
     return LlamaCppEngine.load(_loaded_as(config.model, model, is_demo=is_demo), progress)
 

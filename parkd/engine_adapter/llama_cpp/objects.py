@@ -22,6 +22,11 @@ FOLDER_VARIABLE = "LLAMA_CPP_LIB_PATH"
 """Where the bindings look for the library instead of in their own package."""
 
 
+CPP_RUNTIMES = (b"libstdc++.so", b"libc++.so")
+"""One of these is named in an object that shares the C++ runtime of its process."""
+ELF = b"\x7fELF"
+
+
 def stem(path: Path) -> str:
     """`ggml-cuda` of `libggml-cuda.so.0.25.3`."""
     return path.name.partition(".")[0].removeprefix("lib")
@@ -60,3 +65,16 @@ def computing_objects(folder: Path, maps: Path = MAPS) -> tuple[list[Path], list
     if any(stem(path) in CARDS for path in own):
         below += [f"{path.parent.name} {path.read_text().strip()}" for path in DRIVERS if path.is_file()]
     return own, below
+
+
+def static_runtime_note(folder: Path) -> str | None:
+    """What to say before a library is loaded that has a C++ runtime of its own in it; None if it has not, or is not
+    there. Two of them in one process can crash in the first regular expression, which is without any message."""
+    for path in sorted(folder.glob("*llama.so*")):
+        content = path.read_bytes()
+        if content.startswith(ELF) and not any(name in content for name in CPP_RUNTIMES):
+            return (
+                f"{path} was linked with -static-libstdc++: if the process ends here without a message, that is the "
+                f"cause. Build it with the system's compiler (CC=gcc CXX=g++)"
+            )
+    return None

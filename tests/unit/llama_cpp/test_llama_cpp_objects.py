@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parkd.engine_adapter.llama_cpp import objects
-from parkd.engine_adapter.llama_cpp.objects import computing_objects, library_folder
+from parkd.engine_adapter.llama_cpp.objects import computing_objects, library_folder, static_runtime_note
 
 LIBRARIES = [
     *("libllama.so.0.5.0", "libggml.so.0", "libggml-base.so.0.25.3", "libggml-cpu-haswell.so", "libggml-cuda.so.0"),
@@ -72,3 +72,22 @@ def test_the_folder_is_the_one_that_the_bindings_take() -> None:
     package = Path("/site/llama_cpp")
     assert library_folder(package, {}) == package / "lib"
     assert library_folder(package, {"LLAMA_CPP_LIB_PATH": "/opt/llama/bin"}) == Path("/opt/llama/bin")
+
+
+@pytest.mark.parametrize(
+    ("content", "is_told"),
+    [
+        (b"\x7fELF\x02\x01 ... libc.so.6\0_ZNSt7__cxx11", True),
+        (b"\x7fELF\x02\x01 ... libstdc++.so.6\0libc.so.6\0_ZNSt7__cxx11", False),
+        (b"\x7fELF\x02\x01 ... libc++.so.1\0libc.so.6", False),
+        (b"\xcf\xfa\xed\xfe of another system", False),
+    ],
+)
+def test_a_library_with_a_runtime_of_its_own_is_named(tmp_path: Path, content: bytes, is_told: bool) -> None:
+    (tmp_path / "libllama.so.0").write_bytes(content)
+    note = static_runtime_note(tmp_path)
+    assert (note is not None) == is_told
+    if note is not None:
+        assert str(tmp_path / "libllama.so.0") in note
+        assert "CXX=g++" in note
+    assert static_runtime_note(tmp_path / "no such folder") is None
