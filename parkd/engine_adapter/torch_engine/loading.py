@@ -152,13 +152,13 @@ def _info(
         memory=accounts,
         live_conversations=len(sessions),
         row_tokens=rows,
-        build=_build(layout, session),
+        build=_build(layout, session, len(sessions)),
     )
 
 
-def _build(layout: EngineConfig, session: Session) -> str:
+def _build(layout: EngineConfig, session: Session, seats: int) -> str:
     cards = [torch.cuda.get_device_name(device) for device in layout.devices if is_card(device)]
-    sizes = (session.batch_tokens, session.draft_tokens, layout.ctx_checkpoints, layout.window_slack_tokens)
+    sizes = (session.batch_tokens, session.draft_tokens, layout.ctx_checkpoints, layout.window_slack_tokens, seats)
     sources = sources_of(Path(parkd_engine.__file__).parent)
     return f"torch {torch.__version__} transformers {transformers.__version__} {sources} {cards} {sizes}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ def test_each_seat_takes_fixed_state_of_its_own_and_all_share_rows(name: str, tm
     parts = load_parts(ModelConfig(f"random:{name}", tmp_path, layout=layout), None, lambda _: 8 * GIB)
     assert (len(parts.sessions), parts.info.live_conversations) == (3, 3)
     assert parts.info.row_tokens == 3 * 1024, "a context for each, in whole ranges of 256"
+    alone = replace(layout, seats=1)
+    other = load_parts(ModelConfig(f"random:{name}", tmp_path, layout=alone), None, lambda _: 8 * GIB)
+    assert parts.info.build != other.info.build, "what a canary found of one seat is not said of three"
     for index, lines in enumerate(parts.info.memory):
         arenas = [session.arenas[index] for session in parts.sessions]
         caches = [session.caches[index] for session in parts.sessions]
