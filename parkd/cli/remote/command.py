@@ -85,7 +85,7 @@ def _print(document: object, shown: RenderableType, console: Console | None, *, 
     if as_json:
         print(json.dumps(document, indent=2))
     else:
-        (console or _console()).print(shown)
+        (console or _console()).print(shown, crop=False)
 
 
 Given = argparse.Namespace

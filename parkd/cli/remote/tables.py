@@ -210,8 +210,11 @@ def bill(told: Document, since: str) -> RenderableType:
             )
         parts += [Text(""), made]
     for each in told["rules"]:
-        saved = f"this rule would have saved {age(each['needless_s'])} in {count(each['turns'])} turns:"
-        parts += [Text(""), Text(saved), Text("\n".join(plain(line).plain for line in each["line"].split("\n")))]
+        turns = f"{count(each['turns'])} turn{'' if each['turns'] == 1 else 's'}"
+        lines = "\n".join(plain(line).plain for line in each["line"].split("\n"))
+        # Never broken: it is to be copied into a file.
+        rule = Text(lines, no_wrap=True, overflow="ignore")
+        parts += [Text(""), Text(f"this rule would have saved {age(each['needless_s'])} in {turns}:"), rule]
     return Group(*parts)
 
 

@@ -103,6 +103,7 @@ def test_the_bill_and_why_tell_the_cause_and_the_rule(tmp_path: Path, capsys: py
         line = next(line for line in text.splitlines() if line.startswith("clock"))
         assert line.split()[1] == "1"
         document = shown(capsys, "bill", "--url", url)
+        assert document["rules"][0]["line"] in text, "its lines are not broken, so that they can be copied"
         assert document["total"]["turns"] == 2
         last = told(capsys, "why", "--url", url)
         assert second in last
