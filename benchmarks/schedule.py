@@ -29,12 +29,14 @@ from benchmarks.common import Goal, Result, Table, finish, machine, percentile, 
 from benchmarks.servers import Server, demo_model, free_port, running
 
 SCHEDULES = ("fair", "fifo")
+MODELS = {"SmolLM2-135M-Instruct": "", "a tiny hybrid": "random:tiny-qwen3.5"}
+"""By title; the first is found where it is installed."""
 AGENTS = 5
 TURNS = 2
 PROMPT_WORDS = 330
 ANSWER_TOKENS = 96
 TITLE_TOKENS = 8
-LONG_TOKENS = 400
+LONG_TOKENS = 300
 GOAL_SHARE = 0.5
 
 
@@ -110,6 +112,11 @@ async def beside(url: str, run: str) -> float:
         return title.first_s
 
 
+async def warm_up(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=900, trust_env=False) as client:
+        await ask(client, "title", "", [{"role": "user", "content": "Are you there?"}], TITLE_TOKENS)
+
+
 def measure(model: str, rounds: int) -> dict[str, Any]:
     """All measurements of one model, by schedule."""
     heard: dict[str, list[Heard]] = defaultdict(list)
@@ -118,7 +125,7 @@ def measure(model: str, rounds: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(served(model, name)) for name in SCHEDULES}
         for server in servers.values():
-            asyncio.run(beside(server.base_url, "warm up"))
+            asyncio.run(warm_up(server.base_url))
         for number in range(rounds):
             for name in SCHEDULES if number % 2 == 0 else reversed(SCHEDULES):
                 progress(f"  round {number + 1}, {name} ...")
@@ -126,7 +133,7 @@ def measure(model: str, rounds: int) -> dict[str, Any]:
                 heard[name] += some
                 ends[name].append(end_s)
                 titles[name].append(asyncio.run(beside(servers[name].base_url, f"round {number}")))
-    return {"heard": heard, "ends": ends, "titles": titles}
+    return {"heard": dict(heard), "ends": dict(ends), "titles": dict(titles)}
 
 
 def rows_of(name: str, seen: dict[str, Any]) -> tuple[str, ...]:
@@ -161,12 +168,13 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description="fair against fifo")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--model", choices=list(MODELS), action="append", help="(all)")
     options = parser.parse_args()
     started = machine()
     result = Result("schedule", "Who runs next", " ".join(__doc__.split("\n\n")[2].split()))
-    for title, model in (("SmolLM2-135M-Instruct", str(demo_model())), ("a tiny hybrid", "random:tiny-qwen3.5")):
+    for title in options.model or MODELS:
         progress(f"{title} ...")
-        seen = measure(model, options.rounds)
+        seen = measure(MODELS[title] or str(demo_model()), options.rounds)
         result.tables.append(Table(title, COLUMNS, tuple(rows_of(name, seen) for name in SCHEDULES)))
         texts = {name: sorted((each.who, each.text) for each in seen["heard"][name]) for name in SCHEDULES}
         different = sum(one != other for one, other in zip(texts["fair"], texts["fifo"], strict=True))
