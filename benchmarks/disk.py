@@ -24,8 +24,8 @@ import xxhash
 
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine
 from parkd.state import Checksums, StageLayout, StateLayout
-from parkd.store import disk_jobs
-from parkd.store.disk_jobs import ReadJob, RemoveJob, WriteJob, read, remove, write
+from parkd.store.files import disk_jobs
+from parkd.store.files.disk_jobs import ReadJob, RemoveJob, WriteJob, read, remove, write
 from parkd.store.files.fs import DirectoryFs, aligned_zeros
 from parkd.store.files.park_directory import open_directory
 from parkd.store.flights import Promotion

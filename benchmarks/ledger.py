@@ -19,8 +19,8 @@ from pathlib import Path
 
 from benchmarks.common import Goal, Result, Table, finish, machine, progress
 from parkd.identity.builder import IdentityBuilder
-from parkd.lane.explain import EXPLAINED_BYTES, Explained, PromptParts, RequestMemory
-from parkd.lane.ledger_rows import LedgerWriter
+from parkd.lane.reports.explain import EXPLAINED_BYTES, Explained, PromptParts, RequestMemory
+from parkd.lane.reports.ledger_rows import LedgerWriter
 from parkd.lane.turn import Turn
 from parkd.ledger.ledger import Ledger
 from parkd.ledger.turns import LedgerTurn

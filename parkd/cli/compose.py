@@ -223,7 +223,7 @@ def remembered_bytes(
 
 
 def _disk_speed(store: ConversationStore, files: FileSystem) -> float | None:
-    from parkd.store.disk_speed import read_bytes_per_s
+    from parkd.store.files.disk_speed import read_bytes_per_s
 
     stats = store.disk_stats()
     return read_bytes_per_s(files, stats.budget_bytes - stats.bytes_in_use)

@@ -17,8 +17,8 @@ from parkd.identity.answer_file import forget as forget_answers
 from parkd.identity.output_memory import RememberedAnswer, is_within
 from parkd.ledger.ledger import remove_ledger
 from parkd.proxy.access import namespace_of
+from parkd.store.files.manifest import Manifest
 from parkd.store.files.park_directory import open_directory
-from parkd.store.manifest import Manifest
 from parkd.store.opening import forget, scan
 from parkd.store.records import name_of
 from parkd.types import NamedKey

@@ -21,9 +21,9 @@ from parkd.portable.parts import read_header, verify
 from parkd.private_files import private_opener
 from parkd.proxy.access import namespace_of
 from parkd.proxy.portable import CONTENT_TYPE
+from parkd.store.files.manifest import Manifest
 from parkd.store.files.park_directory import open_directory
 from parkd.store.layouts import described_layouts
-from parkd.store.manifest import Manifest
 from parkd.store.opening import scan
 from parkd.store.records import name_of
 from parkd.types import NamedKey

@@ -21,7 +21,7 @@ import anyio.abc
 from parkd.lane.cost import CostMeter
 from parkd.lane.engine_thread import EngineThread
 from parkd.store.budget import mib
-from parkd.store.disk_jobs import RemoveJob, mark, read, remove, write
+from parkd.store.files.disk_jobs import RemoveJob, mark, read, remove, write
 from parkd.store.files.fs import FileSystem
 from parkd.store.flights import Promotion
 from parkd.store.records import ConversationGone, ConversationId, Parked, RefusalReason

@@ -7,7 +7,7 @@ cold     read everything
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from parkd.identity.matcher import common_prefix, image_at, resumable_position
@@ -94,17 +94,25 @@ def cold_start() -> Start:
     return Start(CacheOutcome.COLD)
 
 
-def cheapest(starts: Sequence[Start], prompt_tokens: int, cost: Costs) -> Start:
-    """The cheapest start; of equally cheap ones, the one that moves least, then the one that reuses most, then the
-    first.
+def cheapest(
+    starts: Iterable[Start],
+    prompt_tokens: int,
+    cost: Costs,
+    *,
+    compared: Callable[[Start], Start] = lambda start: start,
+    harm_of: Callable[[Start], tuple[int, ...]] = lambda _start: (),
+) -> Start:
+    """The cheapest start, by what `compared` makes of each; of equally cheap ones, the one that moves least, then the
+    one that reuses most, then the one that does least harm to other seats, then the first.
 
     Raises ValueError if there is none; a caller always has `cold_start`.
     """
-    return min(starts, key=lambda start: _order(start, prompt_tokens, cost))
 
+    def order(start: Start) -> tuple[float, int, int, tuple[int, ...]]:
+        judged = compared(start)
+        return judged.cost_s(prompt_tokens, cost), judged.move_bytes, -judged.position, harm_of(start)
 
-def _order(start: Start, prompt_tokens: int, cost: Costs) -> tuple[float, int, int]:
-    return start.cost_s(prompt_tokens, cost), start.move_bytes, -start.position
+    return min(starts, key=order)
 
 
 def decide_start(
@@ -162,9 +170,12 @@ def decide_start(
                 starts.append(restore_of(parked, position, number, seated.rows, layout))
     if deepest_common == min(deepest_known, length) or deepest_common <= prompt.template_tokens:
         nearest = None  # the head of the other, or none of its own words in common: nothing diverged
-    best = min(
+    best = cheapest(
         (_displacing(start, seats, length + answer_tokens, row_tokens, layout.block_tokens) for start in starts),
-        key=lambda start: (*_order(_compared(start, seats, layout), length, cost), harm(_lost(start, seats))),
+        length,
+        cost,
+        compared=lambda start: _compared(start, seats, layout),
+        harm_of=lambda start: harm(_lost(start, seats)),
     )
     return replace(best, common=deepest_common, known=deepest_known, resumable=deepest_position, nearest=nearest)
 

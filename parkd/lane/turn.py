@@ -10,8 +10,8 @@ from parkd.engine_adapter.base import Engine
 from parkd.errors import ParkdError
 from parkd.lane.answer import Answer
 from parkd.lane.events import EventChannel
-from parkd.lane.explain import Explained, OwnNearest
-from parkd.lane.roster import FirstWords
+from parkd.lane.reports.explain import Explained, OwnNearest
+from parkd.lane.reports.roster import FirstWords
 from parkd.types import CacheReport, PromptIdentity, Timings, TokenMask, TurnClass, TurnRequest, Units
 
 TAIL_TOKENS = 64

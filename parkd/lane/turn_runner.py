@@ -32,17 +32,17 @@ from parkd.lane.answer import Answer, AnswerLoop
 from parkd.lane.checkpoints import checkpoints_to_take
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
-from parkd.lane.explain import diagnose, lasting_tokens
 from parkd.lane.forecast import Forecast
 from parkd.lane.groups import Groups
 from parkd.lane.lane import Lane
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
+from parkd.lane.reports.explain import diagnose, lasting_tokens
+from parkd.lane.reports.roster import Roster
+from parkd.lane.reports.turn_log import TurnLog
 from parkd.lane.retention import Retention
-from parkd.lane.roster import Roster
 from parkd.lane.start import Start
 from parkd.lane.turn import Pauses, Turn, output_limit
-from parkd.lane.turn_log import TurnLog
 from parkd.lane.turn_starter import TurnStarter
 from parkd.store.records import ConversationId, name_of
 from parkd.store.store import ConversationStore

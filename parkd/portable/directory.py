@@ -14,12 +14,12 @@ from parkd.identity.chain import prefix_hashes
 from parkd.portable.header import DamagedFile, PortableHeader, header_bytes
 from parkd.portable.parts import SourcePart, write
 from parkd.state import Bytes, StateFile, StateLayout
-from parkd.store.disk_jobs import WriteJob
-from parkd.store.disk_jobs import write as write_files
-from parkd.store.disk_layout import lay_out
+from parkd.store.files.disk_jobs import WriteJob
+from parkd.store.files.disk_jobs import write as write_files
+from parkd.store.files.disk_layout import lay_out
 from parkd.store.files.fs import File, FileSystem
+from parkd.store.files.manifest import DiskBlock, DiskCheckpoint, DiskPlace, ExtentRef, Manifest
 from parkd.store.layouts import keep_layouts
-from parkd.store.manifest import DiskBlock, DiskCheckpoint, DiskPlace, ExtentRef, Manifest
 from parkd.store.opening import new_block_epoch, scan
 from parkd.store.planning import block_identity
 from parkd.types import ConversationKey

@@ -17,7 +17,7 @@ import xxhash
 
 from parkd.state import LAYOUT_LIMIT_BYTES, DamagedLayout, StateLayout, Sums, describe, layout_from
 from parkd.store.blocks import StateKind
-from parkd.store.manifest import Reader
+from parkd.store.files.manifest import Reader
 from parkd.types import HASH_BYTES, Units
 
 MAGIC = b"parkdCNV"

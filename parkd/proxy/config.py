@@ -13,7 +13,7 @@ from parkd.config import ProxyConfig
 from parkd.engine_adapter.base import Engine
 from parkd.identity.normalise import RewriteRule
 from parkd.identity.output_memory import Said
-from parkd.lane.turn_log import TurnTrace
+from parkd.lane.reports.turn_log import TurnTrace
 from parkd.ledger.ledger import Ledger
 from parkd.types import PromptIdentity, StillWanted, TokenMask, TurnRequest, Units, always_wanted
 

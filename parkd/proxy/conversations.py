@@ -19,9 +19,9 @@ from starlette.types import ASGIApp
 
 from parkd.errors import Conflict, InvalidRequest, NotFound
 from parkd.identity.chain import prefix_hashes
-from parkd.lane.listing import Shown, document, parents
 from parkd.lane.live_conversation import LiveConversation
-from parkd.lane.roster import Counts
+from parkd.lane.reports.listing import Shown, document, parents
+from parkd.lane.reports.roster import Counts
 from parkd.proxy.access import Caller, check_deliberate, holds
 from parkd.proxy.guard import Handler
 from parkd.proxy.proxy import Proxy

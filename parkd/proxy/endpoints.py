@@ -18,7 +18,8 @@ from starlette.types import ASGIApp
 from parkd.answers.base import ToolFormat
 from parkd.errors import Forbidden, InvalidRequest, NotFound, Unauthorized
 from parkd.identity.fill import fill_marks
-from parkd.lane import explain, metrics
+from parkd.lane import metrics
+from parkd.lane.reports import explain
 from parkd.proxy import admin
 from parkd.proxy.access import Caller, check_operator
 from parkd.proxy.dialects import fields

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from parkd.errors import InvalidRequest, NotFound, ParkdError, UpgradeRefused
 from parkd.lane.metrics import Metrics
-from parkd.lane.turn_log import requests_log
+from parkd.lane.reports.turn_log import requests_log
 from parkd.proxy.access import check_length, check_origin, has_two_lengths
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages

@@ -33,7 +33,7 @@ from parkd.errors import (
     ParkdError,
 )
 from parkd.identity.chain import prefix_hashes
-from parkd.lane.turn_log import requests_log
+from parkd.lane.reports.turn_log import requests_log
 from parkd.portable.fitting import is_plain, recut_for
 from parkd.portable.header import FIXED_BYTES, HEADER_LIMIT_BYTES, DamagedFile, PortableHeader, lengths
 from parkd.portable.landing import fill, request_for

@@ -25,19 +25,19 @@ from parkd.errors import Cancelled, ContextOverflow, EngineLost
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.engine_thread import EngineThread
-from parkd.lane.explain import EXPLAINED_BYTES, Explained, PromptParts, RequestMemory
 from parkd.lane.forecast import class_of
 from parkd.lane.groups import HASH_BYTES, HASHES_LIMIT
 from parkd.lane.lane import Lane
 from parkd.lane.late_copies import outlive_copies
-from parkd.lane.ledger_rows import LedgerWriter, client_family
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics, Remembered
+from parkd.lane.reports.explain import EXPLAINED_BYTES, Explained, PromptParts, RequestMemory
+from parkd.lane.reports.ledger_rows import LedgerWriter, client_family
+from parkd.lane.reports.roster import FirstWords
+from parkd.lane.reports.turn_log import TurnLog
 from parkd.lane.resend import Resends
-from parkd.lane.roster import FirstWords
 from parkd.lane.schedule import SCHEDULES
 from parkd.lane.turn import Turn
-from parkd.lane.turn_log import TurnLog
 from parkd.lane.turn_runner import TurnRunner
 from parkd.proxy.access import Caller, authenticate, narrowed
 from parkd.proxy.bodies import BodyRoom, Charge, MemoryReturn

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp
 from parkd.config.rewrite_rules import rule_of
 from parkd.errors import ConfigError, Forbidden, InvalidRequest, NotFound
 from parkd.identity.normalise import RewriteRule
-from parkd.lane.ledger_rows import rule_document
-from parkd.lane.rule_trial import tried
+from parkd.lane.reports.ledger_rows import rule_document
+from parkd.lane.reports.rule_trial import tried
 from parkd.proxy.access import Caller, check_deliberate, check_operator, is_loopback
 from parkd.proxy.bill import rule_line
 from parkd.proxy.guard import Handler

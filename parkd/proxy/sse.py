@@ -14,9 +14,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from parkd.errors import EngineFailure, ParkdError
 from parkd.lane.lane import Lane
+from parkd.lane.reports.turn_log import TurnLog
 from parkd.lane.resend import Resends
 from parkd.lane.turn import Turn
-from parkd.lane.turn_log import TurnLog
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.base import Dialect, Encoder
 from parkd.proxy.dialects.frames import encoded

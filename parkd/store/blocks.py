@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from parkd.state import Bytes, Grain, RowRun, StateFile, StateLayout
 from parkd.store.budget import BLOCK_BYTES, Budget, Kind
-from parkd.store.manifest import DiskBlock, DiskPlace
+from parkd.store.files.manifest import DiskBlock, DiskPlace
 from parkd.store.records import BlockId
 from parkd.store.slabs import PAGE_BYTES, SlabPool, round_up, taken
 

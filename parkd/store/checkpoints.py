@@ -18,7 +18,7 @@ from itertools import count
 
 from parkd.state import Bytes, FixedPart, StateLayout, Sums
 from parkd.store.budget import Budget, Kind
-from parkd.store.manifest import DiskCheckpoint, DiskPlace
+from parkd.store.files.manifest import DiskCheckpoint, DiskPlace
 from parkd.store.records import CheckpointId
 from parkd.store.slabs import PAGE_BYTES, SlabHooks, round_up, taken
 

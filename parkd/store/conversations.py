@@ -24,9 +24,9 @@ from parkd.store.budget import Kind, Room, conversation_metadata_bytes
 from parkd.store.checkpoints import CheckpointTable
 from parkd.store.disk import Disk, OnDisk
 from parkd.store.disk_policy import Removable, next_removal
+from parkd.store.files.manifest import Manifest
 from parkd.store.history import Ghosts, GoneMemory, History
 from parkd.store.index import PrefixIndex
-from parkd.store.manifest import Manifest
 from parkd.store.memory import Memory
 from parkd.store.policy import Evictable, Rank
 from parkd.store.records import ConversationGone, ConversationId, Name, Parked, ParkedCheckpoint, Tier, name_of

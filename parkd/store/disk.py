@@ -20,10 +20,10 @@ from parkd.state import Recut, StateFile
 from parkd.store.blocks import BlockTable
 from parkd.store.budget import BLOCK_BYTES, conversation_metadata_bytes
 from parkd.store.checkpoints import CheckpointTable
-from parkd.store.disk_jobs import RemoveJob, WriteJob
 from parkd.store.disk_policy import WriteAllowance
+from parkd.store.files.disk_jobs import RemoveJob, WriteJob
 from parkd.store.files.fs import GRAIN_BYTES
-from parkd.store.manifest import TEMPORARY_SUFFIX, ExtentRef, Manifest, encoded_bytes
+from parkd.store.files.manifest import TEMPORARY_SUFFIX, ExtentRef, Manifest, encoded_bytes
 from parkd.store.records import BlockId, CheckpointId, DiskConfig
 from parkd.store.slabs import round_up
 

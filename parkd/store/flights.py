@@ -17,9 +17,9 @@ from parkd.store.admission import Replaced
 from parkd.store.blocks import Owner
 from parkd.store.budget import Kind, conversation_metadata_bytes
 from parkd.store.conversations import Conversation, Conversations
-from parkd.store.disk_jobs import ReadJob
+from parkd.store.files.disk_jobs import ReadJob
+from parkd.store.files.manifest import ExtentRef
 from parkd.store.history import History
-from parkd.store.manifest import ExtentRef
 from parkd.store.planning import Plan
 from parkd.store.records import BlockId, CheckpointId, Held, Parked, ParkedCheckpoint
 

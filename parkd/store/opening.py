@@ -23,11 +23,18 @@ from parkd.state import OtherState, Recut, StateLayout, recut_between
 from parkd.store.budget import BLOCK_BYTES, CONVERSATION_BYTES, HASH_BYTES, UNIT_BYTES
 from parkd.store.conversations import Conversations
 from parkd.store.disk import DiskSetup, file_bytes
-from parkd.store.disk_jobs import remove
 from parkd.store.disk_policy import DAY_S, WriteAllowance
+from parkd.store.files.disk_jobs import remove
 from parkd.store.files.fs import FileSystem
+from parkd.store.files.manifest import (
+    EXTENT_SUFFIX,
+    MANIFEST_SUFFIX,
+    TEMPORARY_SUFFIX,
+    DamagedManifest,
+    Manifest,
+    decode,
+)
 from parkd.store.layouts import described_layouts, keep_layouts
-from parkd.store.manifest import EXTENT_SUFFIX, MANIFEST_SUFFIX, TEMPORARY_SUFFIX, DamagedManifest, Manifest, decode
 from parkd.store.policy import Policy
 from parkd.store.records import BlockId, ConversationId, DiskConfig, Parked, ParkedCheckpoint, StoreConfig, Tier
 from parkd.store.slabs import SlabHooks

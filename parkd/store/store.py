@@ -33,9 +33,10 @@ from parkd.store.budget import Room, mib
 from parkd.store.checkpoints import CheckpointTable
 from parkd.store.conversations import Conversation, Conversations, InRam, Waiter, superseded
 from parkd.store.disk import NO_DISK, Disk, DiskSetup, file_bytes, index_limit_bytes
-from parkd.store.disk_jobs import DamagedPart, MarkJob, ReadJob, RecutJob, RemoveJob, WriteJob
-from parkd.store.disk_layout import read_job, recut_job
 from parkd.store.disk_policy import worth_writing
+from parkd.store.files.disk_jobs import DamagedPart, MarkJob, ReadJob, RecutJob, RemoveJob, WriteJob
+from parkd.store.files.disk_layout import read_job, recut_job
+from parkd.store.files.manifest import ExtentRef
 from parkd.store.flights import (
     Flight,
     Promotion,
@@ -49,7 +50,6 @@ from parkd.store.flights import (
 from parkd.store.history import GHOST_BYTES, GHOST_LIMIT, GONE_BYTES, GONE_LIMIT, History
 from parkd.store.inspection import Inspection, disk_stats, inspect, ram_stats
 from parkd.store.listing import Listed, listed
-from parkd.store.manifest import ExtentRef
 from parkd.store.memory import Memory
 from parkd.store.planning import Plan, check_request, plan_capture, plan_promotion, plan_recut
 from parkd.store.policy import LruPolicy, Policy

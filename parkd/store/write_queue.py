@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from parkd.store.budget import mib
 from parkd.store.conversations import Conversation, Conversations, InRam, superseded
 from parkd.store.disk import Disk, index_bytes_of, job_bytes, manifest_limit_bytes
-from parkd.store.disk_jobs import RemoveJob, WriteJob, leftovers
-from parkd.store.disk_layout import write_job
 from parkd.store.disk_policy import worth_writing
-from parkd.store.manifest import ExtentRef
+from parkd.store.files.disk_jobs import RemoveJob, WriteJob, leftovers
+from parkd.store.files.disk_layout import write_job
+from parkd.store.files.manifest import ExtentRef
 from parkd.store.records import ConversationId, RefusalReason, Refused
 
 QUEUE_SHARE = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parkd.state import Costs
-from parkd.store.disk_jobs import MarkJob, mark
 from parkd.store.eviction import rated
+from parkd.store.files.disk_jobs import MarkJob, mark
 from parkd.store.history import History
 from parkd.store.policy import GdsfPolicy, ValuePolicy
 from parkd.store.records import ConversationGone, Parked, Refused, Tier

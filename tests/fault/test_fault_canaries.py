@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import xxhash
 
-from parkd.store import disk_jobs, manifest, opening
-from parkd.store.disk_jobs import RemoveJob
+from parkd.store import opening
+from parkd.store.files import disk_jobs, manifest
+from parkd.store.files.disk_jobs import RemoveJob
 from tests.fault.fault_fs import Crashed, Fault, FaultFs
 from tests.fault.tier_kit import Machine, evict, on_disk, pump
 from tests.fault.workload import LAYOUTS, Life, Wrong, live, survive

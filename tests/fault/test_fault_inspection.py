@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parkd.store.disk_jobs import RemoveJob, read
+from parkd.store.files.disk_jobs import RemoveJob, read
 from tests.fault.tier_kit import evict, parked, pump, started
 from tests.fault.workload import FIXED
 

@@ -9,7 +9,7 @@ import pytest
 
 from parkd.state import Grain
 from parkd.store.admission import Admission, Decision
-from parkd.store.disk_jobs import DamagedPart, read
+from parkd.store.files.disk_jobs import DamagedPart, read
 from parkd.store.policy import ValuePolicy
 from parkd.store.records import ConversationGone, Parked, RefusalReason, Refused, Tier
 from tests.fault.fault_fs import Fault

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from parkd.state import Bytes, StateLayout, part_sum, recut_between
-from parkd.store.disk_jobs import RecutJob, read
+from parkd.store.files.disk_jobs import RecutJob, read
 from parkd.store.flights import Promotion
 from parkd.store.records import Parked, Refused, Tier
 from parkd.store.store import ConversationStore

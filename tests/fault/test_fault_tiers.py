@@ -7,9 +7,9 @@ import pytest
 
 from parkd.state import Grain
 from parkd.store.admission import Admission, Decision
-from parkd.store.disk_jobs import RemoveJob, WriteJob, read, write
+from parkd.store.files.disk_jobs import RemoveJob, WriteJob, read, write
+from parkd.store.files.manifest import decode
 from parkd.store.flights import Promotion
-from parkd.store.manifest import decode
 from parkd.store.records import ConversationGone, Refused, Tier
 from parkd.store.write_queue import QUEUE_SHARE
 from tests.fault.fault_fs import FaultFs

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from parkd.store.disk_jobs import RemoveJob, WriteJob
+from parkd.store.files.disk_jobs import RemoveJob, WriteJob
 from parkd.store.records import Parked
 from parkd.store.store import ConversationStore
 from parkd.store.write_queue import FIRST_PAUSE_S

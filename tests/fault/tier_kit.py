@@ -11,8 +11,8 @@ from parkd.state import Recut, StateLayout
 from parkd.store.budget import BLOCK_BYTES
 from parkd.store.conversations import Conversation
 from parkd.store.disk import DiskSetup
-from parkd.store.disk_jobs import RemoveJob, WriteJob, read, remove, write
 from parkd.store.disk_policy import WriteAllowance
+from parkd.store.files.disk_jobs import RemoveJob, WriteJob, read, remove, write
 from parkd.store.opening import recover, scan
 from parkd.store.policy import Policy
 from parkd.store.records import DiskConfig, Parked, Refused, StoreConfig, Tier

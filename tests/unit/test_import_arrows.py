@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SHARED = ("parkd.types", "parkd.state", "parkd.errors", "parkd.private_files", "parkd.config", "parkd.namespaces")
+FOLDER_LIMIT = 26
+"""Modules that lie side by side in one folder: what one can look over. More of them have rooms."""
 OURS = ("parkd", "parkd_engine", "tests", "benchmarks")
 """Top-level packages of this repository. The last two are not installed: nothing that is may import them."""
 HTTP = ("starlette", "uvicorn", "httpx", "h11", "fastapi")
@@ -248,3 +250,12 @@ def test_a_wrong_arrow_is_seen(module: str, source: str) -> None:
 )
 def test_a_right_arrow_passes(module: str, source: str) -> None:
     assert not list(violations(module, imports_of(source, module)))
+
+
+@pytest.mark.parametrize("folder", ["parkd", "engine", "tests"])
+def test_a_folder_has_what_one_can_look_over(folder: str) -> None:
+    counts: dict[Path, int] = {}
+    for path in (ROOT / folder).rglob("*.py"):
+        counts[path.parent] = counts.get(path.parent, 0) + 1
+    assert counts, "the sources were not found"
+    assert {str(place.relative_to(ROOT)): count for place, count in counts.items() if count > FOLDER_LIMIT} == {}

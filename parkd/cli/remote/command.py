@@ -134,7 +134,7 @@ def _bare(request: str | None) -> str | None:
     """The id of the request, if that of its answer was given."""
     if request is None:
         return None
-    from parkd.lane.explain import ID_PREFIXES
+    from parkd.lane.reports.explain import ID_PREFIXES
 
     bare = next((request.removeprefix(prefix) for prefix in ID_PREFIXES if request.startswith(prefix)), request)
     return bare if bare == request or bare.startswith("req_") else f"req_{bare}"

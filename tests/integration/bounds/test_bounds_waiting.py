@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from parkd.lane import turn_log
+from parkd.lane.reports import turn_log
 from parkd.proxy.config import ProxyConfig
 from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import Gate, running, until

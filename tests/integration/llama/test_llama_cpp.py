@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from parkd.engine_adapter.llama_cpp.state_size import state_size
-from parkd.errors import EngineFailure, ModelError
+from parkd.errors import EngineFailure, ModelError, NothingAllowed
 from parkd.types import SamplingParams
 from tests.integration.api import disk_harness
 from tests.integration.api.api_harness import MIB, Running, body_of, running, until
@@ -295,7 +295,7 @@ async def test_a_mask_that_allows_nothing_is_not_the_states_fault(engine) -> Non
     ids = np.arange(20, dtype=np.int64) + 3
     engine.extend(ids[:-1], cancel=threading.Event())
     engine.begin(ids, SamplingParams(temperature=0), mask=Nothing())
-    with pytest.raises(EngineFailure):
+    with pytest.raises(NothingAllowed):
         next(iter(engine.generate()))
     assert engine.position == 20
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.api.api_harness import running
-from tests.integration.api.test_api_portable import exported, ids, landed
 from tests.integration.llama.llama_cpp_kit import TINY_MODELS, loaded, opening, turn_after
+from tests.integration.operators.test_api_portable import exported, ids, landed
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install parkd[llama-cpp])")
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ import numpy as np
 
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
 from parkd.state import BLOCK_TOKENS
-from parkd.store.disk_jobs import RemoveJob, read, write
+from parkd.store.files.disk_jobs import RemoveJob, read, write
 from parkd.store.files.fs import FileSystem
 from parkd.store.files.park_directory import open_directory
 from parkd.store.flights import Promotion

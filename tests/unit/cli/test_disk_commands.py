@@ -23,8 +23,8 @@ from parkd.identity.output_memory import OutputMemory, RememberedAnswer, Said
 from parkd.proxy.access import namespace_of
 from parkd.state import EngineConfig
 from parkd.store.files.fs import DirectoryFs
+from parkd.store.files.manifest import Manifest, encode
 from parkd.store.files.park_directory import open_directory
-from parkd.store.manifest import Manifest, encode
 
 
 def test_the_settings_of_the_disk(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.normalise import Normaliser, NormaliserConfig
-from parkd.lane.cause import Earlier, Judgement, cause_of
-from parkd.lane.explain import PromptParts
-from parkd.lane.ledger_rows import client_family
+from parkd.lane.reports.cause import Earlier, Judgement, cause_of
+from parkd.lane.reports.explain import PromptParts
+from parkd.lane.reports.ledger_rows import client_family
+from parkd.lane.reports.volatile import rule_for, volatile_of
 from parkd.lane.start import NOT_ASKED, OWN_GONE
-from parkd.lane.volatile import rule_for, volatile_of
 from parkd.types import CacheOutcome, CacheReport, Cause, Divergence, PromptIdentity, TurnRequest
 from tests.fakes.text import FakeTemplate, FakeTokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parkd.lane.explain import SEGMENT_BYTES, Explained, PromptParts, RequestMemory, diagnose
+from parkd.lane.reports.explain import SEGMENT_BYTES, Explained, PromptParts, RequestMemory, diagnose
 from parkd.types import ConversationKey, Diagnosis, DiagnosisKind, PromptIdentity, SegmentSpan, TurnRequest
 
 KEY = ConversationKey("", b"f" * 16)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parkd.identity.chain import prefix_hashes
-from parkd.lane.explain import Explained
-from parkd.lane.listing import Shown, document, parents
-from parkd.lane.roster import WORDS_CHARACTERS, Counts, FirstWords, Roster
+from parkd.lane.reports.explain import Explained
+from parkd.lane.reports.listing import Shown, document, parents
+from parkd.lane.reports.roster import WORDS_CHARACTERS, Counts, FirstWords, Roster
 from parkd.types import CacheOutcome, CacheReport, ConversationKey, PromptIdentity, TurnRequest
 
 KEY = ConversationKey("", b"f" * 16)

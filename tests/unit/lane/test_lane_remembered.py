@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parkd.lane.explain import EXPLAINED_BYTES, Explained, RequestMemory
 from parkd.lane.groups import HASH_BYTES, HASHES_LIMIT, Groups
+from parkd.lane.reports.explain import EXPLAINED_BYTES, Explained, RequestMemory
 from parkd.store.history import (
     GHOST_BYTES,
     GHOST_LIMIT,

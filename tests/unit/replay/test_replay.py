@@ -163,7 +163,7 @@ def test_of_rows_that_are_all_live_a_replay_restores_the_last_block_with_the_che
 def test_a_replayed_turn_starts_by_the_lanes_own_decision(monkeypatch):
     """What the lane would not start from, a replay does not either."""
     turns = [turn(0, range(10)), turn(10, range(100, 110)), turn(20, range(11)), turn(30, range(12))]
-    monkeypatch.setattr(start, "cheapest", lambda starts, *_: min(starts, key=lambda each: each.position))
+    monkeypatch.setattr(start, "cheapest", lambda starts, *_, **__: min(starts, key=lambda each: each.position))
     result = replay(HEADER, turns, ReplayConfig(1 << 26, LruPolicy()))
     assert (result.hit_tokens, result.saved_s, result.live_saved_s) == (0, 0.0, 0.0)
 

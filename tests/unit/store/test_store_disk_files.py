@@ -22,8 +22,7 @@ from parkd.config import load
 from parkd.errors import ConfigError
 from parkd.private_files import private_opener
 from parkd.store.files.fs import GRAIN_BYTES, OpenFile, UnlinkedFs, aligned_zeros
-from parkd.store.files.park_directory import open_directory, open_temporary
-from parkd.store.manifest import (
+from parkd.store.files.manifest import (
     DamagedManifest,
     DiskBlock,
     DiskCheckpoint,
@@ -34,6 +33,7 @@ from parkd.store.manifest import (
     encode,
     encoded_bytes,
 )
+from parkd.store.files.park_directory import open_directory, open_temporary
 from tests.unit.store.store_kit import KEY, make_hashes, make_units
 
 STAGES = 2

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parkd.store.disk_jobs import BATCH_BYTES, DamagedPart, Part, ReadJob, WriteJob, batches, read, write
+from parkd.store.files.disk_jobs import BATCH_BYTES, DamagedPart, Part, ReadJob, WriteJob, batches, read, write
 from parkd.store.files.fs import GRAIN_BYTES, OpenFile, aligned_zeros
+from parkd.store.files.manifest import ExtentRef
 from parkd.store.files.park_directory import open_directory
-from parkd.store.manifest import ExtentRef
 from tests.unit.store.test_store_disk_files import make_manifest
 
 EXTENT = ExtentRef(7, 2 * GRAIN_BYTES)

@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parkd.store.disk_speed import CALLS_IN_FLIGHT, LEAST_BYTES, PIECE_BYTES, TRIAL_BYTES, TRIAL_S, read_bytes_per_s
+from parkd.store.files.disk_speed import (
+    CALLS_IN_FLIGHT,
+    LEAST_BYTES,
+    PIECE_BYTES,
+    TRIAL_BYTES,
+    TRIAL_S,
+    read_bytes_per_s,
+)
 from parkd.store.files.fs import UnlinkedFs
 from parkd.store.files.park_directory import open_directory
 from tests.fault.fault_fs import Fault, FaultFs

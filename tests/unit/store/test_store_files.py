@@ -11,8 +11,8 @@ import pytest
 
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes
 from parkd.store.disk import DiskSetup
-from parkd.store.disk_jobs import RemoveJob
 from parkd.store.disk_policy import WriteAllowance
+from parkd.store.files.disk_jobs import RemoveJob
 from parkd.store.records import Capture, CaptureRequest, DiskConfig, Parked, RefusalReason, Refused, StoreConfig
 from parkd.store.store import ConversationStore
 from tests.fault.tier_kit import on_disk

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer
-from parkd.store.manifest import (
+from parkd.store.files.manifest import (
     DamagedManifest,
     DiskBlock,
     DiskCheckpoint,

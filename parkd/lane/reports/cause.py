@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from parkd.identity.matcher import common_prefix
-from parkd.lane.explain import Explained, PromptParts, lasting_tokens
+from parkd.lane.reports.explain import Explained, PromptParts, lasting_tokens
+from parkd.lane.reports.volatile import Volatile, volatile_of
 from parkd.lane.start import CHEAPER, NO_STATE, NOT_ASKED, OWN_GONE
-from parkd.lane.volatile import Volatile, volatile_of
 from parkd.types import CacheReport, Cause, PromptIdentity, SegmentSpan, Units
 
 LEAST_KNOWN = 32

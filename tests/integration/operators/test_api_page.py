@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from parkd.lane import disk_worker
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.page.events import LISTENERS_PER_KEY, STEP_S
-from parkd.store.disk_jobs import ReadJob, RunAll
+from parkd.store.files.disk_jobs import ReadJob, RunAll
 from parkd.store.files.fs import FileSystem
 from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from parkd.errors import ParkdError
-from parkd.lane.ledger_rows import LedgerWriter
 from parkd.lane.live_rows import LiveRows
 from parkd.lane.metrics import Metrics
+from parkd.lane.reports.ledger_rows import LedgerWriter
 from parkd.lane.turn import Turn
 from parkd.types import CacheMode, Progress, Units
 

@@ -16,9 +16,9 @@ from parkd.state import Bytes, Recut, Sums
 from parkd.state.sums import XXH3
 from parkd.store.conversations import Conversation, Conversations
 from parkd.store.disk import Disk, OnDisk
-from parkd.store.disk_jobs import Part, ReadJob, RecutJob, WriteJob
+from parkd.store.files.disk_jobs import Part, ReadJob, RecutJob, WriteJob
 from parkd.store.files.fs import GRAIN_BYTES
-from parkd.store.manifest import DiskBlock, DiskCheckpoint, DiskPlace, ExtentRef, Manifest
+from parkd.store.files.manifest import DiskBlock, DiskCheckpoint, DiskPlace, ExtentRef, Manifest
 from parkd.store.records import BlockId, CheckpointId
 from parkd.store.slabs import round_up
 

@@ -11,8 +11,8 @@ import pytest
 from tests.integration.api.api_harness import running, until
 from tests.integration.api.disk_harness import running_on, written
 from tests.integration.api.test_api_hybrids import A1, B1, tiny
-from tests.integration.api.test_api_portable import asked_with_logprobs, ids
-from tests.integration.api.test_api_portable_commands import command
+from tests.integration.operators.test_api_portable import asked_with_logprobs, ids
+from tests.integration.operators.test_api_portable_commands import command
 
 pytestmark = pytest.mark.anyio
 

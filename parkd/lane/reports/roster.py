@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parkd.lane.explain import SYSTEM_ROLES, Explained
+from parkd.lane.reports.explain import SYSTEM_ROLES, Explained
 from parkd.store.records import Name
 from parkd.types import CacheOutcome, TurnRequest
 

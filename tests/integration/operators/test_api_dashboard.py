@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.api.disk_harness import running_on, written
-from tests.integration.api.test_api_portable import LONG
+from tests.integration.operators.test_api_portable import LONG
 
 pytestmark = pytest.mark.anyio
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana-dashboard.json"

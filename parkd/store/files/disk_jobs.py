@@ -21,7 +21,7 @@ import xxhash
 from parkd.state import Bytes, Recut, Sums, part_sum
 from parkd.state.sums import XXH3
 from parkd.store.files.fs import GRAIN_BYTES, File, FileSystem, aligned_zeros
-from parkd.store.manifest import (
+from parkd.store.files.manifest import (
     TEMPORARY_SUFFIX,
     DamagedManifest,
     DiskPlace,

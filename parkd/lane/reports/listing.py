@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parkd.identity.matcher import common_prefix
-from parkd.lane.roster import Counts
+from parkd.lane.reports.roster import Counts
 from parkd.store.listing import Listed
 from parkd.store.records import Name
 from parkd.types import Units

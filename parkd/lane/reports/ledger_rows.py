@@ -11,10 +11,10 @@ import orjson
 
 from parkd.identity.normalise import RewriteRule
 from parkd.identity.units import IMAGE_BIT
-from parkd.lane.cause import Earlier, Judgement, cause_of
-from parkd.lane.explain import Explained, PromptParts
+from parkd.lane.reports.cause import Earlier, Judgement, cause_of
+from parkd.lane.reports.explain import Explained, PromptParts
+from parkd.lane.reports.volatile import rule_for
 from parkd.lane.turn import Turn
-from parkd.lane.volatile import rule_for
 from parkd.ledger.ledger import Ledger
 from parkd.ledger.turns import TEXT_CHARACTERS, LedgerTurn
 from parkd.types import CacheReport, Cause, PromptIdentity, Timings, Units

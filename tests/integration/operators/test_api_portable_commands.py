@@ -18,7 +18,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.opaque import FakeOpaqueEngine
 from tests.integration.api.api_harness import running
 from tests.integration.api.disk_harness import running_on, written
-from tests.integration.api.test_api_portable import KEYS, LONG, ids, said
+from tests.integration.operators.test_api_portable import KEYS, LONG, ids, said
 
 pytestmark = pytest.mark.anyio
 ENGINES: dict[str, Callable[[], FakeEngine]] = {

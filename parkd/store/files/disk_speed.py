@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from parkd.store.files.fs import GRAIN_BYTES, FileSystem, aligned_zeros
-from parkd.store.manifest import EXTENT_SUFFIX
+from parkd.store.files.manifest import EXTENT_SUFFIX
 
 log = logging.getLogger(__name__)
 
