@@ -30,6 +30,8 @@ STEPS = {
 """Steps of leaving a conversation and coming back, by what was reused."""
 SWITCHED = (("switching", "Qwen3 8B"), ("switching-hybrid", "Qwen3.5 27B"), ("switching-sliding", "Gemma 3 4B"))
 """Result files of switches on cards, and the shapes of their models."""
+CLASSES = {"title": "title", "long": "long request"}
+"""Kinds of requests beside each other, and how the axis names them."""
 Results = Mapping[str, Any]
 Draw = Callable[[Results], Picture | None]
 
@@ -115,11 +117,33 @@ def decode_by_context(results: Results) -> Picture | None:
     return Picture("Decoding by depth, H200", "tokens before", "ms a token", tuple(panels), columns=3)
 
 
+def waits_by_schedule(results: Results) -> Picture | None:
+    """Seconds to the first token of each request, by its class and by who runs next."""
+    if "schedule" not in results:
+        return None
+    panels = []
+    for model, measured in results["schedule"]["raw"].items():
+        places = [(kind, schedule) for kind in CLASSES for schedule in measured["heard"]]
+        lines = tuple(
+            Line(schedule, tuple(_waits(measured["heard"][schedule], kind, place)), is_joined=False)
+            for place, (kind, schedule) in enumerate(places)
+        )
+        names = tuple(f"{CLASSES[kind]}, {schedule}" for kind, schedule in places)
+        panels.append(Panel(str(model), lines, names))
+    title = "Waits of titles beside long requests"
+    return Picture(title, "seconds to the first token, logarithmic", "", tuple(panels), columns=1, is_log_x=True)
+
+
+def _waits(heard: Iterable[Mapping[str, Any]], kind: str, place: int) -> Iterator[tuple[float, float]]:
+    return ((float(each["first_s"]), float(place)) for each in heard if each["kind"] == kind)
+
+
 PICTURES: Mapping[str, Draw] = {
     "hit-share-by-budget": hit_share_by_budget,
     "turns-by-server": turns_by_server,
     "return-by-prompt": return_by_prompt,
     "decode-by-context": decode_by_context,
+    "waits-by-schedule": waits_by_schedule,
 }
 
 

@@ -12,7 +12,12 @@ from benchmarks.common import REPOSITORY, RESULTS, Table
 
 ORDER = ("aba", "copies", "proxy_time", "health_lag", "page", "perplexity", "indexer", "draft", "checkpoint_cost")
 PAGE = REPOSITORY / "docs" / "BENCHMARKS.md"
-PICTURES = {"aba": "return-by-prompt", "policies": "hit-share-by-budget", "llama_cpp": "turns-by-server"}
+PICTURES = {
+    "aba": "return-by-prompt",
+    "policies": "hit-share-by-budget",
+    "llama_cpp": "turns-by-server",
+    "schedule": "waits-by-schedule",
+}
 """Result file -> its picture (`benchmarks.pictures`)."""
 HEAD = """# Benchmarks
 

@@ -9,7 +9,15 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.common import REPOSITORY, RESULTS
-from benchmarks.pictures import FOLDER, PICTURES, decode_by_context, drawn, hit_share_by_budget, results_in
+from benchmarks.pictures import (
+    FOLDER,
+    PICTURES,
+    decode_by_context,
+    drawn,
+    hit_share_by_budget,
+    results_in,
+    waits_by_schedule,
+)
 from benchmarks.tables import PICTURES as OF_SECTIONS
 
 
@@ -58,3 +66,24 @@ def test_decoding_is_drawn_at_the_depths_that_were_measured(cards: int) -> None:
     [line] = picture.panels[0].lines
     assert line.points == ((4097, 3.0),)
     assert line.label == ("bf16, 1 card" if cards == 1 else "bf16, 2 cards")
+
+
+def test_waits_are_by_class_and_schedule() -> None:
+    waits = {"fair": {"title": [0.1, 0.3], "long": [0.5]}, "fifo": {"title": [2.0], "long": [0.4, 0.6]}}
+    heard = {
+        schedule: [{"kind": kind, "first_s": first_s, "whole_s": 9.0} for kind in kinds for first_s in kinds[kind]]
+        for schedule, kinds in waits.items()
+    }
+    picture = waits_by_schedule({"schedule": {"raw": {"a model": {"heard": heard}}}})
+    assert picture is not None
+    [panel] = picture.panels
+    assert panel.title == "a model"
+    shown = [(panel.names[int(place)], line.label, wait) for line in panel.lines for wait, place in line.points]
+    assert sorted(shown) == [
+        ("long request, fair", "fair", 0.5),
+        ("long request, fifo", "fifo", 0.4),
+        ("long request, fifo", "fifo", 0.6),
+        ("title, fair", "fair", 0.1),
+        ("title, fair", "fair", 0.3),
+        ("title, fifo", "fifo", 2.0),
+    ]
