@@ -13,6 +13,7 @@ from typing import BinaryIO, NoReturn, TypeVar
 
 import httpx
 
+from parkd.cli.remote.flags import add_server_flags, key_of
 from parkd.config.keys import read_key_file
 from parkd.errors import ConfigError
 from parkd.portable import directory
@@ -28,7 +29,6 @@ from parkd.store.opening import scan
 from parkd.store.records import name_of
 from parkd.types import NamedKey
 
-DEFAULT_URL = "http://127.0.0.1:8080"
 WAIT_S = 120.0
 """Longest silence of a server, which may read a conversation from disk first."""
 PIECE_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} ({self.prog} --help)")
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
+def parser_of(command: str) -> argparse.ArgumentParser:
     is_export = command == "export"
     parser = _Parser(
         prog=f"parkd {command}",
@@ -57,9 +57,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument("id", metavar="ID", help="the conversation (parkd forget --list shows those on disk)")
     parser.add_argument("file", metavar="FILE", type=Path, help="the portable conversation")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", metavar="URL", default=DEFAULT_URL, help=f"a running server [{DEFAULT_URL}]")
     where.add_argument("--park-dir", metavar="DIR", type=Path, help="a park directory that no server uses")
-    parser.add_argument("--key", metavar="KEY", help="the API key for the server")
+    add_server_flags(parser, where)
     if is_export:
         parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
     else:
@@ -72,11 +71,11 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 def run(command: str, words: Sequence[str]) -> int:
     """Runs `parkd export` or `parkd import`. Returns the exit code. Raises ConfigError."""
-    given = _parser(command).parse_args(words)
+    given = parser_of(command).parse_args(words)
     if command == "export":
         with _replacing(given.file, force=given.force) as out:
             if given.park_dir is None:
-                _fetch(given.url, given.key, given.id, out)
+                _fetch(given.url, key_of(given), given.id, out)
             else:
                 _export_offline(given.park_dir, given.id, out)
             out.flush()
@@ -86,11 +85,11 @@ def run(command: str, words: Sequence[str]) -> int:
         print(f"exported {header.tokens:,} tokens, {size / 2**20:,.1f} MiB: {given.file}")
         return 0
     if given.park_dir is None:
-        told = _send(given.url, given.key, given.into, given.file)
+        told = _send(given.url, key_of(given), given.into, given.file)
         cut = ", cut for another layer split" if told.get("recut") else ""
         print(f"imported {told['tokens']:,} tokens as {told['id']}{cut}")
         return 0
-    manifest = _import_offline(given.park_dir, given.file, given.into or given.key, given.api_key_file)
+    manifest = _import_offline(given.park_dir, given.file, given.into or given.api_key, given.api_key_file)
     print(f"imported {len(manifest.units):,} tokens as {manifest.id}; the next server over {given.park_dir} finds it")
     return 0
 

@@ -15,7 +15,7 @@ from rich.live import Live
 
 from parkd.cli.remote import tables
 from parkd.cli.remote.client import RemoteServer
-from parkd.config import server_address
+from parkd.cli.remote.flags import add_server_flags, key_of
 from parkd.errors import ConfigError, InvalidRequest
 from parkd.ledger.since import since_s
 
@@ -45,7 +45,6 @@ class _Parser(argparse.ArgumentParser):
 def parser_of(command: str) -> argparse.ArgumentParser:
     description = f"parkd {command} {HELP[command]}."
     parser = _Parser(prog=f"parkd {command}", description=description, epilog=EPILOGS.get(command), allow_abbrev=False)
-    url, key = server_address()
     if command in ("show", "pin", "unpin", "keep", "forget"):
         parser.add_argument("id", metavar="ID", help="its id in parkd ps, or the beginning of it")
     if command == "why":
@@ -57,8 +56,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     if command == "top":
         parser.add_argument("--step", metavar="SECONDS", type=float, default=1.0, help="time between two looks [1]")
         parser.add_argument("--once", action="store_true", help="look once")
-    parser.add_argument("--url", metavar="URL", default=url, help=f"the server [{url}]; also PARKD_URL")
-    parser.add_argument("--api-key", metavar="KEY", default=key, help="its API key; also PARKD_API_KEY")
+    add_server_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -66,7 +64,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 def run(command: str, words: Sequence[str], console: Console | None = None) -> int:
     """Runs a command. Returns the exit code. Raises ConfigError."""
     given = parser_of(command).parse_args(words)
-    server = RemoteServer(given.url, given.api_key)
+    server = RemoteServer(given.url, key_of(given))
     with contextlib.closing(server):
         if command == "top":
             return _top(server, given, console or _console())

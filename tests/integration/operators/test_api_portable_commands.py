@@ -38,6 +38,25 @@ async def command(*words: object) -> int:
     return await anyio.to_thread.run_sync(portable.run, name, rest)
 
 
+async def test_the_server_and_the_key_are_those_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, directory = tmp_path / "talk.parkd", tmp_path / "park"
+    monkeypatch.setenv("PARKD_API_KEY", "k-ann, k-eve")
+    async with running(FakeEngine(), config=KEYS, answer_bytes=0) as server:
+        monkeypatch.setenv("PARKD_URL", server.url)
+        first, _ = await said(server, "k-ann", LONG)
+        assert await command("export", ids(server)[0], file) == 0
+    async with running(FakeEngine(), config=KEYS, answer_bytes=0) as server:
+        monkeypatch.setenv("PARKD_URL", server.url)
+        assert await command("import", file) == 0
+        assert await said(server, "k-ann", LONG) == (first, "restored-ram")
+    # Whose it is in a directory is told, not taken from there.
+    assert await command("import", file, "--park-dir", directory) == 0
+    async with running_on(directory, FakeEngine()) as server:
+        assert (await server.chat(LONG)).cache == "restored-disk"
+
+
 async def test_from_server_to_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "talk.parkd"
     async with running(FakeEngine(), config=KEYS, answer_bytes=0) as there:
@@ -46,19 +65,19 @@ async def test_from_server_to_server(tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(ConfigError, match="API key"):
             await command(*asked)
         assert not names_in(tmp_path), "nothing is left of what failed"
-        assert await command(*asked, "--key", "k-ann") == 0
+        assert await command(*asked, "--api-key", "k-ann") == 0
         assert file.stat().st_mode & 0o777 == 0o600
         with pytest.raises(ConfigError, match="--force"):
-            await command(*asked, "--key", "k-ann")
-        assert await command(*asked, "--key", "k-ann", "--force") == 0
+            await command(*asked, "--api-key", "k-ann")
+        assert await command(*asked, "--api-key", "k-ann", "--force") == 0
         with pytest.raises(ConfigError, match="No conversation"):
-            await command("export", "nothing", tmp_path / "no", "--url", there.url, "--key", "k-ann")
+            await command("export", "nothing", tmp_path / "no", "--url", there.url, "--api-key", "k-ann")
     async with running(FakeEngine(), config=KEYS, answer_bytes=0) as here:
-        assert await command("import", file, "--url", here.url, "--key", "k-op", "--into", "eve") == 0
+        assert await command("import", file, "--url", here.url, "--api-key", "k-op", "--into", "eve") == 0
         assert await said(here, "k-eve", LONG) == (first, "restored-ram")
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(ConfigError, match="bytes of"):
-            await command("import", file, "--url", here.url, "--key", "k-op")
+            await command("import", file, "--url", here.url, "--api-key", "k-op")
     with pytest.raises(ConfigError, match="did not answer"):
         await command("export", "any", tmp_path / "no", "--url", "http://127.0.0.1:9")
     assert "imported" in capsys.readouterr().out
