@@ -29,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (parkd forget --help)")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="parkd forget",
         description="Removes parked conversations, and the answers remembered of them, from a park directory. Stop the "
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(words: Sequence[str]) -> int:
     """Runs `parkd forget`. Returns the exit code: 1 if nothing matched. Raises ConfigError."""
-    given = _parser().parse_args(words)
+    given = make_parser().parse_args(words)
     path = Path(given.park_dir).expanduser()
     if not path.is_dir():
         raise ConfigError(f"--park-dir {path}: there is no such directory")

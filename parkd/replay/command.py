@@ -75,7 +75,7 @@ def _positive(text: str) -> float:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     names = ", ".join(policy.name for policy in POLICIES)
     parser = _Parser(
         prog="parkd replay",
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(words: Sequence[str], say: Callable[[str], None] = print, sizes_of: SizesOf | None = None) -> int:
     """Returns the exit code. `sizes_of` is called for `--model`. Raises ConfigError, and the errors of `sizes_of`."""
-    given, others = _parser().parse_known_args(words)
+    given, others = make_parser().parse_known_args(words)
     if others and given.model is None:
         raise ConfigError(f"unknown flag {others[0]} (parkd replay --help)")
     model = None
