@@ -110,7 +110,6 @@ def test_hooks_on_a_stage_do_not_reach_the_model() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"devices": ()}, "at least one"),
         ({"devices": ("cpu", "cpu"), "layer_split": (1, 2)}, "name 1, one for each stage"),
         ({"context_tokens": 0}, "context_tokens is 0"),
         ({"batch_tokens": 0}, "batch_tokens is 0"),
