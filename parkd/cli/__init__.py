@@ -201,7 +201,7 @@ def _start(
     if failures:
         store_config = replace(store_config, budget_bytes=0)
     services = compose(config, engine, store_config, named_keys, files, rules, background=background)
-    budget = startup.budget_in_tokens(store_config.budget_bytes, store_config.slab_bytes, engine.info)
+    budget = startup.budget_in_tokens(store_config, engine.info)
     keys = (*config.server.api_keys, *config.server.operator_keys, *named_keys)
     tools = services.output.tools is not ToolFormat.NONE or services.output.reader is not None
     assert services.render is not None

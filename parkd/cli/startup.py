@@ -12,9 +12,8 @@ from parkd.config import MIB
 from parkd.engine_adapter.base import EngineInfo
 from parkd.errors import ParkdError
 from parkd.state import Grain, Resume
-from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
-from parkd.store.records import DiskStats
-from parkd.store.slabs import SlabGeometry
+from parkd.store.records import DiskStats, StoreConfig
+from parkd.store.sizes import Sizes
 from parkd.types import TurnRequest
 
 PROGRESS_STEP_S = 2.0
@@ -35,31 +34,11 @@ class Budget:
     """Bytes of a conversation that fills the context."""
 
 
-def side_bytes(tokens: int, info: EngineInfo) -> int:
-    """Bytes of a parked conversation besides its rows: one checkpoint, units, hashes, records."""
-    size = info.layout.block_tokens
-    blocks = -(-tokens // size)
-    return info.layout.fixed_bytes + conversation_metadata_bytes(tokens, size) + blocks * BLOCK_BYTES
-
-
-def conversation_bytes(tokens: int, info: EngineInfo) -> int:
-    """Bytes of one parked conversation: whole blocks of all stages, and `side_bytes`."""
-    size = info.layout.block_tokens
-    blocks = -(-tokens // size)
-    return info.layout.block_bytes(blocks * size, blocks) + side_bytes(tokens, info)
-
-
-def budget_in_tokens(budget_bytes: int, slab_bytes: int, info: EngineInfo) -> Budget:
+def budget_in_tokens(config: StoreConfig, info: EngineInfo) -> Budget:
     """What the budget holds by the store's own rules. Slightly less than its bytes, since memory is allocated in
     slabs."""
-    size = info.layout.block_tokens
-    geometry = SlabGeometry.of(info.layout, size, slab_bytes, budget_bytes)
-    low, high = 0, budget_bytes // max(1, size * info.layout.row_bytes) + 1
-    while high - low > 1:  # `low` blocks fit, `high` do not
-        blocks = (low + high) // 2
-        need = Need(blocks, side_bytes(blocks * size, info))
-        low, high = (blocks, high) if geometry.fits(need, Room(0, budget_bytes)) else (low, blocks)
-    return Budget(budget_bytes, low * size, conversation_bytes(info.context_tokens, info))
+    sizes = Sizes(info.layout, config)
+    return Budget(config.budget_bytes, sizes.longest(), sizes.need_bytes(info.context_tokens))
 
 
 def parking_line(budget: Budget, info: EngineInfo) -> str:

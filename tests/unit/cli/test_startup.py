@@ -10,17 +10,16 @@ from parkd.cli.startup import (
     Budget,
     ProgressPrinter,
     budget_in_tokens,
-    conversation_bytes,
     describe,
     parking_line,
-    side_bytes,
     template_warning,
 )
 from parkd.config import MIB
 from parkd.engine_adapter.base import EngineInfo
 from parkd.errors import InvalidRequest
 from parkd.state import BLOCK_TOKENS, StageLayout, StateLayout
-from parkd.store.budget import Need, Room
+from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
+from parkd.store.records import StoreConfig
 from parkd.store.slabs import SlabGeometry
 from parkd.types import TurnRequest
 
@@ -50,8 +49,12 @@ def info(
     )
 
 
+def stored(budget_bytes: int) -> StoreConfig:
+    return StoreConfig(budget_bytes, BLOCK_TOKENS, slab_bytes=SLAB)
+
+
 def test_budget_is_told_in_tokens_and_a_full_context_that_does_not_fit_is_said() -> None:
-    line = parking_line(budget_in_tokens(4096 * MIB, SLAB, info()), info())
+    line = parking_line(budget_in_tokens(stored(4096 * MIB), info()), info())
     # a block is 256 x 147,456 bytes, 36 MiB: 7 fit in a slab of 256 MiB, 113 in 4,096 MiB of any slabs
     assert "parking holds 28,928 tokens in 4,096 MiB" in line
     assert "a full 131,072-token context needs 18,434 MiB and would not be parked whole" in line
@@ -61,27 +64,29 @@ def test_budget_is_told_in_tokens_and_a_full_context_that_does_not_fit_is_said()
 @pytest.mark.parametrize("budget_bytes", [0, 40 * MIB, 300 * MIB + 7, 4096 * MIB])
 def test_what_is_promised_is_what_the_store_can_hold(budget_bytes: int, fixed_bytes: int) -> None:
     engine = info(fixed_bytes=fixed_bytes)
-    budget = budget_in_tokens(budget_bytes, SLAB, engine)
+    budget = budget_in_tokens(stored(budget_bytes), engine)
     store_room = Room(0, budget_bytes)
     geometry = SlabGeometry.of(engine.layout, BLOCK_TOKENS, SLAB, budget_bytes)
 
     def fits(tokens: int) -> bool:
-        return geometry.fits(Need(-(-tokens // BLOCK_TOKENS), side_bytes(tokens, engine)), store_room)
+        blocks = -(-tokens // BLOCK_TOKENS)
+        side = conversation_metadata_bytes(tokens, BLOCK_TOKENS) + blocks * BLOCK_BYTES + fixed_bytes
+        return geometry.fits(Need(blocks, side), store_room)
 
     assert budget.tokens == 0 or fits(budget.tokens)
     assert not fits(budget.tokens + 1)
-    assert conversation_bytes(budget.tokens, engine) <= budget_bytes or budget.tokens == 0
+    assert budget.tokens // BLOCK_TOKENS * 36 * MIB + (fixed_bytes if budget.tokens else 0) <= budget_bytes
 
 
 def test_a_full_context_that_fits_is_not_said_to_be_left_out() -> None:
     small = info(context_tokens=8192, row_bytes=1024)
-    line = parking_line(budget_in_tokens(4096 * MIB, SLAB, small), small)
+    line = parking_line(budget_in_tokens(stored(4096 * MIB), small), small)
     assert "a full 8,192-token context needs 17 MiB" in line
     assert "not" not in line
 
 
 def test_no_budget_is_said_to_be_parking_off() -> None:
-    assert "parking is off" in parking_line(budget_in_tokens(0, SLAB, info()), info())
+    assert "parking is off" in parking_line(budget_in_tokens(stored(0), info()), info())
 
 
 def test_the_start_names_stages_address_and_a_command_to_try() -> None:
