@@ -119,6 +119,49 @@ def test_a_live_turn_is_seen_from_its_reading_to_its_end(browser: Any, axe: str)
         seen.is_sound()
 
 
+def test_a_paused_turn_is_seen_beside_the_one_that_runs(browser: Any, axe: str) -> None:
+    opened_up, held, servers = threading.Event(), threading.Event(), list[Server]()
+
+    def hook(name: str, _number: int) -> None:
+        """Each token takes a while, so that there is time to pause; the turn that another one pauses for is held."""
+        if name == "token":
+            time.sleep(0.01)
+            if servers[0].proxy.lane.paused and not opened_up.is_set():
+                held.set()
+                assert opened_up.wait(60)
+
+    engine = FakeEngine(batch_tokens=128, hook=hook, end_odds=10**9)
+    with running_in_thread(engine) as server, opened(browser, server.url) as seen:
+        servers.append(server)
+        tell(seen, 0)
+        seen.go("now")
+        asked = [
+            threading.Thread(target=ask, args=(server, LONG), kwargs={"max_tokens": 300}),
+            threading.Thread(target=ask, args=(server, [{"role": "user", "content": "A title."}])),
+        ]
+        asked[0].start()
+        seen.text("Answering")
+        asked[1].start()
+        soon(held.is_set)
+        paused = seen.page.get_by_role("article").filter(has=seen.page.get_by_role("heading", name="Paused"))
+        try:
+            paused.wait_for(timeout=EXPECT_MS)
+            turn = server.proxy.lane.paused_turns[0]
+            known = f"{turn.answer.output_tokens:,} tokens so far"  # type: ignore[union-attr]
+            assert turn.request_id in paused.text_content()
+            assert known in paused.text_content()
+            assert "Speed" not in paused.text_content(), "a turn that rests has no speed"
+            assert seen.page.get_by_role("article").count() == 2
+            assert seen.faults(axe) == []
+        finally:
+            opened_up.set()
+        paused.wait_for(state="detached", timeout=EXPECT_MS)
+        for each in asked:
+            each.join()
+        seen.text("Nothing runs.")
+        seen.is_sound()
+
+
 def test_a_refusal_is_told_with_its_reason(browser: Any, axe: str) -> None:
     services, _ = make_services(FakeEngine(), budget_bytes=8 * 1024)
     with serving(Server(services)) as server, opened(browser, server.url) as seen:
