@@ -9,7 +9,7 @@ const RELOAD_S = 5;
 const WAIT_MS = 150;
 const KINDS = {
   weights: "c-weights", arenas: "c-arenas", rows: "c-arenas", "fixed state": "c-arenas-2", windows: "c-arenas-2", index: "c-arenas-2",
-  parked: "c-parked", "being written": "c-writing", remembered: "c-remembered", other: "c-other",
+  checkpoints: "c-checkpoints", parked: "c-parked", "being written": "c-writing", remembered: "c-remembered", other: "c-other",
 };
 const kind = (name) => KINDS[name] ?? "c-other-2";
 const TIER_KINDS = { rows: "c-parked", checkpoints: "c-checkpoints", "being written": "c-writing", records: "c-remembered", "kept for reuse": "c-other" };

@@ -98,7 +98,7 @@ export function tiers(budget) {
 
 function lastTurns(turns) {
   const now_s = Date.now() / 1000;
-  return table("Last turns", [["When", ""], ["Client", "wide"], ["Prompt", "num"], ["Reused", "num"], ["State", ""], ["Until it answered", "num wide"]],
+  return table("Last turns", [["When", "when"], ["Client", "wide"], ["Prompt", "num"], ["Reused", "num"], ["State", ""], ["Until it answered", "num wide"]],
     turns.map((turn) => [ago(now_s - turn.at_s), turn.client || turn.key || "not named", count(turn.prompt_tokens), count(turn.reused_tokens),
       turn.cache ? cacheWords(turn.cache) : turn.end, seconds(turn.seconds.wait + turn.seconds.restore + turn.seconds.read)]));
 }
