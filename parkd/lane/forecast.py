@@ -38,7 +38,7 @@ def class_of(body: Any, request: TurnRequest, key: str, rules: tuple[tuple[str, 
             return kind
     metadata = body.get("metadata")
     named = metadata.get(CLASS_FIELD) if isinstance(metadata, dict) else None
-    if named in {kind.value for kind in TurnClass}:
+    if isinstance(named, str) and named in {kind.value for kind in TurnClass}:
         return TurnClass(named)
     tier = body.get("service_tier")
     if isinstance(tier, str) and tier in TIERS:

@@ -93,7 +93,8 @@ class ConversationEndpoints:
         for row in found.rows:
             assert self._store is not None
             self._store.drop(row.parked.id, "it was forgotten because someone asked for that")
-        proxy.requests.forget(found.key_digest, found.units)
+        # Where keys share a namespace, others may have gone on from what this one said.
+        proxy.requests.forget(found.key_digest, found.units, None if caller.is_operator else caller.owner)
         proxy.runner.roster.forget(found.name)
         if proxy.services.ledger is not None:
             proxy.services.ledger.forget(found.name)
@@ -102,7 +103,8 @@ class ConversationEndpoints:
         if proxy.services.forget is not None:
             given = found.units, found.key_digest, found.namespace
             answers = await anyio.to_thread.run_sync(proxy.services.forget, *given)
-        body = {"id": found.name, "forgotten": True, "answers": answers}
+        told = None if found.hides_sharing else answers  # it counts what others were answered to the same
+        body = {"id": found.name, "forgotten": True, "answers": told}
         return JSONResponse(body, headers=id_headers(request_id))
 
     def _action(self, act: Action) -> Callable[[Request, str], Awaitable[ASGIApp]]:
@@ -205,10 +207,11 @@ class ConversationEndpoints:
         else:
             units, hashes = rows[0].parked.units, rows[0].parked.prefix_hashes
         age_s = 0.0 if activity is None else wall_s - activity.began_s
-        age_s = max([age_s, *(row.age_s for row in rows)]) if not caller.shares_namespace else age_s
+        age_s = max([age_s, *(row.age_s for row in rows)])
         idle_s = min((row.idle_s for row in rows), default=0.0)
-        if caller.shares_namespace:  # others may have used the same since
-            idle_s = wall_s - counts.last_s if counts.last_s else 0.0
+        if caller.shares_namespace:  # others may have begun the same before, and used it since
+            age_s = wall_s - counts.began_s if counts.turns else 0.0
+            idle_s = wall_s - counts.last_s if counts.turns else 0.0
         retention = proxy.runner.retention
         until_s = None if retention is None else retention.kept_until_s(name)
         kept_until_s = None if until_s is None or math.isinf(until_s) else wall_s + until_s - now_s

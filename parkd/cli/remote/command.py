@@ -161,7 +161,8 @@ def _length_s(text: str) -> float:
 def _forget(server: RemoteServer, given: Given) -> Shown:
     name = server.find(given.id)
     told = server.act("DELETE", f"/parkd/conversations/{name}")
-    return told, tables.plain(f"forgot {name}, {told['answers']:,} remembered answers")
+    answers = "and what was answered in it" if told["answers"] is None else f"{told['answers']:,} remembered answers"
+    return told, tables.plain(f"forgot {name}, {answers}")
 
 
 def _bill(server: RemoteServer, given: Given) -> Shown:

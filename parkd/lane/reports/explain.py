@@ -194,11 +194,12 @@ class RequestMemory:
                 return True
         return False
 
-    def forget(self, key_digest: Digest, units: Units) -> None:
-        """Drops the requests of a conversation, whichever key sent them."""
+    def forget(self, key_digest: Digest, units: Units, owner: str | None = None) -> None:
+        """Drops the requests of a conversation: those of one key, or, if it is None, of all."""
         for key, one in list(self._requests.items()):
             shorter = min(len(one.said), len(units))
-            if one.prompt.key.digest == key_digest and shorter and common_prefix(one.said, units) == shorter:
+            is_asked = one.prompt.key.digest == key_digest and owner in (None, one.owner)
+            if is_asked and shorter and common_prefix(one.said, units) == shorter:
                 self._drop(key)
 
     def _own(self, owner: str, key: ConversationKey) -> Iterator[Explained]:

@@ -43,6 +43,8 @@ class Counts:
     turns: int = 0
     hits: int = 0
     """Turns that did not begin cold."""
+    began_s: float = 0.0
+    """When the first arrived, Unix time."""
     last_s: float = 0.0
     """When the latest arrived, Unix time."""
     words: FirstWords | None = None
@@ -64,7 +66,7 @@ class Activity:
             return self.by_owner.get(owner, Counts())
         each = self.by_owner.values()
         last_s = max((counts.last_s for counts in each), default=0.0)
-        return Counts(sum(counts.turns for counts in each), sum(counts.hits for counts in each), last_s)
+        return Counts(sum(one.turns for one in each), sum(one.hits for one in each), self.began_s, last_s)
 
 
 class Roster:
@@ -81,7 +83,7 @@ class Roster:
         """Counts a turn of a conversation."""
         activity = self._known.setdefault(name, Activity(turn.began_s))
         self._known.move_to_end(name)
-        counts = activity.by_owner.setdefault(turn.owner, Counts())
+        counts = activity.by_owner.setdefault(turn.owner, Counts(began_s=turn.began_s))
         activity.by_owner.move_to_end(turn.owner)
         counts.turns += 1
         counts.hits += turn.report is not None and turn.report.outcome is not CacheOutcome.COLD

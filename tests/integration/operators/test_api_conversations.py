@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from parkd.proxy.access import namespace_of as owner_of
 from parkd.proxy.config import ProxyConfig
 from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
@@ -262,6 +264,37 @@ async def test_the_list_waits_for_nothing_while_a_turn_runs() -> None:
             assert await listed(server) == []
             gate.opened.set()
             await answer.aread()
+
+
+async def test_forgetting_a_beginning_takes_nothing_from_another_key_of_the_namespace() -> None:
+    """All prompts begin alike. A key that forgot just that lost the others their reports, and their conversations."""
+    async with running(FakeEngine(), config=TEAM) as server:
+        await say(server, asked("Mine, of carol."), "k-carol")
+        carol = {"x-api-key": "k-carol"}
+        (turn,) = [one.request_id for one in server.server.proxy.requests.latest_of(owner_of("k-carol"))]
+        before = await listed(server, "k-carol")
+        template = await server.client.post("/apply-template", json={"messages": asked("Hi.")}, headers=carol)
+        body = {"prompt": template.json()["prompt"][:60], "max_tokens": 0}
+        read = await server.client.post("/v1/completions", json=body, headers={"x-api-key": "k-dave"})
+        assert read.status_code == 200, read.text
+        await server.settled()
+        for one in await listed(server, "k-dave"):
+            gone = await act(server, one["id"], "DELETE", "k-dave")
+            assert gone.json() == {"id": one["id"], "forgotten": True, "answers": None}, "others' answers are counted"
+        assert await listed(server, "k-dave") == []
+        assert (await server.client.get(f"/parkd/explain/{turn}", headers=carol)).status_code == 200
+        assert [one["id"] for one in await listed(server, "k-carol")] == [one["id"] for one in before]
+
+
+async def test_a_key_does_not_learn_when_another_key_said_the_same_before() -> None:
+    async with running(FakeEngine(), config=TEAM) as server:
+        await say(server, asked("The same."), "k-carol")
+        await asyncio.sleep(0.3)
+        await say(server, asked("The same."), "k-dave")
+        (mine,) = await listed(server, "k-dave")
+        (theirs,) = await listed(server, "k-carol")
+        assert mine["id"] == theirs["id"]
+        assert mine["age_s"] <= theirs["age_s"] - 0.2
 
 
 async def test_a_key_does_not_learn_from_its_own_conversation_what_another_key_sends() -> None:

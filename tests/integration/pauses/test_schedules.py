@@ -114,6 +114,8 @@ CLASSES: dict[str, tuple[dict[str, Any], str, str]] = {
     "odd tier": ({"service_tier": 7}, "", "interactive"),
     "metadata": ({"metadata": {"parkd_class": "batch"}, "service_tier": "priority"}, "", "batch"),
     "odd metadata": ({"metadata": "batch"}, "", "interactive"),
+    "list in metadata": ({"metadata": {"parkd_class": ["batch"]}}, "", "interactive"),
+    "object in metadata": ({"metadata": {"parkd_class": {"batch": 1}}}, "", "interactive"),
     "unknown in metadata": ({"metadata": {"parkd_class": "urgent"}}, "", "interactive"),
     "rule": ({"service_tier": "priority"}, "nightly-7", "batch"),
     "first rule": ({}, "nightly-chat", "interactive"),

@@ -22,6 +22,7 @@ from parkd.cli.remote import command, tables
 from parkd.config import server_address
 from parkd.ledger.ledger import Ledger
 from parkd.proxy.config import ProxyConfig
+from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import running_in_thread
 
@@ -82,6 +83,14 @@ def test_conversations_are_listed_shown_pinned_and_forgotten(
         assert "forgot" in told(capsys, "forget", one["id"], "--url", url)
         assert shown(capsys, "ps", "--url", url)["conversations"] == []
         assert "parkd ps lists them" in told(capsys, "forget", one["id"], "--url", url, code=2)
+
+
+def test_a_key_that_shares_its_namespace_forgets_without_a_count(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(named_keys=(NamedKey("carol", "k-carol", "team"),)) as url:
+        say(url, "Hello?", key="k-carol")
+        asks = ("--url", url, "--api-key", "k-carol")
+        (one,) = shown(capsys, "ps", *asks)["conversations"]
+        assert told(capsys, "forget", one["id"], *asks) == f"forgot {one['id']}, and what was answered in it\n"
 
 
 def test_an_id_may_be_its_beginning_if_that_names_one(capsys: pytest.CaptureFixture[str]) -> None:
