@@ -4,7 +4,7 @@ A turn that waits, is paused or runs is a job. One that runs is not stopped befo
 that stopping it and going on takes a small share of it. Then the first of these goes on:
 
     overdue      has waited longer than its patience, the most overdue first
-    short        needs little of what the longest needs: a title, a question of its own
+    short        needs little of what the longest needs: a title, a question of its own; unless its key is far ahead
     others       of the key that used least; what has begun to read its prompt; then what used least, or needs least
     batch        the same, behind all others
 """
@@ -25,6 +25,8 @@ SHORT_S = 1.0
 """A job that needs no longer is short."""
 SHORT_SHARE = 0.1
 """So is one that needs no more than this of what the longest needs."""
+SHORT_LEAD_S = 10.0
+"""Short jobs of a key that had this much more than another of those there are as its others: many of them are long."""
 PATIENCE_ROUNDS = 2.0
 """How often all others may have a slice each while one waits."""
 BATCH_ROUNDS = 8.0
@@ -103,7 +105,9 @@ class Fair:
     def next(self, jobs: Sequence[Job], now_s: float) -> Job:  # noqa: ARG002
         round_s = sum(job.slice_s for job in jobs)
         short_s = max(SHORT_S, SHORT_SHARE * max(job.work.left_s for job in jobs))
-        return min(jobs, key=lambda job: _place(job, round_s, short_s))
+        used_s = [job.owner_used_s for job in jobs if job.work.kind is not TurnClass.BATCH]
+        most_used_s = min(used_s, default=0.0) + SHORT_LEAD_S
+        return min(jobs, key=lambda job: _place(job, round_s, short_s, most_used_s))
 
     def until_s(self, running: Job, others: Sequence[Job], now_s: float) -> float | None:
         if not others or not running.work.can_pause:
@@ -122,13 +126,13 @@ def patience_s(job: Job, round_s: float) -> float:
     return max(rounds * round_s, STRETCH * job.work.first_s)
 
 
-def _place(job: Job, round_s: float, short_s: float) -> tuple[float, ...]:
-    """The lowest runs first."""
+def _place(job: Job, round_s: float, short_s: float, most_used_s: float) -> tuple[float, ...]:
+    """The lowest runs first. A short job is no longer than `short_s`, of a key that had at most `most_used_s`."""
     overdue = job.waited_s / patience_s(job, round_s)
     if overdue > 1:
         return (0, -overdue, job.number)
     work = job.work
-    if work.kind is not TurnClass.BATCH and work.left_s <= short_s:
+    if work.kind is not TurnClass.BATCH and work.left_s <= short_s and job.owner_used_s <= most_used_s:
         return (1, work.left_s, job.number)
     # Two prompts read by turns would both be late.
     reads = job.has_begun and work.first_s > 0

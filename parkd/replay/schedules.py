@@ -140,6 +140,7 @@ def simulate(
         result.ran_s += ahead_s
         if live.left_s <= 1e-9:
             live.done.end_s = now_s - live.done.task.at_s
+            accounts.count(running, now_s)
             accounts.leave(running)
             del jobs[running]
             running = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parkd.lane.schedule import LEAST_SLICE_S, SWITCH_SHARE, Accounts, Fair, Fifo, Job, Work
+from parkd.lane.schedule import HALF_LIFE_S, LEAST_SLICE_S, SWITCH_SHARE, Accounts, Fair, Fifo, Job, Work
 from parkd.replay.schedules import Done, Simulation, Task, simulate, waits
 from parkd.types import TurnClass
 
@@ -90,6 +91,16 @@ def test_two_keys_have_equal_shares_however_many_turns_one_sends() -> None:
     one_key = run(*many, replace(alone, owner="anna"))
     assert max(each.end_s for each in one_key.turns) == pytest.approx(603.0, rel=SWITCH_SHARE)
     assert min(each.end_s for each in one_key.turns) > 500
+
+
+def test_many_short_turns_of_one_key_do_not_take_the_share_of_another() -> None:
+    """They fill all of the time, and get half of it from where their key is ten seconds ahead."""
+    flood = [Task(at / 5, 0.1, 0.1, 0.01, "anna") for at in (0, 0, 0, *range(600))]
+    long = Task(1.0, 0.5, 20.0, 0.01, "ben")
+    faded_s = 2 * long.needs_s * 10.0 * math.log(2) / HALF_LIFE_S  # of the ten seconds, and used again
+    assert of(run(*flood, long), long).end_s <= 10.0 + 2 * long.needs_s + faded_s + 2.0
+    short = Task(60.0, 0.1, 0.3, 0.01, "ben")
+    assert of(run(*flood, short), short).first_s <= 1.0
 
 
 def test_batch_has_what_others_leave_and_is_not_starved() -> None:
