@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parkd.config import server_address
+from parkd.errors import ConfigError
 
 
 def add_server_flags(parser: argparse.ArgumentParser, where: argparse._ActionsContainer | None = None) -> None:
@@ -15,6 +16,11 @@ def add_server_flags(parser: argparse.ArgumentParser, where: argparse._ActionsCo
 
 
 def key_of(given: argparse.Namespace) -> str | None:
-    """The key that was typed, else that of the environment."""
-    key: str | None = given.api_key
-    return server_address()[1] if key is None else key
+    """The key that was typed, else that of the environment. Raises ConfigError for one that cannot be sent, without
+    repeating it."""
+    typed: str | None = given.api_key
+    key = server_address()[1] if typed is None else typed
+    if key is not None and not (key.isascii() and key.isprintable()):
+        named = "PARKD_API_KEY" if typed is None else "--api-key"
+        raise ConfigError(f"{named} has a character that no key of a server has. Check it, also for a line's end.")
+    return key

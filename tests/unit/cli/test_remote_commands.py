@@ -172,6 +172,13 @@ def test_an_address_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -
     assert "--url" in told(capsys, "ps", "--url", url, code=2)
 
 
+@pytest.mark.parametrize("key", ["secret\u00e9", "secret\n"])
+def test_a_key_that_cannot_be_sent_is_not_repeated(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "ps", "--url", "http://127.0.0.1:9", "--api-key", key, code=2)
+    assert text.count("--api-key") == 1
+    assert "secret" not in text
+
+
 @contextlib.contextmanager
 def answering(root: bytes, other: bytes, status: int = 404) -> Iterator[str]:
     """Some other HTTP server."""
