@@ -6,6 +6,7 @@ this machine reaches.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -27,6 +28,33 @@ from parkd.proxy.requests import id_headers
 
 PATTERN_CHARACTERS = 2000
 """Longest pattern, and replacement, that is taken over HTTP."""
+UNROLLED_LIMIT = 50_000
+"""Most characters, classes and escapes of such a pattern with its counted repetitions written out, as the library does:
+a hundred milliseconds of compiling. Repetitions inside repetitions could take seconds, or all memory."""
+_PIECE = re.compile(
+    r"(?P<item>\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<open>\((?:\?[:=!>])?)|(?P<close>\))|\{(?:\d*,)?(?P<count>\d+),?\}|(?P<other>.)",
+    re.DOTALL,
+)
+
+
+def unrolled(pattern: str) -> int:
+    """The pieces of a pattern with its counted repetitions written out."""
+    totals, last = [0], 0
+    for piece in _PIECE.finditer(pattern):
+        if piece["open"]:
+            totals.append(0)
+            last = 0
+        elif piece["close"]:
+            last = totals.pop() if len(totals) > 1 else 0
+            totals[-1] += last
+        elif piece["count"]:
+            more = last * (int(piece["count"]) - 1)
+            totals[-1] += max(0, more)
+            last += max(0, more)
+        elif piece["item"] or piece["other"] not in "?+*|":
+            last = 1
+            totals[-1] += 1
+    return sum(totals)
 
 
 class RuleEndpoints:
@@ -95,6 +123,12 @@ def _rule(body: Mapping[str, Any]) -> RewriteRule:
         raise InvalidRequest("`rule` must be an object with a `pattern`, as in a rules file.", param="rule")
     if any(isinstance(value, str) and len(value) > PATTERN_CHARACTERS for value in entry.values()):
         raise InvalidRequest(f"The texts of a rule have at most {PATTERN_CHARACTERS} characters.", param="rule")
+    if unrolled(str(entry.get("pattern"))) > UNROLLED_LIMIT:
+        raise InvalidRequest(
+            f"The counted repetitions of the pattern come to more than {UNROLLED_LIMIT} pieces. Count fewer: `+` and "
+            "`*` have no count.",
+            param="rule",
+        )
     try:
         return rule_of(entry, "rule")
     except ConfigError as error:

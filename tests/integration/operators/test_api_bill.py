@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from parkd.identity.normalise import RULES_LIMIT
 from parkd.ledger.ledger import Ledger
 from parkd.proxy.config import ProxyConfig
+from parkd.proxy.rules import unrolled
 from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import MIB, Messages, Running, running, running_in_thread
@@ -270,6 +271,8 @@ async def test_a_server_without_keys_that_others_reach_takes_no_rules() -> None:
         {"pattern": "a", "more": 1},
         {"pattern": "a" * 2001},
         {"pattern": 5},
+        {"pattern": "(?:(?:[ab]|c){200}){,200}"},
+        {"pattern": "(?:(?:(?:a?){1000}){1000}){1000,}"},
     ],
 )
 async def test_what_is_no_rule_is_refused_by_its_field(rule: Any) -> None:
@@ -277,6 +280,23 @@ async def test_what_is_no_rule_is_refused_by_its_field(rule: Any) -> None:
         for path in ("/parkd/rules/try", "/parkd/rules"):
             refused = await post(server, path, rule=rule)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rule")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pieces"),
+    [("abc", 3), (r"a\d[x)]{3}", 5), ("(ab){3}c", 7), ("(?:(a{2}b){3}){4}", 36), ("a{0}b{,2}c{3,}", 6), ("){5}(", 0)],
+)
+def test_pieces_are_counted_as_they_are_unrolled(pattern: str, pieces: int) -> None:
+    assert unrolled(pattern) == pieces
+
+
+async def test_a_pattern_may_count_as_long_as_it_is_compiled_at_once() -> None:
+    async with running(FakeEngine()) as server:
+        await say(server, asked("aaaa"))
+        tried = await post(
+            server, "/parkd/rules/try", rule={"pattern": r"(?:a{2}){2,100}b{0}\d{1,40}(\w{3}){4}", "roles": ["user"]}
+        )
+        assert tried.status_code == 200, tried.text
 
 
 async def test_a_pattern_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
