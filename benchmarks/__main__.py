@@ -21,6 +21,7 @@ BENCH = (
     "indexer",
     "draft",
     "checkpoint_cost",
+    "spinning",
     "aba",
 )
 """Each runs in a process of its own, so that none inherits another's memory or threads."""

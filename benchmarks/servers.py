@@ -71,7 +71,13 @@ def peer_installed() -> bool:
 
 @contextlib.contextmanager
 def parkd_server(
-    *, cache_mib: int, context_tokens: int, threads: int | None = None, devices: str = "cpu,cpu", name: str = "parkd"
+    *,
+    cache_mib: int,
+    context_tokens: int,
+    threads: int | None = None,
+    devices: str = "cpu,cpu",
+    name: str = "parkd",
+    environment: dict[str, str] | None = None,
 ) -> Iterator[Server]:
     arguments = [
         *("serve", "--model", str(demo_model()), "--devices", devices, "--ctx-size", str(context_tokens)),
@@ -79,7 +85,7 @@ def parkd_server(
     ]
     command = [sys.executable, "-m", "parkd", *arguments]
     port = free_port()
-    with running(name, [*command, "--port", str(port)], port, threads) as server:
+    with running(name, [*command, "--port", str(port)], port, threads, environment) as server:
         yield server
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-SPINS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
-"""Per OpenMP runtime: GNU's counts turns of its loop (some microseconds here), LLVM's and Intel's milliseconds. Without
-a bound, threads spin for as long as 300,000 turns or 200 ms, and on a machine that is busy with something else each
-takes the core from the thread that all others wait for."""
+SPINS = {"GOMP_SPINCOUNT": "100000", "KMP_BLOCKTIME": "1"}
+"""Per OpenMP runtime: GNU's counts turns of its loop (a few milliseconds here), LLVM's and Intel's milliseconds.
+Without a bound, threads spin for as long as 300,000 turns or 200 ms, and on a machine that is busy with something else
+each takes the core from the thread that all others wait for. With far fewer turns threads sleep between two products of
+one token, and waking them costs more than the product: `benchmarks.spinning` measures both."""
 CHOICES = ("OMP_WAIT_POLICY", *SPINS)
 """Variables with which a user may have chosen otherwise."""
 
