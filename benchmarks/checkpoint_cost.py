@@ -45,8 +45,10 @@ def shape() -> Any:
     to the square of the width, the state to the width: relative to the work, a checkpoint is four times as large as in
     the whole model."""
     preset = PRESETS["qwen3.5-27b"]
-    parted = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    parted += ("linear_num_key_heads", "linear_num_value_heads")
+    parted = (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+        *("linear_num_key_heads", "linear_num_value_heads"),
+    )
     changes = {name: preset.settings[name] // NARROWER for name in parted}
     small = {"num_hidden_layers": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 32_768}
     return AutoConfig.for_model(preset.model_type, **{**preset.settings, **changes, **small})

@@ -124,7 +124,7 @@ def finish(result: Result, started: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{result.name}.json"
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    print(f"\nwritten: {path.relative_to(REPOSITORY)}")
+    print(f"\nwritten: {path.parent.name}/{path.name}")
 
 
 def _module_command() -> str:

@@ -68,7 +68,7 @@ def session_of(shape: Shape, devices: tuple[str, ...]) -> Session:
     stages, arenas = [], []
     for index, ((first, end), layout, device) in enumerate(zip(ranges, layouts, devices, strict=True)):
         inner = nn.Module()
-        inner.layers = nn.ModuleList(PassThrough() for _ in range(shape.layers))
+        inner.layers = nn.ModuleList(PassThrough(nn.Module()) for _ in range(shape.layers))
         stages.append(Stage(index, first, end, torch.device(device), inner, None))
         arena = StageArena(layout, shape.tokens, device)
         arena.rows.view(torch.int64).random_()

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.common import Goal, Result, Table, finish, machine, progress
@@ -96,7 +97,7 @@ def measured(tokens: int, turns: int, *, is_changed: bool) -> tuple[float, float
             explained = Explained(f"r{number}", "anna", prompt, parts, float(number))
             memory.add(explained)
             turn = Turn(f"r{number}", "anna", request, prompt, 0.0, 0.0)
-            turn.explained, turn.own_earlier = explained, lambda now=explained: memory.own_before(now)
+            turn.explained, turn.own_earlier = explained, partial(memory.own_before, explained)
             reused = 30 if is_changed else len(prompt) - 400
             outcome = CacheOutcome.COLD if is_changed else CacheOutcome.LIVE
             differs = Divergence(reused, "system", "", "") if is_changed else None

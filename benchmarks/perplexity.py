@@ -60,7 +60,8 @@ class Reader:
     def read(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Logits, float32 `[len(ids), vocab]`."""
         head: Any = self._stage.head
-        return head(self._stage.forward(ids[None], self._cache, position))[0].float()
+        logits: torch.Tensor = head(self._stage.forward(ids[None], self._cache, position))
+        return logits[0].float()
 
 
 def main() -> None:

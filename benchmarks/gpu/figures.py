@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.lane import GpuLane
-from parkd.store.records import CaptureRequest
+from parkd.store.records import CaptureRequest, Refused
 from parkd.types import SamplingParams
 
 GIB = 1 << 30
@@ -88,6 +88,7 @@ def copy_figures(lane: GpuLane, devices: tuple[str, ...]) -> dict[str, float]:
     """Captures and restores the live state, and compares with plain copies between the same buffers."""
     engine = lane.engine
     capture = lane.store.begin_capture(capture_request(lane))
+    assert not isinstance(capture, Refused), capture
     transfer = capture.transfer
     sums = engine.capture(transfer)
     parked_s = timed(devices, lambda: engine.capture(transfer), 5)
@@ -154,9 +155,10 @@ def generate_seconds(lane: GpuLane, sampling: SamplingParams, steps: int) -> flo
 def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -> dict[str, Any]:
     """Decoding at the present position with and without recorded graphs, and the time to read all weights and rows."""
     session = lane.engine.session
-    head = session.stages[-1].head
-    embedding = session.stages[0].inner.embed_tokens.weight.nbytes
-    tied = head.weight.data_ptr() == session.stages[0].inner.embed_tokens.weight.data_ptr()
+    head: Any = session.stages[-1].head
+    embedded: Any = session.stages[0].inner.embed_tokens
+    embedding = embedded.weight.nbytes
+    tied = head.weight.data_ptr() == embedded.weight.data_ptr()
     weights = lane.engine.info.weights_bytes - (0 if tied else embedding)
     position = session.position
     rows = position * lane.engine.info.layout.row_bytes

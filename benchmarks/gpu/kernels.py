@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from parkd_engine.kernels.attend import DecodeAttention
-from parkd_engine.kernels.matvec import Tiling, gated, matvec
+from parkd_engine.kernels.matvec import gated, matvec
 from parkd_engine.kernels.sums import block_sums
+from parkd_engine.kernels.tiling import Tiling
 from torch import nn
 
 HIDDEN, WIDE, KV, VOCAB = 4096, 12288, 1024, 151_936
@@ -68,24 +71,18 @@ def products() -> dict[str, dict[str, float]]:
         rows = sum(layer.weight.shape[0] for layer in sets[0]) // (2 if name == "gated" else 1)
         out = torch.empty(rows, device="cuda", dtype=torch.bfloat16)
         row: dict[str, float] = {}
-        actions = [lambda group=group, source=source: [layer(source[None]) for layer in group] for group in sets]
+        actions: list[Callable[[], object]] = [
+            partial(lambda group, source: [layer(source[None]) for layer in group], group, source) for group in sets
+        ]
         row["library GB/s"] = size / microseconds(actions) / 1e3
         for tiling in TILINGS:
             if name == "gated":
                 actions = [
-                    lambda group=group, tiling=tiling, out=out: gated(
-                        x, *group, out, norm=norm, eps=1e-6, tiling=tiling
-                    )
-                    for group in sets
+                    partial(gated, x, group[0], group[1], out, norm=norm, eps=1e-6, tiling=tiling) for group in sets
                 ]
             else:
                 normed = norm if name in ("qkv", "head") else None
-                actions = [
-                    lambda group=group, tiling=tiling, normed=normed, source=source, out=out: matvec(
-                        source, group, out, norm=normed, eps=1e-6, tiling=tiling
-                    )
-                    for group in sets
-                ]
+                actions = [partial(matvec, source, group, out, norm=normed, eps=1e-6, tiling=tiling) for group in sets]
             try:
                 row[f"{tiling.rows}x{tiling.columns}/{tiling.warps}"] = size / microseconds(actions) / 1e3
             except Exception as error:  # a tiling that does not fit the card is a result too

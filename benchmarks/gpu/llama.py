@@ -235,7 +235,8 @@ def ask(client: httpx.Client, messages: list[dict[str, str]]) -> dict[str, Any]:
     """One turn: seconds to the first token and between tokens, and what was reused."""
     body = {"messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    began_s, at, text, usage = time.perf_counter(), [], "", {}
+    usage: dict[str, Any] = {}
+    began_s, at, text = time.perf_counter(), [], ""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             raise SystemExit(response.read().decode()[:1000])

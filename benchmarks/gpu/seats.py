@@ -98,7 +98,8 @@ def together_ms(engine: TorchEngine, tokens: int) -> dict[int, float]:
     """Seats that step together -> milliseconds a step, each `tokens` tokens long; empty if such steps are not
     recorded."""
     sessions, vocab = sessions_of(engine), engine.info.vocab_size
-    together, found = Together(sessions), {}
+    found: dict[int, float] = {}
+    together = Together(sessions)
     for session in sessions:
         session.reset()
     if not together.record():

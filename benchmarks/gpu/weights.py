@@ -73,7 +73,9 @@ def of_shape(rows: int, columns: int) -> dict[str, float]:
         line[f"{weights}, three"] = microseconds([lambda each=each: products(three, each, out) for each in layers])
         if rows > columns:
             pairs = list(pairwise(layers))
-            line[f"{weights}, gated"] = microseconds([lambda pair=pair: gated(x, *pair, out[0]) for pair in pairs])
+            line[f"{weights}, gated"] = microseconds(
+                [lambda gate=gate, up=up: gated(x, gate, up, out[0]) for gate, up in pairs]
+            )
         line[f"{weights}, numbers"] = microseconds([lambda each=each: each.numbers(torch.bfloat16) for each in layers])
     return {name: round(value, 1) for name, value in line.items()}
 
