@@ -2,6 +2,7 @@
 
     python -m tests.mutants                                        all modules of MODULES
     python -m tests.mutants --module parkd/store/admission.py      one; --module takes globs, and may be repeated
+    python -m tests.mutants --since v1                             only conditions whose lines differ from that commit's
     python -m tests.mutants --list                                 what would be broken, without running anything
 
 One condition at a time is changed, in memory: the working tree is never edited. Only the fast tests that run its line
@@ -16,11 +17,13 @@ import argparse
 import hashlib
 import json
 import math
+import re
+import subprocess
 import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -36,6 +39,7 @@ MODULES = ("parkd/store/*.py",)
 TESTS = ("tests/unit/store", "tests/fault")
 NOT_RUN = ("tests/unit/store/test_store_metadata.py",)
 """It measures memory, which takes seconds and notices no condition."""
+HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
 LEAST_TIMEOUT_S = 30.0
 TIMEOUT_FACTOR = 4.0
 """A mutant's tests may take this many times as long as they take without it, with the lines watched."""
@@ -87,18 +91,54 @@ def modules_of(globs: Sequence[str]) -> list[Path]:
     return list(found)
 
 
+def changed_lines(since: str) -> dict[str, set[int]]:
+    """The lines of each file, by its path from the root, that differ from those of a commit.
+
+    Raises subprocess.CalledProcessError, after git has said why, if there is no such commit.
+    """
+    command = ["git", "diff", "--unified=0", "--find-renames", "--no-color", since, "--", "*.py"]
+    shown = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, set[int]] = {}
+    path = ""
+    for line in shown.splitlines():
+        if line.startswith("+++ "):
+            path = line.removeprefix("+++ b/")
+        elif hunk := HUNK.match(line):
+            first = int(hunk[1])
+            found.setdefault(path, set()).update(range(first, first + int(hunk[2] or 1)))
+    return found
+
+
 def explained() -> dict[str, str]:
     """The reason by the key of each mutant that changes nothing that anyone could see."""
     listed = tomllib.loads(EQUIVALENT.read_text()).get("equivalent", [])
     return {f"{each['function']}: {each['before']} -> {each['after']}": each["why"] for each in listed}
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Which conditions are broken."""
+
+    modules: Sequence[Path]
+    changed: dict[str, set[int]] | None = None
+    """Only conditions that one of these lines belongs to; None: all."""
+
+    def mutants(self, path: Path, source: str) -> Iterator[tuple[int, Mutant]]:
+        """Each with its number among all of the module."""
+        module = path.relative_to(ROOT).as_posix()
+        for number, mutant in enumerate(mutants_of(module, source)):
+            lines = range(mutant.line, mutant.last_line + 1)
+            if self.changed is None or not self.changed.get(module, set()).isdisjoint(lines):
+                yield number, mutant
+
+
 class Run:
     """One call of the script."""
 
-    def __init__(self, modules: Sequence[Path], tests: Sequence[str], seconds: float, within_s: float) -> None:
+    def __init__(self, chosen: Chosen, tests: Sequence[str], seconds: float, within_s: float) -> None:
         KEPT.mkdir(parents=True, exist_ok=True)
-        self.modules = modules
+        self.chosen = chosen
+        self.modules = chosen.modules
         self.until = time.monotonic() + seconds
         self.within_s = within_s
         self.results = Results(KEPT / "results.jsonl")
@@ -141,7 +181,7 @@ class Run:
     def module(self, path: Path) -> None:
         source, module = path.read_text(), path.relative_to(ROOT).as_posix()
         counts = self.counts[module] = Counter()
-        for number, mutant in enumerate(mutants_of(module, source)):
+        for number, mutant in self.chosen.mutants(path, source):
             full = f"{digest([path])} {number} {mutant.key}"
             record = self.results.known(full, self.tests_digest)
             if record is None:
@@ -193,16 +233,18 @@ def main() -> int:
     parser.add_argument(
         "--within", type=float, default=math.inf, help="of the tests of a mutant, only the quickest, of so many seconds"
     )
+    parser.add_argument("--since", metavar="COMMIT", help="only conditions whose lines differ from that commit's")
     parser.add_argument("--list", action="store_true", help="print the mutants and end")
     given = parser.parse_args()
-    modules = modules_of(given.module or MODULES)
+    changed = None if given.since is None else changed_lines(given.since)
+    chosen = Chosen(modules_of(given.module or MODULES), changed)
     if given.list:
-        for path in modules:
-            for mutant in mutants_of(path.relative_to(ROOT).as_posix(), path.read_text()):
+        for path in chosen.modules:
+            for _, mutant in chosen.mutants(path, path.read_text()):
                 print(f"{mutant.module}:{mutant.line} {mutant.before} -> {mutant.after}")
         return 0
     tests = tuple(given.tests or TESTS)
-    run = Run(modules, tests, given.seconds, given.within)
+    run = Run(chosen, tests, given.seconds, given.within)
     children.with_tests([*tests, *(f"--ignore={path}" for path in NOT_RUN)], run.work)
     return run.report()
 
