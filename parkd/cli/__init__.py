@@ -95,7 +95,7 @@ def _terminate(*_: object) -> NoReturn:
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     try:
-        words = sys.argv[1:] if words is None else words
+        words = sys.argv[1:] if words is None else list(words)
         if words[:1] == ["forget"] and any(word.partition("=")[0] == "--park-dir" for word in words):
             from parkd.cli import forget
 

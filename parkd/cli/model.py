@@ -101,7 +101,7 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
         elif not has_library:
             name, why = "torch", f"llama.cpp is not installed: {LLAMA_HINT}"
         elif is_demo and not wants:
-            name, why = "torch", "the demo shows stages"
+            name, why = "torch", "the demo model runs on it unless asked otherwise"
         else:
             name, why = "llama.cpp", wants or "the model is a GGUF file, and the library is installed"
     if name == "llama.cpp" and layout.weights is not None:

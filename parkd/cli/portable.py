@@ -7,12 +7,11 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
-import httpx
-
+from parkd.cli.remote.client import RemoteServer, in_path
 from parkd.cli.remote.flags import add_server_flags, key_of
 from parkd.config.keys import read_key_file
 from parkd.errors import ConfigError
@@ -28,10 +27,6 @@ from parkd.store.layouts import described_layouts
 from parkd.store.opening import scan
 from parkd.store.records import name_of
 from parkd.types import NamedKey
-
-WAIT_S = 120.0
-"""Longest silence of a server, which may read a conversation from disk first."""
-PIECE_BYTES = 1 << 20
 
 T = TypeVar("T")
 
@@ -117,59 +112,21 @@ def _replacing(path: Path, *, force: bool) -> Iterator[BinaryIO]:
 
 
 def _fetch(url: str, key: str | None, conversation_id: str, out: BinaryIO) -> None:
-    with _client(url, key) as client, _speaking(url):
-        path = f"/parkd/conversations/{conversation_id}/export"
-        with client.stream("GET", path) as answer:
-            if answer.status_code != httpx.codes.OK:
-                answer.read()
-                raise ConfigError(_told(answer))
-            out.writelines(answer.iter_bytes(PIECE_BYTES))
+    path = f"/parkd/conversations/{in_path(conversation_id, 'ID')}/export"
+    with contextlib.closing(RemoteServer(url, key)) as server:
+        server.fetch(path, out)
 
 
-def _send(url: str, key: str | None, into: str | None, path: Path) -> dict[str, object]:
+def _send(url: str, key: str | None, into: str | None, path: Path) -> Mapping[str, Any]:
     try:
         file = path.open("rb")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    with file, _client(url, key) as client:
+    with file, contextlib.closing(RemoteServer(url, key)) as server:
         size = file.seek(0, os.SEEK_END)
         _usable(read_header, file, size)  # what is no conversation is not sent
         file.seek(0)
-        with _speaking(url):
-            answer = client.post(
-                "/parkd/conversations/import",
-                content=iter(lambda: file.read(PIECE_BYTES), b""),
-                params={} if into is None else {"into": into},
-                headers={"content-length": str(size), "content-type": CONTENT_TYPE},
-            )
-    if answer.status_code != httpx.codes.OK:
-        raise ConfigError(_told(answer))
-    told: dict[str, object] = answer.json()
-    return told
-
-
-def _client(url: str, key: str | None) -> httpx.Client:
-    headers = {} if key is None else {"x-api-key": key}
-    try:
-        return httpx.Client(base_url=url, headers=headers, timeout=WAIT_S, trust_env=False)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"--url {url}: {error}") from error
-
-
-@contextlib.contextmanager
-def _speaking(url: str) -> Iterator[None]:
-    try:
-        yield
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"the server at {url} did not answer: {error}. Is it running, and is --url right?") from error
-
-
-def _told(answer: httpx.Response) -> str:
-    """What a server says of a refusal."""
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered with status {answer.status_code}"
+        return server.send("/parkd/conversations/import", file, size, CONTENT_TYPE, into=into)
 
 
 # A park directory

@@ -32,6 +32,9 @@ class Caller:
     report."""
     shares_namespace: bool = False
     """Other keys may be in the namespace, so that not all that is parked in it is the caller's own."""
+    has_company: bool = False
+    """Other keys are in the namespace now, and answered from what the caller brings. One that is alone in a namespace
+    still need not have made all that is parked in it: others may have been there before."""
     is_operator: bool = False
     """May see what all keys do together, such as `/metrics`."""
 
@@ -65,7 +68,8 @@ def authenticate(
     own = namespace_of(sent)
     is_operator = sum(hmac.compare_digest(sent.encode(), key.encode()) for key in operator_keys) > 0
     shares = key.namespace is not None
-    return Caller(f"={key.namespace}" if shares else own, key.name, own, shares, is_operator)
+    has_company = shares and sum(other.namespace == key.namespace for other in named_keys) > 1
+    return Caller(f"={key.namespace}" if shares else own, key.name, own, shares, has_company, is_operator)
 
 
 def namespaces_of(

@@ -30,6 +30,7 @@ from parkd.proxy.portable import PortableEndpoints
 from parkd.proxy.proxy import Proxy
 from parkd.proxy.requests import id_headers
 from parkd.proxy.rules import RuleEndpoints
+from parkd.proxy.targets import AbsoluteTargets
 
 Counter = AnthropicMessages | OpenAIResponses
 FINGERPRINT_CHARACTERS = 12
@@ -75,7 +76,7 @@ def create_app(services: Services) -> Starlette:
     groups = (ConversationEndpoints(proxy), PortableEndpoints(proxy), BillEndpoints(proxy), RuleEndpoints(proxy))
     for method, path, handler in (route for group in groups for route in group.routes()):
         routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
-    middleware = []
+    middleware = [Middleware(AbsoluteTargets)]
     if services.config.cors_origins:
         origins = list(services.config.cors_origins)
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
@@ -83,7 +84,7 @@ def create_app(services: Services) -> Starlette:
         routes=routes,
         middleware=middleware,
         lifespan=proxy.life,
-        exception_handlers={HTTPException: http_error(proxy.metrics), Exception: server_error},
+        exception_handlers={HTTPException: http_error(proxy.config, proxy.metrics), Exception: server_error},
     )
     app.router.redirect_slashes = False
     app.state.parkd = proxy

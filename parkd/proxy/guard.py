@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from parkd.errors import InvalidRequest, NotFound, ParkdError, UpgradeRefused
+from parkd.errors import InvalidRequest, NotFound, ParkdError, Unauthorized, UpgradeRefused
 from parkd.lane.metrics import Metrics
 from parkd.lane.reports.turn_log import requests_log
-from parkd.proxy.access import check_length, check_origin, has_two_lengths
+from parkd.proxy.access import Caller, authenticate, check_length, check_origin, has_two_lengths
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect
@@ -50,19 +50,24 @@ def guarded(
             return Response(status_code=499)
         except ParkdError as error:
             metrics.requests.labels(error.code).inc()
-            note_refused(request, error)
+            note_refused(request, error, config)
             return _closing(request, _error_response(dialect or spoken_by(request), error, request_id))
 
     return endpoint
 
 
-def note_refused(request: Request, error: ParkdError) -> None:
-    """The log line of a request that never became a turn: who sent it, and why it was refused; no text of it."""
+def note_refused(request: Request, error: ParkdError, config: ProxyConfig, status: int | None = None) -> None:
+    """The log line of a request that never became a turn: who sent it, and why it was refused; no text of it. `status`
+    is the answer's, if it is not the error's."""
+    try:
+        caller = caller_of(request.headers, config).shown
+    except Unauthorized:
+        caller = "-"
     requests_log.info(
         "key=%s refused=%s status=%d %s %r",
-        getattr(request.state, "caller", "-"),
+        caller,
         error.code,
-        error.status,
+        status or error.status,
         request.method,
         request.url.path[:PATH_SHOWN],
     )
@@ -82,7 +87,12 @@ def _error_response(dialect: Dialect, error: ParkdError, request_id: str) -> Res
     return Response(encoded(answer.body), answer.status, headers, "application/json")
 
 
-def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Response]]:
+def caller_of(headers: Mapping[str, str], config: ProxyConfig) -> Caller:
+    """Who sends a request with these headers. Raises Unauthorized."""
+    return authenticate(headers, config.api_keys, config.named_keys, config.operator_keys)
+
+
+def http_error(config: ProxyConfig, metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Response]]:
     """The handler for what the router refuses: unknown paths and methods. OPTIONS gets an empty answer, without headers
     that would permit a web page anything."""
 
@@ -98,7 +108,7 @@ def http_error(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Res
         else:
             refused = InvalidRequest(f"{request.method} is not allowed at {request.url.path}.")
         metrics.requests.labels(refused.code).inc()
-        note_refused(request, refused)
+        note_refused(request, refused, config, error.status_code)
         response = _error_response(spoken_by(request), refused, request_id_of(request.headers))
         response.status_code = error.status_code
         response.headers.update(error.headers or {})

@@ -3,10 +3,10 @@
     export   found -> held -> copied to a spool file, compared with its sums -> released -> sent
     import   received in a spool file -> read, compared, fitted -> room reserved -> copied -> committed
 
-A key exports what is its own, and imports into its own namespace; an operator's key does both for all keys. Where keys
-share a namespace, only an operator imports: what one of them brought would answer the others, and nobody can tell from
-bytes whether they are the state of the tokens beside them. For the same reason only an operator imports states that are
-more than numbers: places in memory, or what another program parses.
+A key exports what is its own, and imports into its own namespace; an operator's key does both for all keys. Where
+several keys share a namespace, only an operator imports: what one of them brought would answer the others, and nobody
+can tell from bytes whether they are the state of the tokens beside them. For the same reason only an operator imports
+states that are more than numbers: places in memory, or what another program parses.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class PortableEndpoints:
         """Where an import goes. Raises Forbidden, and InvalidRequest for a key that is not known."""
         config = self._proxy.config
         if into is None:
-            if caller.shares_namespace and not caller.is_operator:
+            if caller.has_company and not caller.is_operator:
                 raise Forbidden(
                     "This key shares its namespace with others, which would be answered from what it imports. Ask the "
                     "operator to import it."

@@ -39,14 +39,14 @@ from parkd.lane.resend import Resends
 from parkd.lane.schedule import SCHEDULES
 from parkd.lane.turn import Turn
 from parkd.lane.turn_runner import TurnRunner
-from parkd.proxy.access import Caller, authenticate, narrowed
+from parkd.proxy.access import Caller, narrowed
 from parkd.proxy.bodies import BodyRoom, Charge, MemoryReturn
 from parkd.proxy.config import Services
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect, ResponseMeta
 from parkd.proxy.dialects.frames import encoded
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
-from parkd.proxy.guard import note_refused
+from parkd.proxy.guard import caller_of, note_refused
 from parkd.proxy.leaving import while_connected
 from parkd.proxy.prompts import Prompts
 from parkd.proxy.requests import id_headers, parse_object, read_body
@@ -219,7 +219,7 @@ class Proxy:
                     self.prompts.check_fits(len(ready.prompt), turn_request)
                 except ContextOverflow as overflow:
                     if turn_request.stream and overflow.code in dialect.streamed_errors:
-                        note_refused(request, overflow)
+                        note_refused(request, overflow, config)
                         headers = stream_headers(dialect) | id_headers(request_id)
                         return StreamingResponse(encoder.failure(overflow), headers=headers)
                     raise
@@ -298,11 +298,8 @@ class Proxy:
         return Remembered.of(kinds)
 
     def caller_of(self, request: Request) -> Caller:
-        """Who sends the request; from now on its log line names the caller. Raises Unauthorized."""
-        config = self.config
-        caller = authenticate(request.headers, config.api_keys, config.named_keys, config.operator_keys)
-        request.state.caller = caller.shown
-        return caller
+        """Who sends the request. Raises Unauthorized."""
+        return caller_of(request.headers, self.config)
 
     async def body_of(self, request: Request, charge: Charge) -> Mapping[str, Any]:
         """The request's body as a JSON object. Raises ParkdError if it cannot be read."""

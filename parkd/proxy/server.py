@@ -20,6 +20,7 @@ import uvicorn
 from parkd.proxy.app import create_app
 from parkd.proxy.config import Services
 from parkd.proxy.connections import Connection, Lobby
+from parkd.proxy.half_closed import HalfClosedProtocol
 from parkd.proxy.proxy import CUT_WAIT_S, Proxy
 
 log = logging.getLogger(__name__)
@@ -79,9 +80,9 @@ class Server(uvicorn.Server):
                 host=services.config.host,
                 port=services.config.port,
                 lifespan="on",
-                # Never httptools, even if it is installed: with it, a request that offers an upgrade to HTTP/2, as
-                # Java's client does, loses its body.
-                http="h11",
+                # h11, and never httptools, even if it is installed: with it, a request that offers an upgrade to
+                # HTTP/2, as Java's client does, loses its body.
+                http=HalfClosedProtocol,
                 ws="none",
                 log_config=None,
                 access_log=False,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
+from urllib.parse import quote
 
 import httpx
 
@@ -12,6 +13,11 @@ from parkd.errors import ConfigError
 
 WAIT_S = 30.0
 """Longest silence of a server."""
+FILE_WAIT_S = 120.0
+"""The same where a file goes or comes: the server may read it from disk first."""
+PIECE_BYTES = 1 << 20
+NAME_BYTES = 200
+"""Longest name of a conversation or request that is asked for: what a path may hold, with room."""
 NAME = "parkd"
 """What a server of ours says at `/`."""
 
@@ -33,11 +39,24 @@ class RemoteServer:
         self._client.close()
 
     def get(self, path: str, **query: Any) -> Mapping[str, Any]:
-        params = {name: value for name, value in query.items() if value is not None}
-        return self._told("GET", path, params=params)
+        return self._told("GET", path, params=_params(query))
 
     def act(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         return self._told(method, path, json=body or {}, headers={"x-parkd-action": "1"})
+
+    def fetch(self, path: str, out: BinaryIO) -> None:
+        """Writes the answer's bytes to `out` as they come."""
+        with self._speaking(), self._client.stream("GET", path, timeout=FILE_WAIT_S) as answer:
+            if not answer.is_success:
+                answer.read()
+                self._refuse(answer, _object(answer))
+            out.writelines(answer.iter_bytes(PIECE_BYTES))
+
+    def send(self, path: str, file: BinaryIO, size_bytes: int, content_type: str, **query: Any) -> Mapping[str, Any]:
+        """Sends `size_bytes` of the file, from where it stands, and returns what is told of it."""
+        headers = {"content-length": str(size_bytes), "content-type": content_type}
+        pieces = iter(lambda: file.read(PIECE_BYTES), b"")
+        return self._told("POST", path, content=pieces, params=_params(query), headers=headers, timeout=FILE_WAIT_S)
 
     def find(self, name: str) -> str:
         """The id of the one conversation that has this id, or whose id begins so."""
@@ -56,9 +75,13 @@ class RemoteServer:
         with self._speaking():
             answer = self._client.request(method, path, **sent)
             document = _object(answer)
-            if answer.is_success and document is not None:
-                return document
-            self._check_product(answer, document)
+            if not answer.is_success or document is None:
+                self._refuse(answer, document)
+            return document
+
+    def _refuse(self, answer: httpx.Response, document: Mapping[str, Any] | None) -> NoReturn:
+        """Raises ConfigError with what the server says, or with what it is."""
+        self._check_product(answer, document)
         message = _message(document) or f"the server at {self.url} answered with status {answer.status_code}"
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             message = f"{message.rstrip('.')}. Give it with --api-key, or in PARKD_API_KEY"
@@ -83,6 +106,24 @@ class RemoteServer:
             raise ConfigError(f"no server answers at {self.url}: start one with `parkd`, or name its --url") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConfigError(f"the server at {self.url} did not answer: {error}") from error
+
+
+def in_path(name: str, what: str) -> str:
+    """A name that the user gave, as one part of a path. Raises ConfigError, which calls it `what`, if nothing has such
+    a name: a path with it would be another one, which the server would be blamed for."""
+    is_part = name.strip(".") and "/" not in name and name.isprintable()
+    if not is_part or len(name.encode()) > NAME_BYTES:
+        raise ConfigError(f"{what} {name[:64]!r}: expected an id, at most {NAME_BYTES} printable characters without /")
+    return quote(name, safe="")
+
+
+def _params(query: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is asked for. Raises ConfigError for a text that no request can carry."""
+    params = {name: value for name, value in query.items() if value is not None}
+    for name, value in params.items():
+        if isinstance(value, str) and not value.isprintable():
+            raise ConfigError(f"--{name} {value[:64]!r}: expected printable characters")
+    return params
 
 
 def _object(answer: httpx.Response) -> Mapping[str, Any] | None:

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from parkd.cli.remote import tables
-from parkd.cli.remote.client import RemoteServer
+from parkd.cli.remote.client import RemoteServer, in_path
 from parkd.cli.remote.flags import add_server_flags, key_of
 from parkd.errors import ConfigError, InvalidRequest
 from parkd.ledger.since import since_s
@@ -34,6 +34,7 @@ COMMANDS = tuple(HELP)
 EPILOGS = {"forget": "parkd forget --park-dir DIR --help tells how conversations of a park directory are removed."}
 TURNS_SHOWN = 8
 LEAST_STEP_S = 0.2
+LONGEST_STEP_S = 3600.0
 WIDTH_WITHOUT_TERMINAL = 120
 
 
@@ -107,6 +108,7 @@ def _show(server: RemoteServer, given: Given) -> Shown:
 
 def _why(server: RemoteServer, given: Given) -> Shown:
     asked: str | None = given.request
+    path = None if asked is None else in_path(asked, "REQUEST")
     turn, explained, refused = None, None, None
     try:
         found = server.get("/parkd/turns", request_id=_bare(asked), limit=1, since="4w")["turns"]
@@ -115,11 +117,12 @@ def _why(server: RemoteServer, given: Given) -> Shown:
         refused = error
         if asked is None:
             raise
-    name = asked if asked is not None else turn["request_id"] if turn is not None else None
-    if name is None:
-        raise ConfigError("no turn is in the ledger yet")
+    if path is None:
+        if turn is None:
+            raise ConfigError("no turn is in the ledger yet")
+        path = in_path(turn["request_id"], "REQUEST")
     try:
-        explained = server.get(f"/parkd/explain/{name}")
+        explained = server.get(f"/parkd/explain/{path}")
     except ConfigError as error:
         refused = error
     if turn is None and explained is None:
@@ -189,6 +192,8 @@ def _top(server: RemoteServer, given: Given, console: Console) -> int:
         state, held = server.get("/parkd/now"), server.get("/parkd/conversations")
         return {"now": state, **held}, tables.now(state, held)
 
+    if not 0 <= given.step <= LONGEST_STEP_S:
+        raise ConfigError(f"--step {given.step:g}: expected seconds, at most {LONGEST_STEP_S:.0f}")
     step_s = max(LEAST_STEP_S, given.step)
     document, shown = look()
     if given.once or not (console.is_terminal or given.json):

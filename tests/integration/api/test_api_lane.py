@@ -342,6 +342,9 @@ async def test_each_refused_request_is_one_line_in_the_log_too(caplog: pytest.Lo
         await server.client.post(chat, json={"messages": long}, headers=key)
         await server.client.post("/v1/responses", json={"input": "secret " * 9000, "stream": True}, headers=key)
         await server.client.get("/v1/nothing")
+        await server.client.get("/v1/nothing", headers=key)
+        await server.client.get(chat, headers=key)
+        await server.client.post("/parkd/conversations/one/pin", headers={**key, "origin": "http://elsewhere"})
         await server.client.get("/metrics", headers=key)
     assert [record.getMessage() for record in caplog.records if record.name == "parkd.requests"] == [
         "key=- refused=invalid_api_key status=401 POST '/v1/chat/completions'",
@@ -349,6 +352,9 @@ async def test_each_refused_request_is_one_line_in_the_log_too(caplog: pytest.Lo
         "key=anna refused=context_length_exceeded status=400 POST '/v1/chat/completions'",
         "key=anna refused=context_length_exceeded status=400 POST '/v1/responses'",
         "key=- refused=not_found status=404 GET '/v1/nothing'",
+        "key=anna refused=not_found status=404 GET '/v1/nothing'",
+        "key=anna refused=invalid_request status=405 GET '/v1/chat/completions'",
+        "key=anna refused=forbidden status=403 POST '/parkd/conversations/one/pin'",
         "key=anna refused=forbidden status=403 GET '/metrics'",
     ]
     assert "secret" not in caplog.text

@@ -14,6 +14,7 @@ import httpx
 import orjson
 import pytest
 from anyio.abc import SocketStream
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from parkd.proxy import connections, server
 from parkd.proxy.config import ProxyConfig
@@ -167,7 +168,9 @@ async def test_a_request_that_offers_another_http_is_answered_in_this_one() -> N
     """As clients in Java do with every request."""
     offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAARAAAAAAAIAAAAA"}
     async with running(FakeEngine()) as parkd:
-        assert parkd.server.config.http == "h11", "whatever else is installed"
+        protocol = parkd.server.config.http
+        assert isinstance(protocol, type)
+        assert issubclass(protocol, H11Protocol), "whatever else is installed"
         answer = await parkd.client.post(CHAT, json=body_of(HELLO), headers=offer)
         assert answer.status_code == 200
         async with httpx.AsyncClient(trust_env=False) as other:

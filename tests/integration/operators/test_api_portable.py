@@ -239,6 +239,16 @@ async def test_a_key_imports_for_itself_and_an_operator_for_all() -> None:
         assert (await said(server, "k-dave", LONG))[1] == "restored-ram"
 
 
+@pytest.mark.parametrize(("others", "status"), [((), 200), ((NamedKey("dave", "k-dave", "team"),), 403)])
+async def test_found_by_use_a_key_that_is_alone_in_a_namespace_imports(
+    others: tuple[NamedKey, ...], status: int
+) -> None:
+    data = await conversation()
+    keys = ProxyConfig(named_keys=(NamedKey("carol", "k-carol", "team"), NamedKey("eve", "k-eve"), *others))
+    async with running(FakeEngine(), config=keys) as server:
+        assert (await landed(server, data, **{"x-api-key": "k-carol"})).status_code == status
+
+
 async def test_a_web_page_elsewhere_cannot_import() -> None:
     """It can send a body without asking first only as text or as a form."""
     data = await conversation()

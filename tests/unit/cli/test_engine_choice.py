@@ -41,7 +41,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
         ({"devices": "cpu,cpu"}, GGUF, False, True, "torch", "--devices names its stages"),
         ({"devices": "cpu"}, HUB, False, True, "torch", "--devices names its stages"),
         ({"devices": "cpu,cpu", "layer-split": "2"}, GGUF, False, True, "torch", "--devices names its stages"),
-        ({}, GGUF, True, True, "torch", "the demo shows stages"),
+        ({}, GGUF, True, True, "torch", "the demo model runs on it unless asked otherwise"),
         ({}, GGUF, True, False, "torch", f"llama.cpp is not installed: {LLAMA_HINT}"),
         ({"gpu-layers": "3"}, GGUF, True, True, "llama.cpp", "--gpu-layers is its flag"),
         ({"main-gpu": "1"}, GGUF, False, True, "llama.cpp", "--main-gpu is its flag"),

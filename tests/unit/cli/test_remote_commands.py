@@ -131,6 +131,33 @@ def test_why_works_without_a_ledger_for_a_request_that_is_remembered(capsys: pyt
         assert "no ledger" in told(capsys, "bill", "--url", url, code=2)
 
 
+WRONG = ("", "a\nb", "a\x1b[31mb", "\udcff", "a/b", "..", "x" * 201)
+"""No id, a line's end, a terminal's control, a byte that is no UTF-8, what would be another path, and one too long."""
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_found_by_use_a_wrong_argument_is_not_blamed_on_the_server(
+    wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server is one that would answer, so what is said is about the argument, in one printable line."""
+    with serving(tmp_path) as url:
+        say(url, "Hello?")
+        asked: dict[str, tuple[str, ...]] = {
+            "REQUEST": ("why", wrong),
+            "ID": ("export", wrong, str(tmp_path / "talk.parkd")),
+            repr(wrong)[:20]: ("show", wrong),
+        }
+        if not wrong.isprintable():
+            asked["--since"] = ("bill", "--since", wrong)
+        for named, words in asked.items():
+            said = told(capsys, *words, "--url", url, code=2)
+            assert named in said
+            assert "server" not in said
+            assert said.rstrip("\n").isprintable()
+        for step in ("nan", "inf", "-1"):
+            assert "--step" in told(capsys, "top", "--step", step, "--url", url, code=2)
+
+
 def test_top_without_a_terminal_looks_once(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as url:
         say(url, "Hello?")
