@@ -296,3 +296,30 @@ def test_a_norm_around_one(rows: int, width: int, stride: int) -> None:
     offset_norm(x, norm.weight, out, norm.eps)
     with torch.no_grad():
         close(out, norm(x), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_kernel_for_prompts_reads_rows_where_they_are(dim: int, dtype: torch.dtype) -> None:
+    """As near to float32 as torch's kernel, the same bits each time, and for a query the same in a smaller chunk. Both
+    rows and queries are strided, as in an engine."""
+    from parkd_engine.forward.attention import of_chunk
+
+    rows = torch.randn((3000, 5, 2, dim), device=LAST).to(dtype)
+    query = torch.randn((1, 2048, 8, dim), device=LAST).to(dtype).transpose(1, 2)
+    keys, values = (rows[:, part].transpose(0, 1)[None] for part in (1, 3))
+    with torch.cuda.device(LAST):
+        mine = of_chunk(query, keys, values, dim**-0.5)
+        if mine is None:
+            pytest.skip("no kernel for prompts here")
+        again = of_chunk(query, keys, values, dim**-0.5)
+        fewer = of_chunk(query[:, :, :1200], keys[:, :, : 3000 - 848], values[:, :, : 3000 - 848], dim**-0.5)
+    assert again is not None
+    assert fewer is not None
+    seen = torch.ones((2048, 3000), dtype=torch.bool, device=LAST).tril(952)
+    expected = scaled_dot_product_attention(
+        query.float(), keys.float(), values.float(), attn_mask=seen, scale=dim**-0.5, enable_gqa=True
+    )
+    close(mine, expected[0].transpose(0, 1), dtype)
+    assert torch.equal(mine, again)
+    assert torch.equal(mine[:1200], fewer)

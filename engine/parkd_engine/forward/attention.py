@@ -11,7 +11,8 @@ queries are always the last `q` positions of the keys.
     index   sparse attention: the same with the keys that the index selected; a small selection is gathered instead
     CUDA    the lower-right causal bias, which keeps the flash kernel. Never cuDNN's kernel: it builds a new plan for
             every length (2.3 ms for each layer and token; the kernel itself takes 0.07 ms), and over gathered keys its
-            results were not reproducible
+            results were not reproducible. Chunks go through a faster kernel where there is one
+            (`kernels.prompt_attention`)
     sinks   a score for each head that takes part in the softmax and has no value: attention without it, scaled by what
             share of the weights the keys have. The kernels say how large their sum is (logsumexp)
 """
@@ -34,6 +35,7 @@ from parkd_engine.arenas.kv_format import KeptStates, QuantisedStates, tokens_of
 from parkd_engine.arenas.placed import PlacedStates
 from parkd_engine.families.layer_state import INDEXED
 from parkd_engine.forward.indexer import CausalOrder, KeySelection
+from parkd_engine.kernels.prompt_attention import is_worth_it, kernel_for
 
 ATTENTION_NAME = "parkd"
 QUERY_BLOCK = 256
@@ -179,11 +181,25 @@ def _attend(
     if sinks is not None:
         return _blocked(query, key, value, scaling, grouped, hidden, spans, sinks)
     if query.device.type == "cuda" and hidden is None and not spans:
+        if (output := of_chunk(query, key, value, scaling)) is not None:
+            return output.transpose(0, 1)[None]
         bias = causal_lower_right(query.shape[2], key.shape[2]) if query.shape[2] > 1 else None
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
     if query.shape[2] == 1 and hidden is None:
         return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
     return _blocked(query, key, value, scaling, grouped, hidden, spans)
+
+
+def of_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor | None:
+    """Causal attention of a chunk of several tokens, as for `arena_attention`, through the kernel for prompts; returns
+    `[q, heads, dim]`. None if torch's kernel is to be used."""
+    heads, tokens, dim = query.shape[1:]
+    if not is_worth_it(tokens, heads) or value.shape[3] != dim or key.dtype != query.dtype:
+        return None
+    kernel = kernel_for(query.device, query.dtype, dim)
+    if kernel is None:
+        return None
+    return kernel(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling)
 
 
 def _takes_flash(query: torch.Tensor) -> bool:

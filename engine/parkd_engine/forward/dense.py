@@ -23,7 +23,7 @@ from parkd_engine.arenas.cache import StageCache
 from parkd_engine.families.layer_shapes import layer_kinds
 from parkd_engine.families.layer_state import LAYER_KINDS
 from parkd_engine.families.records import family_of
-from parkd_engine.forward.attention import CUDA_KERNELS
+from parkd_engine.forward.attention import CUDA_KERNELS, of_chunk
 from parkd_engine.forward.stages import Stage
 from parkd_engine.kernels import has_triton
 
@@ -172,11 +172,13 @@ class DenseStage:
                     return hidden[None]
                 heads = query.view(1, tokens, -1, layer.key_rows.shape[2]).transpose(1, 2)
                 keys, values = _kept_numbers(layer, stop, hidden.dtype)
-                grouped = heads.shape[1] != keys.shape[1]
-                attended = scaled_dot_product_attention(
-                    heads, keys, values, attn_mask=bias, scale=layer.scaling, enable_gqa=grouped
-                )
-                attended = attended.transpose(1, 2).reshape(tokens, -1)
+                attended = of_chunk(heads, keys, values, layer.scaling)
+                if attended is None:
+                    grouped = heads.shape[1] != keys.shape[1]
+                    attended = scaled_dot_product_attention(
+                        heads, keys, values, attn_mask=bias, scale=layer.scaling, enable_gqa=grouped
+                    )[0].transpose(0, 1)
+                attended = attended.reshape(tokens, -1)
                 add_norm(hidden, layer.output(attended), layer.post_norm, normed, self._eps)
                 gates = layer.gate(normed)
                 gate(gates, layer.up(normed))

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
 from parkd_engine.arenas.kv_format import format_name
+from parkd_engine.families.layer_shapes import kv_shape, layer_kinds
+from parkd_engine.families.records import family_of
+from parkd_engine.forward.stages import Stage
+from parkd_engine.kernels.prompt_attention import kernel_name
 
 FINGERPRINT_BYTES = 16
+READ_WHOLE = frozenset({"full_attention", "hybrid"})
+"""Kinds of layers whose chunks a kernel for prompts may read."""
 
 _SHAPELESS = frozenset(
     {
@@ -37,18 +43,39 @@ _SHAPELESS = frozenset(
 """Settings that change no value of a token's state. Every setting not listed is assumed to change it."""
 
 
-def fingerprint(weights_digest: bytes, config: Mapping[str, Any], dtype: torch.dtype, kv_dtype: torch.dtype) -> bytes:
-    """16 bytes over the weights' digest, configuration (transformers' `config.to_dict()`), compute and KV dtypes.
+def fingerprint(
+    weights_digest: bytes,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    kernels: Sequence[str] = (),
+) -> bytes:
+    """16 bytes over the weights' digest, configuration (transformers' `config.to_dict()`), compute and KV dtypes, and
+    `kernels`, names with versions of those that round otherwise than the usual ones.
 
     Leaves out context size and devices, which do not change a token's state, and the chat template, whose effect shows
     in the token ids.
     """
     canonical = json.dumps(_shaping(config), sort_keys=True, separators=(",", ":"), default=str)
     hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-engine")
-    for part in (weights_digest, canonical.encode(), str(dtype).encode(), format_name(kv_dtype).encode()):
+    parts = [weights_digest, canonical.encode(), str(dtype).encode(), format_name(kv_dtype).encode()]
+    for part in [*parts, *(name.encode() for name in kernels)]:
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
     return hasher.digest()
+
+
+def kernels_of(stages: Sequence[Stage], config: Any) -> tuple[str, ...]:
+    """Names of the kernels that round otherwise than the usual ones and are in use on the stages' devices, for
+    `fingerprint`. `config` is the library's of the text model. May compile those for prompts."""
+    names: set[str] = set()
+    for stage in stages:
+        kinds = enumerate(layer_kinds(config)[stage.first_layer : stage.end_layer], stage.first_layer)
+        seeing = [layer for layer, kind in kinds if kind in READ_WHOLE and not family_of(config).has_latents]
+        for dim in {kv_shape(config, layer)[1] for layer in seeing}:
+            name = kernel_name(stage.device, stage.dtype, dim)
+            names |= set() if name is None else {name}
+    return tuple(sorted(names))
 
 
 def _shaping(value: Any) -> Any:

@@ -14,7 +14,7 @@ from parkd_engine.account import ARENA_PARTS, WEIGHT_PARTS, ModelMemory, StageMe
 from parkd_engine.arenas.kv_format import KV_FORMATS, kv_dtype_of
 from parkd_engine.balance import choose_split
 from parkd_engine.families.architectures import architecture_of
-from parkd_engine.loading.fingerprint import fingerprint
+from parkd_engine.loading.fingerprint import fingerprint, kernels_of
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.memory import is_card
 from parkd_engine.opening import open_seats
@@ -130,12 +130,13 @@ def _info(
 ) -> EngineInfo:
     layout, session = config.layout, sessions[0]
     kv_dtype = kv_dtype_of(layout.kv_format, loaded.dtype)
+    kernels = kernels_of(session.stages, loaded.text_config)
     rows = session.arenas[0].row_tokens
     accounts = tuple(stage.lines(session.context_tokens, len(sessions), rows) for stage in memory)
     return EngineInfo(
         model_name=config.name or loaded.name,
         architecture=architecture_of(loaded.config),
-        fingerprint=fingerprint(loaded.weights_digest, loaded.config.to_dict(), loaded.dtype, kv_dtype),
+        fingerprint=fingerprint(loaded.weights_digest, loaded.config.to_dict(), loaded.dtype, kv_dtype, kernels),
         context_tokens=session.context_tokens,
         vocab_size=int(loaded.text_config.vocab_size),
         end_token_ids=loaded.end_token_ids,
