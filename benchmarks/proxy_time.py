@@ -20,25 +20,26 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from parkd_engine.loading.gguf_metadata import read_metadata
 from parkd_engine.loading.gguf_tokenizer import save_tokenizer
-from parkd_engine.words.chat import ChatTemplate, ChatTokenizer
+from parkd_engine.words.chat import ChatTokenizer
 from transformers import AutoTokenizer
 
 from benchmarks import texts
 from benchmarks.common import MIB, Goal, Result, Table, finish, machine, progress
 from benchmarks.servers import demo_model
-from parkd.engine_adapter.torch_engine.words import RenderedTemplate
+from parkd.engine_adapter.rendered import RenderedTemplate
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
 from parkd.lane.live_rows import LiveRows
 from parkd.lane.start import Seated, decide_start
+from parkd.model_files.gguf_metadata import read_metadata
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.state import BLOCK_TOKENS, Costs, StageLayout, StateLayout
 from parkd.store.index import PrefixIndex
 from parkd.store.records import Parked
 from parkd.store.store import CANDIDATE_LIMIT
 from parkd.types import PromptIdentity
+from parkd.words.templates import ChatTemplate
 
 SIZES = {"30k": 30_000, "86k": 86_000}
 CHARACTERS_A_TOKEN = 3.92

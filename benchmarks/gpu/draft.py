@@ -24,7 +24,7 @@ from parkd_engine.families.presets.heads import random_head
 from parkd_engine.families.presets.shapes import ECHO, WITH_HEAD, preset_config
 from parkd_engine.families.presets.weights import random_model
 from parkd_engine.session import Session
-from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.sampling import TensorSampler
 
 from benchmarks.gpu.lane import random_ids
 from benchmarks.gpu.switching import machine
@@ -42,7 +42,7 @@ def answer(session: Session, prompt: Any, vocabulary: int, tokens: int) -> dict[
     seconds: list[float] = []
     for _ in range(RUNS):
         session.truncate(len(prompt) - 1)
-        decoder = Decoder(session, Sampler(SamplingParams(temperature=0.0), vocabulary, prompt))
+        decoder = Decoder(session, TensorSampler(SamplingParams(temperature=0.0), vocabulary, prompt))
         steps = decoder.tokens(int(prompt[-1]))
         torch.cuda.synchronize()
         began = time.perf_counter()

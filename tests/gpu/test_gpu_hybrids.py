@@ -277,7 +277,7 @@ async def test_a_sampled_answer_is_the_same_after_a_restore(kind: str, tmp_path:
 
 
 def test_a_card_samples_what_a_cpu_samples() -> None:
-    from parkd_engine.words.sampling import Sampler
+    from parkd_engine.words.sampling import TensorSampler
 
     from parkd.types import SamplingParams
 
@@ -293,7 +293,7 @@ def test_a_card_samples_what_a_cpu_samples() -> None:
     mask = np.ones(5000, dtype=np.bool_)
     mask[::3] = False
     for setting in settings:
-        here, there = (Sampler(setting, 5000, history) for _ in range(2))
+        here, there = (TensorSampler(setting, 5000, history) for _ in range(2))
         for step in range(40):
             logits = torch.randn(5000, generator=generator) * 4
             allowed = mask if step % 2 else None

@@ -17,7 +17,9 @@ FOLDER_LIMIT = 26
 OURS = ("parkd", "parkd_engine", "tests", "benchmarks")
 """Top-level packages of this repository. The last two are not installed: nothing that is may import them."""
 HTTP = ("starlette", "uvicorn", "httpx", "h11", "fastapi")
-COMPUTE = ("torch", "transformers", "tokenizers", "accelerate", "gguf")
+TORCH = ("torch", "transformers", "tokenizers", "accelerate")
+"""Only with the extra `torch`."""
+COMPUTE = (*TORCH, "gguf")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,13 @@ class Rule:
 
 
 RULES = (
-    Rule("parkd_engine", ("parkd_engine", "parkd.state", "parkd.errors", "parkd.private_files"), HTTP),
+    Rule(
+        "parkd_engine",
+        ("parkd_engine", "parkd.words", "parkd.model_files", "parkd.state", "parkd.errors", "parkd.private_files"),
+        HTTP,
+    ),
+    Rule("parkd.words", ("parkd.words", "parkd.model_files", "parkd.state", "parkd.errors"), COMPUTE + HTTP),
+    Rule("parkd.model_files", ("parkd.model_files", "parkd.errors", "parkd.private_files"), COMPUTE + HTTP),
     Rule("parkd.types", ("parkd.types", "parkd.state"), COMPUTE + HTTP),
     Rule("parkd.state", ("parkd.state",), COMPUTE + HTTP),
     Rule("parkd.errors", (), COMPUTE + HTTP),
@@ -93,10 +101,14 @@ RULES = (
         COMPUTE,
     ),
     Rule("parkd.engine_adapter.base", ("parkd.engine_adapter.base", *SHARED), COMPUTE + HTTP),
-    Rule("parkd.engine_adapter.torch_engine", ("parkd_engine", "parkd.engine_adapter", *SHARED), HTTP),
-    Rule("parkd.engine_adapter.llama_cpp", ("parkd_engine", "parkd.engine_adapter", *SHARED), HTTP),
+    Rule("parkd.engine_adapter.torch_engine", ("parkd_engine", "parkd.engine_adapter", "parkd.words", *SHARED), HTTP),
+    Rule(
+        "parkd.engine_adapter.llama_cpp",
+        ("parkd.engine_adapter", "parkd.words", "parkd.model_files", *SHARED),
+        TORCH + HTTP,
+    ),
     Rule("parkd.engine_adapter.llama_server", ("parkd.engine_adapter", *SHARED), COMPUTE),
-    Rule("parkd.engine_adapter", ("parkd.engine_adapter", *SHARED), COMPUTE + HTTP),
+    Rule("parkd.engine_adapter", ("parkd.engine_adapter", "parkd.words", *SHARED), COMPUTE + HTTP),
     Rule("parkd.cli", ("parkd", "parkd_engine")),  # the composition root
     Rule("parkd", ("parkd",), COMPUTE),
 )
@@ -232,6 +244,9 @@ def test_a_circle_is_seen_also_if_it_is_only_for_types() -> None:
         ("parkd.engine_adapter.held_text", "import parkd_engine"),
         ("parkd.engine_adapter.held_text", "import httpx"),
         ("parkd.engine_adapter.llama_server.client", "import torch"),
+        ("parkd.engine_adapter.llama_cpp.engine", "from parkd_engine.session import Session"),
+        ("parkd.engine_adapter.llama_cpp.text", "def late():\n    import transformers"),
+        ("parkd.words.sampling", "import torch"),
         ("parkd.demo.command", "from parkd_engine.session import Session"),
         ("parkd.types", "from parkd.errors import ParkdError"),
     ],

@@ -10,14 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 from parkd.errors import ModelError, UnsupportedModel
+from parkd.model_files.cache import Progress
+from parkd.model_files.gguf_metadata import GgufMetadata, named_damage, read_metadata
 from parkd_engine.families.architectures import check_config
 from parkd_engine.families.records import FAMILIES
-from parkd_engine.loading.gguf_metadata import GgufMetadata, named_damage, read_metadata
 from parkd_engine.loading.gguf_reading import quick_library_reader
 from parkd_engine.loading.gguf_rope import ROPE_FACTORS, add_scaling
 from parkd_engine.loading.gguf_tokenizer import save_tokenizer
 from parkd_engine.loading.library_bars import no_library_bars
-from parkd_engine.loading.model_cache import Progress
 
 CONVERSION_VERSION = 2
 """Part of the cache's key. Raise it if conversion of the same file gives different bytes."""
@@ -69,7 +69,7 @@ def config_of(file: GgufMetadata) -> Any:
     with named_damage(file.path), quick_library_reader(), torch.device("meta"):
         places = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), TensorProcessor())
     # The library silently drops tensors that it has no use for.
-    strangers = sorted(set(file.tensor_names) - set(places) - {ROPE_FACTORS})
+    strangers = sorted(set(file.tensors) - set(places) - {ROPE_FACTORS})
     if strangers:
         raise ModelError(
             f"{file.path} has tensors of unknown purpose ({', '.join(strangers[:3])}); load its safetensors instead."

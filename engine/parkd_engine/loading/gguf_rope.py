@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from parkd.errors import ModelError, UnsupportedModel
-from parkd_engine.loading.gguf_metadata import GgufMetadata
+from parkd.model_files.gguf_metadata import GgufMetadata
 
 ROPE_FACTORS = "rope_freqs.weight"
 ROPE_TOLERANCE = 1e-3
@@ -22,7 +22,7 @@ def add_scaling(file: GgufMetadata, config: Any) -> None:
     rope = config.rope_parameters
     # Models with sliding windows have one RoPE per layer kind; only that of full attention is scaled.
     target = rope.get("full_attention", rope)
-    if ROPE_FACTORS in file.tensor_names:
+    if ROPE_FACTORS in file.tensors:
         target.update(_llama3(file, float(target["rope_theta"]), int(file.of_kind("rope.dimension_count", 0))))
         return
     kind = str(file.of_kind("rope.scaling.type", "none"))
@@ -48,7 +48,7 @@ def _llama3(file: GgufMetadata, theta: float, dimensions: int) -> dict[str, Any]
     All published models of this kind use the factors 1 and 4 over 8192 tokens. Raises UnsupportedModel if these do not
     reproduce the divisors.
     """
-    divisors = file.tensor(ROPE_FACTORS).reshape(-1).double().numpy()
+    divisors = file.tensor(ROPE_FACTORS).reshape(-1).astype(np.float64)
     low, high, original = 1.0, 4.0, 8192
     factor = float(divisors.max())
     wavelengths = 2 * math.pi * theta ** (2 * np.arange(len(divisors)) / max(dimensions, 1))

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from parkd.errors import ModelError
-from parkd_engine.loading.gguf_metadata import GgufMetadata, named_damage
+from parkd.model_files.gguf_metadata import GgufMetadata, named_damage
 
 CONTROL, USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`."""

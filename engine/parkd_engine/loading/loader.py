@@ -27,6 +27,8 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from parkd.errors import ModelError, UnsupportedModel
+from parkd.model_files.cache import DIGEST_BYTES, ModelCache, Progress
+from parkd.words.templates import ChatTemplate
 from parkd_engine.families.architectures import check_config
 from parkd_engine.families.layer_state import draft_layers
 from parkd_engine.families.multimodal import language_config, model_class
@@ -39,11 +41,10 @@ from parkd_engine.kernels import has_triton, keep_tuning
 from parkd_engine.loading import gguf_convert
 from parkd_engine.loading.draft_loading import drop_head, find_head, load_head
 from parkd_engine.loading.library_bars import no_library_bars
-from parkd_engine.loading.model_cache import DIGEST_BYTES, ModelCache, Progress
 from parkd_engine.loading.quantised_loading import convert_folder, load_quantised
 from parkd_engine.vision.images import ImageProcessor, image_tokens, processor_class
 from parkd_engine.weights.schemes import OWN_VERSION, convert_to, scheme_of
-from parkd_engine.words.chat import ChatTemplate, ChatTokenizer
+from parkd_engine.words.chat import ChatTokenizer
 
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 WEIGHT_FILES = ("*.safetensors",)

@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from parkd.errors import ModelError
+from parkd.model_files.cache import MANIFEST, Progress
 from parkd_engine.loading.draft_loading import INDEX_FILE
 from parkd_engine.loading.layer_weights import weightless_model
-from parkd_engine.loading.model_cache import MANIFEST, Progress
 from parkd_engine.weights.kinds import WeightKind
 from parkd_engine.weights.published import FORMATS, PublishedLinear
 from parkd_engine.weights.rounding import rounded

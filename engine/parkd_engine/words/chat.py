@@ -1,32 +1,15 @@
-"""The tokenizer and the chat template of a loaded model, as the library's fast tokenizer provides them."""
+"""The tokenizer of a loaded model, as the library's fast tokenizer provides it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
-
-from parkd.errors import InvalidRequest, ModelError
+from parkd.errors import ModelError
+from parkd.words.text import ANSWER_MARKS, TextAssembler, TokenBytes
 from parkd_engine.words.renamed import RenamedTokens
 from parkd_engine.words.responses import ResponseTemplate
-from parkd_engine.words.text import ANSWER_MARKS, TextAssembler, TokenBytes
-
-RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversations",
-        "messages",
-        "return_assistant_tokens_mask",
-        "tokenize",
-        "tools",
-    }
-)
-"""The renderer's own arguments, which a request's template arguments cannot override."""
 
 
 class ChatTokenizer:
@@ -95,56 +78,3 @@ class ChatTokenizer:
     def text(self) -> TextAssembler:
         """An assembler for the text of one answer."""
         return TextAssembler(self._token_bytes)
-
-
-class ChatTemplate:
-    """Renders messages to the prompt text, in the library's sandbox. Thread-safe."""
-
-    def __init__(self, tokenizer: Any, source: str | None) -> None:
-        """`source` replaces the model's own template."""
-        self._tokenizer = tokenizer
-        self._source = source
-
-    @property
-    def source(self) -> str | None:
-        """The template's text; the one for tools if there are several, None if there is none."""
-        if self._source is None and not self._tokenizer.chat_template:
-            return None
-        text: str = self._tokenizer.get_chat_template(self._source, [{}])
-        return text
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        kwargs: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """The prompt text. Raises InvalidRequest with the template's message, or with advice if there is none."""
-        if self._source is None and not self._tokenizer.chat_template:
-            raise InvalidRequest(
-                "This model has no chat template. Send plain text to /v1/completions, or start with "
-                "--chat-template-file FILE.",
-                param="messages",
-            )
-        if not messages:
-            raise InvalidRequest("There are no messages for the chat template.", param="messages")
-        shown = [dict(tool) for tool in tools] or None
-        own = {name: value for name, value in kwargs.items() if name not in RESERVED}
-        try:
-            # Not `apply_chat_template`: it drops entries that are None, and some templates show an answer's tool calls
-            # only if its content is present and None.
-            texts, _ = render_jinja_template(
-                # Messages of the caller's own type stay, since it may want to know when they are read.
-                conversations=[[m if isinstance(m, dict) else dict(m) for m in messages]],
-                tools=shown,
-                chat_template=self._tokenizer.get_chat_template(self._source, shown),
-                add_generation_prompt=add_generation_prompt,
-                **{**self._tokenizer.special_tokens_map, **own},
-            )
-            text: str = texts[0]
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            # A template is a program whose input is the request, so errors in it are caused by the messages.
-            raise InvalidRequest(f"The chat template refuses these messages: {error}", param="messages") from error
-        return text

@@ -1,209 +1,44 @@
-"""Samples the next token from logits.
-
-    logits -> penalties -> bias -> mask -> temperature -> top_k -> top_p -> min_p -> draw
-                                      (temperature 0: the highest logit, the lowest id among equals)
-
-Definitions: repetition penalty as in Keskar et al. 2019 (CTRL), over prompt and answer; presence and frequency
-penalties as in the OpenAI API reference, over the answer only; min_p as in Nguyen et al. 2024. Every filter keeps the
-most probable token, and works on what the previous filter kept.
-"""
+"""Sampling from logits that are tensors, on whichever device they are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from parkd.errors import LogitsNotFinite, NothingAllowed, unfinished
-from parkd_engine.words.distribution import Distribution, Weights, heaviest, nucleus, place_of
+from parkd.words.distribution import Distribution
+from parkd.words.sampling import NO_SCORE, Mask, Sampler, certain
 
 HEAD_TOKENS = 1024
 """On a GPU, top_p first looks at this many top tokens, and sorts the whole vocabulary only if they are not enough."""
-COLDEST = 1e-30
-"""Smallest divisor for a temperature in float32. Below it only the best token has any weight."""
-SEED_MODULUS = 1 << 64
-Row = npt.NDArray[np.float32]
-"""Logits in main memory, `[vocab]`."""
-Mask = npt.NDArray[np.bool_]
-NO_SCORE = "The model's logits are not finite for any allowed token."
 
 
-class SamplingSettings(Protocol):
-    """The caller checks ranges: temperature >= 0, 0 < top_p <= 1, top_k >= 0, 0 <= min_p <= 1, penalty > 0."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def seed(self) -> int | None: ...
-    @property
-    def logit_bias(self) -> Mapping[int, float]: ...
-
-
-class Sampler:
-    """Samples one answer. Holds its random generator and the tokens it has so far."""
-
-    def __init__(
-        self,
-        settings: SamplingSettings,
-        vocab_size: int,
-        history: npt.NDArray[np.int64],
-        *,
-        fresh_seed: int = 0,
-    ) -> None:
-        """`history` has the prompt's ids `[n]`. `fresh_seed` is used if the settings have no seed."""
-        self._settings = settings
-        self._vocab_size = vocab_size
-        seed = fresh_seed if settings.seed is None else settings.seed
-        self._generator = torch.Generator().manual_seed(seed % SEED_MODULUS)
-        self._repeats = settings.repetition_penalty != 1.0
-        self._counts = bool(settings.presence_penalty or settings.frequency_penalty)
-        # Penalties apply to few ids, so ids are kept and not vectors over the vocabulary.
-        seen = np.unique(history) if self._repeats else np.empty(0, np.int64)
-        self._seen = seen[(seen >= 0) & (seen < vocab_size)].astype(np.int64)
-        self._is_seen = set(self._seen.tolist())
-        self._said: dict[int, int] = {}
-        bias = {token: value for token, value in settings.logit_bias.items() if 0 <= token < vocab_size}
-        self._bias_ids = np.array(list(bias), dtype=np.int64)
-        self._bias = np.array(list(bias.values()), dtype=np.float32)
-
-        self._shapes = self._repeats or self._counts or bool(bias)
-        self._is_plain_greedy = settings.temperature == 0 and not self._shapes
+class TensorSampler(Sampler):
+    """A `Sampler` for tensors. On the CPU they are rows in main memory: after a forward has displaced the caches'
+    content, each torch call costs about 0.1 ms, and it wakes threads besides the model's."""
 
     def pick(self, logits: torch.Tensor, mask: Mask | None = None) -> int:
-        """Samples and remembers the next id. `logits`, float32 `[vocab]` on any device, are not changed. `mask` is True
-        for allowed ids. Raises LogitsNotFinite if the highest logit is not finite, and NothingAllowed if only the
-        mask and the bias make it so."""
+        """`pick_row` for float32 `[vocab]` on any device. Raises LogitsNotFinite, NothingAllowed."""
         return self.remember(self.draw(self.distribution(logits, mask)))
 
-    def pick_row(self, logits: Row, mask: Mask | None = None) -> int:
-        """`pick` for logits in main memory. Raises LogitsNotFinite, NothingAllowed."""
-        if mask is None and self._is_plain_greedy:
-            return _best_of(logits)
-        return self.remember(self.draw(self._of_row(logits, mask, ())))
-
     def distribution(self, logits: torch.Tensor, mask: Mask | None = None, ahead: Sequence[int] = ()) -> Distribution:
-        """The distribution that `pick` draws from. `ahead` are draft tokens, treated as if they followed the answer.
-
-        Raises LogitsNotFinite, NothingAllowed.
-        """
+        """`distribution_of_row` for a tensor. Raises LogitsNotFinite, NothingAllowed."""
         if logits.device.type == "cpu":
-            return self._of_row(logits.float().numpy(), mask, ahead)
+            return self.distribution_of_row(logits.float().numpy(), mask, ahead)
         if mask is None and self._is_plain_greedy:
-            return _certain(_best(logits))  # On the device: only the id is copied back.
+            return certain(_best(logits))  # On the device: only the id is copied back.
         # Everything runs where the logits are: a GPU sorts a whole vocabulary faster than it copies it to the host.
         scores = logits.to(torch.float32, copy=True)
         self._shape(scores, mask, ahead, lambda values: torch.from_numpy(values).to(scores.device))
         best = _best(scores, logits)
         if self._settings.temperature == 0:
-            return _certain(best)
+            return certain(best)
         return self._filtered(scores, float(scores[best]))
 
-    def draw(self, distribution: Distribution) -> int:
-        """Draws a token without remembering it."""
-        weights, ids = distribution.weights, distribution.ids
-        if self._settings.temperature == 0 and ids is not None:
-            return int(ids[0])
-        place = place_of(weights, self._random())
-        return place if ids is None else int(ids[place])
-
-    def _random(self) -> float:
-        """A random number in `[0, 1)`."""
-        return float(torch.rand(1, generator=self._generator, dtype=torch.float64))
-
-    def judge(self, guess: int, guessed_from: Distribution, wanted: Distribution) -> int:
-        """Draws from `wanted`, and returns `guess`, which was drawn from `guessed_from`, as often as that allows.
-
-        Speculative sampling: Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1.
-        """
-        if self._settings.temperature == 0:
-            return self.draw(wanted)
-        likely, guessed = wanted.probability(guess), guessed_from.probability(guess)
-        if self._random() * guessed < likely:
-            return guess
-        return self.draw(wanted.minus(guessed_from, self._vocab_size))
-
-    def remember(self, token: int) -> int:
-        """Adds the token to the answer, so that penalties count it. Returns it."""
-        if self._repeats and token not in self._is_seen:
-            self._is_seen.add(token)
-            self._seen = np.append(self._seen, token)
-        if self._counts:
-            self._said[token] = self._said.get(token, 0) + 1
-        return token
-
-    def _of_row(self, row: Row, mask: Mask | None, ahead: Sequence[int]) -> Distribution:
-        """`distribution` without torch. After a forward has displaced the caches' content, each torch call costs about
-        0.1 ms, and it wakes threads besides the model's."""
-        logits = row
-        if self._shapes or mask is not None:
-            row = row.copy()
-            self._shape(row, mask, ahead, lambda values: values)
-        best = _best_of(row, logits)
-        return _certain(best) if self._settings.temperature == 0 else self._filtered_row(row, best)
-
-    def _shape(self, scores: Any, mask: Mask | None, ahead: Sequence[int], put: Callable[[Any], Any]) -> None:
-        """Applies penalties, bias and mask in place to an array or a tensor. `put` moves an array to its device."""
-        settings, seen, said = self._settings, self._seen, self._said
-        if self._repeats and ahead:
-            seen = np.append(seen, [token for token in dict.fromkeys(ahead) if token not in self._is_seen])
-        if self._counts and ahead:
-            said = {token: said.get(token, 0) + ahead.count(token) for token in said.keys() | set(ahead)}
-        if len(seen):
-            ids = put(seen.astype(np.int64))
-            values = scores[ids]
-            is_positive = values > 0
-            values[is_positive] /= settings.repetition_penalty
-            values[~is_positive] *= settings.repetition_penalty
-            scores[ids] = values
-        if said:
-            counts = put(np.array(list(said.values()), dtype=np.float32))
-            scores[put(np.array(list(said), dtype=np.int64))] -= (
-                settings.presence_penalty + settings.frequency_penalty * counts
-            )
-        if len(self._bias_ids):
-            scores[put(self._bias_ids)] += put(self._bias)
-        if mask is not None:
-            allowed = put(np.ascontiguousarray(mask[: len(scores)]))
-            scores[: len(allowed)][~allowed] = -math.inf
-            scores[len(allowed) :] = -math.inf
-
-    def _filtered_row(self, row: Row, best: int) -> Distribution:
-        """`_filtered` for logits in main memory, in float32; sums are in float64."""
-        settings = self._settings
-        with np.errstate(over="ignore"):  # Overflow to -inf means a weight of 0, as it should.
-            weights: Weights = row - row[best]
-            weights /= np.float32(max(settings.temperature, COLDEST))
-        np.exp(weights, out=weights)
-        ids: npt.NDArray[np.int64] | None = None  # None: all ids, in order.
-        if 0 < settings.top_k < len(weights):
-            ids = heaviest(weights, settings.top_k)
-            weights = weights[ids]
-        if settings.top_p < 1:
-            kept = nucleus(weights, settings.top_p)
-            weights, ids = weights[kept], kept if ids is None else ids[kept]
-        if settings.min_p > 0:
-            kept = np.flatnonzero(weights >= settings.min_p)
-            weights, ids = weights[kept], kept if ids is None else ids[kept]
-        return Distribution(weights, ids)
-
     def _filtered(self, scores: torch.Tensor, best: float) -> Distribution:
-        """Applies temperature and filters. Weights are relative to the best token, which has weight 1."""
+        """`_filtered_row` where the logits are, in float64. The best token has weight 1."""
         settings = self._settings
         weights = ((scores - best).double() / settings.temperature).exp_()
         ids: torch.Tensor | None = None  # None: all ids, in order.
@@ -216,10 +51,6 @@ class Sampler:
             weights = weights[kept]
             ids = kept.nonzero().squeeze(1) if ids is None else ids[kept]
         return Distribution(weights.cpu().numpy(), None if ids is None else ids.cpu().numpy())
-
-
-def _certain(token: int) -> Distribution:
-    return Distribution(np.ones(1), np.array([token]))
 
 
 def _nucleus(weights: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,19 +66,8 @@ def _nucleus(weights: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> t
     return weights[:kept], ids[:kept]
 
 
-def _best_of(row: Row, logits: Row | None = None) -> int:
-    """The lowest id among those with the highest logit. Raises LogitsNotFinite, or NothingAllowed if `row` was shaped
-    from `logits`, of which one is finite, and has none left."""
-    best = int(row.argmax())
-    if not math.isfinite(row[best]):
-        if logits is not None and row[best] == -math.inf and np.isfinite(logits).any():
-            raise NothingAllowed
-        raise LogitsNotFinite(unfinished(NO_SCORE))
-    return best
-
-
 def _best(scores: torch.Tensor, logits: torch.Tensor | None = None) -> int:
-    """`_best_of` for a tensor."""
+    """`best_of` for a tensor."""
     best = int(torch.argmax(scores))
     if not torch.isfinite(scores[best]):
         if logits is not None and scores[best] == -math.inf and bool(torch.isfinite(logits).any()):

@@ -4,12 +4,12 @@ memory is page-locked for its backend."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from parkd_engine.arenas.pinned import HOST_REGISTER_PORTABLE, PinnedMemory
-
+from parkd.engine_adapter.pinned import HOST_REGISTER_PORTABLE, PinnedMemory
 from parkd.state import BLOCK_TOKENS
 
 COPY_BYTES = 2 << 20
@@ -19,6 +19,8 @@ MOST_BLOCK_TOKENS = 2048
 """A block is what a turn copies again if it ended inside it, and what conversations share as a whole."""
 MAPS = Path("/proc/self/maps")
 RUNTIME = "libcudart.so"
+DRIVERS = ("libcuda.so.1", "nvcuda.dll")
+"""The CUDA driver's library, by system."""
 
 
 def block_tokens_for(key_bytes: int, uses_cards: bool) -> int:
@@ -43,6 +45,17 @@ def cuda_runtime() -> Any | None:
         return None if path is None else ctypes.CDLL(path)
     except OSError:
         return None
+
+
+def has_nvidia_card(drivers: Sequence[str] = DRIVERS) -> bool:
+    """Whether the CUDA driver sees a card. Asking it creates nothing on the card."""
+    count = ctypes.c_int()
+    for name in drivers:
+        with suppress(OSError, AttributeError):
+            driver = ctypes.CDLL(name)
+            if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
+                return count.value > 0
+    return False
 
 
 def page_locks(runtime: Any) -> PinnedMemory:

@@ -15,11 +15,6 @@ from typing import Any
 
 import llama_cpp.llama_cpp as low
 import numpy as np
-from parkd_engine.arenas.pinned import PinnedMemory
-from parkd_engine.words.logprobs import TokenLogprobs, logprobs_of
-from parkd_engine.words.sampling import Sampler
-from parkd_engine.words.steering import SteeringBank, load_vectors
-from parkd_engine.words.text import TextAssembler
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.base import (
@@ -42,9 +37,14 @@ from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
 from parkd.engine_adapter.llama_cpp.text import AnswerBytes, LlamaTokenizer, model_template
 from parkd.engine_adapter.llama_cpp.timeline import Timeline
 from parkd.engine_adapter.llama_cpp.whole_moves import WholeMoves
+from parkd.engine_adapter.pinned import PinnedMemory
 from parkd.errors import EngineFailure, LogitsNotFinite, RestoreFailed
 from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer, chunk_end
 from parkd.types import TokenIds
+from parkd.words.logprobs import TokenLogprobs, logprobs_of
+from parkd.words.sampling import Sampler
+from parkd.words.steering import SteeringBank, load_vectors
+from parkd.words.text import TextAssembler
 
 CHECKSUM = "xxh3-64"
 LIBRARY = "llama-cpp-python"

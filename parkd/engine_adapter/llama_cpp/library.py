@@ -19,12 +19,12 @@ from typing import Any
 import llama_cpp
 import llama_cpp.llama_cpp as low
 from gguf import GGMLQuantizationType
-from parkd_engine.loading.model_cache import ModelCache
-from parkd_engine.words.steering import Steering
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.llama_cpp.objects import computing_objects, library_folder
 from parkd.errors import EngineFailure, ModelError
+from parkd.model_files.cache import ModelCache
+from parkd.words.steering import Steering
 
 FINGERPRINT_BYTES = 16
 BATCH_TOKENS = 512

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 import gguf
-from parkd_engine.loading.gguf_metadata import GgufMetadata, read_metadata
 
 from parkd.errors import ModelError
+from parkd.model_files.gguf_metadata import GgufMetadata, read_metadata
 
 CELL_BYTES = 12
 """A token's position, the number of its sequences (one), and the sequence id."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import llama_cpp.llama_cpp as low
 from llguidance import LLTokenizer
-from parkd_engine.words.chat import ChatTemplate as EngineTemplate
-from parkd_engine.words.text import ANSWER_MARKS
 
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.parts import encode_parts_with
-from parkd.engine_adapter.torch_engine.words import RenderedTemplate
+from parkd.engine_adapter.rendered import RenderedTemplate
 from parkd.errors import EngineFailure
+from parkd.words.templates import ChatTemplate as EngineTemplate
+from parkd.words.text import ANSWER_MARKS
 
 _CUT_OUT = low.LLAMA_TOKEN_ATTR_CONTROL | low.LLAMA_TOKEN_ATTR_USER_DEFINED | low.LLAMA_TOKEN_ATTR_UNKNOWN
 _STRIPS = low.LLAMA_TOKEN_ATTR_LSTRIP | low.LLAMA_TOKEN_ATTR_RSTRIP

@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from parkd_engine.arenas.pinned import PinnedMemory
 from parkd_engine.decoding import Decoder
 from parkd_engine.failures import noticing_loss
 from parkd_engine.loading.loader import LoadedModel
@@ -19,8 +18,7 @@ from parkd_engine.moves.copy_speed import copy_bytes_per_s
 from parkd_engine.session import Session
 from parkd_engine.state_parts import state_parts
 from parkd_engine.vision.tower import PromptImage
-from parkd_engine.words.sampling import Sampler
-from parkd_engine.words.steering import SteeringBank
+from parkd_engine.words.sampling import TensorSampler
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.base import (
@@ -35,11 +33,14 @@ from parkd.engine_adapter.base import (
     TextStream,
     Tokenizer,
 )
+from parkd.engine_adapter.pinned import PinnedMemory
+from parkd.engine_adapter.rendered import RenderedTemplate
 from parkd.engine_adapter.torch_engine.loading import Progress, load_parts
-from parkd.engine_adapter.torch_engine.words import RenderedTemplate
+from parkd.engine_adapter.torch_engine.page_locks import page_locks
 from parkd.errors import EngineFailure
 from parkd.state import Checksums, DraftCounts, Transfer
 from parkd.types import TokenIds
+from parkd.words.steering import SteeringBank
 
 
 class TorchSeat(Seat):
@@ -109,7 +110,7 @@ class TorchSeat(Seat):
 
     def generate(self) -> Iterator[Sequence[int]]:
         begun = self.begun
-        sampler = Sampler(begun.sampling, self.info.vocab_size, begun.token_ids, fresh_seed=self._fresh_seed())
+        sampler = TensorSampler(begun.sampling, self.info.vocab_size, begun.token_ids, fresh_seed=self._fresh_seed())
         decoder = Decoder(
             self.session,
             sampler,
@@ -245,7 +246,7 @@ class TorchEngine(TorchSeat, Engine):
     def host_memory_hooks(self) -> PinnedMemory | None:
         """Hooks that page-lock the memory of the pool of parked rows, for fast copies; None without cards."""
         uses_cards = any(torch.device(device).type == "cuda" for device in self.info.devices)
-        return PinnedMemory(progress=self._progress) if uses_cards else None
+        return page_locks(self._progress) if uses_cards else None
 
     def piece(self, token_id: int) -> bytes:
         return self._chat.piece(token_id)

@@ -19,13 +19,13 @@ from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.memory import is_card
 from parkd_engine.opening import open_seats
 from parkd_engine.session import Session
-from parkd_engine.words.steering import SteeringBank, load_vectors
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.base import EngineInfo
 from parkd.engine_adapter.base.build import sources_of
 from parkd.errors import ModelError
 from parkd.state import EngineConfig
+from parkd.words.steering import SteeringBank, load_vectors
 
 Progress = Callable[[str, float], None]
 """Called with (current activity, fraction done from 0 to 1)."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.sampling import TensorSampler
 
 from parkd.answers.ends import HeldEnds, with_ends_held
 from parkd.errors import InvalidRequest
@@ -68,7 +68,7 @@ async def test_found_by_use_33_an_answers_length_is_as_asked_in_every_dialect(
 def test_found_by_use_33_other_tokens_are_drawn_as_if_there_were_no_end() -> None:
     logits = torch.tensor([0.5, 3.0, -1.0, 2.0, 0.0])
     mask = HeldEnds(frozenset({1, 3}), 5, 2, None)
-    sampler = Sampler(SamplingParams(temperature=0.7, seed=3), 5, np.zeros(0, np.int64))
+    sampler = TensorSampler(SamplingParams(temperature=0.7, seed=3), 5, np.zeros(0, np.int64))
     others = [0, 2, 4]
     wanted = np.exp(np.array([0.5, -1.0, 0.0]) / 0.7)
     wanted /= wanted.sum()

@@ -15,7 +15,7 @@ from parkd_engine import EngineConfig, Session, capture, host_transfer, open_ses
 from parkd_engine.arenas.step_history import StepHistory
 from parkd_engine.families.layer_state import WINDOW_FIELDS
 from parkd_engine.forward import attention as engine_attention
-from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.sampling import TensorSampler
 from torch.nn import functional
 
 from parkd.errors import LogitsNotFinite, StageFailed
@@ -520,7 +520,7 @@ def test_drawn_answers_have_the_distribution_of_single_steps() -> None:
     settings = {"temperature": 1.3, "top_k": 3}
     session.extend(ids[:-1])
     expected: dict[tuple[int, int], float] = {}
-    sampler = Sampler(SamplingParams(**settings), VOCAB, ids)
+    sampler = TensorSampler(SamplingParams(**settings), VOCAB, ids)
     first = sampler.distribution(session.step(int(ids[-1])))
     assert first.ids is not None
     for token in map(int, first.ids):

@@ -6,7 +6,7 @@ import pytest
 from parkd_engine import EngineConfig, open_session
 from parkd_engine.decoding import Decoder
 from parkd_engine.draft.pace import DraftPace
-from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.sampling import TensorSampler
 
 from parkd.types import SamplingParams
 from tests.unit.engine.kit.draft_models import drafting, drafting_session, greedy, prompt_ids, say
@@ -47,7 +47,7 @@ def test_guessing_that_is_rarely_right_pauses(pauses: bool, most: int) -> None:
     assert session.draft_pauses
     session.draft_pauses = pauses
     session.extend(ids[:-1])
-    decoding = Decoder(session, Sampler(SamplingParams(temperature=0.0), int(model.config.vocab_size), ids))
+    decoding = Decoder(session, TensorSampler(SamplingParams(temperature=0.0), int(model.config.vocab_size), ids))
     said = say(decoding, int(ids[-1]), count)
     assert most - 16 < decoding.counts.drafted <= most
     plain = drafting_session("qwen3.5", 1)

@@ -17,7 +17,7 @@ from parkd_engine.families.presets.heads import hand_on, own_parts
 from parkd_engine.families.presets.weights import LAYER_ENDINGS
 from parkd_engine.forward.stages import MIXER
 from parkd_engine.loading.draft_loading import declare_head
-from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.sampling import TensorSampler
 
 from parkd.types import SamplingParams
 from tests.unit.engine.kit.core_models import VOCAB, tiny_model, token_ids
@@ -91,7 +91,7 @@ def drafting_session(
 def decoder(session: Session, prompt: npt.NDArray[np.int64], **settings: Any) -> Decoder:
     mask, ends = settings.pop("mask", None), settings.pop("end_token_ids", frozenset())
     sampling = SamplingParams(**{"temperature": 0.0, **settings})
-    return Decoder(session, Sampler(sampling, VOCAB, prompt), mask=mask, end_token_ids=ends)
+    return Decoder(session, TensorSampler(sampling, VOCAB, prompt), mask=mask, end_token_ids=ends)
 
 
 def say(decoding: Decoder, last_token_id: int, count: int) -> list[int]:

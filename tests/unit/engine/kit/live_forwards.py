@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from parkd_engine.vision.tower import PromptImage
-from parkd_engine.words.steering import Steering
 
 from parkd.state import FixedPart, RowRun, StageTransfer, Transfer
+from parkd.words.steering import Steering
 
 BLOCK = 32
 

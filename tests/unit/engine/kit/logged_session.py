@@ -16,9 +16,9 @@ import pytest
 import torch
 from parkd_engine import Session, restore
 from parkd_engine.vision.tower import PromptImage
-from parkd_engine.words.steering import Steering
 
 from parkd.state import FixedPart, RowRun, StageTransfer, Transfer
+from parkd.words.steering import Steering
 from tests.lives.life import Choices, History
 from tests.unit.engine.kit.breakages import Fuse, MemoryFor, windows_move_in
 from tests.unit.engine.kit.core_models import VOCAB, step_with_guesses

@@ -12,9 +12,9 @@ import pytest
 import torch
 from parkd_engine import Session, capture, restore_and_read
 from parkd_engine.moves.transfer import CopySteps
-from parkd_engine.words.steering import Steering
 
 from parkd.errors import ContextFull, SnapshotDamaged, StageFailed
+from parkd.words.steering import Steering
 from tests.lives.life import Step
 from tests.unit.engine.kit.breakages import Fuse
 from tests.unit.engine.kit.core_models import step_with_guesses
@@ -204,7 +204,7 @@ class Life(LoggedSession):
 def _steering(session: Session, scale: float) -> Steering:
     if not scale:
         return Steering()
-    direction = torch.linspace(-scale, scale, session.config.hidden_size)
+    direction = torch.linspace(-scale, scale, session.config.hidden_size).numpy()
     return Steering(repr(scale).encode(), {STEERED_LAYER: direction})
 
 

@@ -15,13 +15,13 @@ from parkd_engine.families.presets.shapes import PRESETS, preset_config
 from parkd_engine.families.presets.weights import random_model
 from parkd_engine.families.presets.words import CHATML, SPECIAL_TOKENS, tiny_tokenizer
 from parkd_engine.loading import gguf_convert
-from parkd_engine.loading.gguf_metadata import GgufMetadata
 from parkd_engine.loading.gguf_tokenizer import save_tokenizer
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from tokenizers import Tokenizer
 from transformers.utils import logging as library_logging
 
 from parkd.errors import ModelError, UnsupportedModel
+from parkd.model_files.gguf_metadata import GgufMetadata
 
 
 def load(model: str | Path, cache: Path, **settings: Any) -> LoadedModel:
@@ -125,7 +125,7 @@ def test_the_second_load_converts_nothing(tmp_path: Path, cache: Path, monkeypat
         raise AssertionError("converted or hashed again")
 
     monkeypatch.setattr(gguf_convert, "convert", refuse)
-    monkeypatch.setattr("parkd_engine.loading.model_cache._content_digest", refuse)
+    monkeypatch.setattr("parkd.model_files.cache._content_digest", refuse)
     second = load(tmp_path / "m.gguf", cache)
     assert second.weights_digest == first.weights_digest
 
@@ -207,7 +207,7 @@ def test_an_unknown_way_to_cut_text_is_refused(tmp_path: Path, cache: Path) -> N
 def test_smollm_cuts_digits_apart(tmp_path: Path) -> None:
     tokens = ["1", "2", "\u0120", "12", "\u01201"]
     entries = {"model": "gpt2", "pre": "smollm", "tokens": tokens, "merges": ["1 2", "\u0120 1"]}
-    file = GgufMetadata(tmp_path, {f"tokenizer.ggml.{name}": value for name, value in entries.items()}, ())
+    file = GgufMetadata(tmp_path, {f"tokenizer.ggml.{name}": value for name, value in entries.items()})
     save_tokenizer(file, tmp_path)
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(" 12").ids == [2, 0, 1]
 

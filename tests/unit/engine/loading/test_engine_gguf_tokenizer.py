@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
-from parkd_engine.loading.gguf_metadata import GgufMetadata
 from parkd_engine.loading.gguf_tokenizer import CONTROL, USER_DEFINED, save_tokenizer
 from tokenizers import Tokenizer
 
+from parkd.model_files.gguf_metadata import GgufMetadata
 from tests.npm_tokenizers import npm_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -66,7 +66,7 @@ def metadata(tokenizer_file: Path, way: str) -> GgufMetadata:
         kinds[entry["id"]] = CONTROL if entry["special"] else USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
     entries = {"model": "gpt2", "pre": way, "tokens": tokens, "token_type": kinds, "merges": merges}
-    return GgufMetadata(tokenizer_file, {f"tokenizer.ggml.{name}": value for name, value in entries.items()}, ())
+    return GgufMetadata(tokenizer_file, {f"tokenizer.ggml.{name}": value for name, value in entries.items()})
 
 
 def texts(special: list[str]) -> list[str]:

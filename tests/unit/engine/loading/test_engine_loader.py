@@ -15,13 +15,13 @@ import torch
 from parkd_engine.families.presets.shapes import preset_config
 from parkd_engine.families.presets.weights import random_model
 from parkd_engine.families.presets.words import tiny_tokenizer
-from parkd_engine.loading import model_cache
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
-from parkd_engine.loading.model_cache import ModelCache
-from parkd_engine.words.chat import ChatTemplate
 from transformers import AutoModelForCausalLM
 
 from parkd.errors import InvalidRequest, ModelError, UnsupportedModel
+from parkd.model_files import cache as model_cache
+from parkd.model_files.cache import ModelCache
+from parkd.words.templates import ChatTemplate
 
 
 def load(model: str | Path, cache: Path, **settings: Any) -> LoadedModel:

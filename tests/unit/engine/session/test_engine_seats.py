@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from parkd_engine import Session, capture, host_transfer, restore
-from parkd_engine.words.steering import Steering
 
+from parkd.words.steering import Steering
 from tests.unit.engine.kit.core_models import tiny_model, token_ids
 from tests.unit.engine.kit.hybrid_models import model_of
 from tests.unit.engine.kit.logged_session import BATCH, CONTEXT
@@ -119,7 +119,7 @@ def test_a_restore_finds_room_beside_who_came_meanwhile() -> None:
 
 def test_each_seat_is_steered_as_its_turn_says() -> None:
     model = tiny_model()
-    steering = Steering(b"up", {1: torch.linspace(-1.0, 1.0, model.config.hidden_size)})
+    steering = Steering(b"up", {1: torch.linspace(-1.0, 1.0, model.config.hidden_size).numpy()})
     one, two = opened_seats(model, 2)
     for session, used in ((one, steering), (two, Steering()), (one, steering), (two, Steering())):
         session.steer(used)

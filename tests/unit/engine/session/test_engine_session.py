@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from parkd_engine.decoding import Decoder
-from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.sampling import TensorSampler
 from transformers import DynamicCache
 
 from parkd.errors import ContextFull, LogitsNotFinite, ModelError, NothingAllowed, OutOfMemory, StageFailed
@@ -151,7 +151,7 @@ def test_state_that_gives_no_scores_is_not_gone_on_from() -> None:
     session, ids = tiny_session(2), token_ids(40)
     session.extend(ids[:-1])
     session.arenas[0].field_view(session.arenas[0].layout.row_fields[1])[7].fill_(torch.nan)
-    sampler = Sampler(SamplingParams(temperature=0.0), VOCAB, ids)
+    sampler = TensorSampler(SamplingParams(temperature=0.0), VOCAB, ids)
     with pytest.raises(LogitsNotFinite):
         next(Decoder(session, sampler).tokens(int(ids[-1])))
     assert session.position == 0
@@ -167,7 +167,7 @@ def test_a_mask_that_allows_nothing_is_not_the_states_fault() -> None:
 
     session, ids = tiny_session(2), token_ids(40)
     session.extend(ids[:-1])
-    sampler = Sampler(SamplingParams(temperature=0.0), VOCAB, ids)
+    sampler = TensorSampler(SamplingParams(temperature=0.0), VOCAB, ids)
     with pytest.raises(NothingAllowed):
         next(Decoder(session, sampler, mask=Nothing()).tokens(int(ids[-1])))
     assert session.position == 40

@@ -10,10 +10,10 @@ import pytest
 import torch
 from parkd_engine import capture, host_transfer, restore
 from parkd_engine.decoding import Decoder
-from parkd_engine.words.logprobs import TokenLogprobs, logprobs_of
-from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.sampling import TensorSampler
 
 from parkd.types import SamplingParams
+from parkd.words.logprobs import TokenLogprobs, logprobs_of
 from tests.unit.engine.kit.core_models import VOCAB, tiny_model, tiny_session, token_ids
 from tests.unit.engine.kit.draft_models import drafting_session, prompt_ids
 from tests.unit.engine.kit.hybrid_models import hybrid_model
@@ -24,7 +24,7 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.3, see
 
 def scored(session: Any, settings: SamplingParams, *, top: int = 4, count: int = 8) -> list[TokenLogprobs]:
     """The answer behind all but the last token of the prompt."""
-    decoder = Decoder(session, Sampler(settings, VOCAB, PROMPT), top_logprobs=top)
+    decoder = Decoder(session, TensorSampler(settings, VOCAB, PROMPT), top_logprobs=top)
     tokens = decoder.tokens(int(PROMPT[-1]))
     said = [next(tokens) for _ in range(count)]
     tokens.close()
@@ -81,7 +81,7 @@ def test_guessed_tokens_have_logprobs_too() -> None:
     prompt = prompt_ids()
     session = drafting_session("qwen3.5", echo=True)
     session.extend(prompt[:-1])
-    decoder = Decoder(session, Sampler(SamplingParams(temperature=0), VOCAB, prompt), top_logprobs=3)
+    decoder = Decoder(session, TensorSampler(SamplingParams(temperature=0), VOCAB, prompt), top_logprobs=3)
     tokens = decoder.tokens(int(prompt[-1]))
     said = [next(tokens) for _ in range(12)]
     tokens.close()
@@ -99,7 +99,7 @@ def test_guessed_tokens_have_logprobs_too() -> None:
 def test_nothing_is_kept_if_nobody_asks() -> None:
     session = tiny_session(1, tiny_model())
     session.extend(PROMPT[:-1])
-    decoder = Decoder(session, Sampler(SamplingParams(temperature=0), VOCAB, PROMPT))
+    decoder = Decoder(session, TensorSampler(SamplingParams(temperature=0), VOCAB, PROMPT))
     tokens = decoder.tokens(int(PROMPT[-1]))
     next(tokens)
     assert decoder.logprobs == []

@@ -8,15 +8,17 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from parkd_engine.words.sampling import Sampler
+from parkd_engine.words.sampling import TensorSampler
 
 from parkd.errors import LogitsNotFinite, NothingAllowed
 from parkd.types import SamplingParams
 
 
-def sampler(history: list[int] | None = None, *, vocab: int = 6, fresh_seed: int = 0, **settings: object) -> Sampler:
+def sampler(
+    history: list[int] | None = None, *, vocab: int = 6, fresh_seed: int = 0, **settings: object
+) -> TensorSampler:
     ids = np.array(history or [], dtype=np.int64)
-    return Sampler(SamplingParams(**settings), vocab, ids, fresh_seed=fresh_seed)  # type: ignore[arg-type]
+    return TensorSampler(SamplingParams(**settings), vocab, ids, fresh_seed=fresh_seed)  # type: ignore[arg-type]
 
 
 def logits(*probabilities: float) -> torch.Tensor:

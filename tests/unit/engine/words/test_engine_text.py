@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parkd_engine.families.presets.words import tiny_tokenizer
 from parkd_engine.words.chat import ChatTokenizer
-from parkd_engine.words.text import TextAssembler, TokenBytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from parkd.errors import ModelError
+from parkd.words.text import TextAssembler, TokenBytes
 
 SEED = 5
 

@@ -7,7 +7,8 @@ import threading
 
 import numpy as np
 import pytest
-from parkd_engine.arenas.pinned import PinnedMemory
+
+from parkd.engine_adapter.pinned import PinnedMemory
 
 
 class Driver:

@@ -28,19 +28,6 @@ MADV_POPULATE_WRITE = 23
 Bytes = npt.NDArray[np.uint8]
 
 
-def register_with_cuda(address: int, size: int) -> int:
-    """Returns 0, or the CUDA error number."""
-    import torch
-
-    return int(torch.cuda.cudart().cudaHostRegister(address, size, HOST_REGISTER_PORTABLE))  # type: ignore[no-untyped-call]
-
-
-def unregister_with_cuda(address: int) -> int:
-    import torch
-
-    return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
-
-
 def populate(address: int, size: int) -> None:
     """Faults the pages in before locking, which would do it more slowly. A kernel that refuses does no harm."""
     if sys.platform != "linux":
@@ -58,12 +45,13 @@ class PinnedMemory:
     def __init__(
         self,
         *,
-        register: Callable[[int, int], int] = register_with_cuda,
-        unregister: Callable[[int], int] = unregister_with_cuda,
+        register: Callable[[int, int], int],
+        unregister: Callable[[int], int],
         prepare: Callable[[int, int], None] = populate,
         progress: Callable[[str, float], None] = lambda _what, _share: None,
     ) -> None:
-        """`progress` is told, on the thread that locks, what share of what was added is locked."""
+        """`register` takes an address and a number of bytes; it and `unregister` return 0 or the CUDA error number.
+        `progress` is told, on the thread that locks, what share of what was added is locked."""
         self._register, self._unregister, self._prepare = register, unregister, prepare
         self._progress = progress
         self._changed = threading.Condition()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parkd_engine.words.chat import ChatTemplate as EngineTemplate
-
 from parkd.engine_adapter.base import Rendered
+from parkd.words.templates import ChatTemplate as EngineTemplate
 
 
 class RenderedTemplate:

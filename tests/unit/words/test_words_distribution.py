@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from parkd_engine.words.distribution import FLOORS, GROUP, Distribution, Weights, heaviest, nucleus, place_of
+
+from parkd.words.distribution import FLOORS, GROUP, Distribution, Weights, heaviest, nucleus, place_of
 
 VOCABULARY = 5000
 
