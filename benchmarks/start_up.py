@@ -2,7 +2,8 @@
 
 python -m benchmarks.start_up [--model FILE.gguf] [--repeats 5] [--source NAME=FOLDER ...]
 
-Each source serves a GGUF file on llama.cpp in process, and stands before a llama-server: the tests' own, without a model. A first start, which digests the weights and runs the canary, is not counted. Prints JSON, medians last.
+Each source serves a GGUF file on llama.cpp in process, and stands before a llama-server: the tests' own, without a
+model. A first start, which digests the weights and runs the canary, is not counted. Prints JSON, medians last.
 """
 
 from __future__ import annotations

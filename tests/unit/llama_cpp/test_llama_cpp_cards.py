@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parkd.engine_adapter.llama_cpp.cards import block_tokens_for, page_locks, runtime_path
+from parkd.engine_adapter.llama_cpp import cards
+from parkd.engine_adapter.llama_cpp.cards import block_tokens_for, has_nvidia_card, page_locks, runtime_path
 
 MAPS = """\
 7f00a0000000-7f00a0001000 r--p 00000000 fe:00 12  /usr/lib/libc.so.6
@@ -54,3 +55,26 @@ def test_memory_is_locked_for_all_cards_and_unlocked() -> None:
     assert hooks.settle(10)
     hooks.removed(memory)
     assert runtime.calls == [("lock", memory.ctypes.data, 1 << 16, 1), ("unlock", memory.ctypes.data)]
+
+
+@pytest.mark.parametrize(("failed", "count", "is_there"), [(0, 2, True), (0, 0, False), (100, 1, False)])
+def test_a_card_is_what_its_driver_sees(
+    monkeypatch: pytest.MonkeyPatch, failed: int, count: int, is_there: bool
+) -> None:
+    class Driver:
+        def cuInit(self, flags: int) -> int:  # noqa: N802 - CUDA's name
+            assert flags == 0
+            return failed
+
+        def cuDeviceGetCount(self, found) -> int:  # noqa: N802
+            found._obj.value = count
+            return 0
+
+    def load(name: str) -> Driver:
+        if name != "libcuda.so.1":
+            raise OSError
+        return Driver()
+
+    assert not has_nvidia_card(("no such library.so",))
+    monkeypatch.setattr(cards.ctypes, "CDLL", load)
+    assert has_nvidia_card() == is_there

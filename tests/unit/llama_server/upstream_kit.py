@@ -19,10 +19,9 @@ import httpx
 import orjson
 import respx
 
+from parkd.config.values import Deadlines, UpstreamConfig
 from parkd.engine_adapter.llama_server import client
-from parkd.engine_adapter.llama_server.client import Deadlines
 from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
-from parkd.engine_adapter.llama_server.start import UpstreamConfig
 from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect
 from tests.fakes.text import END_TOKEN_ID, FIRST_SPECIAL_ID, FakeTemplate, FakeTokenizer
 
