@@ -6,13 +6,16 @@ the context, the loader, `parkd plan` and the lines at start.
     graphs       recorded forward passes, and the memory of their intermediate results           recorded at start
     workspace    what reading a chunk takes for a while (`workspace`)                            taken and given back
     library      what the matrix library keeps for each stream                                   measured at start
+    fetching     room for experts that come from main memory                                     allocated at start
 
-Nothing here needs weights or a device. Page-locked main memory for copies is not part of a stage.
+Nothing here needs weights or a device. Main memory beside a card is not part of a stage: page-locked memory for copies,
+and the experts of layers that `--cpu-experts` leaves there (`ModelMemory.host_bytes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +36,7 @@ from parkd_engine.forward.chunk_graphs import LINEAR
 from parkd_engine.forward.dense import refusal, unrecorded
 from parkd_engine.loading.layer_weights import ModelWeights, model_weights
 from parkd_engine.memory import free_bytes, is_card, library_bytes, usable_bytes
+from parkd_engine.weights.host_experts import room_bytes
 from parkd_engine.workspace import chunk_workspace, numbers_bytes
 
 CONTEXT_STEP = 256
@@ -41,7 +45,7 @@ MIN_CONTEXT = 512
 """The shortest context, in tokens, that is chosen automatically: a shorter one would be useless."""
 GRAPH_BYTES, LARGE_GRAPH_BYTES = 2 << 20, 20 << 20
 """What torch's allocator takes at once for the small and the large tensors of a graph's own memory."""
-WEIGHT_PARTS = (WEIGHTS, TOWER, DRAFT_HEAD) = ("weights", "vision tower", "draft head")
+WEIGHT_PARTS = (WEIGHTS, FETCHING, TOWER, DRAFT_HEAD) = ("weights", "fetched experts", "vision tower", "draft head")
 ARENA_PARTS = (ROWS, FIXED, WINDOWS, INDEX) = ("rows", "fixed state", "windows", "index")
 """Names of the parts that a `StageArena` holds."""
 WORKSPACE = "workspace"
@@ -126,19 +130,43 @@ class ModelMemory:
         dtype: torch.dtype,
         layout: EngineConfig,
         library: Callable[[str], int] = library_bytes,
+        *,
+        host_layers: Collection[int] = (),
     ) -> None:
         """`config` is the library's configuration of the whole model, which names its draft head if it has one; `dtype`
-        the compute dtype. `library` measures what the matrix library takes on a device."""
+        the compute dtype. `library` measures what the matrix library takes on a device. `host_layers` are those whose
+        routed experts stay in main memory."""
         self._config, self._dtype, self._layout = config, dtype, layout
         self._text = language_config(config)
         self._kv_dtype = kv_dtype_of(layout.kv_format, dtype)
+        self.host_layers = tuple(sorted(host_layers))
         self._weights: ModelWeights = model_weights(config, dtype)
         self._room = window_room(config, layout)
         self._library = {device: library(device) for device in dict.fromkeys(layout.devices)}
         self._guesses = layout.guesses if draft_layers(self._text) else 0
         self._known: dict[tuple[int, int, int], StageMemory] = {}
         cards = all(is_card(device) for device in layout.devices)
-        self._is_recorded = cards and unrecorded(self._text, dtype) is None
+        self._can_be_recorded = cards and unrecorded(self._text, dtype) is None
+
+    def with_host_layers(self, host_layers: Collection[int]) -> ModelMemory:
+        """The same with the routed experts of these layers in main memory."""
+        other = copy.copy(self)
+        other.host_layers, other._known = tuple(sorted(host_layers)), {}
+        return other
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers that have routed experts."""
+        return tuple(layer for layer, size in enumerate(self._weights.experts) if size)
+
+    @property
+    def host_bytes(self) -> int:
+        """Main memory for experts that stay there."""
+        return sum(self._weights.experts[layer] for layer in self.host_layers)
+
+    @property
+    def _is_recorded(self) -> bool:
+        return self._can_be_recorded and not self.host_layers
 
     def stages(self, ranges: Sequence[tuple[int, int]]) -> tuple[StageMemory, ...]:
         """The accounts of stages with the layers `[first, end)` each, in the order of the devices."""
@@ -162,8 +190,11 @@ class ModelMemory:
         if is_last:
             ends += weights.last + (0 if weights.is_tied and has_embedding else weights.head)
         shared = weights.everywhere if devices.index(devices[index]) == index else 0
+        elsewhere = [layer for layer in self.host_layers if first <= layer < end]
+        ends -= sum(weights.experts[layer] for layer in elsewhere)
         return (
             Part(WEIGHTS, sum(weights.layers[first:end]) + ends + shared),
+            Part(FETCHING, room_bytes(weights.expert, weights.experts_a_layer) if elsewhere else 0),
             Part(TOWER, weights.tower if first == 0 else 0),
             Part(DRAFT_HEAD, weights.draft if is_last else 0),
         )

@@ -14,11 +14,15 @@ from typing import Any, Protocol
 
 import torch
 
+from parkd.errors import ModelError
 from parkd.state import EngineConfig
-from parkd_engine.account import ModelMemory
+from parkd_engine.account import ModelMemory, device_needs
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.layer_split import least_worst, shared_layers, split_layers
 from parkd_engine.memory import is_card, usable_bytes
+
+HOST_CONTEXT = 32768
+"""The context, in tokens, that is to fit beside the experts on cards, if none is asked for."""
 
 
 class Need(Protocol):
@@ -57,6 +61,34 @@ def balanced_split(
         return (need.constant_bytes + tokens * need.bytes_a_token) / max(1, free[index])
 
     return least_worst(len(free), layers, forbidden, fullness)[1]
+
+
+def choose_host_layers(
+    config: Any, dtype: torch.dtype, layout: EngineConfig, free: Callable[[str], int], memory: ModelMemory
+) -> tuple[int, ...]:
+    """The layers whose routed experts stay in main memory: the last `layout.cpu_experts` that have experts, or (None)
+    as few as let the rest fit its devices, with the context that is asked for or else `HOST_CONTEXT`. `memory` is the
+    account with all experts on the devices. Raises InvalidSplit, and ModelError if experts are to stay in main memory
+    where they are anyway, or if the model has none."""
+    layers, asked = memory.expert_layers, layout.cpu_experts
+    if asked == 0 or (asked is None and (not layers or not all(is_card(device) for device in layout.devices))):
+        return ()
+    if not all(is_card(device) for device in layout.devices):
+        raise ModelError("--cpu-experts is for cards: on these devices all weights are in main memory. Leave it out.")
+    if not layers:
+        raise ModelError("--cpu-experts is for models with experts, and this one has none. Leave it out.")
+    if asked is not None:
+        return layers[-asked:]
+    text = language_config(config)
+    context = layout.context_tokens or min(int(text.max_position_embeddings), HOST_CONTEXT)
+    for count in range(len(layers) + 1):
+        hosted = layers[len(layers) - count :]
+        account = memory.with_host_layers(hosted)
+        stages = account.stages(choose_split(config, dtype, layout, free, account))
+        needs = device_needs(stages, layout.seats or 1)
+        if all(constant + context * each <= usable_bytes(free(dev), dev) for dev, (constant, each) in needs.items()):
+            break
+    return hosted
 
 
 def choose_split(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from parkd.state import EngineConfig
@@ -33,12 +33,13 @@ def open_session(
     *,
     draft_model: Any = None,
     ranges: Sequence[tuple[int, int]] | None = None,
+    host_layers: Collection[int] = (),
     choose_context: ChooseContext | None = None,
 ) -> Session:
     """Splits a loaded causal language model, puts each stage on its device, allocates the arenas and starts an empty
     timeline: that of the first seat, if `config` asks for several. Raises what `open_seats` raises."""
     arguments: dict[str, Any] = {"draft_model": draft_model, "ranges": ranges, "choose_context": choose_context}
-    return open_seats(model, config, images, **arguments)[0]
+    return open_seats(model, config, images, host_layers=host_layers, **arguments)[0]
 
 
 def open_seats(
@@ -48,6 +49,7 @@ def open_seats(
     *,
     draft_model: Any = None,
     ranges: Sequence[tuple[int, int]] | None = None,
+    host_layers: Collection[int] = (),
     choose_context: ChooseContext | None = None,
     choose_seats: ChooseSeats | None = None,
     row_grain: int = ROW_GRAIN,
@@ -55,7 +57,8 @@ def open_seats(
     """The same for each seat. They share stages and the memory of rows. Servers and tests open sessions in this way
     alone.
 
-    Stage `i` holds the layers `[first, end)` of `ranges[i]`; None splits as configured. The context is what
+    Stage `i` holds the layers `[first, end)` of `ranges[i]`; None splits as configured. The routed experts of
+    `host_layers` stay in main memory. The context is what
     `choose_context` returns, or else `config.context_tokens`, or else the model's own limit. Seats, and the rows that
     they have together, are what `choose_seats` returns, or else `config.seats` and a whole context for each. Several
     seats' ranges of rows begin at multiples of `row_grain`. With `images`, the model, of a known family, reads images
@@ -65,7 +68,7 @@ def open_seats(
     ranges = ranges or split_layers(model.config, len(config.devices), config.layer_split)
     text = language_config(model.config)
     layouts = build_layout(model.config, ranges, kv_dtype_of(config.kv_format, model.dtype), model.dtype)
-    stages = place(model, ranges, config.devices)
+    stages = place(model, ranges, config.devices, host_layers)
     tower = None if images is None else VisionTower(model, images, stages[0].device)
     draft = None if draft_model is None else bare_head(draft_model, stages[-1].device)
     room = window_room(model.config, config)

@@ -16,7 +16,7 @@ from parkd.state import EngineConfig
 from parkd_engine.account import ModelMemory, StageMemory
 from parkd_engine.arenas.kv_format import kv_dtype_of
 from parkd_engine.arenas.layout import StageStateLayout, build_layout
-from parkd_engine.balance import choose_split
+from parkd_engine.balance import choose_host_layers, choose_split
 from parkd_engine.families.architectures import architecture_of, check_config
 from parkd_engine.families.multimodal import language_config
 from parkd_engine.families.presets.shapes import PREFIX, preset_config
@@ -44,6 +44,9 @@ class WeightlessModel:
     """What each stage takes on its device."""
     weights: str
     """The kind of the weights."""
+    host_layers: tuple[int, ...] = ()
+    """The layers whose routed experts stay in main memory."""
+    host_bytes: int = 0
 
 
 def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
@@ -63,14 +66,24 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
     dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
     if torch.device(config.devices[0]).type == "cpu":
         dtype = torch.float32
-    memory = ModelMemory(settings, dtype, config)
+    whole = ModelMemory(settings, dtype, config)
+    memory = whole.with_host_layers(choose_host_layers(settings, dtype, config, _free_here, whole))
     ranges = choose_split(settings, dtype, config, _free_here, memory)
     layouts = build_layout(settings, ranges, kv_dtype_of(config.kv_format, dtype), dtype)
     context_tokens = int(language_config(settings).max_position_embeddings)
     scheme = scheme_of(settings)
     weights = f"full precision ({str(dtype).removeprefix('torch.')})" if scheme is None else str(scheme)
     stages = memory.stages(ranges)
-    return WeightlessModel(architecture_of(settings), context_tokens, layouts, settings, stages, weights)
+    return WeightlessModel(
+        architecture_of(settings),
+        context_tokens,
+        layouts,
+        settings,
+        stages,
+        weights,
+        memory.host_layers,
+        memory.host_bytes,
+    )
 
 
 def _free_here(device: str) -> int:

@@ -119,6 +119,11 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
         raise ConfigError(
             "--devices and --layer-split are for --engine torch: llama.cpp has --split-mode, --tensor-split"
         )
+    if name == "llama.cpp" and layout.cpu_experts != 0:
+        raise ConfigError(
+            f"--cpu-experts is for --engine torch, and this runs on llama.cpp, since {why}: leave it out, and let "
+            f"--gpu-layers name how many layers go to the card"
+        )
     if name == "llama.cpp" and layout.seats != 1:
         raise ConfigError(
             f"--parallel is for --engine torch, and this runs on llama.cpp, since {why}. It keeps one conversation "

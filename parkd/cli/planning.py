@@ -23,7 +23,7 @@ def plan(config: Config) -> int:
     ModelError."""
     from parkd.cli import budget_table
     from parkd.cli.compose import store_config_of
-    from parkd.cli.startup import memory_line
+    from parkd.cli.startup import host_line, memory_line
     from parkd.store.sizes import Sizes
 
     if config.model.upstream is not None:
@@ -48,6 +48,8 @@ def plan(config: Config) -> int:
             memory_line(each.device, each.first_layer, each.end_layer, each.lines(tokens, seats, seats * tokens))
             for each in known.memory
         ]
+        if known.host_layers:
+            notes.append(host_line(known.host_layers, known.host_bytes, store_config.budget_bytes))
         if config.model.layout.seats is None:
             notes.append("seats     as many as fit beside a whole context each, up to 4; the lines above count one")
         elif seats > 1:

@@ -94,6 +94,29 @@ def seats_lines(info: EngineInfo) -> list[str]:
     return [f"seats     {info.live_conversations} live conversations, with {info.row_tokens:,} tokens together"]
 
 
+def host_line(layers: Sequence[int], size: int, budget_bytes: int) -> str:
+    """What experts and parked conversations take of main memory together."""
+    return (
+        f"main mem  {(size + budget_bytes) // MIB:,} MiB (experts of {len(layers)} layers {-(-size // MIB):,}, parked "
+        f"conversations {budget_bytes // MIB:,})"
+    )
+
+
+def host_lines(info: EngineInfo, budget_bytes: int) -> list[str]:
+    """The same, and how fast the experts are either way; nothing if all are where they are computed."""
+    hosted = info.host_experts
+    if hosted is None:
+        return []
+    measured = "; ".join(
+        f"{tokens} token{'' if tokens == 1 else 's'} {there * 1e3:.2f} ms a layer there, {here * 1e3:.2f} fetched"
+        for tokens, (there, here) in hosted.seconds.items()
+    )
+    return [
+        host_line(hosted.layers, hosted.bytes, budget_bytes),
+        f"experts   fetched to the card from {hosted.fetched_from_tokens} tokens on ({measured})",
+    ]
+
+
 def describe(
     info: EngineInfo, budget: Budget, url: str, *, needs_key: bool, warning: str | None, failures: Sequence[str] = ()
 ) -> list[str]:
@@ -116,6 +139,7 @@ def describe(
             memory_line(device, stage.first_layer, stage.end_layer, account)
             for device, stage, account in zip(info.devices, info.layout.stages, info.memory, strict=False)
         ),
+        *host_lines(info, budget.budget_bytes),
         f"budget    {CANARY_FAILED if failures else parking_line(budget, info)}",
         *(f"warning   {failure}" for failure in failures),
     ]

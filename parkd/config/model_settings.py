@@ -77,6 +77,15 @@ def parallel(text: str) -> int | None:
     return int(text)
 
 
+def cpu_experts(text: str) -> int | None:
+    """Layers whose experts stay in main memory; None for `auto`: as few as let the rest fit."""
+    if text.lower() == "auto":
+        return None
+    if not re.fullmatch(r"\d{1,4}", text):
+        raise ValueError("expected auto, or a whole number of layers from 0 up")
+    return int(text)
+
+
 def draft_tokens(values: Mapping[str, Any]) -> int | None:
     """The value of `--draft-tokens` or its alias `--draft-max`. Raises ConfigError if both are given and differ."""
     own: int | None = values["draft-tokens"]

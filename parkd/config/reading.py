@@ -226,6 +226,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
                 layer_split=values["layer-split"] or None,
                 context_tokens=values["ctx-size"],
                 seats=values["parallel"],
+                cpu_experts=values["cpu-experts"],
                 batch_tokens=values["batch-size"],
                 kv_format=None if values["engine"] == "llama.cpp" or llama.given else one_kv_format(values),
                 weights=values["weights"],

@@ -9,6 +9,7 @@ from typing import Any
 from parkd.config import parsers
 from parkd.config.llama_settings import cache_type, engine_name, flash_attn, loras, scaled_loras, shares, split_mode
 from parkd.config.model_settings import (
+    cpu_experts,
     guesses,
     kv_format,
     layer_range,
@@ -78,6 +79,14 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "layer-split", "model", "LIST", parsers.layer_split, (), "first layer of each later stage: 24 or 24,36 (auto)"
+    ),
+    Setting(
+        "cpu-experts",
+        "model",
+        "N|auto",
+        cpu_experts,
+        0,
+        "layers whose experts stay in main memory; auto: as few as let the rest fit the cards ({})",
     ),
     Setting(
         "ctx-size",

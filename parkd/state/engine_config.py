@@ -44,6 +44,9 @@ class EngineConfig:
     weights: str | None = None
     """The kind to which weights in full precision are converted, `int4`, `int8` or `fp8`; None: as they are."""
 
+    cpu_experts: int | None = 0
+    """In how many layers the routed experts stay in main memory; None: in as few as let the rest fit the cards."""
+
     ctx_checkpoints: int = CTX_CHECKPOINTS
     """The most checkpoints of fixed state kept on the devices, for models that have fixed state."""
     draft_tokens: int | None = None
@@ -79,6 +82,8 @@ class EngineConfig:
             raise ValueError(f"seats is {self.seats}; it must be from 1 to {MOST_SEATS}")
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens is {self.draft_tokens}; it must be from 0 to {MAX_DRAFT_TOKENS}")
+        if self.cpu_experts is not None and self.cpu_experts < 0:
+            raise ValueError(f"cpu_experts is {self.cpu_experts}; it must be at least 0")
         for name in ("context_tokens", "batch_tokens", "ctx_checkpoints"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parkd_engine import EngineConfig, open_session
+from parkd_engine import EngineConfig, open_session, restore
 from parkd_engine.families.presets import shapes
 from parkd_engine.families.presets.shapes import Preset, preset_config
 from parkd_engine.families.presets.weights import random_model
+from parkd_engine.weights.host_experts import Way
 
 from benchmarks.gpu.lane import GpuLane, following
 from tests.gpu.gpu_kit import COMMON, MIB, SPLITS, assert_same, ids, opened, state_of
+from tests.unit.engine.kit.parking import parked, resumed_at
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -147,3 +149,37 @@ def test_experts_give_the_same_bits_for_the_same_shapes() -> None:
         answers.append(session.step(int(prompt[-1])).clone())
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.parametrize("fetched_from", [1, 1 << 20], ids=["fetched", "computed there"])
+@EVERY_KIND
+def test_experts_in_main_memory_resume_bit_equal(kind: str, fetched_from: int) -> None:
+    """A1, parked, B1, restored: the steps of A1. Each expert is copied once, and close to experts in place."""
+    config = preset_config(f"random:{kind}")
+    config.num_hidden_layers = 6
+    model = random_model(config, torch.bfloat16, torch.device("cuda:0"))
+    layout = EngineConfig(devices=("cuda:0",), context_tokens=4096, batch_tokens=512)
+    prompt, other = ids(1500, 1), ids(900, 2)
+    in_place = open_session(copy.deepcopy(model), layout)
+    in_place.extend(prompt[:-1])
+    nearly = in_place.step(int(prompt[-1])).clone()
+    session = open_session(model, layout, host_layers=(2, 4, 5))
+    hosted = session.stages[0].host_experts
+    assert len(hosted) == 3
+    for each in hosted:
+        each.way = Way(fetched_from)
+    session.extend(prompt[:-1], checkpoint_at=(len(prompt) - 1,))
+    expected = [session.step(int(token)).clone() for token in (prompt[-1], 7, 8)]
+    assert (expected[0] - nearly).abs().mean() < 0.05 * nearly.abs().mean()
+    session.truncate(len(prompt) - 1)
+    plan = parked(session, (len(prompt) - 1,), len(prompt) - 1)
+    session.reset()
+    session.extend(other)
+    session.reset()
+    restore(session, resumed_at(plan, len(prompt) - 1))
+    counts = [each.fetched for each in hosted]
+    again = [session.step(int(token)).clone() for token in (prompt[-1], 7, 8)]
+    assert all(torch.equal(one, two) for one, two in zip(again, expected, strict=True))
+    chosen = 4 if kind == "experts" else 2
+    fetched = [each.fetched - before for each, before in zip(hosted, counts, strict=True)]
+    assert fetched == ([3 * chosen] * 3 if fetched_from == 1 else [0] * 3)

@@ -38,6 +38,8 @@ def no_recording(config: Any, stages: Sequence[Stage]) -> str | None:
         return "a stage is not on a CUDA device"
     if not has_triton():
         return "Triton is not installed"
+    if any(stage.host_experts for stage in stages):
+        return "experts stay in main memory, and which ones a token needs is known only when it runs"
     return next((reason for stage in stages if (reason := unrecorded(config, stage.dtype)) is not None), None)
 
 

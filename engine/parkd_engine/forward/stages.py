@@ -10,8 +10,9 @@ same, and every architecture runs its own code.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from parkd_engine.arenas.cache import StageCache
+from parkd_engine.families.layer_shapes import experts_of
 from parkd_engine.families.layer_state import STREAMS, streams_of
 from parkd_engine.families.multimodal import language_config, language_model
 from parkd_engine.families.records import family_of
@@ -27,6 +29,14 @@ from parkd_engine.forward.attention import ATTENTION_NAME, register_attention
 from parkd_engine.forward.delta_net import choose_by_device
 from parkd_engine.forward.indexer import replace_indexers
 from parkd_engine.vision.chunks import ChunkImages
+from parkd_engine.weights.host_experts import (
+    FetchRoom,
+    HostExperts,
+    choose_way,
+    expert_bytes,
+    experts_module,
+    room_bytes,
+)
 
 MIXER = "hyper_connection_mixer"
 """Name of the module that mixes several residual streams into one hidden state; it takes the place of the norm after
@@ -88,6 +98,8 @@ class Stage:
         """Memory that the recorded layers of all seats share (`parkd_engine.forward.chunk_graphs`)."""
         self.step_histories: list[Any] = []
         """Of each seat, the states that its steps keep (`parkd_engine.forward.step_by_step`)."""
+        self.host_experts: tuple[HostExperts, ...] = ()
+        """The experts of this stage's layers that stay in main memory."""
         self.needs_ids = bool(getattr(getattr(inner, "config", None), "ple_layer_ids", None))
         """Whether the model's layers look up n-grams of token ids. Every stage needs the ids then."""
         layers: Any = inner.layers
@@ -182,8 +194,14 @@ class Stage:
         return logits[0].float()
 
 
-def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str | torch.device]) -> list[Stage]:
-    """Splits a causal language model into stages and puts each on its device.
+def place(
+    model: Any,
+    ranges: Sequence[tuple[int, int]],
+    devices: Sequence[str | torch.device],
+    host_layers: Collection[int] = (),
+) -> list[Stage]:
+    """Splits a causal language model into stages and puts each on its device. The routed experts of `host_layers` stay
+    in main memory.
 
     Weights that are on the right device already are shared with `model`; the others are copied. `model` still works,
     but uses the engine's attention from now on. Drop it to free the weights that were copied.
@@ -204,14 +222,34 @@ def place(model: Any, ranges: Sequence[tuple[int, int]], devices: Sequence[str |
         is_last = index == len(ranges) - 1
         moved: dict[int, torch.Tensor] = {}
         inner = _cut(decoder, first, end, is_first=index == 0, is_last=is_last)
+        hosted = _hosted(decoder, [layer for layer in host_layers if first <= layer < end], device)
         head = _moved(model.get_output_embeddings(), device, moved) if is_last else None
         scale = float(getattr(model.config, "logits_scaling", None) or 1.0)
         factor = float(getattr(model.config, "lm_head_multiplier", None) or 1.0)
         streams, cap = streams_of(decoder.config), getattr(decoder.config, "final_logit_softcapping", None)
         mixer = _moved(decoder._modules[MIXER], device, moved) if is_last and streams > 1 else None
-        moved_inner = _moved(inner, device, moved)
-        stages.append(Stage(index, first, end, device, moved_inner, head, scale, streams, factor, mixer, cap))
+        moved_inner = _moved(inner, device, moved, {id(part.replaced): part for part in hosted})
+        stage = Stage(index, first, end, device, moved_inner, head, scale, streams, factor, mixer, cap)
+        stage.host_experts = tuple(hosted)
+        stages.append(stage)
     return stages
+
+
+def _hosted(decoder: Any, layers: Sequence[int], device: torch.device) -> list[HostExperts]:
+    """What takes the place of the experts of these layers, which share one room on the device."""
+    text = decoder.config
+    count, chosen = experts_of(text)
+    found = [part for part in (experts_module(decoder.layers[layer], count) for layer in layers) if part is not None]
+    if not found:
+        return []
+    room = FetchRoom(device, room_bytes(max(expert_bytes(part) for part in found), count))
+    hosted = [HostExperts(part, room) for part in found]
+    if device.type == "cuda":
+        dtype = next(decoder.parameters()).dtype
+        way = choose_way(hosted[0], chosen, device, dtype, int(text.hidden_size))
+        for each in hosted:
+            each.way = way
+    return hosted
 
 
 def _cut(inner: nn.Module, first: int, end: int, *, is_first: bool, is_last: bool) -> nn.Module:
@@ -254,8 +292,16 @@ def moved_twin(module: nn.Module, device: torch.device) -> nn.Module:
     return _moved(module, device, {})
 
 
-def _moved(module: nn.Module, device: torch.device, moved: dict[int, torch.Tensor]) -> nn.Module:
-    """A copy of the module tree with every tensor on `device`. `moved` keeps tied tensors tied."""
+def _moved(
+    module: nn.Module,
+    device: torch.device,
+    moved: dict[int, torch.Tensor],
+    instead: Mapping[int, nn.Module] = MappingProxyType({}),
+) -> nn.Module:
+    """A copy of the module tree with every tensor on `device`. `moved` keeps tied tensors tied. The modules whose `id`
+    is in `instead` are replaced."""
+    if id(module) in instead:
+        return instead[id(module)]
     twin = _twin(module)
     for name, parameter in twin._parameters.items():
         if parameter is not None:
@@ -266,5 +312,5 @@ def _moved(module: nn.Module, device: torch.device, moved: dict[int, torch.Tenso
             twin._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
     for name, child in twin._modules.items():
         if child is not None:
-            twin._modules[name] = _moved(child, device, moved)
+            twin._modules[name] = _moved(child, device, moved, instead)
     return twin

@@ -11,10 +11,12 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from parkd_engine.draft.stream_head import SHARED, head_class
+from parkd_engine.families.layer_shapes import experts_of
 from parkd_engine.families.layer_state import draft_layers
 from parkd_engine.families.multimodal import language_config, language_model, model_class
 from parkd_engine.families.records import family_of
 from parkd_engine.forward.stages import MIXER
+from parkd_engine.weights.host_experts import expert_bytes, experts_module
 from parkd_engine.weights.linear import QuantisedLinear
 from parkd_engine.weights.schemes import quantised_layers, scheme_of, without_weights_kind
 
@@ -41,6 +43,11 @@ class ModelWeights:
     """Last stage: the draft head, without what it shares with the model; 0 without one."""
     codes: int
     """Weights of the largest matrix that is stored as codes; 0 without any."""
+    experts: tuple[int, ...] = ()
+    """Of the bytes of each layer, those of its routed experts."""
+    expert: int = 0
+    """Bytes of the largest expert, in a room for fetching (`weights.host_experts`)."""
+    experts_a_layer: int = 0
 
 
 def model_weights(config: Any, dtype: torch.dtype = torch.float32) -> ModelWeights:
@@ -51,8 +58,13 @@ def model_weights(config: Any, dtype: torch.dtype = torch.float32) -> ModelWeigh
     parts = {name: part for name, part in decoder.named_children() if name != "layers" and part is not embedding}
     ends = [part for name, part in parts.items() if name in (family_of(language_config(config)).final_norm, MIXER)]
     own = () if draft is None else (part for name, part in draft.named_children() if name not in SHARED)
+    count, _ = experts_of(language_config(config))
+    routed = [experts_module(layer, count) for layer in decoder.layers]
     return ModelWeights(
         layers=tuple(_nbytes([layer]) for layer in decoder.layers),
+        experts=tuple(0 if part is None else _nbytes([part]) for part in routed),
+        expert=max((expert_bytes(part) for part in routed if part is not None), default=0),
+        experts_a_layer=count,
         embedding=_nbytes([embedding]),
         head=_nbytes([output]),
         is_tied=getattr(output, "weight", None) is embedding.weight,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -73,6 +73,8 @@ class LoadConfig:
     split: Callable[[Any, torch.dtype], Ranges] | None = None
     """(the library's configuration, compute dtype) -> the stages' layer ranges. Called before weights are read. None:
     one stage."""
+    host_layers: Callable[[], Collection[int]] = tuple
+    """The layers whose routed experts stay in main memory; asked behind `split`. Only random weights need to know."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +186,9 @@ def _load_preset(config: LoadConfig, template: str | None) -> LoadedModel:
     processor = preset_processor(config.model, settings)
     images = None if processor is None else ImageProcessor(processor, settings, image_tokens(settings, tokenizer))
     ranges = _ranges(config, settings, dtype)
-    place = layer_placement(ranges, config.devices) if len(ranges) > 1 and device.type != "cpu" else None
+    hosted = config.host_layers()
+    is_divided = (len(ranges) > 1 or hosted) and device.type != "cpu"
+    place = layer_placement(ranges, config.devices, hosted) if is_divided else None
     model = random_model(settings, dtype, device, layer_gain(config.model), place)
     return LoadedModel(
         name=config.model,

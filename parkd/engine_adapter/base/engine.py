@@ -14,6 +14,18 @@ from parkd.state import Checksums, DraftCounts, StateLayout, StateSizes, Transfe
 from parkd.types import ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask
 
 
+@dataclass(frozen=True, slots=True)
+class HostExpertsInfo:
+    """Experts that stay in main memory."""
+
+    layers: tuple[int, ...]
+    bytes: int
+    fetched_from_tokens: int
+    """Chunks of at least so many tokens fetch them to the card; shorter ones, and steps, compute in main memory."""
+    seconds: Mapping[int, tuple[float, float]]
+    """Tokens -> seconds for one layer in main memory, and fetched, as measured at start."""
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     """Facts about an engine that do not change."""
@@ -53,6 +65,8 @@ class EngineInfo:
     """The longest context that the model supports; 0 if that is not known."""
     memory: tuple[Mapping[str, int], ...] = ()
     """For each stage what takes its device's memory: name -> bytes. Empty if the engine does not say."""
+    host_experts: HostExpertsInfo | None = None
+    """None: all weights are where they are computed."""
     build: str = ""
     """What else decides how state is computed and moved: versions of libraries, kinds of devices, sizes of chunks."""
     parked_state_lacks: str = ""

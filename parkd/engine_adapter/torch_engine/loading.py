@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,16 @@ import torch
 import transformers
 from parkd_engine.account import ARENA_PARTS, WEIGHT_PARTS, ModelMemory, StageMemory, choose_context, choose_seats
 from parkd_engine.arenas.kv_format import KV_FORMATS, kv_dtype_of
-from parkd_engine.balance import choose_split
+from parkd_engine.balance import choose_host_layers, choose_split
 from parkd_engine.families.architectures import architecture_of
 from parkd_engine.loading.fingerprint import fingerprint, kernels_of
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
-from parkd_engine.memory import is_card
+from parkd_engine.memory import is_card, usable_bytes
 from parkd_engine.opening import open_seats
 from parkd_engine.session import Session
 
 from parkd.config import ModelConfig
-from parkd.engine_adapter.base import EngineInfo
+from parkd.engine_adapter.base import EngineInfo, HostExpertsInfo
 from parkd.engine_adapter.base.build import sources_of
 from parkd.errors import ModelError
 from parkd.state import EngineConfig
@@ -63,8 +63,10 @@ def load_parts(
     known: list[ModelMemory] = []
 
     def split(settings: Any, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
-        known.append(ModelMemory(settings, dtype, layout))
         left = lambda device: free(device) - (reserved() if device == "cpu" else 0)  # noqa: E731
+        whole = ModelMemory(settings, dtype, layout)
+        known.append(whole.with_host_layers(choose_host_layers(settings, dtype, layout, left, whole)))
+        _check_main_memory(known[0], free, reserved)
         return choose_split(settings, dtype, layout, left, known[0])
 
     try:
@@ -78,6 +80,7 @@ def load_parts(
                 devices=layout.devices,
                 weights=layout.weights,
                 split=split,
+                host_layers=lambda: known[0].host_layers,
             ),
             progress,
         )
@@ -86,7 +89,7 @@ def load_parts(
             config.control_vectors, int(text.hidden_size), int(text.num_hidden_layers), config.steered_layers
         )
         memory = known[0].stages(loaded.ranges)
-        sessions = _opened(layout, loaded, memory, free, reserved)
+        sessions = _opened(layout, loaded, memory, known[0].host_layers, free, reserved)
         for session in sessions:
             session.use_kernels(progress)
         if any(is_card(device) for device in layout.devices):
@@ -96,13 +99,28 @@ def load_parts(
             f"The weights do not fit the devices {','.join(layout.devices)}: {error} "
             f"Name more devices with --devices, or use a smaller model."
         ) from error
-    return EngineParts(loaded, sessions, _info(config, loaded, sessions, memory), vectors)
+    return EngineParts(loaded, sessions, _info(config, loaded, sessions, memory, known[0]), vectors)
+
+
+def _check_main_memory(memory: ModelMemory, free: Callable[[str], int], reserved: Callable[[], int]) -> None:
+    """Raises ModelError if the experts that stay in main memory leave too little of it for parked conversations."""
+    if not memory.host_bytes:
+        return
+    there = free("cpu")
+    room = usable_bytes(there, "cpu") - reserved()
+    if memory.host_bytes > room:
+        raise ModelError(
+            f"The experts of {len(memory.host_layers)} layers are to stay in main memory and take "
+            f"{memory.host_bytes >> 20:,} MiB, where {there >> 20:,} MiB are free and parked conversations are to have "
+            f"{reserved() >> 20:,} MiB. Choose a smaller --conversation-cache-mib or a smaller --cpu-experts."
+        )
 
 
 def _opened(
     layout: EngineConfig,
     loaded: LoadedModel,
     memory: Sequence[StageMemory],
+    host_layers: Collection[int],
     free: Callable[[str], int],
     reserved: Callable[[], int],
 ) -> Sequence[Session]:
@@ -112,6 +130,8 @@ def _opened(
     def fitting() -> int:
         longest = int(loaded.text_config.max_position_embeddings)
         seats = layout.seats or 1
+        if host_layers:
+            free("cpu")  # Measured again, since the share of parked conversations is one of what experts leave.
         return choose_context(stages, longest, layout.context_tokens, seats=seats, reserved=reserved, free=free)
 
     return open_seats(
@@ -120,13 +140,18 @@ def _opened(
         loaded.images,
         draft_model=loaded.draft_model,
         ranges=loaded.ranges,
+        host_layers=host_layers,
         choose_context=fitting,
         choose_seats=lambda context: choose_seats(stages, context, layout.seats, reserved=reserved, free=free),
     )
 
 
 def _info(
-    config: ModelConfig, loaded: LoadedModel, sessions: Sequence[Session], memory: Sequence[StageMemory]
+    config: ModelConfig,
+    loaded: LoadedModel,
+    sessions: Sequence[Session],
+    memory: Sequence[StageMemory],
+    account: ModelMemory,
 ) -> EngineInfo:
     layout, session = config.layout, sessions[0]
     kv_dtype = kv_dtype_of(layout.kv_format, loaded.dtype)
@@ -151,15 +176,24 @@ def _info(
         reads_while_restoring=all(torch.device(device).type == "cuda" for device in layout.devices),
         model_tokens=int(loaded.text_config.max_position_embeddings),
         memory=accounts,
+        host_experts=_host_experts(account, session),
         live_conversations=len(sessions),
         row_tokens=rows,
         build=_build(layout, session, len(sessions)),
     )
 
 
+def _host_experts(account: ModelMemory, session: Session) -> HostExpertsInfo | None:
+    if not account.host_layers:
+        return None
+    ways = [stage.host_experts[0].way for stage in session.stages if stage.host_experts]
+    return HostExpertsInfo(account.host_layers, account.host_bytes, ways[0].fetched_from_tokens, ways[0].seconds or {})
+
+
 def _build(layout: EngineConfig, session: Session, seats: int) -> str:
     cards = [torch.cuda.get_device_name(device) for device in layout.devices if is_card(device)]
-    sizes = (session.batch_tokens, session.draft_tokens, layout.ctx_checkpoints, layout.window_slack_tokens, seats)
+    sizes: tuple[int, ...] = (session.batch_tokens, session.draft_tokens, layout.ctx_checkpoints)
+    sizes += (layout.window_slack_tokens, seats, *(len(stage.host_experts) for stage in session.stages))
     sources = sources_of(Path(parkd_engine.__file__).parent)
     return f"torch {torch.__version__} transformers {transformers.__version__} {sources} {cards} {sizes}"
 

@@ -193,3 +193,14 @@ def test_a_gguf_file_that_torch_unpacks_says_so(tmp_path: Path) -> None:
     assert "3 MiB of this GGUF file" in note
     assert LLAMA_HINT in note
     assert unpacking_notes(str(tmp_path), tmp_path) == ()
+
+
+def test_experts_in_main_memory_are_for_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, is_there=True)
+    for value, expected in (("12", 12), ("auto", None), ("0", 0)):
+        assert load({"cpu-experts": value}, {}).model.layout.cpu_experts == expected
+    with pytest.raises(ConfigError, match=r"--cpu-experts is for --engine torch.*--gpu-layers"):
+        choose_engine(load({"cpu-experts": "auto"}, {}).model, GGUF, is_demo=False)
+    assert choose_engine(load({"cpu-experts": "auto"}, {}).model, HUB, is_demo=False)[0] == "torch"
+    with pytest.raises(ConfigError, match="whole number of layers"):
+        load({"cpu-experts": "all"}, {})

@@ -15,7 +15,7 @@ from parkd.cli.startup import (
     template_warning,
 )
 from parkd.config import MIB
-from parkd.engine_adapter.base import EngineInfo
+from parkd.engine_adapter.base import EngineInfo, HostExpertsInfo
 from parkd.errors import InvalidRequest
 from parkd.state import BLOCK_TOKENS, StageLayout, StateLayout
 from parkd.store.budget import BLOCK_BYTES, Need, Room, conversation_metadata_bytes
@@ -140,3 +140,18 @@ def test_a_short_step_shows_no_progress_and_a_long_one_its_end() -> None:
     show("Loading m", 0.0)
     show("Loading m", 1.0)
     assert output.getvalue() == ""
+
+
+def test_experts_in_main_memory_are_counted_with_parked_conversations() -> None:
+    seconds = {1: (0.0006, 0.0014), 16: (0.0095, 0.0081)}
+    hosted = HostExpertsInfo(tuple(range(8, 48)), 40 * MIB, 16, seconds)
+    lines = describe(replace(info(), host_experts=hosted), BUDGET, "", needs_key=False, warning=None)
+    [memory] = [line for line in lines if line.startswith("main mem")]
+    parked = BUDGET.budget_bytes // MIB
+    assert f"{40 + parked:,} MiB (experts of 40 layers 40, parked conversations {parked:,})" in memory
+    [speed] = [line for line in lines if line.startswith("experts")]
+    assert "from 16 tokens on" in speed
+    assert "1 token 0.60 ms a layer there, 1.40 fetched; 16 tokens 9.50 ms a layer there, 8.10 fetched" in speed
+    assert not any(
+        line.startswith(("main mem", "experts")) for line in describe(info(), BUDGET, "", needs_key=False, warning=None)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
@@ -106,8 +106,11 @@ def random_model(
     return model.eval()
 
 
-def layer_placement(ranges: Sequence[tuple[int, int]], devices: Sequence[str]) -> Placement:
-    """Puts each layer's weights on its stage's device, the head's on the last, and all others on the first."""
+def layer_placement(
+    ranges: Sequence[tuple[int, int]], devices: Sequence[str], host_layers: Collection[int] = ()
+) -> Placement:
+    """Puts each layer's weights on its stage's device, the head's on the last, and all others on the first; the routed
+    experts of `host_layers` in main memory."""
 
     def place(name: str) -> torch.device:
         found = None if "vision" in name or "visual" in name else _LAYER.search(name)
@@ -115,6 +118,8 @@ def layer_placement(ranges: Sequence[tuple[int, int]], devices: Sequence[str]) -
             is_last = name.startswith("lm_head")
             return torch.device(devices[-1 if is_last else 0])
         layer = int(found[1])
+        if layer in host_layers and ".experts." in name:
+            return torch.device("cpu")
         index = next(index for index, (first, end) in enumerate(ranges) if first <= layer < end)
         return torch.device(devices[index])
 
