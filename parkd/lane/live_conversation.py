@@ -25,7 +25,7 @@ from parkd.lane.engine_thread import EngineThread
 from parkd.lane.live_rows import LiveRows, restored
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail, read_while_restoring
-from parkd.lane.start import Seated, Start, restore_of
+from parkd.lane.start import NO_STATE, Seated, Start, restore_of
 from parkd.lane.turn import Pauses, Turn
 from parkd.state import Checksums, Resume, StateSizes, Transfer
 from parkd.store.records import (
@@ -301,19 +301,25 @@ class LiveConversation:
         that the engine really reuses.
 
         If that are fewer than were restored, the parked conversation is dropped, since restoring it again would not
-        help. The prompt is proved when this returns. What was parked for the start was copied, not computed, so this
-        steering cannot have touched it. Raises EngineFailure, InvalidRequest, and the proof's errors.
+        help; not if the engine goes on near where it was told, or was told to go on inside the state, which may be of
+        use to another prompt. The prompt is proved when this returns. What was parked for the start was copied, not
+        computed, so this steering cannot have touched it. Raises EngineFailure, InvalidRequest, and the proof's errors.
         """
         promised = self._rows.position
         position, reached = await self._call_and_refresh(_begin_and_prove, self.seat, turn, limit)
         await self._reconcile(reached)
         if position >= promised:
             return report
+        outcome = report.outcome if position else CacheOutcome.COLD
+        is_inside = start.parked is None or promised < start.parked.position
+        if self.seat.info.resumes_near and (position > 0 or is_inside):
+            why = f"{NO_STATE} between tokens {position} and {promised}"
+            why = "; ".join(filter(None, (why, report.why)))
+            return replace(report, outcome=outcome, reused_tokens=position, why=why)
         why = f"the engine still held {position} of the {promised} tokens that were expected"
         if start.parked is not None and self._store is not None:
             self._metrics.restore_failures.inc()
             self._store.drop(start.parked.id, why)
-        outcome = report.outcome if position else CacheOutcome.COLD
         why = "; ".join(filter(None, (report.why, why)))
         return replace(report, outcome=outcome, reused_tokens=position, why=why, is_damaged=True)
 
@@ -373,7 +379,7 @@ class LiveConversation:
         except EngineLost:
             raise
         except EngineFailure as error:
-            log.warning("not parked: taking a checkpoint failed: %s", error.message)
+            log.warning("not parked: %s", error.message)
             await self.check()
             note(None)
             return
@@ -396,6 +402,7 @@ class LiveConversation:
             ),
         )
         if isinstance(capture, Refused):
+            await self.call(self.seat.forget_sizes)
             note(None)
             if capture.reason is RefusalReason.OFF:
                 return

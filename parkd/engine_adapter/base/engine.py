@@ -69,6 +69,9 @@ class EngineInfo:
     """None: all weights are where they are computed."""
     build: str = ""
     """What else decides how state is computed and moved: versions of libraries, kinds of devices, sizes of chunks."""
+    resumes_near: bool = False
+    """State that is cut is resumed at the last checkpoint that another process finds in it, which `begin` tells. So a
+    start in which that is less than was asked for is no sign of damage."""
     parked_state_lacks: str = ""
     """What a parked state does not include, for explaining why tokens were read again; empty: nothing."""
 
@@ -261,10 +264,14 @@ class Seat(ABC):
 
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
         """The bytes of the whole live state, and of the fixed state at each of `checkpoints`, which are among the
-        engine's own. Opaque states have sizes of their own, and each capture asks for them. Raises EngineFailure."""
+        engine's own. Opaque states have sizes of their own, and each capture asks for them. `capture` follows, or
+        `forget_sizes`. Raises EngineFailure."""
         layout = self.info.layout
         whole = self.position * layout.row_bytes + layout.fixed_bytes
         return StateSizes(whole, (layout.fixed_bytes,) * len(checkpoints))
+
+    def forget_sizes(self) -> None:  # noqa: B027 - most engines know sizes without doing anything
+        """What `state_sizes` returned will not be captured: removes what was written to find it out."""
 
     @abstractmethod
     def capture(self, transfer: Transfer) -> Checksums:
@@ -290,8 +297,8 @@ class Seat(ABC):
         place. It returns the length in `Checksums.file_bytes`, and the file's XXH3-64 as the run's checksum. If it
         fails, there is nothing at the path. The store syncs the file and names it in a manifest. A restore reads
         `file.bytes` bytes and leaves the file there; the store has compared its checksum when it read the file back
-        from disk. There are no checkpoints: `fixed_bytes` is 0 if the engine can cut the state, else 1, which means
-        that it resumes only at its end.
+        from disk. There are no checkpoints: `fixed_bytes` is 0 if the engine can cut the state, or finds the nearest
+        place itself (`info.resumes_near`), else 1, which means that it resumes only at its end.
         """
 
     def start_capture(self, transfer: Transfer) -> CaptureInFlight | None:  # noqa: ARG002 - see below

@@ -21,8 +21,9 @@ import numpy as np
 
 from parkd.config import UpstreamConfig
 from parkd.engine_adapter.base import Cancel, ChatTemplate, ImageReader, OneSeatEngine, Tokenizer
+from parkd.engine_adapter.llama_server.client import UpstreamRefused
 from parkd.engine_adapter.llama_server.completion import Completion, open_completion, settle
-from parkd.engine_adapter.llama_server.parking import SlotParking
+from parkd.engine_adapter.llama_server.parking import LOST, SlotParking
 from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
 from parkd.engine_adapter.llama_server.start import Upstream, connect
 from parkd.engine_adapter.llama_server.states import SlotFiles
@@ -31,6 +32,7 @@ from parkd.engine_adapter.llama_server.text import UpstreamText, UpstreamTokeniz
 from parkd.engine_adapter.llama_server.watch import RunWatch
 from parkd.engine_adapter.llama_server.weights import Progress
 from parkd.errors import (
+    EngineFailure,
     InvalidRequest,
     ParkdError,
     RestoreFailed,
@@ -93,7 +95,7 @@ class LlamaServerEngine(OneSeatEngine):
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        """Empty: the server keeps its own checkpoints, which parkd cannot see and slot files do not contain."""
+        """Empty: the server keeps its own checkpoints, and puts them into its files. parkd cannot see them."""
         return ()
 
     @property
@@ -240,7 +242,13 @@ class LlamaServerEngine(OneSeatEngine):
     def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
         assert not checkpoints
         self._drop()
+        self._look()
+        if self.position == 0:
+            raise EngineFailure(LOST)
         return self._parking.sizes(self.slot)
+
+    def forget_sizes(self) -> None:
+        self._parking.let_go()
 
     def capture(self, transfer: Transfer) -> Checksums:
         self._look()
@@ -258,8 +266,7 @@ class LlamaServerEngine(OneSeatEngine):
             raise
         except (UpstreamFailed, OSError) as error:
             self.slot.forget()
-            said = error.message if isinstance(error, ParkdError) else f"its file cannot be read: {error.strerror}"
-            raise RestoreFailed(said) from error
+            raise RestoreFailed(self._why_not_restored(error)) from error
         except BaseException:
             self.slot.forget()
             raise
@@ -268,10 +275,24 @@ class LlamaServerEngine(OneSeatEngine):
         self._drop()
         self._client.close()
 
+    def _why_not_restored(self, error: UpstreamFailed | OSError) -> str:
+        if isinstance(error, OSError):
+            return f"its file cannot be read: {error.strerror}"
+        if not isinstance(error, UpstreamRefused):
+            return error.message
+        now, before = self.watch.run.slots, self.watch.slots_before
+        if now != before:
+            return (
+                f"The llama-server refused a file that it saved with -np {before}: it now has -np {now}, and such "
+                f"files fit no other number. With --kv-unified they would."
+            )
+        return f"{error.message} Was it restarted with another KV type?" if self.watch.restarts else error.message
+
     def _look(self) -> None:
         """Forgets all slots if the server was restarted. Raises EngineLost, UpstreamFailed."""
         if self.watch.look():
             self._drop()
+            self._parking.learn_sizes()
             self._table = SlotTable(self.watch.run.slots)
 
     @contextmanager
@@ -292,6 +313,7 @@ class LlamaServerEngine(OneSeatEngine):
     def _drop(self) -> None:
         """Abandons the answer, if there is one, and finds out what its slot now holds. Never raises: if that cannot be
         found out, the slot is forgotten."""
+        self._parking.let_go()
         completion, self._completion = self._completion, None
         if completion is None:
             return
@@ -321,6 +343,7 @@ class LlamaServerEngine(OneSeatEngine):
             return
         try:
             if self.watch.look():
+                self._parking.learn_sizes()
                 self._table = SlotTable(self.watch.run.slots, slot)
         except ParkdError as error:
             log.warning("checking the llama-server for a restart failed, the next turn tries again: %s", error.message)

@@ -23,6 +23,9 @@ from parkd.errors import ModelError
 
 PROBE_TOKENS = (8, 40)
 """Lengths of the two states that are saved. Their sizes give the bytes per token and the constant bytes."""
+INSIDE_TOKENS = 96
+"""Length of the state inside which a restored file is resumed, if the model may need checkpoints for that. More than
+the 64 tokens below which some builds took none."""
 FILE_PREFIX = "parkd-"
 FILE_SUFFIX = ".slot"
 """Prefix and suffix of parkd's temporary files in the slot directory. Those that a killed process left are removed at
@@ -42,15 +45,18 @@ class SlotFacts:
     """Bytes of a slot file per token."""
     base_bytes: int
     """Constant bytes of a slot file."""
-    rewinds: bool
-    """The server could cut a short state and continue from there."""
+    is_linear: bool
+    """Every token leaves equally many bytes, so that the size of a file follows from its tokens."""
+    resumes_inside: bool
+    """The server could go on inside a state that it had read from a file: it cuts the state, or the file has
+    checkpoints."""
 
 
-def probe_slots(client: UpstreamClient, slot_dir: Path, slots: int) -> SlotFacts:
-    """Measures the slots; overwrites slots 0 and 1. parkd must be the server's only client. Raises ModelError,
-    UpstreamFailed."""
+def probe_slots(client: UpstreamClient, slot_dir: Path, slots: int, *, has_fixed_state: bool | None) -> SlotFacts:
+    """Measures the slots; overwrites slots 0 and 1. parkd must be the server's only client. `has_fixed_state`: a part
+    of the model's state is true at one position only; None: not known. Raises ModelError, UpstreamFailed."""
     ids = client.tokenize(_TEXT)
-    if len(ids) < PROBE_TOKENS[1]:
+    if len(ids) < INSIDE_TOKENS:
         raise ModelError(
             "The llama-server's tokenizer gives too few tokens for parkd's test text. Serve another model."
         )
@@ -59,10 +65,26 @@ def probe_slots(client: UpstreamClient, slot_dir: Path, slots: int) -> SlotFacts
         read_prompt(client, 0, ids[:length], reuse=False)
         sizes.append(_saved(client, slot_dir, ids[:length]))
     _check_idle_slots(client, ids[: PROBE_TOKENS[1]], slots)
-    half = PROBE_TOKENS[1] // 2
-    cached = read_prompt(client, 0, [*ids[:half], *ids[:half]], reuse=True)
     row_bytes = -(-(sizes[1] - sizes[0]) // (PROBE_TOKENS[1] - PROBE_TOKENS[0]))
-    return SlotFacts(row_bytes, max(0, sizes[1] - row_bytes * PROBE_TOKENS[1]), cached >= half)
+    base_bytes = max(0, sizes[1] - row_bytes * PROBE_TOKENS[1])
+    is_linear = has_fixed_state is False
+    return SlotFacts(row_bytes, base_bytes, is_linear, is_linear or _resumes_inside(client, slot_dir, ids))
+
+
+def _resumes_inside(client: UpstreamClient, slot_dir: Path, ids: Sequence[int]) -> bool:
+    """Whether a prompt that differs near the end of a restored file reuses any of it. A server that puts no checkpoints
+    into its files has only the end of a recurrent state."""
+    path = slot_dir / new_file_name()
+    try:
+        read_prompt(client, 0, ids[:INSIDE_TOKENS], reuse=False)
+        client.save(0, path.name)
+        read_prompt(client, 0, ids[: PROBE_TOKENS[0]], reuse=False)  # what is live now is of no use
+        client.restore(0, path.name)
+        return read_prompt(client, 0, [*ids[: INSIDE_TOKENS - 1], ids[0], ids[1]], reuse=True) > 0
+    except UpstreamRefused:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def read_prompt(client: UpstreamClient, slot: int, ids: Sequence[int], *, reuse: bool) -> int:

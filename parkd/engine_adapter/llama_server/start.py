@@ -22,7 +22,7 @@ from parkd.state import Grain, StageLayout, StateLayout
 LOAD_WAIT_S = 600.0
 """Longest wait for a server that is still loading its model."""
 LOAD_POLL_S = 1.0
-SLOT_FILES_LACK = "slot files hold no checkpoints and no draft state, nor which LoRA adapters made them"
+NO_CHECKPOINTS = "this llama-server's slot files hold no checkpoints"
 CHECKSUM = "xxh3-64"
 FINGERPRINT_BYTES = 16
 
@@ -135,8 +135,9 @@ def _looked_at(
     remove_leftovers(config.slot_dir)
     model = client.models()
     fingerprint = fingerprint_of(incarnation, model, config.cache_dir, progress)
-    facts = probe_slots(client, config.slot_dir, incarnation.slots)
     known = model_facts(Path(incarnation.model_path))
+    has_fixed_state = None if known is None else known.has_fixed_state
+    facts = probe_slots(client, config.slot_dir, incarnation.slots, has_fixed_state=has_fixed_state)
     template = str(properties.get("chat_template", ""))
     ends = _end_tokens(client, properties)
     first = first_tokens(client)
@@ -147,13 +148,14 @@ def _looked_at(
         context_tokens=incarnation.context_tokens,
         vocab_size=int((model.get("meta") or {}).get("n_vocab", 0)),
         end_token_ids=ends,
-        layout=_layout(facts, known),
+        layout=_layout(facts),
         devices=("upstream",),
         weights_bytes=int((model.get("meta") or {}).get("size", 0)),
         arena_bytes=0,
         live_conversations=incarnation.slots,
         enforces_schemas=True,
-        parked_state_lacks=SLOT_FILES_LACK,
+        resumes_near=not facts.is_linear,
+        parked_state_lacks="" if facts.resumes_inside else NO_CHECKPOINTS,
     )
     names = {name: str(properties.get(name, "")) for name in ("bos_token", "eos_token")}
     return Upstream(
@@ -165,16 +167,15 @@ def _looked_at(
         template_names=names,
         special_tokens=special_tokens(client, list(names.values()), template),
         first_text=client.detokenize(first) if first else "",
-        notes=_notes(incarnation, known),
+        notes=_notes(incarnation, known, facts),
     )
 
 
-def _layout(facts: SlotFacts, known: ModelFacts | None) -> StateLayout:
+def _layout(facts: SlotFacts) -> StateLayout:
     """The layout of slot files. Its digest covers their sizes, so that files of another KV type do not match."""
-    rewinds = facts.rewinds and not (known is not None and known.has_fixed_state)
     row_bytes = -(-facts.row_bytes // 8) * 8
     digest = blake2b(repr((facts.row_bytes, facts.base_bytes)).encode(), digest_size=16).digest()
-    return StateLayout((StageLayout(0, 1, row_bytes, 0 if rewinds else 1, digest),), CHECKSUM, Grain.FILE)
+    return StateLayout((StageLayout(0, 1, row_bytes, 0 if facts.resumes_inside else 1, digest),), CHECKSUM, Grain.FILE)
 
 
 def _incarnation(properties: Mapping[str, Any], adapters: list[Mapping[str, Any]]) -> Incarnation:
@@ -211,17 +212,17 @@ def _file_identity(path: str, cache_dir: Path, progress: Progress | None) -> byt
     return weights_digest(Path(path), cache_dir, progress) or path.encode()
 
 
-def _notes(incarnation: Incarnation, known: ModelFacts | None) -> tuple[str, ...]:
+def _notes(incarnation: Incarnation, known: ModelFacts | None, facts: SlotFacts) -> tuple[str, ...]:
     notes = []
     if known is None:
         notes.append(
             f"the model's file {incarnation.model_path} cannot be read here, so another file of that name and size "
             f"would not be noticed: clear the park directory when you replace it"
         )
-    elif known.has_fixed_state:
+    if not facts.resumes_inside:
         notes.append(
-            "this model keeps windows or recurrent state: slot files hold no checkpoints of it, so a parked "
-            "conversation resumes at its end only"
+            f"this model keeps windows or recurrent state, and {NO_CHECKPOINTS}, so a parked conversation resumes at "
+            f"its end only: a newer llama-server writes them"
         )
     if not incarnation.marker:
         notes.append(

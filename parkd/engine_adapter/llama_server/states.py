@@ -1,6 +1,6 @@
 """Moves slot files between the server's directory and the store's. The server only takes names in its own directory.
 
-save       DIR/parkd-x.slot  --check, rename-->  the store's path
+save       DIR/parkd-x.slot  --check-->  a size, for which the store makes room  --rename-->  the store's path
 restore    the store's path  --hard link, check-->  DIR/parkd-y.slot  --restore, remove
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,19 @@ from parkd.errors import EngineFailure, RestoreFailed
 from parkd.private_files import FILE_MODE
 
 
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A checked slot file in the server's directory that nobody has taken yet."""
+
+    path: Path
+    bytes: int
+    checksum: int
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
 class SlotFiles:
     """Stateless; runs on the engine's thread."""
 
@@ -29,34 +43,32 @@ class SlotFiles:
         self._client = client
         self._slot_dir = slot_dir
 
-    def save(self, slot: Slot, target: Path, limit: int, *, whole: bool) -> tuple[int, int]:
-        """Saves the slot's state to `target`, at most `limit` bytes. Returns the file's checksum and size.
+    def save(self, slot: Slot, *, whole: bool) -> SavedFile:
+        """Saves the slot's state to a file in the server's directory, and checks it. The caller moves or removes it.
 
         With `whole`, refuses a state with unknown tokens at its end, which is useless if it cannot be cut. Raises
-        EngineFailure, after which there is nothing at `target`.
+        EngineFailure, after which there is no file.
         """
-        with self._on_the_way() as path:
-            try:
+        path = self._slot_dir / new_file_name()
+        try:
+            with _moves():
                 answer = self._client.save(slot.id, path.name)
                 size = path.stat().st_size
                 if answer.bytes != size or not size:
                     raise EngineFailure("The llama-server's slot file is incomplete. Is its disk full?")
-                if size > limit:
-                    raise EngineFailure(f"The llama-server's slot file has {size} bytes where {limit} were expected.")
                 self._compare(slot, path, whole=whole)
                 checksum = file_checksum(path)
                 path.chmod(FILE_MODE)
-                path.rename(target)
-            except UpstreamRefused as refused:
-                raise EngineFailure(
-                    f"The llama-server could not save its slot: {refused.text} Is its disk full?"
-                ) from refused
-            except OSError as error:
-                raise EngineFailure(
-                    f"The llama-server's slot file could not be moved to its place: {error.strerror}. Its "
-                    f"--slot-save-path and --park-dir must be on one file system."
-                ) from error
-        return checksum, size
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+        return SavedFile(path, size, checksum)
+
+    def move(self, saved: SavedFile, target: Path) -> None:
+        """Moves a saved file to the store's path. Raises EngineFailure, after which there is nothing at `target`."""
+        with _moves():
+            saved.path.rename(target)
 
     def restore(self, slot: Slot, source: Path, checksum: int, tokens: int) -> Ids:
         """Restores a file of at least `tokens` tokens into the slot. Returns all of its ids. The file is not changed.
@@ -106,3 +118,17 @@ class SlotFiles:
         finally:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _moves() -> Iterator[None]:
+    """Translates what saving or moving a slot file raises to EngineFailure."""
+    try:
+        yield
+    except UpstreamRefused as refused:
+        raise EngineFailure(f"The llama-server could not save its slot: {refused.text} Is its disk full?") from refused
+    except OSError as error:
+        raise EngineFailure(
+            f"The llama-server's slot file could not be moved to its place: {error.strerror}. Its --slot-save-path "
+            f"and --park-dir must be on one file system."
+        ) from error

@@ -30,6 +30,9 @@ class RunWatch:
         self._info = upstream.info
         self._monotonic = monotonic
         self.run: Incarnation = upstream.incarnation
+        self.slots_before = upstream.incarnation.slots
+        """Slots of the run before this one, or of this one if it is the first."""
+        self.restarts = 0
         self._heard_s = monotonic()
         self.in_doubt = False
         """Something unexpected happened: the server must be checked before its slots are trusted."""
@@ -66,5 +69,6 @@ class RunWatch:
                 "The llama-server now serves another model, adapter or context than when parkd was started: restart "
                 "parkd."
             )
+        self.slots_before, self.restarts = self.run.slots, self.restarts + 1
         self.run, self.in_doubt = now, False
         return True

@@ -18,8 +18,10 @@ from parkd.proxy.prompts import Prompts
 from parkd.store.records import Parked
 from parkd.types import TurnRequest
 from tests.integration.api.api_harness import Messages, Running, body_of, until
-from tests.integration.llama.sidecar_kit import LIMIT, alone, before, check, mounted, opening, turn_after
+from tests.integration.api.disk_harness import running_on
+from tests.integration.llama.sidecar_kit import LIMIT, alone, before, check, mounted, opening, parked_in, turn_after
 from tests.unit.llama_server.upstream_kit import (
+    CHECKPOINT_TAIL,
     RECORDED,
     FakeLlama,
     FakeSlot,
@@ -102,6 +104,138 @@ async def test_a_model_with_recurrent_state_resumes_at_the_end_of_what_was_saved
         read = await check(server, edited)
         assert read.reused == 0
         assert "slot files hold no checkpoints" in read.headers["x-parkd-why"]
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Slot files, those that are under way and those that are parked; the largest last."""
+    found = [*folder.glob("parkd-*.slot"), *(folder / "parkd").glob("*.extent")]
+    return sorted(found, key=lambda path: path.stat().st_size)
+
+
+async def grown(server: Running, messages: Messages, turns: int) -> tuple[Messages, list[int]]:
+    """A conversation after some turns, each after another one was in the slot; and what was reused in each."""
+    reused = []
+    for number in range(turns):
+        answer = await check(server, messages)
+        reused.append(answer.reused)
+        messages = turn_after(messages, answer.text, f"Question {number}? " + "Read this too. " * 20)
+        await check(server, opening("b"))
+    return messages, reused
+
+
+@pytest.mark.parametrize("lags", [False, True], ids=["recurrent", "windows"])
+async def test_a_grown_conversation_is_parked_with_the_checkpoints_that_its_server_appends(
+    upstream: FakeLlama, *, lags: bool
+) -> None:
+    """Reserved was what tiny files had measured: 64 KiB beside the rows, of which each checkpoint takes 8,000 here."""
+    upstream.rewinds, upstream.takes_checkpoints, upstream.lags = False, True, lags
+    async with before(upstream) as server:
+        messages, reused = await grown(server, opening("a"), 8)
+        length = len(server.prompt_tokens(messages[:-2]))
+        assert reused[-1] >= len(server.prompt_tokens(messages[:-4])) - CHECKPOINT_TAIL
+        assert sorted(reused) == reused
+        files = files_in(upstream.slot_dir)
+        assert files[-1].stat().st_size > 64 * 1024 + 16 * length
+        assert server.store is not None
+        taken = server.store.disk_stats().bytes_in_use
+        assert taken >= sum(path.stat().st_size for path in files)
+    assert not list(upstream.slot_dir.glob("parkd-*.slot"))
+
+
+@pytest.mark.parametrize("lags", [False, True], ids=["recurrent", "windows"])
+async def test_a_parked_conversation_is_resumed_inside_at_what_the_server_says(
+    upstream: FakeLlama, *, lags: bool
+) -> None:
+    upstream.rewinds, upstream.takes_checkpoints, upstream.lags = False, True, lags
+    async with before(upstream) as server:
+        assert server.engine.info.layout.fixed_bytes == 0
+        messages, _ = await grown(server, opening("a"), 3)
+        whole = parked_of(server, messages)
+        edited = [*messages[:-3], {"role": "user", "content": "Something else."}]
+        answer = await check(server, edited)
+        second = len(server.prompt_tokens(messages[:-4]))
+        assert second - CHECKPOINT_TAIL <= answer.reused <= second + LIMIT
+        assert answer.headers["x-parkd-why"].startswith("no exact state between tokens")
+        assert server.store is not None
+        assert server.store.get(whole.id) is not None  # its end is of use to the one that was not edited
+        await check(server, opening("b"))
+        back = await check(server, messages)
+        assert back.reused > answer.reused
+
+
+async def test_a_rewind_that_a_live_slot_cannot_do_is_no_damage(upstream: FakeLlama) -> None:
+    upstream.rewinds, upstream.takes_checkpoints = False, True
+    async with before(upstream) as server:
+        a = opening("a")
+        first = await check(server, a)
+        again = turn_after(a, first.text, "And more?")
+        await check(server, again)
+        answer = await check(server, [*again[:-1], {"role": "user", "content": "And less?"}])
+        assert 0 < answer.reused < len(server.prompt_tokens(again)) - 4
+        assert "still held" not in answer.headers["x-parkd-why"]
+
+
+async def test_a_file_of_no_use_at_its_own_end_goes(upstream: FakeLlama) -> None:
+    upstream.rewinds, upstream.takes_checkpoints = False, True
+    async with before(upstream) as server:
+        a = opening("a")
+        first = await check(server, a)
+        await check(server, opening("b"))
+        parked = parked_of(server, a)
+        restore = upstream.act_on_slot
+
+        def forgetful(request: httpx.Request) -> httpx.Response:
+            answer = restore(0, "restore", json.loads(request.content))
+            upstream.slots[0] = FakeSlot()
+            return answer
+
+        upstream.answers["restore"] = forgetful
+        answer = await check(server, turn_after(a, first.text, "And more?"))
+        assert (answer.cache, answer.reused) == ("cold", 0)
+        assert f"still held 0 of the {len(parked.units)}" in answer.headers["x-parkd-why"]
+        assert server.store is not None
+        assert server.store.get(parked.id) is None
+
+
+async def test_sizes_are_learned_again_when_the_server_comes_back_with_another_kv_type(
+    upstream: FakeLlama, caplog: pytest.LogCaptureFixture
+) -> None:
+    upstream.knows_its_model()
+    async with before(upstream) as server:
+        a = opening("a", 3000)
+        first = await check(server, a)
+        upstream.restart()
+        upstream.row_bytes *= 4
+        server.engine.watch.doubt()
+        again = turn_after(a, first.text, "And more?")
+        refused = await check(server, again)
+        assert (refused.cache, refused.reused) == ("cold", 0)
+        assert "another KV type" in refused.headers["x-parkd-why"]
+        await check(server, opening("b"))
+        back = await check(server, again)
+        assert back.reused == len(server.prompt_tokens(again)) - 1
+    assert "were expected" not in caplog.text
+
+
+async def test_that_a_server_has_another_number_of_slots_is_told_as_the_reason(upstream: FakeLlama) -> None:
+    async with before(upstream) as server:
+        a = opening("a")
+        first = await check(server, a)
+        upstream.slots = [FakeSlot() for _ in range(3)]
+        upstream.restart()
+        server.engine.watch.doubt()
+        refused = await check(server, turn_after(a, first.text, "And more?"))
+        assert (refused.cache, refused.reused) == ("cold", 0)
+        assert "-np 1" in refused.headers["x-parkd-why"]
+        assert "it now has -np 3" in refused.headers["x-parkd-why"]
+
+
+async def test_a_file_for_which_there_is_no_room_is_removed(tmp_path: Path, upstream: FakeLlama) -> None:
+    upstream.rewinds, upstream.takes_checkpoints = False, True
+    async with running_on(tmp_path / "parkd", upstream.engine(silence_s=5.0), disk_bytes=40 * 1024) as server:
+        await check(server, opening("a", 3000))
+        assert parked_in(server) == 0
+        assert not files_in(tmp_path)
 
 
 async def test_what_a_live_recurrent_state_cannot_give_is_told_as_it_is(upstream: FakeLlama) -> None:
@@ -233,6 +367,7 @@ async def test_report_15_a_restore_that_says_fewer_is_a_miss(upstream: FakeLlama
 
 
 async def test_report_16_the_truth_is_told_and_a_bad_entry_goes(upstream: FakeLlama) -> None:
+    upstream.knows_its_model()
     async with before(upstream) as server:
         a = opening("a")
         await check(server, a)

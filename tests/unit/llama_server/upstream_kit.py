@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,10 @@ URL = "http://upstream.test:8181"
 RECORDED = Path(__file__).with_name("recorded.json")
 ROW_BYTES = 16
 BASE_BYTES = 40
+CHECKPOINT_BYTES = 8000
+"""Of each checkpoint that a server appends to its files."""
+CHECKPOINT_TAIL = 4
+"""Tokens between the end of a prompt and its last checkpoint."""
 END_ODDS = 61
 TEMPLATE = "<|im_start|>{{ role }}<|im_end|> as the fake template has it, {% tools %}"
 
@@ -91,6 +95,9 @@ class FakeSlot:
     ids: list[int] = field(default_factory=list)
     task: int | None = None
     processing: bool = False
+    checkpoints: list[int] = field(default_factory=list)
+    was_restored: bool = False
+    """And not used since."""
 
 
 class Events(httpx.SyncByteStream):
@@ -116,7 +123,12 @@ class FakeLlama:
         self.context_tokens = context_tokens
         self.batch = batch
         self.rewinds = True
-        """False: a model with recurrent state, of which a slot can only go on at its end."""
+        """False: a model with recurrent state, of which a slot can only go on at its end or at a checkpoint."""
+        self.takes_checkpoints = False
+        """And appends them to its files, as servers do today."""
+        self.lags = False
+        """A model with windows, of which a restored slot goes on at its last checkpoint even where nothing differs."""
+        self.row_bytes = ROW_BYTES
         self.marker = "run-1"
         self.model_path = "/models/fake.gguf"
         self.adapters: list[dict[str, Any]] = []
@@ -135,6 +147,14 @@ class FakeLlama:
 
     def mount(self, router: respx.Router) -> None:
         router.route(url__startswith=URL).mock(side_effect=self._answer)
+
+    def knows_its_model(self) -> None:
+        """Its model's file is one that parkd can read, of full attention alone."""
+        name, value = b"general.architecture", b"fake"
+        path = self.slot_dir.parent / "fake.gguf"
+        text = struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 8, len(value)) + value
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text)
+        self.model_path = str(path)
 
     def restart(self) -> None:
         self.marker += "+"
@@ -202,18 +222,20 @@ class FakeLlama:
         slot = self.slots[number % len(self.slots)]
         path = self.slot_dir / body.get("filename", "")
         if action == "save":
-            data = slot_file(slot.ids)
+            data = slot_file(slot.ids, slot.checkpoints, slots=len(self.slots), row_bytes=self.row_bytes)
             path.write_bytes(data)
             return ok({"id_slot": number, "filename": path.name, "n_saved": len(slot.ids), "n_written": len(data)})
-        slot.ids = []
+        slot.ids, slot.checkpoints = [], []
         try:
             data = path.read_bytes()
             count = struct.unpack_from("<i", data, 20)[0]
-            slot.ids = list(struct.unpack_from(f"<{count}i", data, 24))
-        except (OSError, struct.error):
+            ids = list(struct.unpack_from(f"<{count}i", data, 24))
+            if struct.unpack_from("<II", data, 28 + 4 * count) != (len(self.slots), self.row_bytes):
+                raise ValueError("n_stream mismatch")
+            slot.checkpoints = appended(data, BASE_BYTES + self.row_bytes * count)
+            slot.ids, slot.was_restored = ids, True
+        except (OSError, struct.error, ValueError):
             return refusal(400, "Unable to restore slot: No available space in KV cache or invalid slot save file")
-        if slot.task is not None:  # a server shows what a request left, not what a restore did
-            slot.task = slot.task
         return ok({"id_slot": number, "filename": path.name, "n_restored": len(slot.ids), "n_read": len(data)})
 
     def complete(self, body: dict[str, Any]) -> httpx.Response:
@@ -236,9 +258,14 @@ class FakeLlama:
         if body["cache_prompt"]:
             while cached < min(len(slot.ids), len(prompt) - 1) and slot.ids[cached] == prompt[cached]:
                 cached += 1
-        if not self.rewinds and cached < len(slot.ids):
-            cached = 0
-        slot.ids = prompt[:cached]
+        if not self.rewinds and (cached < len(slot.ids) or (self.lags and slot.was_restored)):
+            cached = max((place for place in slot.checkpoints if place <= cached), default=0)
+        slot.ids, slot.was_restored = prompt[:cached], False
+        if self.takes_checkpoints:
+            places = {*slot.checkpoints, cached, len(prompt) - CHECKPOINT_TAIL}
+            slot.checkpoints = sorted(
+                place for place in places if 0 < place <= max(cached, len(prompt) - CHECKPOINT_TAIL)
+            )
         while True:
             yield sse(reading(len(prompt), cached, len(slot.ids)))
             if len(slot.ids) == len(prompt):
@@ -284,11 +311,18 @@ def expected_answer(prompt: list[int], limit: int) -> str:
     return text
 
 
-def slot_file(ids: list[int]) -> bytes:
+def slot_file(ids: list[int], checkpoints: Sequence[int] = (), *, slots: int = 1, row_bytes: int = ROW_BYTES) -> bytes:
     numbers = [-1, 1, len(ids), *ids, 0]
     head = b"qsgg" + struct.pack("<II", 4, len(numbers)) + struct.pack(f"<{len(numbers)}i", *numbers)
-    size = BASE_BYTES + ROW_BYTES * len(ids)
-    return head + zlib.crc32(head).to_bytes(4, "little") * ((size - len(head)) // 4)
+    head += struct.pack("<II", slots, row_bytes)
+    size = BASE_BYTES + row_bytes * len(ids)
+    state = head + zlib.crc32(head).to_bytes(4, "little") * ((size - len(head)) // 4)
+    return state + b"".join(struct.pack("<i", place).ljust(CHECKPOINT_BYTES, b"c") for place in checkpoints)
+
+
+def appended(data: bytes, start: int) -> list[int]:
+    """The checkpoints behind the state in a slot file."""
+    return [struct.unpack_from("<i", data, at)[0] for at in range(start, len(data), CHECKPOINT_BYTES)]
 
 
 def sse(document: dict[str, Any]) -> bytes:
