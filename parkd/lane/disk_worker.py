@@ -21,7 +21,7 @@ import anyio.abc
 from parkd.lane.cost import CostMeter
 from parkd.lane.engine_thread import EngineThread
 from parkd.store.budget import mib
-from parkd.store.files.disk_jobs import RemoveJob, mark, read, remove, write
+from parkd.store.files.disk_jobs import RemoveJob, mark, on_pool, read, remove, write
 from parkd.store.files.fs import FileSystem
 from parkd.store.flights import Promotion
 from parkd.store.records import ConversationGone, ConversationId, Parked, RefusalReason
@@ -85,6 +85,7 @@ class DiskWorker:
         self._writer = EngineThread("parkd-disk-write")
         self._reader = EngineThread("parkd-disk-read")
         self._pool = ThreadPoolExecutor(CALLS_IN_FLIGHT, "parkd-disk")
+        self._run_all = on_pool(self._pool)
         self._wake = anyio.Event()
         self._progress = anyio.Event()
         self._reading = anyio.Lock()
@@ -211,13 +212,3 @@ class DiskWorker:
     async def _step(self) -> None:
         self._wake.set()
         await self._progress.wait()
-
-    def _run_all(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Runs the calls of one job at once, and waits for them. Raises the first error, after all have ended."""
-        if len(calls) == 1:
-            calls[0]()
-            return
-        futures = [self._pool.submit(call) for call in calls]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]

@@ -24,6 +24,7 @@ from parkd.store.budget import Kind, Room, conversation_metadata_bytes
 from parkd.store.checkpoints import CheckpointTable
 from parkd.store.disk import Disk, OnDisk
 from parkd.store.disk_policy import Removable, next_removal
+from parkd.store.files.disk_jobs import MarkJob
 from parkd.store.files.manifest import Manifest
 from parkd.store.history import Ghosts, GoneMemory, History
 from parkd.store.index import PrefixIndex
@@ -31,6 +32,9 @@ from parkd.store.memory import Memory
 from parkd.store.policy import Evictable, Rank
 from parkd.store.records import ConversationGone, ConversationId, Name, Parked, ParkedCheckpoint, Tier, name_of
 from parkd.types import Units
+
+MARK_STEP_S = 300.0
+"""How often last uses are written to disk: a crash loses about this much of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -346,6 +350,17 @@ class Conversations:
             self.leave_disk(each)
         self.disk.empty(extent_id)
         return going
+
+    def next_marks(self, shift_s: float, *, stops: bool) -> MarkJob | None:
+        """A job that writes down when conversations on disk were last used, if one is due; `stops`: the process ends,
+        so all of them. `shift_s` is added to the clock to get seconds since the epoch."""
+        step_s, times = 0.0 if stops else MARK_STEP_S, []
+        for conversation, place in self.on_disk():
+            used_s = conversation.parked.last_used_s
+            if used_s > place.marked_s + step_s:
+                place.marked_s = used_s
+                times.append((place.name, used_s + shift_s))
+        return MarkJob(tuple(times)) if times else None
 
     def make_disk_room(
         self, size: int, index_bytes: int, used_before_s: float, superseded: Sequence[Conversation] = ()

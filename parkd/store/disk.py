@@ -21,11 +21,14 @@ from parkd.store.blocks import BlockTable
 from parkd.store.budget import BLOCK_BYTES, conversation_metadata_bytes
 from parkd.store.checkpoints import CheckpointTable
 from parkd.store.disk_policy import WriteAllowance
-from parkd.store.files.disk_jobs import RemoveJob, WriteJob
+from parkd.store.files.disk_jobs import DamagedPart, ReadJob, RemoveJob, WriteJob
 from parkd.store.files.fs import GRAIN_BYTES
 from parkd.store.files.manifest import TEMPORARY_SUFFIX, ExtentRef, Manifest, encoded_bytes
 from parkd.store.records import BlockId, CheckpointId, DiskConfig
 from parkd.store.slabs import round_up
+
+READ_FAILURES = 2
+"""Failed reads of a file before what it holds is given up."""
 
 
 @dataclass(frozen=True)
@@ -185,13 +188,19 @@ class Disk:
             self._checkpoints.take_off_disk(extent.checkpoints.values())
             extent.blocks, extent.checkpoints = {}, {}
 
-    def failed_read(self, extent_id: int) -> int:
-        """Counts a failed read of an extent. Returns how many there were."""
-        extent = self._extents.get(extent_id)
-        if extent is None:
-            return 0
-        extent.read_failures += 1
-        return extent.read_failures
+    def lost_extents(self, job: ReadJob, error: Exception) -> list[int]:
+        """The extents that a failed read shows to be lost: at once if the bytes are not those that were written, else
+        after `READ_FAILURES` failures of the device."""
+        if isinstance(error, DamagedPart):
+            return [error.extent]
+        lost = []
+        for ref, _ in job.extents:
+            extent = self._extents.get(ref.id)
+            if extent is not None:
+                extent.read_failures += 1
+                if extent.read_failures >= READ_FAILURES:
+                    lost.append(ref.id)
+        return lost
 
     def ref(self, extent_id: int) -> ExtentRef:
         return self._extents[extent_id].ref

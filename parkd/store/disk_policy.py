@@ -40,6 +40,29 @@ class WriteAllowance:
         return self.left_bytes / self.bytes_per_day if self.bytes_per_day else 0.0
 
 
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 600.0
+"""Pause after a failed write; doubled with each further failure in a row."""
+
+
+@dataclass
+class WritePause:
+    """How long nothing is written after writes that failed."""
+
+    until_s: float = float("-inf")
+    failures_in_a_row: int = 0
+
+    def failed(self, now_s: float) -> None:
+        self.until_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.failures_in_a_row)
+        self.failures_in_a_row += 1
+
+    def succeeded(self) -> None:
+        self.failures_in_a_row = 0
+
+    def is_on(self, now_s: float) -> bool:
+        return now_s < self.until_s
+
+
 def worth_writing(size_bytes: int, left_bytes: float, share: float, *, has_returned: bool) -> bool:
     """Whether to write a conversation that takes `size_bytes` more on disk, with `left_bytes` (`share`) of the day's
     allowance left."""

@@ -34,7 +34,7 @@ from parkd.store.checkpoints import CheckpointTable
 from parkd.store.conversations import Conversation, Conversations, InRam, Waiter, superseded
 from parkd.store.disk import NO_DISK, Disk, DiskSetup, file_bytes, index_limit_bytes
 from parkd.store.disk_policy import worth_writing
-from parkd.store.files.disk_jobs import DamagedPart, MarkJob, ReadJob, RecutJob, RemoveJob, WriteJob
+from parkd.store.files.disk_jobs import MarkJob, ReadJob, RecutJob, RemoveJob, WriteJob
 from parkd.store.files.disk_layout import read_job, recut_job
 from parkd.store.files.manifest import ExtentRef
 from parkd.store.flights import (
@@ -77,11 +77,7 @@ from parkd.types import Units
 
 CANDIDATE_LIMIT = 64
 """Most conversations that one look-up returns by default."""
-READ_FAILURES = 2
-"""Failed reads of a file before what it holds is given up."""
 EXPIRY_STEP_S = 60.0
-MARK_STEP_S = 300.0
-"""How often last uses are written to disk: a crash loses about this much of them."""
 
 
 class ConversationStore:
@@ -430,14 +426,7 @@ class ConversationStore:
     def next_marks(self, *, stops: bool = False) -> MarkJob | None:
         """A job that writes down when conversations were last used, if one is due; `stops`: the process ends, so all of
         them. Nothing is to be reported about it."""
-        shift_s, step_s = self.disk.setup.wall() - self._clock(), 0.0 if stops else MARK_STEP_S
-        times = []
-        for conversation, place in self.table.on_disk():
-            used_s = conversation.parked.last_used_s
-            if used_s > place.marked_s + step_s:
-                place.marked_s = used_s
-                times.append((place.name, used_s + shift_s))
-        return MarkJob(tuple(times)) if times else None
+        return self.table.next_marks(self.disk.setup.wall() - self._clock(), stops=stops)
 
     @property
     def has_writes(self) -> bool:
@@ -678,12 +667,8 @@ class ConversationStore:
         self._totals["aborts"] += 1
 
     def _read_failed(self, job: ReadJob, error: Exception) -> None:
-        """Removes the conversations that a failed read shows to be lost: at once if the bytes are not those that were
-        written, else after `READ_FAILURES` failures of the device."""
-        if isinstance(error, DamagedPart):
-            lost = [error.extent]
-        else:
-            lost = [ref.id for ref, _ in job.extents if self.disk.failed_read(ref.id) >= READ_FAILURES]
+        """Removes the conversations that a failed read shows to be lost."""
+        lost = self.disk.lost_extents(job, error)
         for each in (conversation for extent in lost for conversation in self.table.leave_damaged(extent)):
             if each.ram is None:
                 known = each.parked.key_digest, each.parked.prefix_hashes

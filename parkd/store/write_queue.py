@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from parkd.store.budget import mib
 from parkd.store.conversations import Conversation, Conversations, InRam, superseded
 from parkd.store.disk import Disk, index_bytes_of, job_bytes, manifest_limit_bytes
-from parkd.store.disk_policy import worth_writing
+from parkd.store.disk_policy import WritePause, worth_writing
 from parkd.store.files.disk_jobs import RemoveJob, WriteJob, leftovers
 from parkd.store.files.disk_layout import write_job
 from parkd.store.files.manifest import ExtentRef
@@ -23,9 +23,6 @@ from parkd.store.records import ConversationId, RefusalReason, Refused
 QUEUE_SHARE = 2
 """Waiting conversations hold at most one part in this many of the memory budget. One that waits alone may hold more:
 otherwise larger conversations would never reach the disk, which matters most where memory holds only one or two."""
-FIRST_PAUSE_S = 5.0
-LONGEST_PAUSE_S = 600.0
-"""Pause after a failed write; doubled with each further failure in a row."""
 FAILURES_BORNE = 1
 """Failures in a row after which conversations may still wait."""
 
@@ -62,8 +59,7 @@ class WriteQueue:
         self._limit_bytes = limit_bytes
         self._waiting: dict[ConversationId, _Waiting] = {}
         self._writing: _Writing | None = None
-        self._failed_in_a_row = 0
-        self._paused_until_s = float("-inf")
+        self._pause = WritePause()
 
     def __len__(self) -> int:
         return len(self._waiting) + (self._writing is not None)
@@ -76,7 +72,7 @@ class WriteQueue:
     @property
     def is_paused(self) -> bool:
         """True for a while after a failed write."""
-        return self._clock() < self._paused_until_s
+        return self._pause.is_on(self._clock())
 
     def offer(self, conversation: Conversation, ram: InRam) -> None:
         """Queues a conversation in RAM if it is worth a write."""
@@ -88,7 +84,7 @@ class WriteQueue:
             size, allowance.left_bytes, allowance.share, has_returned=ram.history.turns > 1 or bool(on_disk)
         )
         queued = sum(waiting.bytes for waiting in self._waiting.values())
-        is_broken = self._failed_in_a_row > FAILURES_BORNE and self.is_paused
+        is_broken = self._pause.failures_in_a_row > FAILURES_BORNE and self.is_paused
         is_full = len(self) > 0 and queued + size > self._limit_bytes
         if not worth or is_broken or is_full:
             self.not_written += 1
@@ -196,7 +192,7 @@ class WriteQueue:
 
     def _written(self, writing: _Writing) -> None:
         job, conversation = writing.job, writing.waiting.conversation
-        self._failed_in_a_row = 0
+        self._pause.succeeded()
         self.writes += 1
         self.written_bytes += job_bytes(job)
         self._table.enter_disk(conversation, job.manifest, manifest_limit_bytes(job.manifest))
@@ -210,10 +206,8 @@ class WriteQueue:
     def _failed(self, job: WriteJob) -> None:
         self.failures += 1
         self._disk.write_failed(job, leftovers(job))
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._failed_in_a_row)
-        self._paused_until_s = self._clock() + pause_s
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row > FAILURES_BORNE:
+        self._pause.failed(self._clock())
+        if self._pause.failures_in_a_row > FAILURES_BORNE:
             self.not_written += len(self._waiting)
             for conversation_id in list(self._waiting):
                 self.cancel(conversation_id)

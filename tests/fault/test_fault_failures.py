@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from parkd.state import Grain
-from parkd.store import write_queue
+from parkd.store import disk_policy
 from parkd.store.records import Parked
 from tests.fault.fault_fs import Fault
 from tests.fault.tier_kit import Machine, away, evict, on_disk, parked, promote, pump, rows_of, started
@@ -44,7 +44,7 @@ def test_a_failed_write_is_never_visible(nth: int) -> None:
 def test_after_a_failure_writes_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, store = started()
     parked(machine, store, 1)
-    monkeypatch.setattr(write_queue, "FIRST_PAUSE_S", 300.0)  # each look at the test's clock takes a second
+    monkeypatch.setattr(disk_policy, "FIRST_PAUSE_S", 300.0)  # each look at the test's clock takes a second
     machine.fs.fault = Fault(machine.fs.operations + 1, code=errno.ENOSPC, sticky=True)
     pump(store, machine.fs)
     parked(machine, store, 2)
@@ -74,7 +74,7 @@ def test_files_that_waited_for_a_broken_disk_are_gone_from_memory_too() -> None:
     machine, store = started(layout=whole_layout(Grain.FILE))
     there = [parked(machine, store, seed)[0] for seed in range(3)]
     for _ in range(2):
-        machine.times.now += write_queue.LONGEST_PAUSE_S
+        machine.times.now += disk_policy.LONGEST_PAUSE_S
         machine.fs.fault = Fault(machine.fs.operations + 1)
         assert len(pump(store, machine.fs)) == 1
     assert [store.get(known.id) for known in there] == [None] * 3, "the last waited, and was given up with the second"

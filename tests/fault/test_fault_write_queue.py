@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
+from parkd.store.disk_policy import FIRST_PAUSE_S
 from parkd.store.files.disk_jobs import RemoveJob, WriteJob
 from parkd.store.records import Parked
 from parkd.store.store import ConversationStore
-from parkd.store.write_queue import FIRST_PAUSE_S
 from tests.fault.fault_fs import Fault
 from tests.fault.test_fault_places import Still, both
 from tests.fault.tier_kit import Machine, on_disk, parked, pump, run, started

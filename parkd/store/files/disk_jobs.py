@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,6 +134,21 @@ class MarkJob:
 def run_serially(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
         call()
+
+
+def on_pool(pool: ThreadPoolExecutor) -> RunAll:
+    """Runs the calls of one job at once on a pool's threads. The first error is raised after all have ended."""
+
+    def run_all(calls: Sequence[Callable[[], None]]) -> None:
+        if len(calls) == 1:
+            calls[0]()
+            return
+        futures = [pool.submit(call) for call in calls]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    return run_all
 
 
 def write(fs: FileSystem, job: WriteJob, run_all: RunAll = run_serially) -> None:
