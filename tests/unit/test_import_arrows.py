@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SHARED = ("parkd.types", "parkd.state", "parkd.errors", "parkd.private_files", "parkd.config", "parkd.namespaces")
 FOLDER_LIMIT = 26
 """Modules that lie side by side in one folder: what one can look over. More of them have rooms."""
-OURS = ("parkd", "parkd_engine", "tests", "benchmarks")
+OURS = ("parkd", "parkd_engine", "parkd_tier", "tests", "benchmarks")
 """Top-level packages of this repository. The last two are not installed: nothing that is may import them."""
 HTTP = ("starlette", "uvicorn", "httpx", "h11", "fastapi")
 TORCH = ("torch", "transformers", "tokenizers", "accelerate")
@@ -109,6 +109,8 @@ RULES = (
     ),
     Rule("parkd.engine_adapter.llama_server", ("parkd.engine_adapter", *SHARED), COMPUTE),
     Rule("parkd.engine_adapter", ("parkd.engine_adapter", "parkd.words", *SHARED), COMPUTE + HTTP),
+    Rule("parkd_tier.vllm", ("parkd_tier", "parkd.store", "parkd.state", "parkd.errors", "parkd.model_files"), HTTP),
+    Rule("parkd_tier", ("parkd_tier", "parkd.store", "parkd.state", "parkd.errors", "parkd.model_files"), COMPUTE),
     Rule("parkd.cli", ("parkd", "parkd_engine")),  # the composition root
     Rule("parkd", ("parkd",), COMPUTE),
 )
@@ -155,7 +157,7 @@ def violations(module: str, imported: set[str]) -> Iterator[str]:
 def test_every_arrow_points_the_right_way() -> None:
     wrong: list[str] = []
     modules = 0
-    for folder, root in (("parkd_engine", ROOT / "engine"), ("parkd", ROOT)):
+    for folder, root in (("parkd_engine", ROOT / "engine"), ("parkd_tier", ROOT / "tier"), ("parkd", ROOT)):
         for path in sorted((root / folder).rglob("*.py")):
             module = module_of(path, root)
             imported = imports_of(path.read_text(), module, is_package=path.name == "__init__.py")
@@ -203,7 +205,9 @@ def test_no_caller_tells_engines_apart_by_their_class() -> None:
     assert engines_told_apart("if isinstance(engine, RemoteEngine): pass") == ["RemoteEngine"]
 
 
-@pytest.mark.parametrize(("folder", "root"), [("parkd", ROOT), ("parkd_engine", ROOT / "engine")])
+@pytest.mark.parametrize(
+    ("folder", "root"), [("parkd", ROOT), ("parkd_engine", ROOT / "engine"), ("parkd_tier", ROOT / "tier")]
+)
 def test_no_modules_import_each_other_in_a_circle(folder: str, root: Path) -> None:
     imports = {
         module_of(path, root): imports_of(
@@ -249,6 +253,9 @@ def test_a_circle_is_seen_also_if_it_is_only_for_types() -> None:
         ("parkd.words.sampling", "import torch"),
         ("parkd.demo.command", "from parkd_engine.session import Session"),
         ("parkd.types", "from parkd.errors import ParkdError"),
+        ("parkd.cli.model", "import parkd_tier"),
+        ("parkd_tier.tier", "import torch"),
+        ("parkd_tier.vllm.manager", "from parkd.lane.disk_worker import DiskWorker"),
     ],
 )
 def test_a_wrong_arrow_is_seen(module: str, source: str) -> None:

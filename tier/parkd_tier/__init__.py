@@ -1,0 +1,11 @@
+"""parkd's store on disk, inside other engines.
+
+identity.py   what must be equal before state may be used again: weights, configuration, engine, rows, topology
+weights.py    the digest of a model's weight files
+tier.py       the store of chunks (`parkd.store.chunks`) with the threads that read and write
+opening.py    a tier over a directory, and what is said of state there that cannot be used
+vllm/         behind vLLM's SecondaryTierManager
+cli.py        parkd-tier config, ...
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,3 @@
+from parkd_tier.cli import entry
+
+entry()
