@@ -1,13 +1,16 @@
 """Pins what clients asked to keep, until a deadline and within a share of the budget.
 
 A `cache_control` with a ttl asks for a minimum life. It is a hint: pins take at most PINNED_SHARE of the budget, the
-newest requests first, so that no client keeps others from being parked. A conversation can also be kept by its name:
-such pins take from the same share, before the hints, and one that finds no room is refused.
+newest requests of each key first, so that no client keeps others from being parked. A conversation can also be kept by
+its name: such pins take from the same share, before the hints, and one that finds no room is refused.
+
+Keys that share a namespace wish for themselves: none ends or replaces what another asked for, and what several keep is
+kept for the longest.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +22,7 @@ from parkd.types import PromptIdentity
 
 PINNED_SHARE = 0.5
 WISHES_LIMIT = 32
-"""Most wishes that are remembered; each holds the hashes of a prompt."""
+"""Most wishes of one key that are remembered; each holds the hashes of a prompt."""
 KEPT_LIMIT = 256
 """Most conversations that are kept by name."""
 
@@ -28,6 +31,7 @@ KEPT_LIMIT = 256
 class _Wish:
     """A request to keep the conversations that share a prompt's full blocks."""
 
+    owner: str
     key_digest: bytes
     hashes: tuple[bytes, ...]
     until_s: float
@@ -39,31 +43,37 @@ class Retention:
 
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
-        self._wishes: deque[_Wish] = deque(maxlen=WISHES_LIMIT)
+        self._wishes: list[_Wish] = []
+        """The oldest first; of each key at most WISHES_LIMIT."""
         self._pinned: set[ConversationId] = set()
-        self._kept: dict[Name, float] = {}
-        """Until when each is kept, the oldest wish first; infinite: until it is unpinned."""
+        self._kept: dict[Name, dict[str, float]] = {}
+        """Until when each is kept, by the key that asked for it, the oldest wish first; infinite: until it is
+        unpinned."""
 
     @property
     def pinned(self) -> frozenset[ConversationId]:
         return frozenset(self._pinned)
 
-    def wish(self, prompt: PromptIdentity, keep_s: float, now_s: float) -> None:
-        """Requests that what is parked of this prompt, now or later, is kept for `keep_s`. Ignored for a prompt shorter
-        than one block."""
+    def wish(self, prompt: PromptIdentity, keep_s: float, now_s: float, owner: str = "") -> None:
+        """Requests for a key that what is parked of this prompt, now or later, is kept for `keep_s`. Ignored for a
+        prompt shorter than one block."""
         key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
         if not hashes:
             return
         until_s = now_s + keep_s
-        for earlier in [wish for wish in self._wishes if wish.key_digest == key_digest]:
+        own = [wish for wish in self._wishes if wish.owner == owner]
+        for earlier in [wish for wish in own if wish.key_digest == key_digest]:
             if earlier.hashes[-1] in hashes:  # the same conversation, an earlier turn
                 self._wishes.remove(earlier)
                 until_s = max(until_s, earlier.until_s)
-        self._wishes.append(_Wish(key_digest, hashes, until_s))
+                own.remove(earlier)
+        if len(own) >= WISHES_LIMIT:
+            self._wishes.remove(own[0])
+        self._wishes.append(_Wish(owner, key_digest, hashes, until_s))
 
-    def keep(self, name: Name, until_s: float, now_s: float) -> None:
-        """Keeps a conversation by its name, and whatever it grows to, while there is room for it. Raises Conflict if
-        there is none, and ConversationGone."""
+    def keep(self, name: Name, until_s: float, now_s: float, owner: str = "") -> None:
+        """Keeps a conversation by its name for a key, and whatever it grows to, while there is room for it. Raises
+        Conflict if there is none, and ConversationGone."""
         rows = self._store.named(name)
         if not rows:
             raise ConversationGone(name)
@@ -78,24 +88,36 @@ class Retention:
             )
         if len(self._kept) >= KEPT_LIMIT and name not in self._kept:
             raise Conflict(f"{KEPT_LIMIT} conversations are kept, which is the most. Unpin another.")
-        self._kept.pop(name, None)
-        self._kept[name] = until_s
+        wishes = self._kept.pop(name, {})
+        self._kept[name] = {**wishes, owner: until_s}
         self.apply(now_s)
 
-    def let_go(self, name: Name, now_s: float) -> None:
-        """Ends all wishes to keep a conversation, those of its clients too."""
-        self._kept.pop(name, None)
+    def let_go(self, name: Name, now_s: float, owner: str | None = None) -> None:
+        """Ends a key's wishes to keep a conversation, those of its requests too; None: those of all keys."""
+        kept = self._kept.get(name, {})
+        for one in list(kept) if owner is None else [owner]:
+            kept.pop(one, None)
+        if not kept:
+            self._kept.pop(name, None)
         ids = {parked.id for parked in self._store.named(name)}
         for wish in list(self._wishes):
-            if any(parked.id in ids and shared == len(wish.hashes) for parked, shared in self._named(wish)):
+            if owner in (None, wish.owner) and self._is_for(wish, ids):
                 self._wishes.remove(wish)
         self.apply(now_s)
-        for conversation_id in ids:
+        for conversation_id in ids - self._pinned:
             self._store.unpin(conversation_id)
 
-    def kept_until_s(self, name: Name) -> float | None:
-        """Until when a conversation is kept by name; infinite if nothing ends it, None if it is not."""
-        return self._kept.get(name)
+    def kept_until_s(self, name: Name, owner: str | None = None) -> float | None:
+        """Until when a conversation is kept by name for a key; infinite if nothing ends it, None if it is not. Without
+        an owner: for any."""
+        kept = self._kept.get(name, {})
+        return max((until_s for one, until_s in kept.items() if owner in (None, one)), default=None)
+
+    def is_wanted_by(self, name: Name, owner: str) -> bool:
+        """Whether a key asked to keep a conversation, by its name or in a request."""
+        ids = {parked.id for parked in self._store.named(name)}
+        wishes = (wish for wish in self._wishes if wish.owner == owner)
+        return owner in self._kept.get(name, {}) or any(self._is_for(wish, ids) for wish in wishes)
 
     def apply(self, now_s: float) -> None:
         """Pins parked conversations that wishes ask for, and unpins those whose wishes have expired."""
@@ -112,7 +134,7 @@ class Retention:
                 ended.update(parked.id for parked in rows)
             else:
                 wanted.update(parked.id for parked in rows)
-        for wish in reversed(list(self._wishes)):
+        for wish in self._in_turn():
             found = [parked for parked, shared in self._named(wish) if shared == len(wish.hashes)]
             if wish.until_s <= now_s:
                 self._wishes.remove(wish)
@@ -138,12 +160,27 @@ class Retention:
     def _end(self, now_s: float) -> set[ConversationId]:
         """Ends what was kept until now, or is no longer parked. Returns the ids."""
         ended: set[ConversationId] = set()
-        for name, until_s in list(self._kept.items()):
+        for name, kept in list(self._kept.items()):
             rows = self._store.named(name)
-            if until_s <= now_s or not rows:
+            for owner in [owner for owner, until_s in kept.items() if until_s <= now_s or not rows]:
+                del kept[owner]
+            if not kept:
                 ended.update(parked.id for parked in rows)
                 del self._kept[name]
         return ended
+
+    def _in_turn(self) -> list[_Wish]:
+        """The newest wish of each key, then the second newest of each, and so on."""
+        before: Counter[str] = Counter()
+        turns = []
+        for at, wish in enumerate(reversed(self._wishes)):
+            turns.append((before[wish.owner], at, wish))
+            before[wish.owner] += 1
+        return [wish for _, _, wish in sorted(turns, key=lambda turn: turn[:2])]
+
+    def _is_for(self, wish: _Wish, ids: set[ConversationId]) -> bool:
+        """Whether a wish keeps one of these conversations."""
+        return any(parked.id in ids and shared == len(wish.hashes) for parked, shared in self._named(wish))
 
     def _bytes(self, rows: Sequence[Parked]) -> int:
         """Of the longest: the others are its beginnings."""

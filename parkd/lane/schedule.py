@@ -3,7 +3,8 @@
 A turn that waits, is paused or runs is a job. One that runs is not stopped before its slice is over, which is so long
 that stopping it and going on takes a small share of it. Then the first of these goes on:
 
-    overdue      has waited longer than its patience, the most overdue first
+    overdue      has waited longer than its patience, the most overdue first; not if another key that is there had less,
+                 unless its whole key has waited as long: a flood is overdue for ever, and would take all
     short        needs little of what the longest needs: a title, a question of its own; unless its key is far ahead
     others       of the key that used least; what has begun to read its prompt; then what used least, or needs least
     batch        the same, behind all others
@@ -11,6 +12,7 @@ that stopping it and going on takes a small share of it. Then the first of these
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -69,6 +71,8 @@ class Job:
     """What it had of the engine, where one that came later begins with what the one that used least had then."""
     owner_used_s: float = 0.0
     """What its key had of the engine lately."""
+    owner_waited_s: float = math.inf
+    """Since its key had the engine."""
 
     @property
     def slice_s(self) -> float:
@@ -106,8 +110,14 @@ class Fair:
         round_s = sum(job.slice_s for job in jobs)
         short_s = max(SHORT_S, SHORT_SHARE * max(job.work.left_s for job in jobs))
         used_s = [job.owner_used_s for job in jobs if job.work.kind is not TurnClass.BATCH]
-        most_used_s = min(used_s, default=0.0) + SHORT_LEAD_S
-        return min(jobs, key=lambda job: _place(job, round_s, short_s, most_used_s))
+        least_s = min(used_s, default=math.inf)
+        least_of_all_s = min(job.owner_used_s for job in jobs)
+
+        def place(job: Job) -> tuple[float, ...]:
+            is_behind = job.owner_used_s <= (least_of_all_s if job.work.kind is TurnClass.BATCH else least_s)
+            return _place(job, round_s, short_s, least_s + SHORT_LEAD_S, is_behind=is_behind)
+
+        return min(jobs, key=place)
 
     def until_s(self, running: Job, others: Sequence[Job], now_s: float) -> float | None:
         if not others or not running.work.can_pause:
@@ -126,10 +136,12 @@ def patience_s(job: Job, round_s: float) -> float:
     return max(rounds * round_s, STRETCH * job.work.first_s)
 
 
-def _place(job: Job, round_s: float, short_s: float, most_used_s: float) -> tuple[float, ...]:
-    """The lowest runs first. A short job is no longer than `short_s`, of a key that had at most `most_used_s`."""
-    overdue = job.waited_s / patience_s(job, round_s)
-    if overdue > 1:
+def _place(job: Job, round_s: float, short_s: float, most_used_s: float, *, is_behind: bool) -> tuple[float, ...]:
+    """The lowest runs first. A short job is no longer than `short_s`, of a key that had at most `most_used_s`. One that
+    `is_behind` is of a key that had no more than another before which it would not run anyway."""
+    patience = patience_s(job, round_s)
+    overdue = job.waited_s / patience
+    if overdue > 1 and (is_behind or job.owner_waited_s > patience):
         return (0, -overdue, job.number)
     work = job.work
     if work.kind is not TurnClass.BATCH and work.left_s <= short_s and job.owner_used_s <= most_used_s:
@@ -195,7 +207,9 @@ class Accounts:
         since_s = max(0.0, now_s - account.since_s)
         waited_s, ran_s = (since_s, 0.0) if account.counted_s is None else (0.0, since_s)
         owner_used_s = self._owner_used_s(account.owner, now_s)
-        return Job(number, work, account.has_begun, waited_s, ran_s, account.used_s, owner_used_s)
+        _, owner_ran_s = self._owners.get(account.owner, (0.0, -math.inf))
+        owner_waited_s = now_s - owner_ran_s
+        return Job(number, work, account.has_begun, waited_s, ran_s, account.used_s, owner_used_s, owner_waited_s)
 
     def _owner_used_s(self, owner: str, now_s: float) -> float:
         used_s, at_s = self._owners.get(owner, (0.0, now_s))

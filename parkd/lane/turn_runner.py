@@ -437,7 +437,7 @@ class TurnRunner:
         asked_s, retention = turn.request.cache.min_retention_s, self.retention
         if retention is not None and asked_s is not None:
             now_s = self._monotonic()
-            retention.wish(turn.prompt, asked_s, now_s)
+            retention.wish(turn.prompt, asked_s, now_s, "" if turn.explained is None else turn.explained.owner)
             retention.apply(now_s)
 
     def _emitter(self, push: Callable[[Event], None]) -> Callable[[Event], None]:

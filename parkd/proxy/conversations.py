@@ -35,7 +35,7 @@ LIST_LIMIT = 1000
 """Most conversations in one answer, the most recently used."""
 KEEP_LIMIT_S = 30 * 24 * 3600
 """Longest time that `keep` takes."""
-Action = Callable[[Name, Mapping[str, Any]], None]
+Action = Callable[[Name, Caller, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,33 +117,33 @@ class ConversationEndpoints:
                 raise Conflict(
                     "Nothing of this conversation is parked: it is live, and parked when its turn ends, if it fits."
                 )
-            act(found.name, body)
+            act(found.name, caller, body)
             return JSONResponse(await self._told(caller, found.name), headers=id_headers(request_id))
 
         return handler
 
-    def _pin(self, name: Name, _body: Mapping[str, Any]) -> None:
-        self._keep_until(name, math.inf)
+    def _pin(self, name: Name, caller: Caller, _body: Mapping[str, Any]) -> None:
+        self._keep_until(name, caller, math.inf)
 
-    def _keep(self, name: Name, body: Mapping[str, Any]) -> None:
+    def _keep(self, name: Name, caller: Caller, body: Mapping[str, Any]) -> None:
         for_s = body.get("for_s")
         if isinstance(for_s, bool) or not isinstance(for_s, int | float) or not 0 < for_s <= KEEP_LIMIT_S:
             raise InvalidRequest(
                 f"`for_s` must be the seconds to keep it: more than 0, at most {KEEP_LIMIT_S}.", param="for_s"
             )
-        self._keep_until(name, self._proxy.services.monotonic() + for_s)
+        self._keep_until(name, caller, self._proxy.services.monotonic() + for_s)
 
-    def _keep_until(self, name: Name, until_s: float) -> None:
+    def _keep_until(self, name: Name, caller: Caller, until_s: float) -> None:
         retention = self._proxy.runner.retention
         assert retention is not None
-        retention.keep(name, until_s, self._proxy.services.monotonic())
+        retention.keep(name, until_s, self._proxy.services.monotonic(), caller.owner)
 
-    def _unpin(self, name: Name, _body: Mapping[str, Any]) -> None:
+    def _unpin(self, name: Name, caller: Caller, _body: Mapping[str, Any]) -> None:
         retention = self._proxy.runner.retention
         assert retention is not None
-        retention.let_go(name, self._proxy.services.monotonic())
+        retention.let_go(name, self._proxy.services.monotonic(), None if caller.is_operator else caller.owner)
 
-    def _to_disk(self, name: Name, _body: Mapping[str, Any]) -> None:
+    def _to_disk(self, name: Name, _caller: Caller, _body: Mapping[str, Any]) -> None:
         assert self._store is not None
         refused = self._store.move_to_disk(name)
         if isinstance(refused, Refused):
@@ -213,7 +213,12 @@ class ConversationEndpoints:
             age_s = wall_s - counts.began_s if counts.turns else 0.0
             idle_s = wall_s - counts.last_s if counts.turns else 0.0
         retention = proxy.runner.retention
-        until_s = None if retention is None else retention.kept_until_s(name)
+        hides_sharing = caller.shares_namespace and not caller.is_operator
+        owner = caller.owner if hides_sharing else None
+        until_s = None if retention is None else retention.kept_until_s(name, owner)
+        is_pinned = any(row.is_pinned for row in rows)
+        if owner is not None:
+            is_pinned = retention is not None and retention.is_wanted_by(name, owner)
         kept_until_s = None if until_s is None or math.isinf(until_s) else wall_s + until_s - now_s
         return Shown(
             name,
@@ -228,7 +233,8 @@ class ConversationEndpoints:
             max(0.0, idle_s),
             kept_until_s,
             may_read,
-            caller.shares_namespace and not caller.is_operator,
+            hides_sharing,
+            is_pinned,
         )
 
     def _lives(self) -> list[_Live]:

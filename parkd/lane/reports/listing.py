@@ -42,6 +42,8 @@ class Shown:
     hides_sharing: bool = False
     """Other keys share this namespace: what this conversation's eviction would free, and what that would cost, would
     tell the caller how much of it they have sent."""
+    is_pinned: bool = False
+    """Where `hides_sharing`: at the caller's own wish."""
 
 
 def parents(conversations: Sequence[Shown]) -> Mapping[Name, tuple[Name, int]]:
@@ -92,7 +94,7 @@ def document(shown: Shown, parent: tuple[Name, int] | None) -> Mapping[str, Any]
         "hits": counts.hits,
         "value": in_ram[0].value if in_ram else None,
         "saves_s": in_ram[0].saves_s if in_ram else None,
-        "pinned": any(row.is_pinned for row in shown.rows),
+        "pinned": shown.is_pinned,
         "kept_until_s": shown.kept_until_s,
         **({"first_words": _words(words)} if shown.shows_words else {}),
     }

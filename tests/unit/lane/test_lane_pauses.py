@@ -135,6 +135,49 @@ async def test_who_leaves_in_a_pause_does_not_disturb_the_other() -> None:
         tasks.cancel_scope.cancel()
 
 
+class Ending(Held):
+    """Tells when its other turn is about to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ending = anyio.Event()
+
+    async def run(self, work: Work) -> None:
+        await super().run(work)
+        if work.name != "a":
+            self.ending.set()
+
+
+async def test_found_by_use_a_lane_with_paused_turns_alone_is_not_idle() -> None:
+    """Between the end of one turn and the next slice of another, none runs."""
+    bench, other = Ending(), Work("b", 1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bench.lane.serve)
+        await held(bench, other)
+        other.hold.set()
+        await bench.ending.wait()
+        assert (bench.lane.running, bench.lane.paused, bench.ended) == (None, 1, ["b"])
+        await bench.lane.idle()
+        assert bench.ended == ["b", "a"]
+        tasks.cancel_scope.cancel()
+
+
+async def test_found_by_use_nobody_pauses_for_one_that_has_left() -> None:
+    bench, first, other = Held(), Work("held", 1), Work("b", 1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bench.lane.serve)
+        bench.lane.submit(first)
+        await until(lambda: bench.lane.running is first)
+        assert not bench.lane.is_to_pause(first)
+        bench.lane.submit(other)
+        assert first.asked
+        assert bench.lane.is_to_pause(first)
+        assert not bench.lane.is_to_pause(other)
+        bench.lane.leave(other)
+        assert not bench.lane.is_to_pause(first)
+        tasks.cancel_scope.cancel()
+
+
 async def test_paused_turns_count_as_waiting() -> None:
     bench, other = Held(max_queue=2), Work("b", 1)
     async with anyio.create_task_group() as tasks:

@@ -98,6 +98,58 @@ def test_a_later_turn_prolongs_and_never_shortens(kit: tuple[Shelf, Retention]) 
     assert shelf.pins == set()
 
 
+def test_found_by_use_a_key_neither_ends_nor_replaces_what_another_wished(kit: tuple[Shelf, Retention]) -> None:
+    """A conversation of both is kept for the longest."""
+    shelf, retention = kit
+    retention.wish(prompt(b"a1"), 300, 0, "anna")
+    retention.wish(prompt(b"a1"), 3600, 0, "ben")
+    shelf.parked["c"] = ((b"a1", b"c2"), 50)
+    shelf.parked["a"] = ((b"a1", b"a2"), 40)
+    retention.wish(prompt(b"a1", b"a2"), 100, 0, "ben")  # goes on from his own only
+    retention.apply(200)
+    assert shelf.pins == {"a", "c"}, (
+        "the longest of what begins so, for anna, and ben's own for as long as he said first"
+    )
+    retention.apply(301)
+    assert shelf.pins == {"a"}
+    retention.apply(3601)
+    assert shelf.pins == set()
+
+
+def test_found_by_use_many_wishes_of_one_key_push_out_none_of_another(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    shelf.config.budget_bytes = 4_000  # two conversations of 100 rows are half of it
+    retention.wish(prompt(b"a1"), 3600, 0, "anna")
+    for number in range(40):
+        name = f"m{number}"
+        shelf.parked[name] = ((name.encode(),), 100)
+        retention.wish(prompt(name.encode()), 3600, 0, "ben")
+    retention.apply(1)
+    assert shelf.pins == {"a", "m39"}
+
+
+def test_found_by_use_what_two_keys_keep_is_kept_until_both_let_go(kit: tuple[Shelf, Retention]) -> None:
+    shelf, retention = kit
+    retention.keep("a", math.inf, 0, "anna")
+    retention.keep("a", 100, 0, "ben")
+    retention.wish(prompt(b"a1"), 300, 0, "carl")
+    assert [retention.kept_until_s("a", who) for who in ("anna", "ben", "carl", None)] == [
+        math.inf,
+        100,
+        None,
+        math.inf,
+    ]
+    assert [retention.is_wanted_by("a", who) for who in ("anna", "carl", "dora")] == [True, True, False]
+    retention.let_go("a", 1, "anna")
+    assert (shelf.pins, retention.kept_until_s("a")) == ({"a"}, 100)
+    retention.apply(101)
+    assert (shelf.pins, retention.kept_until_s("a")) == ({"a"}, None)
+    retention.let_go("a", 102, "dora")
+    assert shelf.pins == {"a"}, "carl's request still asks for it"
+    retention.let_go("a", 103)
+    assert shelf.pins == set()
+
+
 def test_pins_take_half_the_budget_at_most_newest_first(kit: tuple[Shelf, Retention]) -> None:
     shelf, retention = kit
     shelf.parked = {name: ((name.encode(),), 200) for name in "abcd"}

@@ -61,11 +61,13 @@ def test_nobody_starves_and_switching_costs_little(some: list[Task], is_known: b
     st.lists(st.builds(replace, tasks, kind=st.just(TurnClass.INTERACTIVE)), min_size=1, max_size=3),
     st.floats(5.0, 50.0),
     st.floats(0.0, 2.0),
+    st.sampled_from(["dora", "anna"]),
 )
-def test_a_short_job_runs_within_one_slice(some: list[Task], at_s: float, switch_s: float) -> None:
-    """However long the others are, and however large their state."""
-    long = [replace(task, at_s=0.0, answer_s=200.0, switch_s=switch_s) for task in some]
-    short = Task(at_s, 0.2, 0.3, 0.01, "dora", TurnClass.SIDE)
+def test_a_short_job_runs_within_one_slice(some: list[Task], at_s: float, switch_s: float, owner: str) -> None:
+    """However long the others are, and however large their state; beside others of its own key too."""
+    owners = {"owner": owner} if owner == "anna" else {}
+    long = [replace(task, at_s=0.0, answer_s=200.0, switch_s=switch_s, **owners) for task in some]
+    short = Task(at_s, 0.2, 0.3, 0.01, owner, TurnClass.SIDE)
     done = run(*long, short)
     slice_s = max(LEAST_SLICE_S, switch_s * 19)
     assert of(done, short).first_s <= slice_s + 2 * STEP_S + switch_s + short.read_s + 1e-6
@@ -101,6 +103,48 @@ def test_many_short_turns_of_one_key_do_not_take_the_share_of_another() -> None:
     assert of(run(*flood, long), long).end_s <= 10.0 + 2 * long.needs_s + faded_s + 2.0
     short = Task(60.0, 0.1, 0.3, 0.01, "ben")
     assert of(run(*flood, short), short).first_s <= 1.0
+
+
+FLOODS = [
+    # reading, answer, switch, turns: prompts that are read to their end are late at once, and so are all behind them
+    (8.0, 1.0, 0.01, 30),
+    (3.0, 0.2, 0.01, 40),
+    (1.0, 10.0, 0.01, 24),
+    (0.2, 3.0, 0.2, 30),
+]
+
+
+@pytest.mark.parametrize(("read_s", "answer_s", "switch_s", "turns"), FLOODS)
+@pytest.mark.parametrize("kind", [TurnClass.INTERACTIVE, TurnClass.SIDE])
+def test_found_by_use_late_turns_of_one_key_do_not_take_the_share_of_another(
+    read_s: float, answer_s: float, switch_s: float, turns: int, kind: TurnClass
+) -> None:
+    """Three times what the engine can do: all that one key has there is overdue, and half of the time is another's."""
+    needs_s = read_s + answer_s
+    flood = [Task(number * needs_s / 3, read_s, answer_s, switch_s, "anna", kind) for number in range(turns)]
+    alone = Task(turns * needs_s / 3, 0.5, 60.0, 0.01, "ben")
+    done = run(*flood, alone)
+    assert max(each.longest_wait_s for each in done.turns if each.task is not alone) > 2 * alone.read_s
+    step_s = max(LEAST_SLICE_S, switch_s * 19) + switch_s + STEP_S
+    assert of(done, alone).end_s <= (2 * alone.needs_s + step_s) * (1 + SWITCH_SHARE)
+
+
+def test_found_by_use_of_one_key_the_shortest_of_the_short_goes_before_a_prompt_that_is_read() -> None:
+    read = Job(1, Work(first_s=20.0, left_s=60.0), has_begun=True)
+    short, shorter = Job(2, Work(left_s=0.9)), Job(3, Work(left_s=0.4))
+    assert Fair().next([read, short], 0.0).number == 2
+    assert Fair().next([read, short, shorter], 0.0).number == 3
+    assert Fair().next([read, Job(4, Work(left_s=30.0))], 0.0).number == 1
+
+
+def test_a_late_turn_of_a_key_that_had_more_runs_once_all_of_its_key_has_waited() -> None:
+    had, others = (
+        Job(1, Work(left_s=90.0), waited_s=9.0, owner_used_s=80.0, owner_waited_s=0.2),
+        [Job(number, Work(left_s=90.0)) for number in (2, 3)],
+    )
+    assert Fair().next([had, *others], 0.0).number == 2
+    assert Fair().next([replace(had, owner_waited_s=9.0), *others], 0.0).number == 1
+    assert Fair().next([replace(had, owner_used_s=0.0), *others], 0.0).number == 1
 
 
 def test_batch_has_what_others_leave_and_is_not_starved() -> None:
