@@ -306,10 +306,12 @@ class Lane(Generic[W]):
 
     def _next(self) -> _Place[W]:
         places = {place.number: place for place in (*self._paused, *self._waiting)}
-        return places[self.schedule.next([self._job(place) for place in places.values()], self._monotonic()).number]
+        now_s = self._monotonic()
+        return places[self.schedule.next([self._job(place, now_s) for place in places.values()], now_s).number]
 
-    def _job(self, place: _Place[W]) -> Job:
-        return self._accounts.job(place.number, self._work_of(place.turn), self._monotonic())
+    def _job(self, place: _Place[W], now_s: float) -> Job:
+        """At one moment for all that are compared, since what their key used fades."""
+        return self._accounts.job(place.number, self._work_of(place.turn), now_s)
 
     def _begin_slice(self, place: _Place[W]) -> None:
         self._running, self._ended, place.stopped = place, anyio.Event(), anyio.Event()
@@ -350,8 +352,9 @@ class Lane(Generic[W]):
 
     def _until_s(self, running: _Place[W]) -> float | None:
         self._count(running)
-        others = [self._job(place) for place in (*self._paused, *self._waiting) if place is not running]
-        return self.schedule.until_s(self._job(running), others, self._monotonic())
+        now_s = self._monotonic()
+        others = [self._job(place, now_s) for place in (*self._paused, *self._waiting) if place is not running]
+        return self.schedule.until_s(self._job(running, now_s), others, now_s)
 
     def _is_over(self, running: _Place[W]) -> bool:
         until_s = self._until_s(running)

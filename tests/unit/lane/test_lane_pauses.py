@@ -162,6 +162,42 @@ async def test_found_by_use_a_lane_with_paused_turns_alone_is_not_idle() -> None
         tasks.cancel_scope.cancel()
 
 
+class Compared(InTurns):
+    """Notes what the key of each job used, as often as they are compared."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[float]] = []
+
+    def next(self, jobs: Sequence[Job], now_s: float) -> Job:
+        self.seen.append({job.owner_used_s for job in jobs})
+        return super().next(jobs, now_s)
+
+    def until_s(self, running: Job, others: Sequence[Job], now_s: float) -> float | None:
+        self.seen.append({job.owner_used_s for job in (running, *others)})
+        return super().until_s(running, others, now_s)
+
+
+async def test_jobs_of_one_key_are_compared_as_they_are_at_one_moment() -> None:
+    """What a key used fades while the jobs are looked at, and would put one before another of the same key."""
+    bench, schedule = Bench(), Compared()
+    bench.lane.schedule = schedule
+
+    def ticking() -> float:
+        bench.now_s += 0.1
+        return bench.now_s
+
+    bench.clock = ticking  # type: ignore[method-assign]
+    bench.lane._monotonic = ticking
+    async with anyio.create_task_group() as tasks:
+        for work in (Work("a", 3), Work("b", 3), Work("c", 3)):
+            bench.lane.submit(work)
+        tasks.start_soon(bench.lane.serve)
+        await until(lambda: len(bench.ended) == 3)
+        tasks.cancel_scope.cancel()
+    assert len(schedule.seen) > 5
+    assert [used for used in schedule.seen if len(used) > 1] == []
+
+
 async def test_found_by_use_nobody_pauses_for_one_that_has_left() -> None:
     bench, first, other = Held(), Work("held", 1), Work("b", 1)
     async with anyio.create_task_group() as tasks:
