@@ -24,6 +24,7 @@ from parkd.engine_adapter.base import Cancel, ChatTemplate, ImageReader, OneSeat
 from parkd.engine_adapter.llama_server.client import UpstreamRefused
 from parkd.engine_adapter.llama_server.completion import Completion, open_completion, settle
 from parkd.engine_adapter.llama_server.parking import LOST, SlotParking
+from parkd.engine_adapter.llama_server.sampling import check_enforceable
 from parkd.engine_adapter.llama_server.slots import Slot, SlotTable
 from parkd.engine_adapter.llama_server.start import Upstream, connect
 from parkd.engine_adapter.llama_server.states import SlotFiles
@@ -41,7 +42,7 @@ from parkd.errors import (
     UpstreamTimeout,
 )
 from parkd.state import Checksums, StateSizes, Transfer
-from parkd.types import ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask
+from parkd.types import ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask, TurnRequest
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,8 @@ class LlamaServerEngine(OneSeatEngine):
         schema: Mapping[str, Any] | None = None,
         form: TextForm | None = None,
         limit: int | None = None,
+        request: TurnRequest | None = None,  # noqa: ARG002 - what it asks is in the others
+        cancel: Cancel | None = None,  # noqa: ARG002 - the server answers at once
     ) -> int:
         """Sends the whole prompt. Returns the number of its tokens that the server reuses, at most `position`.
 
@@ -214,6 +217,9 @@ class LlamaServerEngine(OneSeatEngine):
         finally:
             if self._completion is completion:
                 self._drop()
+
+    def check(self, request: TurnRequest, *, thinks: bool) -> None:
+        check_enforceable(request, thinks=thinks)
 
     def template_within(self, namespace: str) -> ChatTemplate:  # noqa: ARG002 - each is apart
         return self.template.apart()

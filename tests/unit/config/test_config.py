@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from parkd.config import MIB, SETTINGS, ModelConfig, ProxyConfig, default_of, load
-from parkd.engine_adapter.llama_server.client import Deadlines
+from parkd.config import MIB, SETTINGS, Deadlines, ModelConfig, ProxyConfig, default_of, load
 from parkd.errors import ConfigError
 
 EXPLAINED = ("auto", 0, False)

@@ -10,7 +10,8 @@ import httpx
 import pytest
 import respx
 
-from parkd.engine_adapter.llama_server.client import Deadlines, SlotAnswer, UpstreamClient, UpstreamRefused
+from parkd.config import Deadlines
+from parkd.engine_adapter.llama_server.client import SlotAnswer, UpstreamClient, UpstreamRefused
 from parkd.engine_adapter.llama_server.stream import CompletionEvent, Ended, Reading, Token
 from parkd.errors import ModelError, UpstreamDown, UpstreamFailed, UpstreamTimeout
 from tests.unit.llama_server.upstream_kit import RECORDED, URL, Events, ok, reading, routed, sse, token_event

@@ -16,8 +16,8 @@ import httpx
 import pytest
 import respx
 
-from parkd.config import UpstreamConfig
-from parkd.engine_adapter.llama_server.client import Deadlines, UpstreamClient
+from parkd.config import Deadlines, UpstreamConfig
+from parkd.engine_adapter.llama_server.client import UpstreamClient
 from parkd.engine_adapter.llama_server.completion import SETTLE_S, settle
 from parkd.engine_adapter.llama_server.slots import Slot
 from parkd.engine_adapter.llama_server.start import LOAD_WAIT_S, connect

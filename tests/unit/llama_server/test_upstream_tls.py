@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from parkd.config import UpstreamConfig
-from parkd.engine_adapter.llama_server.client import Deadlines, UpstreamClient
+from parkd.config import Deadlines, UpstreamConfig
+from parkd.engine_adapter.llama_server.client import UpstreamClient
 from parkd.engine_adapter.llama_server.start import connect
 from parkd.errors import ModelError, UpstreamDown, UpstreamFailed
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect, Wire, is_quiet
+from parkd.engine_adapter.http.wire import BrokenAnswer, CannotConnect, Wire, is_quiet
 
 OK = b"HTTP/1.1 200 OK\r\n"
 PLAIN = OK + b"Content-Length: 2\r\n\r\nok"

@@ -20,9 +20,9 @@ import orjson
 import respx
 
 from parkd.config.values import Deadlines, UpstreamConfig
-from parkd.engine_adapter.llama_server import client
+from parkd.engine_adapter.http import client
+from parkd.engine_adapter.http.wire import BrokenAnswer, CannotConnect
 from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
-from parkd.engine_adapter.llama_server.wire import BrokenAnswer, CannotConnect
 from tests.fakes.text import END_TOKEN_ID, FIRST_SPECIAL_ID, FakeTemplate, FakeTokenizer
 
 URL = "http://upstream.test:8181"

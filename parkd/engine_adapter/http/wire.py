@@ -5,6 +5,7 @@ A request through httpx costs a warm turn three to four times the processor time
 
 from __future__ import annotations
 
+import socket
 import ssl
 import threading
 import time
@@ -31,6 +32,39 @@ class NoTls(CannotConnect):
 
 class BrokenAnswer(Exception):
     """The server closed the connection early, or does not speak HTTP."""
+
+
+class Hold:
+    """A request under way, which another thread can cut off. One for each request; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._is_cut = False
+
+    @property
+    def is_cut(self) -> bool:
+        return self._is_cut
+
+    def cut(self) -> None:
+        """Closes the connection under the thread that waits on it, which then meets its end. May be called again."""
+        with self._lock:
+            self._is_cut = True
+            if self._socket is not None:
+                _shut(self._socket)
+
+    def on(self, connection: socket.socket | None) -> None:
+        """The request uses this connection from now on; None: it has ended."""
+        with self._lock:
+            self._socket = connection
+            if connection is not None and self._is_cut:
+                _shut(connection)
+
+
+def _shut(connection: socket.socket) -> None:
+    # Not the method of a TLS socket, which would take the session away from the thread that reads.
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class Wire:
@@ -61,23 +95,35 @@ class Wire:
         self.opened = 0
         """Connections opened so far."""
 
-    def send(self, method: str, path: str, content: bytes | None, *, connect_s: float, silence_s: float) -> WireAnswer:
+    def send(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        *,
+        connect_s: float,
+        silence_s: float,
+        hold: Hold | None = None,
+    ) -> WireAnswer:
         """Sends a request and waits for the answer's headers; the caller closes the answer. No single read or write
-        waits longer than `silence_s`.
+        waits longer than `silence_s`. With a `hold`, another thread can cut the request off.
 
         If no answer begins on a reused connection, the request is sent again on a new one, since a server may close a
         connection just as it is reused. Raises CannotConnect, BrokenAnswer, TimeoutError.
         """
         if not self._room.acquire(timeout=silence_s):
             raise CannotConnect("too many requests are under way")
-        ask = partial(self._ask, method=method, path=path, content=content, silence_s=silence_s)
+        hold = Hold() if hold is None else hold
+        ask = partial(self._ask, method=method, path=path, content=content, silence_s=silence_s, hold=hold)
         try:
             connection = self._kept()
             if connection is not None:
                 with suppress(BrokenAnswer):
-                    return WireAnswer(self, connection, ask(connection))
+                    return WireAnswer(self, connection, ask(connection), hold)
+            if hold.is_cut:
+                raise BrokenAnswer("it was cut off")
             connection = self._open(connect_s)
-            return WireAnswer(self, connection, ask(connection))
+            return WireAnswer(self, connection, ask(connection), hold)
         except BaseException:
             self._room.release()
             raise
@@ -96,16 +142,18 @@ class Wire:
             self._idle.pop()[0].close()
 
     def _ask(
-        self, connection: HTTPConnection, *, method: str, path: str, content: bytes | None, silence_s: float
+        self, connection: HTTPConnection, *, method: str, path: str, content: bytes | None, silence_s: float, hold: Hold
     ) -> HTTPResponse:
         """Sends a request and returns the response, of which only the headers are read. Closes the connection if this
         raises."""
         try:
             with broken_answers():
                 connection.sock.settimeout(silence_s)
+                hold.on(connection.sock)
                 connection.request(method, self._prefix + path, content, self._headers)
                 return connection.getresponse()
         except BaseException:
+            hold.on(None)
             connection.close()
             raise
 
@@ -135,13 +183,14 @@ class Wire:
 class WireAnswer:
     """One answer: its status, its headers, and an iterator over its body as it arrives."""
 
-    def __init__(self, wire: Wire, connection: HTTPConnection, response: HTTPResponse) -> None:
+    def __init__(self, wire: Wire, connection: HTTPConnection, response: HTTPResponse, hold: Hold) -> None:
         self.status = response.status
         self.headers = response.headers
         """Looked up without regard to case."""
         self._wire = wire
         self._connection = connection
         self._response = response
+        self._hold = hold
         self._was_read = False
         self._closed = False
 
@@ -159,8 +208,13 @@ class WireAnswer:
         to stop. May be called again."""
         if not self._closed:
             self._closed = True
+            self._hold.on(None)
             self._response.close()
-            self._wire.done(self._connection, reusable=self._was_read and not self._response.will_close)
+            self._wire.done(self._connection, reusable=self._is_reusable)
+
+    @property
+    def _is_reusable(self) -> bool:
+        return self._was_read and not self._response.will_close and not self._hold.is_cut
 
 
 def cannot_connect(error: OSError, *, is_tls: bool) -> CannotConnect:

@@ -1,0 +1,1 @@
+"""HTTP to other servers, for the engines that are in other processes."""
