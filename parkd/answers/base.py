@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from parkd.engine_adapter.base import ResponseReader
-from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
+from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, TurnRequest
 
 OutputEvent = TextDelta | ReasoningDelta | ToolCallDelta
 
@@ -56,6 +56,9 @@ class ReasoningMarks:
     close: str
 
 
+MakeParser = Callable[[TurnRequest, CallIds], "Parser"]
+
+
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
     """The format of a model's answers, as its chat template or its own files tell."""
@@ -64,6 +67,12 @@ class OutputFormat:
     reasoning: ReasoningMarks | None = None
     reader: MakeReader | None = None
     """From the model's own response template, if it has one; takes precedence over `tools`."""
+    parser: MakeParser | None = None
+    """Of an engine whose answers another server has parsed already; takes precedence over all."""
+
+    @property
+    def calls_tools(self) -> bool:
+        return self.tools is not ToolFormat.NONE or self.reader is not None or self.parser is not None
 
 
 class Parser(Protocol):

@@ -80,6 +80,8 @@ def make_parser(output: OutputFormat, request: TurnRequest, prompt_tail: str, ca
     `prompt_tail` is the end of the rendered prompt (64 characters are enough); it shows whether thinking is open. For
     a request without tools, or with `tool_choice: none`, calls are text. For a raw prompt, everything is text.
     """
+    if output.parser is not None:
+        return output.parser(request, call_ids)
     marks = output.reasoning if request.prompt is None else None
     if output.reader is not None and request.prompt is None:
         return DeclaredParser(output.reader(prompt_tail, request.tools), request, call_ids)

@@ -30,6 +30,7 @@ from parkd.cli.model import (
     find_model,
     load_engine,
     load_llama_cpp,
+    load_remote,
     load_upstream,
     on_disk,
     unpacking_notes,
@@ -148,7 +149,7 @@ def serve(config: Config) -> int:
     rules_file = config.server.rewrite_rules_file
     rules = () if rules_file is None else read_rules(rules_file)
     bound_spinning()
-    model = ("", False) if config.model.upstream is not None else find_model(config.model)
+    model = ("", False) if config.model.is_elsewhere else find_model(config.model)
     with listener.bind(config.server.host, config.server.port) as bound, contextlib.ExitStack() as undo:
         started = interruptible(partial(_start, config, *model, named_keys, rules, listener.url_of(bound), undo))
         from parkd.proxy import server
@@ -184,7 +185,6 @@ def _start(
     undo: contextlib.ExitStack,
 ) -> Started:
     """Loads the model, tries it, and opens what is parked. Raises ConfigError and ModelError."""
-    from parkd.answers.base import ToolFormat
     from parkd.cli import canary, startup
     from parkd.identity.background import BackgroundWork
 
@@ -202,9 +202,8 @@ def _start(
     services = compose(config, engine, store_config, named_keys, files, rules, background=background)
     budget = startup.budget_in_tokens(store_config, engine.info)
     keys = (*config.server.api_keys, *config.server.operator_keys, *named_keys)
-    tools = services.output.tools is not ToolFormat.NONE or services.output.reader is not None
     assert services.render is not None
-    warning = startup.template_warning(services.render, calls_tools=tools)
+    warning = startup.template_warning(services.render, calls_tools=services.output.calls_tools)
     lines = startup.describe(engine.info, budget, url, needs_key=bool(keys), warning=warning, failures=failures)
     if services.store is not None and services.store.has_disk:
         directory = config.cache.disk.directory
@@ -231,6 +230,9 @@ def open_engine(
     notes: Sequence[str] = ()
     if name == "llama-server":
         engine = load_upstream(config, progress)
+        notes = engine.notes
+    elif name == "remote":
+        engine = load_remote(config, progress)
         notes = engine.notes
     elif name == "llama.cpp":
         from parkd.engine_adapter.llama_cpp.cards import has_nvidia_card

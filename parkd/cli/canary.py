@@ -13,6 +13,7 @@ from parkd.cli import arguments
 from parkd.cli.model import MemoryShare, find_model
 from parkd.config import Config, load
 from parkd.config.spinning import bound_spinning
+from parkd.errors import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.canary.exercise import Verdict
@@ -34,7 +35,11 @@ def run(words: Sequence[str], open_engine: OpenEngine) -> int:
     as_json = AS_JSON in words
     config = load(arguments.parse(["canary", *(word for word in words if word != AS_JSON)]).flags)
     bound_spinning()
-    model, is_demo = ("", False) if config.model.upstream is not None else find_model(config.model)
+    if config.model.remote is not None:
+        raise ConfigError(
+            "canary parks and restores state, and a server at --upstream keeps its own: nothing is parked"
+        )
+    model, is_demo = ("", False) if config.model.is_elsewhere else find_model(config.model)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         engine = open_engine(config, model, MemoryShare(config.cache.budget_bytes), None, is_demo=is_demo)
     try:

@@ -151,6 +151,7 @@ def compose(
     from parkd.answers.formats import output_format
     from parkd.answers.structured import StructuredOutput
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
+    from parkd.engine_adapter.remote.engine import RemoteEngine
     from parkd.identity.builder import IdentityBuilder
     from parkd.identity.normalise import NormaliserConfig
     from parkd.proxy.access import namespaces_of
@@ -169,7 +170,7 @@ def compose(
         normaliser=NormaliserConfig(not server.keeps_billing_header, rules),
         answers=answers,
         images=engine.images,
-        context_tokens=engine.info.context_tokens,
+        context_tokens=engine.info.most_units,
         namespaces=namespaces,
         template_within=engine.template_within,
     )
@@ -179,8 +180,10 @@ def compose(
         if engine.host_memory_hooks() is not None:  # Page-locked in a thread of its own, while requests are answered.
             store.grow_ahead()
     output = replace(output_format(engine.template_source), reader=engine.response_reader)
+    if isinstance(engine, RemoteEngine):
+        output = replace(output, parser=engine.parser)
     structured = None
-    if not isinstance(engine, LlamaServerEngine):
+    if not isinstance(engine, LlamaServerEngine | RemoteEngine):
         structured = StructuredOutput(
             engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids, namespaces
         )
@@ -253,18 +256,17 @@ def _forget(answers: OutputMemory, units: Units, key_digest: bytes, namespace: s
 def mask_builder(engine: AnyEngine, output: OutputFormat, structured: StructuredOutput | None) -> BuildMask:
     """The function that builds the token mask of a request (schema and thinking budget).
 
-    A llama-server, for which there is no `structured` output, enforces schemas itself and knows no thinking budget, so
-    there requests are only checked.
+    Another server, for which there is no `structured` output, enforces schemas itself, so there requests are only
+    checked.
     """
     from parkd.answers.ends import with_ends_held
     from parkd.answers.thinking import ThinkingLimits
-    from parkd.engine_adapter.llama_server.sampling import check_enforceable
 
     marks, info = output.reasoning, engine.info
     if structured is None:
 
         def check(request: TurnRequest, tail: str, _still_wanted: StillWanted) -> None:
-            check_enforceable(request, thinks=marks is not None and not tail.rstrip().endswith(marks.close))
+            engine.check(request, thinks=marks is not None and not tail.rstrip().endswith(marks.close))
 
         return check
     limits = ThinkingLimits(marks, engine.template_source, info.vocab_size, engine.tokenizer.encode, engine.text_stream)

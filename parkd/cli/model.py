@@ -20,9 +20,10 @@ from parkd.state import EngineConfig
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mistyped flag
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
+    from parkd.engine_adapter.remote.engine import RemoteEngine
     from parkd.engine_adapter.torch_engine.engine import TorchEngine
 
-    AnyEngine = TorchEngine | LlamaCppEngine | LlamaServerEngine
+    AnyEngine = TorchEngine | LlamaCppEngine | LlamaServerEngine | RemoteEngine
 
 AUTO_SHARE = 4
 """`--conversation-cache-mib auto` takes one part in this many of the free memory."""
@@ -90,6 +91,8 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
     """Which engine runs the model, and why. Raises ConfigError for flags that do not fit together."""
     if config.upstream is not None:
         return "llama-server", "--upstream names one"
+    if config.remote is not None:
+        return "remote", "--upstream names a server"
     layout = config.layout
     has_library, has_torch = _is_installed(LLAMA_PACKAGE), _is_installed(TORCH_PACKAGE)
     is_gguf = model.lower().endswith(".gguf")
@@ -246,3 +249,12 @@ def load_upstream(config: Config, progress: Callable[[str, float], None]) -> Lla
     if park_dir is not None:
         check_one_file_system(upstream.slot_dir, park_dir)
     return LlamaServerEngine.load(upstream, progress)
+
+
+def load_remote(config: Config, progress: Callable[[str, float], None]) -> RemoteEngine:
+    """Connects to a server of another kind. Raises ConfigError and ModelError."""
+    from parkd.engine_adapter.remote.starting import connect
+
+    remote = config.model.remote
+    assert remote is not None
+    return connect(remote, None, progress)

@@ -26,6 +26,11 @@ def plan(config: Config) -> int:
     from parkd.cli.startup import host_line, memory_line
     from parkd.store.sizes import Sizes
 
+    if config.model.remote is not None:
+        raise ConfigError(
+            "plan reads a model's own files, and --upstream names a server that keeps its state itself: it tells how "
+            "much it holds"
+        )
     if config.model.upstream is not None:
         raise ConfigError(
             "plan reads a model's own files, and --upstream names a llama-server. Plan for the GGUF file it serves: "

@@ -42,6 +42,8 @@ def budget_in_tokens(config: StoreConfig, info: EngineInfo) -> Budget:
 
 
 def parking_line(budget: Budget, info: EngineInfo) -> str:
+    if not info.holds_state:
+        return "none: the server keeps its own state; what it says it reused is reported, and nothing is parked"
     if budget.budget_bytes == 0:
         return "parking is off (--conversation-cache-mib 0): a conversation that leaves is read again when it returns"
     if info.layout.grain is Grain.FILE:
@@ -129,11 +131,17 @@ def describe(
     if info.layout.grain is Grain.FILE:
         stages = ["of the server's own"]
         fixed = ", resumed at its end only" if info.layout.resume is Resume.AT_END else ""
+    context = (
+        f"{info.context_tokens:,} tokens, {info.layout.row_bytes:,} bytes a token{fixed}, "
+        f"live state {info.arena_bytes // MIB:,} MiB"
+    )
+    if not info.holds_state:
+        stages = ["of the server's own"]
+        context = f"{info.context_tokens:,} tokens" if info.context_tokens else "as long as the server takes"
     lines = [
         f"model     {info.model_name} ({info.architecture}), weights {info.weights_bytes // MIB:,} MiB",
         f"stages    {' | '.join(stages)}",
-        f"context   {info.context_tokens:,} tokens, {info.layout.row_bytes:,} bytes a token{fixed}, "
-        f"live state {info.arena_bytes // MIB:,} MiB",
+        f"context   {context}",
         *seats_lines(info),
         *(
             memory_line(device, stage.first_layer, stage.end_layer, account)

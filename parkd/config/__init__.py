@@ -17,6 +17,7 @@ from parkd.config.values import (
     LlamaSettings,
     ModelConfig,
     ProxyConfig,
+    RemoteConfig,
     UpstreamConfig,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "LlamaSettings",
     "ModelConfig",
     "ProxyConfig",
+    "RemoteConfig",
     "Setting",
     "UpstreamConfig",
     "default_of",

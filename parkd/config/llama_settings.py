@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-ENGINES = ("auto", "torch", "llama.cpp", "llama-server")
+ENGINES = ("auto", "torch", "llama.cpp", "llama-server", "remote")
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "int8", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """llama-server's names, and `int8`, the torch engine's name for q8_0."""
 FLAGS = ("gpu-layers", "split-mode", "tensor-split", "main-gpu", "flash-attn", "lora", "lora-scaled")

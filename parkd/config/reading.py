@@ -22,6 +22,7 @@ from parkd.config.values import (
     LlamaSettings,
     ModelConfig,
     ProxyConfig,
+    RemoteConfig,
     UpstreamConfig,
 )
 from parkd.errors import ConfigError
@@ -127,42 +128,86 @@ def _check_disk(values: Mapping[str, Any]) -> None:
         )
 
 
+def _engine_of(values: Mapping[str, Any]) -> str:
+    """`llama-server` or `remote` if another server serves the model; else the value of --engine."""
+    engine: str = values["engine"]
+    if engine == "auto" and values["slot-save-path"] is not None:
+        return "llama-server"
+    return "remote" if engine == "auto" and values["upstream"] is not None else engine
+
+
 def _check_upstream(values: Mapping[str, Any]) -> None:
-    names, engine = ("upstream", "slot-save-path"), values["engine"]
-    if engine in ("torch", "llama.cpp") or (engine == "auto" and values["upstream"] is None):
-        given = next((name for name in names if values[name] is not None), None)
-        if given is not None and engine == "auto":
-            raise ConfigError(
-                f"--{given} is for --engine llama-server, which also needs --upstream: name both or neither"
-            )
-        if given is not None:
-            raise ConfigError(f"--{given} is for --engine llama-server: leave out --{given} or --engine {engine}")
-        return
-    for name in names:
-        if values[name] is None:
-            raise ConfigError(
-                f"--engine llama-server needs --{name}: the address of the server, and its slot directory"
-            )
+    engine = _engine_of(values)
+    wanted = {"llama-server": ("upstream", "slot-save-path"), "remote": ("upstream",)}.get(engine, ())
     for setting in SETTINGS:
-        of_the_model = setting.group in ("model", "llama.cpp") and setting.name not in ("engine", "alias")
+        name = setting.name
+        if setting.group == "upstream" and values[name] != setting.default and name not in _TAKEN.get(engine, ()):
+            engines = " or ".join(f"--engine {each}" for each, names in _TAKEN.items() if name in names)
+            use = f"name the server with --upstream, or leave out --{name}"
+            if values["engine"] != "auto":
+                use = f"leave out --{name} or --engine {values['engine']}"
+            raise ConfigError(f"--{name} is for {engines}: {use}")
+    for name in wanted:
+        if values[name] is None:
+            raise ConfigError(f"--engine {engine} needs --{name}: {_WHAT[name]}")
+    if not wanted:
+        return
+    for setting in SETTINGS:
+        of_the_model = setting.group in ("model", "llama.cpp") and setting.name not in _OF_ANY.get(engine, ())
         if of_the_model and values[setting.name] != setting.default:
             raise ConfigError(
-                f"--{setting.name} is for a model that parkd loads itself: give it to the llama-server instead"
+                f"--{setting.name} is for a model that parkd loads itself: give it to the "
+                f"{'llama-server' if engine == 'llama-server' else 'server at --upstream'} instead"
             )
-    if not values["conversation-cache-disk-mib"] and values["conversation-cache-mib"] != 0:
+    if engine == "remote":
+        for name in ("conversation-cache-mib", "conversation-cache-disk-mib", "park-dir"):
+            if values[name] != default_of(name) and values[name]:
+                raise ConfigError(
+                    f"--{name} is for parked conversations, and the server at --upstream keeps its own: leave it out"
+                )
+    elif not values["conversation-cache-disk-mib"] and values["conversation-cache-mib"] != 0:
         raise ConfigError(
             "--engine llama-server parks in files: --conversation-cache-disk-mib must limit their size (or "
             "--conversation-cache-mib 0: no parking)"
         )
 
 
+_WHAT = {"upstream": "the address of the server", "slot-save-path": "its slot directory"}
+_TAKEN = {
+    "llama-server": ("upstream", "slot-save-path", "upstream-api-key", "upstream-timeout"),
+    "remote": (
+        "upstream",
+        "upstream-model",
+        "upstream-api-key",
+        "upstream-timeout",
+        "upstream-turns",
+    ),
+}
+"""The settings of another server that each engine takes."""
+_OF_ANY = {"llama-server": ("engine", "alias"), "remote": ("engine", "alias", "ctx-size", "chat-template-file")}
+"""The settings of a model that it takes."""
+
+
 def _upstream(values: Mapping[str, Any], home: Path) -> UpstreamConfig | None:
-    if values["upstream"] is None:
+    if _engine_of(values) != "llama-server":
         return None
     return UpstreamConfig(
         values["upstream"],
         values["slot-save-path"],
         home,
+        values["upstream-api-key"],
+        Deadlines(silence_s=float(values["upstream-timeout"])),
+    )
+
+
+def _remote(values: Mapping[str, Any]) -> RemoteConfig | None:
+    if _engine_of(values) != "remote":
+        return None
+    return RemoteConfig(
+        values["upstream"],
+        values["upstream-model"],
+        values["ctx-size"],
+        values["upstream-turns"],
         values["upstream-api-key"],
         Deadlines(silence_s=float(values["upstream-timeout"])),
     )
@@ -193,7 +238,7 @@ def _is_loopback(host: str) -> bool:
 def _disk(values: Mapping[str, Any]) -> DiskCacheConfig:
     directory, hours = values["park-dir"], values["conversation-cache-max-age-hours"]
     budget_mib = values["conversation-cache-disk-mib"]
-    if directory is None and values["upstream"] is not None and budget_mib:
+    if directory is None and _engine_of(values) == "llama-server" and budget_mib:
         # Slot files are renamed into the park directory, so it must exist, on the server's file system.
         directory = str(Path(values["slot-save-path"]) / UPSTREAM_PARK_DIR)
     return DiskCacheConfig(
@@ -236,12 +281,13 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             control_vectors=control_vectors(values),
             steered_layers=values["control-vector-layer-range"],
             upstream=_upstream(values, home),
+            remote=_remote(values),
             threads=values["threads"],
             engine=values["engine"],
             llama=llama,
         ),
         cache=CacheConfig(
-            values["conversation-cache-mib"],
+            0 if _engine_of(values) == "remote" else values["conversation-cache-mib"],
             values["conversation-cache-slots"],
             answer_bytes=0 if values["replay"] == "strict" else values["answer-memory-mib"] * MIB,
             memo_bytes=values["prompt-memory-mib"] * MIB,

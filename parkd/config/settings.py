@@ -64,7 +64,9 @@ SETTINGS: tuple[Setting, ...] = (
         "Hugging Face directory, GGUF file, or name on the hub: owner/name[:Q4_K_M] (demo model)",
         short=("-m", "-hf", "-hfr", "--hf-repo"),
     ),
-    Setting("engine", "model", "NAME", engine_name, "auto", "torch, llama.cpp, llama-server (auto: by the model)"),
+    Setting(
+        "engine", "model", "NAME", engine_name, "auto", "torch, llama.cpp, llama-server, remote (auto: by the model)"
+    ),
     Setting(
         "alias", "model", "NAME", parsers.some_text, None, "name shown by /v1/models (the model's own)", short=("-a",)
     ),
@@ -223,21 +225,23 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "upstream",
-        "llama-server",
+        "upstream",
         "URL",
         parsers.url,
         None,
-        "serve a llama-server that is already running",
+        "serve the model of another server: llama-server, vLLM, SGLang, LM Studio, oMLX, Ollama, TGI, a hosted API",
     ),
-    Setting("slot-save-path", "llama-server", "DIR", parsers.directory, None, "its --slot-save-path"),
-    Setting("upstream-api-key", "llama-server", "KEY", parsers.some_text, None, "its API key"),
+    Setting("slot-save-path", "upstream", "DIR", parsers.directory, None, "a llama-server's --slot-save-path"),
+    Setting("upstream-model", "upstream", "NAME", parsers.some_text, None, "its name for the model (the only one)"),
+    Setting("upstream-api-key", "upstream", "KEY", parsers.some_text, None, "its API key"),
+    Setting("upstream-turns", "upstream", "N", parsers.count(1, 1024), 64, "turns it is given at once ({})"),
     Setting(
         "upstream-timeout",
-        "llama-server",
+        "upstream",
         "SECONDS",
         parsers.count(1),
         600,
-        "longest silence inside its answers, such as while it reads a batch ({})",
+        "longest silence inside its answers, such as while it reads a prompt ({})",
     ),
     Setting(
         "conversation-cache-mib",

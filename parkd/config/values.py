@@ -15,7 +15,7 @@ from parkd.types import NamedKey, TurnClass
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """For a llama-server, in seconds. Each limits the time for a whole answer, except `silence_s`, which limits pauses
+    """For another server, in seconds. Each limits the time for a whole answer, except `silence_s`, which limits pauses
     within one."""
 
     connect_s: float = 5.0
@@ -37,6 +37,22 @@ class UpstreamConfig:
     """The server's `--slot-save-path`, as a path for this process."""
     cache_dir: Path
     """Directory for the digests of weight files."""
+    api_key: str | None = field(default=None, repr=False)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """A server with an OpenAI-style API that is already running, and how to ask it."""
+
+    url: str
+    """`http://host:port`, without `/v1`."""
+    model: str | None = None
+    """Its name for the model; None: the only one."""
+    context_tokens: int | None = None
+    """None: as the server says."""
+    turns: int = default_of("upstream-turns")
+    """Most at once."""
     api_key: str | None = field(default=None, repr=False)
     deadlines: Deadlines = field(default_factory=Deadlines)
 
@@ -88,10 +104,17 @@ class ModelConfig:
     """First and last layer that control vectors may steer, both included; None: all but the first."""
     upstream: UpstreamConfig | None = None
     """If set, this llama-server serves the model, and nothing is loaded here."""
+    remote: RemoteConfig | None = None
+    """If set, this server does."""
     threads: int | None = None
     """Threads that compute on CPUs; None: the library's own choice."""
     engine: str = default_of("engine")
     llama: LlamaSettings = field(default_factory=LlamaSettings)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Another server serves the model."""
+        return self.upstream is not None or self.remote is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 from parkd.engine_adapter.base import Tokenizer
 from parkd.identity.units import IMAGE_BIT, common_prefix
 from parkd.state import last_exact
-from parkd.types import Divergence, ImageSpan, PromptIdentity, Units
+from parkd.types import Divergence, ImageSpan, PromptIdentity, Unit, Units
 
 __all__ = [
     "common_prefix",
@@ -46,7 +46,9 @@ def resumable_position(
     return last_exact(outside_images(max(0, min(common, prompt_len - 1)), images), checkpoints, floor)
 
 
-def divergence_of(identity: PromptIdentity, other_units: Units, tokenizer: Tokenizer) -> Divergence | None:
+def divergence_of(
+    identity: PromptIdentity, other_units: Units, tokenizer: Tokenizer, unit: Unit = Unit.TOKEN
+) -> Divergence | None:
     """Where a prompt first differs from another one; None if one is the head of the other.
 
     The result quotes a few tokens of both prompts, so it is for their owner, never for a log.
@@ -58,7 +60,7 @@ def divergence_of(identity: PromptIdentity, other_units: Units, tokenizer: Token
     image, known = image_at(identity, common), _shown(other_units, common, tokenizer)
     if image and known == AN_IMAGE:
         known = "another image"
-    return Divergence(common, label, image or _shown(identity.units, common, tokenizer), known)
+    return Divergence(common, label, image or _shown(identity.units, common, tokenizer), known, unit)
 
 
 def image_at(identity: PromptIdentity, position: int) -> str:

@@ -95,9 +95,10 @@ class Forecast:
 
     def _tokens_left(self, turn: Turn, said: int) -> float:
         limit = output_limit(turn.request.max_output_tokens, self._max_output_tokens)
-        room = self._info.context_tokens - len(turn.prompt)
-        most = max(0, (room if limit is None else min(limit, room)) - said)
         expected = self._answer_tokens[turn.kind]
+        units = self._info.most_units
+        room = int(expected) + said if units is None else units - len(turn.prompt)
+        most = max(0, (room if limit is None else min(limit, room)) - said)
         return min(most, expected - said if said < expected else said)
 
     def _moving_s(self, turn: Turn, said: int) -> float:

@@ -571,6 +571,8 @@ def _begin_and_prove(seat: Seat, turn: Turn, limit: int | None) -> int:
         schema=request.response_schema if seat.info.enforces_schemas else None,
         form=request.response_form if seat.info.enforces_schemas else None,
         limit=limit,
+        request=request,
+        cancel=turn.channel.cancel,
     )
     if prompt.proof is not None:
         prompt.proof()

@@ -15,7 +15,7 @@ from parkd.lane.live_rows import LiveRows
 from parkd.lane.seating import displaced, harm
 from parkd.state import Costs, StateLayout
 from parkd.store.records import Parked, Tier
-from parkd.types import CacheOutcome, PromptIdentity, Units
+from parkd.types import CacheOutcome, PromptIdentity, Unit, Units
 
 DISK_READ_S = 0.001
 """Cost of a read from disk besides its bytes: opening files and switching between threads."""
@@ -226,6 +226,15 @@ def as_known_to_key(prompt: PromptIdentity, start: Start, own: Units) -> Start:
     return replace(start, common=common, known=len(own), resumable=resumable, nearest=own if differs else None)
 
 
+def differs(prompt: PromptIdentity, start: Start, unit: Unit = Unit.TOKEN) -> str:
+    """Where a prompt leaves what was known of it; empty if it nowhere does."""
+    if start.common <= prompt.template_tokens or start.common >= min(start.known, len(prompt)):
+        return ""
+    label = next((span.label for span in prompt.segments if span.start <= start.common < span.stop), "the prompt")
+    image = image_at(prompt, start.common)
+    return f"differs from {unit} {start.common} in {f'{image} of ' if image else ''}{label}"
+
+
 def explain(prompt: PromptIdentity, start: Start, gone: str) -> str:
     """Why tokens are read although part of this prompt was known; empty if there is nothing to explain.
 
@@ -242,9 +251,7 @@ def explain(prompt: PromptIdentity, start: Start, gone: str) -> str:
     if position < start.resumable:
         return f"{CHEAPER} than restoring {start.resumable} tokens"
     if start.common < min(start.known, length):
-        label = next((span.label for span in prompt.segments if span.start <= start.common < span.stop), "the prompt")
-        image = image_at(prompt, start.common)
-        return f"differs from token {start.common} in {f'{image} of ' if image else ''}{label}"
+        return differs(prompt, start)
     if position < start.common:
         return f"{NO_STATE} between tokens {position} and {start.common}"
     return ""

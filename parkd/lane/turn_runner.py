@@ -39,6 +39,7 @@ from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.reports.explain import diagnose, lasting_tokens
 from parkd.lane.reports.roster import Roster
+from parkd.lane.reports.told import told_report, told_timings
 from parkd.lane.reports.turn_log import TurnLog
 from parkd.lane.retention import Retention
 from parkd.lane.start import Start
@@ -49,6 +50,7 @@ from parkd.store.store import ConversationStore
 from parkd.types import (
     CacheMode,
     CacheReport,
+    DiagnosisKind,
     Event,
     Finished,
     FinishReason,
@@ -57,11 +59,15 @@ from parkd.types import (
     Started,
     Timings,
     TokenIds,
+    Told,
+    Unit,
     Units,
 )
 
 log = logging.getLogger(__name__)
 CALL_ID_BYTES = 12
+_SEEN_HERE = (DiagnosisKind.CHANGED, DiagnosisKind.NOT_FOUND)
+"""What can be told of a prompt without knowing what was reused."""
 
 
 class TurnRunner:
@@ -181,16 +187,37 @@ class TurnRunner:
         report = await live.begin(turn, self._limit(turn), start, report)
         report = turn.report = await self._complete_report(turn, start, report)
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
-        self._metrics.started(report)
-        turn.channel.push(Started(report))
-        read_s = await self._read(turn, live, start.common)
-        with self._starter.trusting(start, live):
-            answer = await self._generate(turn, live, read_s)
+        told = live.seat.told
+        if told is None:
+            self._metrics.started(report)
+        turn.report = told_report(report, told, is_over=False)
+        turn.channel.push(Started(turn.report))
+        try:
+            read_s = await self._read(turn, live, start.common)
+            with self._starter.trusting(start, live):
+                answer = await self._generate(turn, live, read_s)
+        finally:
+            if told is not None:
+                report = turn.report = self._as_told(turn, report, live.seat.told)
         if answer.reason is FinishReason.CANCELLED:
             raise Cancelled("The client left; its answer was stopped.")
         if turn.explained is not None:
             turn.explained.end = answer.reason.value
-        turn.channel.push(Finished(answer.reason, report, turn.timings, answer.reasoning_tokens, answer.stop_string))
+        reasoning_tokens = answer.reasoning_tokens
+        if told is not None:
+            known = None if live.seat.told is None else live.seat.told.reasoning_tokens
+            reasoning_tokens = self._engine.tokens_in(reasoning_tokens) if known is None else known
+        turn.channel.push(Finished(answer.reason, report, turn.timings, reasoning_tokens, answer.stop_string))
+
+    def _as_told(self, turn: Turn, report: CacheReport, told: Told | None) -> CacheReport:
+        """The report of a turn that is over, with what another server said of it. Also for metrics and
+        `/parkd/explain`."""
+        report = told_report(report, told, is_over=True)
+        turn.timings = told_timings(turn.timings, told)
+        self._metrics.started(report)
+        if turn.explained is not None:
+            turn.explained.report = report
+        return report
 
     def _limit(self, turn: Turn) -> int | None:
         return output_limit(turn.request.max_output_tokens, self._max_output_tokens)
@@ -204,12 +231,14 @@ class TurnRunner:
         if start.nearest is not None:
             tokenizer = self._engine.tokenizer
             # In a thread: the tokenizer may be in another process.
-            divergence = await asyncio.to_thread(divergence_of, turn.prompt, start.nearest, tokenizer)
+            unit = self._engine.info.unit
+            divergence = await asyncio.to_thread(divergence_of, turn.prompt, start.nearest, tokenizer, unit)
             report = dataclasses.replace(report, divergence=divergence)
         if explained is not None:
             if turn.request.cache.compare_to is not None:
                 diagnosis = diagnose(explained, turn.earlier, report.reused_tokens)
-                report = dataclasses.replace(report, diagnosis=diagnosis)
+                is_known = self._engine.info.holds_state or diagnosis.kind in _SEEN_HERE
+                report = dataclasses.replace(report, diagnosis=diagnosis if is_known else None)
             explained.state, explained.report = "running", report
         return report
 
@@ -330,9 +359,11 @@ class TurnRunner:
         return turn.pauses
 
     async def _generate(self, turn: Turn, live: LiveConversation, read_s: float) -> Answer:
-        limit = self._limit(turn)
+        limit, told = self._limit(turn), live.seat.told is not None
         if limit == 0:
             return Answer()
+        if self._engine.info.unit is not Unit.TOKEN:
+            limit = None  # the engine ends the answer there, since it alone counts its tokens
         transcript, push = Transcript(), self._emitter(turn.channel.push)
 
         def emit(event: Event) -> None:
@@ -346,7 +377,7 @@ class TurnRunner:
             first_s = answer.first_token_at_s
             if first_s is None:
                 return turn.timings
-            return dataclasses.replace(
+            measured = dataclasses.replace(
                 turn.timings,
                 first_token_s=first_s - turn.arrived_s,
                 prefill_s=read_s + first_s - began_s,
@@ -355,6 +386,7 @@ class TurnRunner:
                 output_tokens=answer.output_tokens,
                 drafts=answer.drafts,
             )
+            return told_timings(measured, live.seat.told) if told else measured
 
         loop = AnswerLoop(
             self._engine,
@@ -405,6 +437,10 @@ class TurnRunner:
     async def _keep(self, turn: Turn, live: LiveConversation) -> None:
         """Runs after the reply: parks what the turn added, unless its client asked to keep nothing."""
         try:
+            if not self._engine.info.holds_state:
+                await live.reset()
+                self._note_parked(turn, None)
+                return
             await live.check()
             if self._store is not None:
                 self._store.measured(self._costs.measured)

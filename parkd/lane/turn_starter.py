@@ -14,7 +14,7 @@ from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.seating import ANSWER_TOKENS
-from parkd.lane.start import NOT_ASKED, OWN_GONE, Start, as_known_to_key, cold_start, decide_start, explain
+from parkd.lane.start import NOT_ASKED, OWN_GONE, Start, as_known_to_key, cold_start, decide_start, differs, explain
 from parkd.lane.turn import Turn
 from parkd.store.store import ConversationStore
 from parkd.types import CacheMode, CacheOutcome, CacheReport
@@ -100,8 +100,14 @@ class TurnStarter:
             on_disk=on_disk,
             has_spare=info.live_conversations > len(lives),
             row_tokens=info.row_tokens,
-            answer_tokens=min(limit, ANSWER_TOKENS, max(0, info.context_tokens - len(prompt))),
+            answer_tokens=min(limit, ANSWER_TOKENS, max(0, (info.most_units or limit + len(prompt)) - len(prompt))),
         )
+        if (
+            not info.holds_state
+        ):  # what it reuses, only the server knows; where the prompt leaves an earlier one is seen
+            own = None if turn.own_nearest is None else turn.own_nearest()
+            told = start if own is None else as_known_to_key(prompt, start, own.units)
+            return replace(start, nearest=told.nearest), differs(prompt, told, info.unit)
         if not reuses:
             return start, NOT_ASKED
         if turn.own_nearest is None:

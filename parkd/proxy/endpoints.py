@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from parkd.answers.base import ToolFormat
 from parkd.errors import Forbidden, InvalidRequest, NotFound, Unauthorized
 from parkd.identity.fill import fill_marks
 from parkd.lane import metrics
@@ -105,7 +104,7 @@ class Endpoints:
     def _abilities(self) -> Mapping[str, bool]:
         output, engine = self._services.output, self._services.engine
         return {
-            "tools": output.tools is not ToolFormat.NONE or output.reader is not None,
+            "tools": output.calls_tools,
             "thinking": output.reasoning is not None,
             "vision": engine.images is not None,
             "insert": fill_marks(engine.tokenizer.special_tokens) is not None,

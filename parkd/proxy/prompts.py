@@ -71,7 +71,8 @@ class Prompts:
     def _tokenise(self, text: str, special: bool) -> list[int]:
         engine = self._services.engine
         tokenizer = engine.tokenizer
-        check_length(tokenizer, text, engine.info.context_tokens)
+        if engine.info.most_units is not None:
+            check_length(tokenizer, text, engine.info.most_units)
         if special:
             return tokenizer.encode(text)
         return tokenizer.encode_parts([text], frozenset(tokenizer.control_tokens))
@@ -103,9 +104,9 @@ class Prompts:
         A longer output ends with `length` at the end of the context."""
         asked = request.max_output_tokens
         info = self._services.engine.info
-        context_tokens = info.context_tokens
+        context_tokens = info.most_units
         fields.check_least(request.sampling, asked)
         if prompt_tokens == 0:
             raise InvalidRequest("The prompt is empty. Send at least one message.", param="messages")
-        if prompt_tokens + (0 if asked == 0 else 1) > context_tokens:
+        if context_tokens is not None and prompt_tokens + (0 if asked == 0 else 1) > context_tokens:
             raise ContextOverflow(prompt_tokens, 1 if asked is None else asked, context_tokens, info.model_tokens)

@@ -282,9 +282,9 @@ class Proxy:
         self.requests.add(turn.explained)
         if self.config.shows_text:
             turn.words = FirstWords.of(turn.request)
-        if caller.shares_namespace:
+        if caller.shares_namespace or not self.services.engine.info.holds_state:
             turn.own_nearest = partial(self.requests.own_nearest, turn.explained)
-        if caller.shares_namespace or has_ledger:
+        if caller.shares_namespace or has_ledger or not self.services.engine.info.holds_state:
             turn.note_answer = partial(self.requests.note_answer, turn.explained)
             turn.note_kept = partial(self.requests.note_kept, turn.explained)
         turn.own_earlier = partial(self.requests.own_before, turn.explained)
@@ -322,7 +322,7 @@ class Proxy:
             prompt = (await while_connected(request, partial(self.prompts.build, counted, caller.owner))).prompt
             if prompt.proof is not None:
                 await self.prompts.run(caller.owner, prompt.proof)
-        return len(prompt)
+        return self.services.engine.tokens_in(len(prompt))
 
     @property
     def model_id(self) -> str:

@@ -37,7 +37,9 @@ def cache_headers(report: CacheReport | None) -> dict[str, str]:
     """Headers about the start of the turn; `pending` if it is not known when they are sent."""
     if report is None:
         return {"x-parkd-cache": PENDING}
-    headers = {"x-parkd-cache": report.outcome.value, "x-parkd-reused-tokens": str(report.reused_tokens)}
+    headers = {"x-parkd-cache": report.outcome.value}
+    if report.is_known:
+        headers["x-parkd-reused-tokens"] = str(report.reused_tokens)
     if report.why:
         headers["x-parkd-why"] = header_text(report.why)
     if report.divergence is not None:

@@ -35,6 +35,8 @@ from parkd.types.report import (
     DiagnosisKind,
     Divergence,
     Timings,
+    Told,
+    Unit,
 )
 from parkd.types.request import (
     CacheHints,
@@ -91,11 +93,13 @@ __all__ = [
     "TokenIds",
     "TokenLogprob",
     "TokenMask",
+    "Told",
     "ToolCallDelta",
     "ToolChoice",
     "ToolChoiceMode",
     "TurnClass",
     "TurnRequest",
+    "Unit",
     "Units",
     "always_wanted",
 ]

@@ -15,6 +15,32 @@ class CacheOutcome(StrEnum):
     RESTORED_RAM = "restored-ram"
     RESTORED_DISK = "restored-disk"
     COLD = "cold"
+    UPSTREAM = "upstream"
+    """Another server computes, and keeps what state it likes. What it reused is as it says, when the answer has
+    ended."""
+
+
+class Unit(StrEnum):
+    """What an element of a prompt's identity is."""
+
+    TOKEN = "token"  # noqa: S105
+    CHARACTER = "character"
+    """Of a server whose tokens are not known here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A turn's tokens as another server counts them, so far."""
+
+    prompt_tokens: int
+    """An estimate until the server has said it."""
+    cached_tokens: int | None = None
+    """Of the prompt, those that it did not compute again; None: it does not say."""
+    output_tokens: int | None = None
+    """None: it has not said."""
+    reasoning_tokens: int | None = None
+    why: str = ""
+    """What is known about its saying nothing."""
 
 
 class Cause(StrEnum):
@@ -56,15 +82,17 @@ class Divergence:
     owner, never for a log."""
 
     position: int
-    """The first token that differs."""
+    """The first token, or other unit, that differs."""
     label: str
     """The segment it is in."""
     text: str
     known_text: str
+    unit: Unit = Unit.TOKEN
 
     def __str__(self) -> str:
         where = f" in {self.label}" if self.label else ""
-        return f"token {self.position}{where} is the first that differs: {self.text} where {self.known_text} was known"
+        place = f"{self.unit} {self.position}{where}"
+        return f"{place} is the first that differs: {self.text} where {self.known_text} was known"
 
 
 class DiagnosisKind(StrEnum):
@@ -105,6 +133,8 @@ class CacheReport:
     """Tokens of the prompt that this turn adds to what is kept."""
     is_damaged: bool = False
     """Parked state was there and could not be used."""
+    is_known: bool = True
+    """False: another server computes, and has not said how many tokens it reused. Then `reused_tokens` is 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,8 @@ RULES = (
         ("parkd.engine_adapter", "parkd.words", "parkd.model_files", *SHARED),
         TORCH + HTTP,
     ),
+    Rule("parkd.engine_adapter.http", ("parkd.engine_adapter.http", *SHARED), COMPUTE),
+    Rule("parkd.engine_adapter.remote", ("parkd.engine_adapter", "parkd.words", *SHARED), COMPUTE),
     Rule("parkd.engine_adapter.llama_server", ("parkd.engine_adapter", *SHARED), COMPUTE),
     Rule("parkd.engine_adapter", ("parkd.engine_adapter", "parkd.words", *SHARED), COMPUTE + HTTP),
     Rule("parkd_tier.vllm", ("parkd_tier", "parkd.store", "parkd.state", "parkd.errors", "parkd.model_files"), HTTP),

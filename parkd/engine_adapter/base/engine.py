@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream, Tokenizer
 from parkd.state import Checksums, DraftCounts, StateLayout, StateSizes, Transfer
-from parkd.types import ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask
+from parkd.types import ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask, Told, TurnRequest, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,17 @@ class EngineInfo:
     start in which that is less than was asked for is no sign of damage."""
     parked_state_lacks: str = ""
     """What a parked state does not include, for explaining why tokens were read again; empty: nothing."""
+    holds_state: bool = True
+    """What a turn leaves in its seat can be built on. False: the engine is a server that keeps state as it likes, so
+    nothing is live after a turn, and nothing is parked."""
+    unit: Unit = Unit.TOKEN
+    """What the ids are: where they are characters, the engine itself ends answers at their limit, and counts tokens
+    (`Seat.told`)."""
+
+    @property
+    def most_units(self) -> int | None:
+        """Most units of a prompt; None: only the engine can tell."""
+        return self.context_tokens if self.unit is Unit.TOKEN else None
 
 
 class Cancel(Protocol):
@@ -174,12 +185,15 @@ class Seat(ABC):
         schema: Mapping[str, Any] | None = None,  # noqa: ARG002 - for engines that enforce schemas
         form: TextForm | None = None,  # noqa: ARG002 - the same
         limit: int | None = None,  # noqa: ARG002 - for engines that are asked for a whole answer at once
+        request: TurnRequest | None = None,  # noqa: ARG002 - the same
+        cancel: Cancel | None = None,  # noqa: ARG002 - for engines that wait for another server
     ) -> int:
         """Tells the whole prompt, which begins with what is live, and how it is to be answered: `extend` and
         `generate` then follow. Called once a turn, after its steering is set.
 
         `images` are all images of the prompt, with their files. `mask` says which tokens may come next. `schema` or
         `form` is what the answer must obey, if `info.enforces_schemas`. `limit` is the most tokens of the answer.
+        `request` is what the prompt was made of, for what else it asks; `cancel` ends a wait for another server.
 
         Returns the position from which the engine really starts, now also `position`. It is lower than before if
         another process no longer held that state. Raises EngineFailure and InvalidRequest, after which nothing is live.
@@ -249,6 +263,12 @@ class Seat(ABC):
     def logprobs(self) -> Sequence[ScoredToken]:
         """Of each id that `generate` yielded since it was called, if `sampling.top_logprobs` asks for them."""
         return ()
+
+    @property
+    def told(self) -> Told | None:
+        """How another server counts the tokens of the turn under way, or of the last one; None: what is counted here is
+        right. Thread-safe."""
+        return None
 
     @abstractmethod
     def steer(self, scales: Mapping[str, float] | None) -> bytes:
@@ -382,6 +402,14 @@ class Engine(ABC):
     def piece(self, token_id: int) -> bytes:
         """What the token writes, also if that is part of a character or the text of a special token. Thread-safe."""
         return self.tokenizer.decode([token_id]).encode()
+
+    def tokens_in(self, units: int) -> int:
+        """How many tokens so many units of a prompt are: an estimate, where they are characters. Thread-safe."""
+        return units
+
+    def check(self, request: TurnRequest, *, thinks: bool) -> None:  # noqa: B027 - most enforce all by masks
+        """Raises InvalidRequest for what an engine that `enforces_schemas` cannot enforce. `thinks`: the answer begins,
+        or may begin, with thinking. Thread-safe."""
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """What the tokens write together; U+FFFD for parts of characters. Thread-safe."""

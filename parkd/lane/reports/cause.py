@@ -19,12 +19,14 @@ from parkd.identity.matcher import common_prefix
 from parkd.lane.reports.explain import Explained, PromptParts, lasting_tokens
 from parkd.lane.reports.volatile import Volatile, volatile_of
 from parkd.lane.start import CHEAPER, NO_STATE, NOT_ASKED, OWN_GONE
-from parkd.types import CacheReport, Cause, PromptIdentity, SegmentSpan, Units
+from parkd.types import CacheOutcome, CacheReport, Cause, PromptIdentity, SegmentSpan, Units
 
 LEAST_KNOWN = 32
 """With fewer tokens in common behind a difference, two prompts are not the same one changed."""
 ENOUGH_SHARE = 0.9
 """If so much of what was read was known to one earlier request, older ones are not looked at."""
+ELSEWHERE_GRAIN = 256
+"""Servers keep state in blocks. With fewer tokens that were not reused, nothing was lost."""
 AROUND_TOKENS = 64
 """Tokens before and behind a difference that are looked at as text."""
 REORDERED_SHARE = 0.02
@@ -89,6 +91,12 @@ def cause_of(
     if gone is not None:
         exact = max((common_prefix(each.said, prompt.units) for each in same), default=0)
         return Judgement(gone, max(0, min(exact, end) - reused))
+    if report.outcome is CacheOutcome.UPSTREAM:
+        kept = max((common_prefix(each.said, prompt.units) for each in same), default=0)
+        lost = min(kept, end) - reused
+        if report.is_known and lost >= ELSEWHERE_GRAIN:
+            return Judgement(Cause.EVICTED, lost)
+        reused = max(reused, kept)  # what it does not say is not held against it
     best: _Comparison | None = None
     for each in same:
         found = _compared(prompt, reused, each)

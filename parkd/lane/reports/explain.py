@@ -245,8 +245,8 @@ def summary(explained: Explained) -> Mapping[str, Any]:
         "request_id": explained.request_id,
         "state": explained.state,
         "cache": None if report is None else report.outcome.value,
-        "prompt_tokens": len(explained.prompt),
-        "reused_tokens": 0 if report is None else report.reused_tokens,
+        "prompt_tokens": len(explained.prompt) if report is None else report.prompt_tokens,
+        "reused_tokens": 0 if report is None else report.reused_tokens if report.is_known else None,
         "prompt_progress": None if explained.progress is None else explained.progress.shown,
     }
 

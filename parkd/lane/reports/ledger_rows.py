@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import orjson
@@ -91,10 +91,12 @@ def row_of(given: _Given, decode: Callable[[Units], str], *, shows_text: bool) -
     report, timings = given.report, given.timings
     judged = Judgement(Cause.NONE)
     earlier = [Earlier.of(each) for each in given.earlier]
-    if report is not None:
-        judged = cause_of(given.prompt, given.parts, report, earlier, decode)
+    tokens, units = len(given.prompt) if report is None else report.prompt_tokens, len(given.prompt)
+    if report is not None:  # prompts are compared in their units, of which another server's tokens may be several
+        in_units = replace(report, reused_tokens=report.reused_tokens * units // max(1, tokens))
+        judged = cause_of(given.prompt, given.parts, in_units, earlier, decode)
     read = timings.prefill_tokens
-    needless = min(judged.needless_tokens, read)
+    needless = min(judged.needless_tokens * tokens // units, read)
     rule = _rule(judged, shows_text=shows_text)
     return LedgerTurn(
         at_s=given.at_s,
@@ -105,7 +107,7 @@ def row_of(given: _Given, decode: Callable[[Units], str], *, shows_text: bool) -
         key_name=given.key_name,
         api=given.api,
         cache="" if report is None else report.outcome.value,
-        prompt_tokens=len(given.prompt),
+        prompt_tokens=tokens,
         reused_tokens=0 if report is None else report.reused_tokens,
         read_tokens=read,
         needless_tokens=needless,

@@ -58,7 +58,7 @@ class TurnLog:
         requests_log.info(
             "key=%s prompt=%d reused=%d cache=%s wait=%.1fs ttft=%.1fs out=%d why=%s%s",
             turn.caller,
-            len(turn.prompt),
+            turn.report.prompt_tokens if turn.report else len(turn.prompt),
             turn.report.reused_tokens if turn.report else 0,
             turn.report.outcome.value if turn.report else "-",
             turn.timings.wait_s,

@@ -106,7 +106,12 @@ def test_flags_that_do_not_go_together_are_refused_with_the_reason(
     ("flags", "hint"),
     [
         ({"engine": "torch", "upstream": "http://127.0.0.1:1"}, "leave out --upstream or --engine torch"),
-        ({"slot-save-path": "."}, "also needs --upstream"),
+        ({"slot-save-path": "."}, "--engine llama-server needs --upstream"),
+        ({"engine": "remote"}, "--engine remote needs --upstream"),
+        ({"upstream-turns": "9"}, "--upstream-turns is for --engine remote: name the server"),
+        ({"upstream": "http://127.0.0.1:1", "slot-save-path": ".", "upstream-turns": "9"}, "--engine remote"),
+        ({"upstream": "http://127.0.0.1:1", "conversation-cache-mib": "100"}, "keeps its own: leave it out"),
+        ({"upstream": "http://127.0.0.1:1", "threads": "2"}, "give it to the server at --upstream"),
     ],
 )
 def test_flags_of_a_llama_server_are_refused_without_one(flags: dict[str, str], hint: str) -> None:

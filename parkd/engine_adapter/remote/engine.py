@@ -1,0 +1,365 @@
+"""An engine that is another server: it computes, and keeps what state it likes.
+
+    prompt ---- POST /v1/chat/completions, or /v1/completions (ids), streamed ----> Piece ... Piece ... usage
+
+Several turns run at once, one in each seat, each on a thread of its own that waits for the server. Nothing of a turn is
+taken for live when it has ended, and nothing is parked: how much of a prompt was not computed again is what the server
+says.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from parkd.engine_adapter.base import Cancel, Engine, EngineInfo, ImageReader, Seat, TextStream
+from parkd.engine_adapter.http.client import UpstreamRefused
+from parkd.engine_adapter.http.lines import EventLines
+from parkd.engine_adapter.http.wire import Hold
+from parkd.engine_adapter.remote.bodies import check_taken, common_fields
+from parkd.engine_adapter.remote.client import RemoteClient, meaning_of
+from parkd.engine_adapter.remote.events import Piece, Usage, parse_line
+from parkd.engine_adapter.remote.finding import Found
+from parkd.engine_adapter.remote.watching import LeaveWatcher
+from parkd.engine_adapter.remote.words import AnswerIds, Words
+from parkd.errors import Cancelled, EngineFailure, InvalidRequest, ParkdError, UpstreamFailed
+from parkd.state import Checksums, Transfer
+from parkd.types import CacheMode, ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask, Told, TurnRequest
+
+log = logging.getLogger(__name__)
+
+SALT_BYTES = 32
+UNSAID = "the server does not say how much of the prompt it reused"
+CUT = "the answer was cut off before the server counted it"
+AT_LIMIT = "length"
+BROKEN_OFF = frozenset({"abort", "error"})
+"""Reasons for an end that are none."""
+COUNT_WAIT_S = 10.0
+"""Longest wait for what follows an answer: the server's counts."""
+
+
+@dataclass
+class _Turn:
+    """One request under way in a seat."""
+
+    prompt: TokenIds
+    lines: EventLines
+    hold: Hold
+    cancel: Cancel | None
+    answer: AnswerIds
+    limit: int | None
+    """Most tokens that its client wants."""
+    waiting: list[Piece] = field(default_factory=list)
+    """Read, and not yielded yet."""
+    is_over: bool = False
+    """The server has ended the answer itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A `Cancel` that is set by time."""
+
+    monotonic: Callable[[], float]
+    until_s: float
+
+    def is_set(self) -> bool:
+        return self.monotonic() >= self.until_s
+
+
+class RemoteSeat(Seat):
+    """The place of one turn."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self.info = engine.info
+        self._engine = engine
+        self._turn: _Turn | None = None
+        self._position = 0
+        self._usage = Usage()
+        self._units = 0
+        """Of the prompt."""
+        self._written = 0
+        """Units of the answer so far."""
+        self._is_counted = False
+        """The server has ended the last answer itself, so it has counted it if it ever does."""
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def rewind_floor(self) -> int:
+        return 0
+
+    def checkpoint(self) -> None:
+        """Does nothing: what state there is, is the server's."""
+
+    def reset(self) -> None:
+        self._drop()
+        self._position = 0
+
+    def truncate(self, position: int) -> None:
+        if not 0 <= position <= self._position:
+            raise ValueError(f"cannot truncate {self._position} units to {position}")
+        self._drop()
+        self._position = position
+
+    @property
+    def told(self) -> Told:
+        usage, words = self._usage, self._engine.words
+        prompt = words.tokens_in(self._units) if usage.prompt_tokens is None else usage.prompt_tokens
+        output = usage.output_tokens
+        if output is None and self._written:
+            output = words.tokens_in(self._written)
+        why = "" if usage.cached_tokens is not None else UNSAID if self._is_counted else CUT
+        return Told(prompt, usage.cached_tokens, output, usage.reasoning_tokens, why)
+
+    def begin(
+        self,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        images: Sequence[ImageSpan] = (),
+        mask: TokenMask | None = None,
+        schema: Mapping[str, Any] | None = None,
+        form: TextForm | None = None,
+        limit: int | None = None,
+        request: TurnRequest | None = None,
+        cancel: Cancel | None = None,
+    ) -> int:
+        """Sends the prompt, and returns 0 as soon as the server begins to answer: it has taken the request then."""
+        assert mask is None, "the server enforces forms itself"
+        assert not images, "`RemoteEngine.images` is None"
+        self._drop()
+        ids = np.asarray(token_ids, dtype=np.int64)
+        self._position, self._usage, self._units, self._written = 0, Usage(), len(ids), 0
+        self._is_counted = False
+        engine, hold = self._engine, Hold()
+        path, fields = engine.words.request(ids, request, limit)
+        body = {
+            **common_fields(
+                sampling,
+                schema,
+                form,
+                engine.found.flavour,
+                model=engine.found.model,
+                salt=engine.salt_of(request),
+            ),
+            **fields,
+        }
+        with self._followed(hold, cancel):
+            lines = engine.client.events(path, body, hold)
+        self._turn = _Turn(ids, lines, hold, cancel, engine.words.answer(request), limit)
+        return 0
+
+    def extend(
+        self,
+        token_ids: TokenIds,
+        *,
+        cancel: Cancel,
+        on_chunk: Callable[[int], None] | None = None,
+        checkpoint_at: Sequence[int] = (),  # noqa: ARG002 - the state is the server's
+    ) -> int:
+        """Waits until the server has read the prompt, which its first event says."""
+        turn = self._turn
+        if turn is None:
+            raise EngineFailure("A prompt can only be read as a whole: `begin` comes first.")
+        try:
+            if not turn.waiting:
+                turn.waiting.append(self._next(turn))
+            if turn.limit == 0:  # nothing is generated: the counts are all that is wanted
+                while turn.waiting[-1].finish is None:
+                    turn.waiting.append(self._next(turn))
+                self._finish(turn)
+        except Cancelled:
+            self._drop()
+            return self._position
+        if not cancel.is_set():
+            self._position += len(token_ids)
+            if on_chunk is not None:
+                on_chunk(self._position)
+        return self._position
+
+    def generate(self) -> Iterator[Sequence[int]]:
+        turn = self._turn
+        assert turn is not None, "`begin` comes before `generate`"
+        [end_id] = self._engine.end_ids_for_stop
+        try:
+            while not turn.is_over:
+                piece = turn.waiting.pop(0) if turn.waiting else self._next(turn)
+                ids = [*turn.answer.ids(piece)]
+                if piece.finish is not None:
+                    self._finish(turn)
+                    if piece.finish != AT_LIMIT:
+                        ids.append(end_id)
+                if ids:
+                    self._written += len(ids)
+                    self._position += len(ids)
+                    yield ids
+        finally:
+            if self._turn is turn:
+                self._drop()
+
+    def steer(self, scales: Mapping[str, float] | None) -> bytes:
+        return self._engine.steering_digest(scales)
+
+    def capture(self, transfer: Transfer) -> Checksums:  # noqa: ARG002
+        raise EngineFailure("This server's state cannot be parked.")
+
+    def restore(self, transfer: Transfer) -> None:  # noqa: ARG002
+        raise EngineFailure("This server's state cannot be restored.")
+
+    def _next(self, turn: _Turn) -> Piece:
+        """The next event of the answer. Raises Cancelled, UpstreamFailed."""
+        while True:
+            with self._followed(turn.hold, turn.cancel):
+                piece = turn.lines.next(lambda line: parse_line(line, self._engine.client.called))
+            self._count(piece)
+            if piece.is_last:
+                raise UpstreamFailed("The upstream server ended its answer without an end. Send the request again.")
+            if piece.finish in BROKEN_OFF:
+                raise UpstreamFailed("The upstream server broke off its answer. Send the request again.")
+            if piece.prompt_ids is not None and not np.array_equal(piece.prompt_ids, turn.prompt):
+                raise UpstreamFailed(
+                    "The upstream server has read another prompt than it was sent. Check what lies between parkd and "
+                    "it, and that --tokenizer is that of its model."
+                )
+            if piece.thinking or piece.text or piece.calls or piece.token_ids or piece.finish is not None:
+                return piece
+
+    def _finish(self, turn: _Turn) -> None:
+        """Reads what follows the answer: how the server counts it."""
+        turn.is_over = self._is_counted = True
+        late = self._engine.late_in(COUNT_WAIT_S)
+        try:
+            while True:
+                with self._followed(turn.hold, late):
+                    piece = turn.lines.next(lambda line: parse_line(line, self._engine.client.called))
+                self._count(piece)
+                if piece.is_last:
+                    break
+            with self._followed(turn.hold, late):
+                turn.lines.drain()
+        except ParkdError as error:  # the answer is whole
+            log.info("the upstream server did not count its answer: %s", error.message)
+        if self._usage.prompt_tokens is not None:
+            self._engine.words.counted(self._units, self._usage.prompt_tokens)
+
+    def _count(self, piece: Piece) -> None:
+        if piece.usage is not None:
+            self._usage = self._usage.then(piece.usage)
+
+    @contextmanager
+    def _followed(self, hold: Hold, cancel: Cancel | None) -> Iterator[None]:
+        """A wait for the server, which ends when the client leaves. Raises Cancelled then, and what the server's
+        refusal means to the client."""
+        try:
+            with self._engine.watcher.watching(hold, cancel):
+                yield
+        except UpstreamRefused as refused:
+            tokens = self._engine.words.tokens_in(self._units)
+            raise meaning_of(refused, tokens, self._engine.found.context_tokens) from refused
+        except UpstreamFailed as error:
+            if hold.is_cut:
+                raise Cancelled("The client left; its request to the upstream server was cut off.") from error
+            raise
+
+    def _drop(self) -> None:
+        """Lets the answer go: one that has not ended is cut off, which tells the server to stop."""
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.lines.close()
+
+
+class RemoteEngine(Engine):
+    """Before one server."""
+
+    def __init__(
+        self,
+        client: RemoteClient,
+        found: Found,
+        words: Words,
+        info: EngineInfo,
+        *,
+        seats: int,
+        notes: Sequence[str] = (),
+        fresh_salt: Callable[[], str] = lambda: secrets.token_hex(SALT_BYTES),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self.found = found
+        self.words = words
+        self.info = info
+        self.notes = tuple(notes)
+        """Shown to the operator at start."""
+        self.tokenizer = words.tokenizer
+        self.template = words.template
+        self.template_source = words.template_source
+        self.parser = words.parser
+        self.response_reader = None
+        self.images: ImageReader | None = None
+        self.watcher = LeaveWatcher()
+        self._fresh_salt = fresh_salt
+        self._monotonic = monotonic
+        self._seats = tuple(RemoteSeat(self) for _ in range(seats))
+
+    @property
+    def seats(self) -> Sequence[Seat]:
+        return self._seats
+
+    @property
+    def end_ids_for_stop(self) -> tuple[int]:
+        """The id that stands for all ends."""
+        return (min(self.info.end_token_ids),)
+
+    def late_in(self, seconds: float) -> Cancel:
+        """Set once so many seconds have passed."""
+        return _Late(self._monotonic, self._monotonic() + seconds)
+
+    def host_memory_hooks(self) -> None:
+        """None: no state passes through parkd's memory."""
+
+    def salt_of(self, request: TurnRequest | None) -> str:
+        """What keeps a request's state from those of other namespaces; empty where there is only one. A request that
+        wants no cache has one of its own."""
+        if request is None:
+            return ""
+        if request.cache.mode is CacheMode.OFF:
+            return self._fresh_salt()
+        if not request.namespace:
+            return ""
+        return blake2b(request.namespace.encode(), digest_size=SALT_BYTES, person=b"parkd-upsalt").hexdigest()
+
+    def tokens_in(self, units: int) -> int:
+        return self.words.tokens_in(units)
+
+    def check(self, request: TurnRequest, *, thinks: bool) -> None:
+        check_taken(request, self.found.flavour, self.info.unit, thinks=thinks)
+
+    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+        if scales:
+            raise InvalidRequest("This server has no control vectors that a request can name.", param="steering")
+        return b""
+
+    def text_stream(self) -> TextStream:
+        return self.words.text_stream()
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids)
+
+    def close(self) -> None:
+        for seat in self._seats:
+            seat.reset()
+        self.watcher.close()
+        self.client.close()

@@ -1,0 +1,155 @@
+"""How prompts travel to a server, and what its answers are in ids: as a chat, whose units are characters."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from parkd.engine_adapter.base import ChatTemplate, TextStream, Tokenizer
+from parkd.engine_adapter.remote.alphabet import VOCAB_SIZE, Characters, Ids, JoinedText, Mark, ids_of
+from parkd.engine_adapter.remote.bodies import chat_fields
+from parkd.engine_adapter.remote.events import CallPiece, Piece
+from parkd.engine_adapter.remote.flavours import Flavour
+from parkd.engine_adapter.remote.parts import PartsParser
+from parkd.engine_adapter.remote.talk import plain_text, read_talk
+from parkd.errors import UpstreamFailed
+from parkd.types import TurnRequest, Unit
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+CHARACTERS_A_TOKEN = 4.0
+"""Before a server has counted any prompt."""
+NEWEST_WEIGHT = 0.3
+"""Weight of the newest prompt in the running mean of characters a token."""
+
+
+class AnswerIds(Protocol):
+    """Turns the pieces of one answer into its ids."""
+
+    def ids(self, piece: Piece) -> Sequence[int]:
+        """Raises UpstreamFailed for a piece that cannot be true."""
+
+
+class Words(Protocol):
+    """The language that is spoken with a server. Thread-safe."""
+
+    unit: Unit
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    template_source: str | None
+    vocab_size: int
+    end_token_ids: frozenset[int]
+    parser: type[PartsParser] | None
+    """Of answers; None: their text is as the model wrote it."""
+
+    def request(self, ids: Ids, request: TurnRequest | None, limit: int | None) -> tuple[str, dict[str, Any]]:
+        """The path, and the fields of the request that only this way of asking has."""
+
+    def answer(self, request: TurnRequest | None) -> AnswerIds: ...
+
+    def text_stream(self) -> TextStream: ...
+
+    def tokens_in(self, units: int) -> int:
+        """How many tokens so many units of a prompt are, about."""
+
+    def counted(self, units: int, tokens: int) -> None:
+        """Learns from a prompt whose tokens the server has counted."""
+
+
+class CharacterWords:
+    """For servers whose tokens are not known: prompts are chats, and the server parses its answers."""
+
+    unit = Unit.CHARACTER
+    vocab_size = VOCAB_SIZE
+    end_token_ids = frozenset({Mark.END.id})
+    template_source: str | None = None
+    parser: type[PartsParser] | None = PartsParser
+
+    def __init__(self, flavour: Flavour, template: ChatTemplate) -> None:
+        self.tokenizer: Tokenizer = Characters()
+        self.template = template
+        self._flavour = flavour
+        self._lock = threading.Lock()
+        self._characters_a_token = CHARACTERS_A_TOKEN
+
+    def request(self, ids: Ids, request: TurnRequest | None, limit: int | None) -> tuple[str, dict[str, Any]]:
+        text = plain_text(ids)
+        if text is not None:
+            body: dict[str, Any] = {"prompt": text}
+            if limit is not None:
+                body["max_tokens"] = max(limit, 1)
+            return COMPLETIONS_PATH, body
+        talk = read_talk(ids, thought_field=self._flavour.thought_field or "reasoning_content")
+        return CHAT_PATH, chat_fields(talk, request, limit, self._flavour)
+
+    def answer(self, request: TurnRequest | None) -> AnswerIds:
+        return JoinedParts(offers_tools=request is not None and bool(request.tools))
+
+    def text_stream(self) -> TextStream:
+        return JoinedText()
+
+    def tokens_in(self, units: int) -> int:
+        return max(1, round(units / self._characters_a_token)) if units else 0
+
+    def counted(self, units: int, tokens: int) -> None:
+        if units > 0 and tokens > 0:
+            with self._lock:
+                self._characters_a_token += NEWEST_WEIGHT * (units / tokens - self._characters_a_token)
+
+
+class JoinedParts:
+    """Joins the parts of one answer by marks, as the template writes an earlier answer."""
+
+    def __init__(self, *, offers_tools: bool) -> None:
+        self._offers_tools = offers_tools
+        self._part = Mark.ASSISTANT
+        self._call = -1
+        """The index of the open call, as the server counts."""
+        self._has_arguments = False
+
+    def ids(self, piece: Piece) -> Sequence[int]:
+        ids: list[int] = []
+        if piece.thinking:
+            ids += [*self._switched(Mark.THINKING), *ids_of(piece.thinking)]
+        if piece.text:
+            if self._part is not Mark.ASSISTANT:  # text at the beginning needs no mark
+                ids += self._switched(Mark.TEXT)
+            else:
+                self._part = Mark.TEXT
+            ids += ids_of(piece.text)
+        for call in piece.calls:
+            ids += self._called(call)
+        if piece.finish is not None:
+            ids += self._ended()
+        return ids
+
+    def _switched(self, mark: Mark) -> Iterator[int]:
+        yield from self._ended()
+        if self._part is not mark:
+            self._part = mark
+            yield mark.id
+
+    def _called(self, call: CallPiece) -> list[int]:
+        if not self._offers_tools:
+            raise UpstreamFailed("The upstream server calls a tool, and none was offered. Send the request again.")
+        ids: list[int] = []
+        if self._part is not Mark.CALL or call.index != self._call:
+            if not call.name:
+                raise UpstreamFailed("The upstream server calls a tool without a name. Send the request again.")
+            ids += [*self._ended(), Mark.CALL.id, *ids_of(call.name)]
+            self._part, self._call, self._has_arguments = Mark.CALL, call.index, False
+        if call.arguments:
+            ids += self._arguments()
+            ids += ids_of(call.arguments)
+        return ids
+
+    def _arguments(self) -> list[int]:
+        if self._has_arguments:
+            return []
+        self._has_arguments = True
+        return [Mark.ARGUMENTS.id]
+
+    def _ended(self) -> list[int]:
+        """Of a call without arguments, where they would be."""
+        return [*self._arguments(), *ids_of("{}")] if self._part is Mark.CALL and not self._has_arguments else []

@@ -1,0 +1,153 @@
+"""Answers of servers in parts: read from their events, joined, and parsed again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from parkd.engine_adapter.remote.alphabet import JoinedText, Mark
+from parkd.engine_adapter.remote.events import CallPiece, Piece, Usage, parse_line, usage_of
+from parkd.engine_adapter.remote.parts import PartsParser
+from parkd.engine_adapter.remote.words import JoinedParts
+from parkd.errors import UpstreamFailed
+from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, TurnRequest
+from tests.fakes.openai_server import called, ended, said, thought
+
+TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {}}},)
+
+
+def parsed(document: Any, name: bytes = b"data") -> Piece | None:
+    return parse_line(name + b": " + json.dumps(document).encode(), "server")
+
+
+def joined(pieces: Iterable[Piece]) -> list[int]:
+    answer = JoinedParts(offers_tools=True)
+    return [each for piece in pieces for each in answer.ids(piece)]
+
+
+def told(ids: list[int], *, reason: FinishReason = FinishReason.STOP, cuts: int = 1, **fields: Any) -> Any:
+    """Thinking, text, calls and the reason, by a parser that is given the text in pieces of `cuts` ids."""
+    numbers = count()
+    parser = PartsParser(TurnRequest(tools=TOOLS, **fields), lambda: f"id{next(numbers)}")
+    events: list[Any] = []
+    for start in range(0, len(ids), cuts):
+        events += parser.push(JoinedText().push(ids[start : start + cuts]))
+    more, end = parser.finish(reason)
+    thinking, text, calls = "", "", {}
+    for event in [*events, *more]:
+        match event:
+            case ReasoningDelta(part):
+                thinking += part
+            case TextDelta(part):
+                text += part
+            case ToolCallDelta():
+                name, arguments = calls.get(event.index, ("", ""))
+                assert (event.name is None) == (event.index in calls)
+                calls[event.index] = (name or event.name, arguments + event.arguments)
+    return thinking, text, list(calls.values()), end
+
+
+def test_each_kind_of_event_is_read() -> None:
+    assert parsed(said("Hi")) == Piece(text="Hi")
+    assert parsed(thought("Hm")) == parsed(thought("Hm", "reasoning")) == Piece(thinking="Hm")
+    assert parsed(called(1, "f", "{}")) == Piece(calls=(CallPiece(1, "f", "{}"),))
+    assert parsed(ended("length")) == Piece(finish="length")
+    completion = {"choices": [{"index": 0, "text": "Hi", "token_ids": [5], "prompt_token_ids": [1, 2]}]}
+    assert parsed(completion) == Piece(text="Hi", token_ids=(5,), prompt_ids=(1, 2))
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}]}, {"type": "text", "text": "Hi"}]
+    assert parsed(said(parts)) == Piece(thinking="Hm", text="Hi")  # type: ignore[arg-type]
+    assert parse_line(b"data: [DONE]", "server") == Piece(is_last=True)
+    assert parsed({"choices": [{"index": 1, "delta": {"content": "another answer"}}]}) == Piece()
+    assert [parse_line(line, "server") for line in (b"", b": ping", b"event: x", b"data:")] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"error": {"message": "boom"}},
+        {"error": "boom"},
+        {"choices": [{"delta": {"content": 5}}]},
+        {"choices": [{"delta": {"tool_calls": [{"function": {"name": 5}}]}}]},
+        {"choices": "many"},
+        {"choices": [{"text": "x", "token_ids": ["five"]}]},
+        [1],
+    ],
+)
+def test_an_event_that_cannot_be_read_is_an_error(document: Any) -> None:
+    with pytest.raises(UpstreamFailed):
+        parsed(document)
+
+
+def test_an_error_of_another_field_is_one() -> None:
+    with pytest.raises(UpstreamFailed, match="boom"):
+        parsed({"message": "boom"}, b"error")
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        (None, None),
+        ({}, Usage()),
+        ({"prompt_tokens": 9, "completion_tokens": 2}, Usage(9, 2)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 9}}, Usage(9, None, 9)),
+        ({"prompt_tokens": 9, "prompt_cache_hit_tokens": 4}, Usage(9, None, 4)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 10}}, Usage(9)),
+        ({"prompt_tokens_details": {"cached_tokens": 1}}, Usage()),
+        ({"prompt_tokens": -9, "completion_tokens": 2.5}, Usage()),
+        ({"completion_tokens": 3, "completion_tokens_details": {"reasoning_tokens": 4}}, Usage(None, 3)),
+        ({"completion_tokens": 3, "completion_tokens_details": {"reasoning_tokens": 2}}, Usage(None, 3, None, 2)),
+    ],
+)
+def test_of_a_usage_only_what_can_be_true_counts(usage: Any, expected: Usage | None) -> None:
+    assert usage_of(usage) == expected
+
+
+def test_what_is_said_later_replaces_what_was_said_and_keeps_the_rest() -> None:
+    assert Usage(9, 1, 8).then(Usage(9, 5)) == Usage(9, 5, 8)
+
+
+@pytest.mark.parametrize("cuts", [1, 2, 3, 1000])
+def test_parts_come_apart_again_wherever_they_are_cut(cuts: int) -> None:
+    pieces = [
+        Piece(thinking="Hm. "),
+        Piece(thinking="Well"),
+        Piece(text="\n I "),
+        Piece(text="look."),
+        Piece(calls=(CallPiece(0, "f"),)),
+        Piece(calls=(CallPiece(0, "", '{"a":'), CallPiece(0, "", " 1}"), CallPiece(1, "g"))),
+        Piece(calls=(CallPiece(2, "h", "not json"),), finish="tool_calls"),
+    ]
+    ids = joined(pieces)
+    assert told(ids, cuts=cuts) == (
+        "Hm. Well",
+        "\n I look.",
+        [("f", '{"a": 1}'), ("g", "{}"), ("h", "not json")],
+        FinishReason.TOOL_CALLS,
+    )
+
+
+def test_text_at_the_beginning_has_no_mark_as_the_template_has_none() -> None:
+    assert joined([Piece(text="Hi"), Piece(text="!")]) == [ord(char) for char in "Hi!"]
+    assert joined([Piece(thinking="a"), Piece(text="b")]) == [Mark.THINKING.id, 97, Mark.TEXT.id, 98]
+
+
+def test_only_one_call_is_told_to_who_wants_only_one() -> None:
+    ids = joined([Piece(calls=(CallPiece(0, "f", "{}"), CallPiece(1, "g", "{}")), finish="tool_calls")])
+    assert told(ids, parallel_tool_calls=False)[2] == [("f", "{}")]
+
+
+def test_a_call_whose_name_the_limit_cut_is_none() -> None:
+    ids = [Mark.CALL.id, ord("f")]
+    assert told(ids, reason=FinishReason.LENGTH)[2:] == ([], FinishReason.LENGTH)
+    assert told(ids)[2:] == ([("f", "")], FinishReason.TOOL_CALLS)
+
+
+def test_calls_that_nobody_offered_or_that_have_no_name_are_errors() -> None:
+    with pytest.raises(UpstreamFailed, match="none was offered"):
+        JoinedParts(offers_tools=False).ids(Piece(calls=(CallPiece(0, "f"),)))
+    with pytest.raises(UpstreamFailed, match="without a name"):
+        joined([Piece(calls=(CallPiece(0, "", "{}"),))])
