@@ -213,6 +213,11 @@ class ProxyConfig:
     rewrite_rules_file: Path | None = None
     """File of rules for replacing text in prompts; None: no rules."""
 
+    @property
+    def owners(self) -> int:
+        """How many keys there are."""
+        return len(self.api_keys) + len(self.named_keys) + len(self.operator_keys)
+
 
 @dataclass(frozen=True, slots=True)
 class Config:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from parkd.errors import Conflict, InvalidRequest, NotFound
 from parkd.identity.chain import prefix_hashes
 from parkd.lane.live_conversation import LiveConversation
-from parkd.lane.reports.listing import Shown, document, parents
+from parkd.lane.reports.listing import Shown, as_alone, document, parents
 from parkd.lane.reports.roster import Counts
 from parkd.proxy.access import Caller, check_deliberate, holds
 from parkd.proxy.guard import Handler
@@ -189,7 +189,8 @@ class ConversationEndpoints:
         for name in dict.fromkeys((*by_name, *lives)):
             rows = sorted(by_name.get(name, ()), key=lambda row: -row.parked.position)
             shown.append(self._one(caller, name, rows, lives.get(name), now_s))
-        return shown
+        is_alone = caller.is_operator or self._proxy.config.owners <= 1
+        return shown if is_alone else as_alone(shown, len(self._proxy.lives))
 
     def _one(self, caller: Caller, name: Name, rows: list[Listed], live: _Live | None, now_s: float) -> Shown:
         proxy = self._proxy

@@ -86,7 +86,7 @@ class PortableEndpoints:
         self._spools = Spools(
             self._limit_bytes,
             proxy.lane.retry_after_s,
-            owners=len(config.api_keys) + len(config.named_keys) + len(config.operator_keys),
+            owners=config.owners,
             directory=proxy.services.spool_directory,
         )
         self._landing = anyio.Lock()

@@ -109,7 +109,7 @@ class Proxy:
             remember=services.remember,
             log=self.log,
         )
-        owners = len(config.api_keys) + len(config.named_keys) + len(config.operator_keys)
+        owners = config.owners
         self.lane: Lane[Turn] = Lane(
             self.runner.run,
             max_queue=config.max_queue,

@@ -195,11 +195,13 @@ class RequestMemory:
         return False
 
     def forget(self, key_digest: Digest, units: Units, owner: str | None = None) -> None:
-        """Drops the requests of a conversation: those of one key, or, if it is None, of all."""
+        """Drops the requests of a conversation: those of one key, or, if it is None, of all. A request that only begins
+        so, and left state beyond it, is another conversation's."""
         for key, one in list(self._requests.items()):
             shorter = min(len(one.said), len(units))
             is_asked = one.prompt.key.digest == key_digest and owner in (None, one.owner)
-            if is_asked and shorter and common_prefix(one.said, units) == shorter:
+            goes_on = one.kept_tokens > len(units)
+            if is_asked and shorter and not goes_on and common_prefix(one.said, units) == shorter:
                 self._drop(key)
 
     def _own(self, owner: str, key: ConversationKey) -> Iterator[Explained]:

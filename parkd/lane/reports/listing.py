@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parkd.identity.matcher import common_prefix
@@ -44,6 +44,18 @@ class Shown:
     tell the caller how much of it they have sent."""
     is_pinned: bool = False
     """Where `hides_sharing`: at the caller's own wish."""
+
+
+def as_alone(shown: Sequence[Shown], seats: int) -> list[Shown]:
+    """The conversations of a caller who may not know when others run: as many are live as there are seats, those that
+    are, and then those used last of which memory has the state. So they would be if nobody else ran."""
+    are = [each.name for each in shown if each.is_live]
+    rest = [
+        each for each in shown if not each.is_live and each.counts.turns and any(row.ram_bytes for row in each.rows)
+    ]
+    rest.sort(key=lambda each: -each.counts.last_s)
+    live = {*are, *(each.name for each in rest[: max(0, seats - len(are))])}
+    return [replace(each, is_live=each.name in live) for each in shown]
 
 
 def parents(conversations: Sequence[Shown]) -> Mapping[Name, tuple[Name, int]]:

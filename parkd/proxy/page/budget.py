@@ -150,12 +150,13 @@ def example_tokens(seen: Sequence[int], context_tokens: int) -> list[int]:
     return sorted({*(size for size in EXAMPLE_TOKENS if size < context_tokens), context_tokens})
 
 
-def held(sizes: Sizes, lengths: Sequence[int], room: Room | None) -> Mapping[str, Any]:
-    """What a budget holds, as `parkd plan` tells it. `room` is what is free of it now; None: nothing is parked."""
+def held(sizes: Sizes, lengths: Sequence[int], room: Room | None, context_tokens: int) -> Mapping[str, Any]:
+    """What a budget holds, as `parkd plan` tells it. `room` is what is free of it now; None: nothing is parked. No
+    conversation is longer than the context."""
     off = sizes.budget_bytes == 0
     return {
         "budget_bytes": sizes.budget_bytes,
-        "longest_tokens": 0 if off else sizes.longest(),
+        "longest_tokens": 0 if off else min(sizes.longest(), context_tokens),
         "fits": [
             {
                 "tokens": tokens,

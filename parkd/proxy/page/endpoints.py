@@ -85,10 +85,12 @@ class PageEndpoints:
         lengths = budget.example_tokens([each for each in positions if each], info.context_tokens)
         if store is not None:
             room = store.room() if caller.is_operator else None
-            shown["holds"] = budget.held(budget.sizes_for(info.layout, store.config), lengths, room)
+            shown["holds"] = budget.held(
+                budget.sizes_for(info.layout, store.config), lengths, room, info.context_tokens
+            )
             if asked is not None:
                 sizes = budget.sizes_for(info.layout, store.config, asked)
-                shown["what_if"] = budget.held(sizes, lengths, None)
+                shown["what_if"] = budget.held(sizes, lengths, None, info.context_tokens)
         return _json({"is_operator": caller.is_operator, "lengths_are_seen": bool(positions), **shown}, request_id)
 
     def _all(self) -> Mapping[str, Any]:

@@ -217,6 +217,44 @@ async def test_a_key_sees_and_steers_only_what_it_sent() -> None:
         assert (await server.client.get("/parkd/conversations")).status_code == 401
 
 
+async def test_found_by_use_a_key_does_not_see_in_live_that_another_runs() -> None:
+    async with running(FakeEngine(), config=TEAM) as server:
+        for text in ("Hello.", "And something else."):
+            await say(server, asked(text), "k-carol")
+        before = [(each["id"], each["live"]) for each in await listed(server, "k-carol")]
+        assert [live for _, live in before] == [True, False]
+        for other in ("k-dave", "k-anna"):
+            await say(server, asked("Mine."), other)
+            assert [(each["id"], each["live"]) for each in await listed(server, "k-carol")] == before
+        assert [each["live"] for each in await listed(server, "op")].count(True) == 1, "an operator is told what is"
+        assert (await listed(server, "op"))[0]["live"]
+
+
+async def test_found_by_use_forgetting_a_beginning_leaves_the_reports_of_what_goes_on_from_it() -> None:
+    async with running(FakeEngine(), config=TEAM) as server:
+        carol = {"x-api-key": "k-carol"}
+        text = await say(server, asked("Tell me."), "k-carol")
+        template = await server.client.post("/apply-template", json={"messages": asked("Tell me.")}, headers=carol)
+        body = {"prompt": template.json()["prompt"][:300], "max_tokens": 0}
+        more = [*asked("Tell me."), {"role": "assistant", "content": text}, {"role": "user", "content": "More."}]
+        await say(server, more, "k-carol")
+        await server.client.post("/v1/completions", json=body, headers=carol)
+        await server.settled()
+        asked_for = server.server.proxy.requests.latest_of(owner_of("k-carol"))
+        beginning, second, first = [one.request_id for one in asked_for]
+        long, short = sorted(await listed(server, "k-carol"), key=lambda each: -each["tokens"])
+
+        async def known() -> list[int]:
+            paths = [f"/parkd/explain/{request_id}" for request_id in (first, beginning, second)]
+            return [(await server.client.get(path, headers=carol)).status_code for path in paths]
+
+        assert (await act(server, short["id"], "DELETE", "k-carol")).status_code == 200
+        assert await known() == [200, 404, 200]
+        assert [each["id"] for each in await listed(server, "k-carol")] == [long["id"]]
+        assert (await act(server, long["id"], "DELETE", "k-carol")).status_code == 200
+        assert await known() == [404, 404, 404]
+
+
 async def test_what_another_key_of_the_namespace_continued_is_not_shown() -> None:
     async with running(FakeEngine(), config=TEAM) as server:
         text = await say(server, asked("Hello."), "k-dave")

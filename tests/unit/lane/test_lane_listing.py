@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parkd.identity.chain import prefix_hashes
 from parkd.lane.reports.explain import Explained
-from parkd.lane.reports.listing import Shown, document, parents
+from parkd.lane.reports.listing import Shown, as_alone, document, parents
 from parkd.lane.reports.roster import WORDS_CHARACTERS, Counts, FirstWords, Roster
 from parkd.types import CacheOutcome, CacheReport, ConversationKey, PromptIdentity, TurnRequest
 
@@ -29,6 +32,24 @@ def test_the_parent_is_the_older_one_that_shares_most() -> None:
     alone = shown("alone", 40, 7, 7, 7, 7, 7)
     short = shown("short", 5, 0, 1, 2)  # shares less than a block
     assert parents([leaf, alone, root, short, fork]) == {"fork": ("root", 6), "leaf": ("fork", 8)}
+
+
+def used(name: str, last_s: float, ram_bytes: int, *, is_live: bool = False) -> Shown:
+    row = SimpleNamespace(ram_bytes=ram_bytes)
+    return replace(shown(name, 0.0), rows=(row,), counts=Counts(turns=1, last_s=last_s), is_live=is_live)  # type: ignore[arg-type]
+
+
+def test_found_by_use_live_is_what_would_be_if_nobody_else_ran() -> None:
+    old, mid, new, gone = used("old", 1.0, 5), used("mid", 2.0, 5), used("new", 3.0, 5), used("gone", 4.0, 0)
+
+    def live(*some: Shown, seats: int) -> list[str]:
+        return [each.name for each in as_alone(some, seats) if each.is_live]
+
+    assert live(old, mid, new, gone, seats=1) == ["new"], "of the one used last, memory has no state"
+    assert live(old, mid, new, gone, seats=3) == ["old", "mid", "new"]
+    assert live(replace(old, is_live=True), mid, new, seats=2) == ["old", "new"]
+    assert live(replace(old, is_live=True), replace(mid, is_live=True), new, seats=2) == ["old", "mid"]
+    assert live(shown("never", 1.0), seats=1) == []
 
 
 def test_two_equal_ones_have_one_parent_between_them() -> None:

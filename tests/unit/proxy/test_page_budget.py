@@ -74,7 +74,7 @@ def test_what_is_said_to_fit_besides_is_what_the_store_takes(tokens: int) -> Non
     store = store_of(replace(CONFIG, budget_bytes=2 * MIB))
     for seed in range(3):
         assert park(store, seed, 700)
-    more = budget.held(budget.sizes_for(INFO.layout, store.config), [tokens], store.room())["fits"][0]["more"]
+    more = budget.held(budget.sizes_for(INFO.layout, store.config), [tokens], store.room(), 4000)["fits"][0]["more"]
     evictions, taken = store.stats().evictions_total, 0
     while park(store, 100 + taken, tokens) and store.stats().evictions_total == evictions:
         taken += 1
@@ -82,7 +82,7 @@ def test_what_is_said_to_fit_besides_is_what_the_store_takes(tokens: int) -> Non
 
 
 def test_another_budget_holds_what_a_store_of_that_budget_holds() -> None:
-    planned = budget.held(budget.sizes_for(INFO.layout, CONFIG, MIB), [2000], None)
+    planned = budget.held(budget.sizes_for(INFO.layout, CONFIG, MIB), [2000], None, 4000)
     assert planned["budget_bytes"] == MIB
     store, taken = store_of(replace(CONFIG, budget_bytes=MIB)), 0
     while park(store, taken, 2000) and not store.stats().evictions_total:
@@ -92,8 +92,17 @@ def test_another_budget_holds_what_a_store_of_that_budget_holds() -> None:
 
 
 def test_no_budget_holds_nothing() -> None:
-    planned = budget.held(budget.sizes_for(INFO.layout, CONFIG, 0), [2000], None)
+    planned = budget.held(budget.sizes_for(INFO.layout, CONFIG, 0), [2000], None, 4000)
     assert (planned["longest_tokens"], planned["fits"][0]["conversations"]) == (0, 0)
+
+
+def test_found_by_use_no_conversation_is_longer_than_the_context() -> None:
+    sizes = budget.sizes_for(INFO.layout, CONFIG)
+    fits = sizes.longest()
+    assert [budget.held(sizes, [200], None, most)["longest_tokens"] for most in (fits - 1, fits + 1)] == [
+        fits - 1,
+        fits,
+    ]
 
 
 def test_lengths_are_the_middle_one_and_the_longest_of_those_seen() -> None:

@@ -156,7 +156,7 @@ export function open(root, page) {
           ? h("button", { type: "button", "data-key": "pin", onclick: run("Unpinned", "POST", "/unpin", {}) }, "Unpin")
           : h("button", { type: "button", "data-key": "pin", onclick: run("Pinned", "POST", "/pin", {}) }, "Pin"),
         h("span", { class: "joined" }, h("button", { type: "button", "data-key": "keep", onclick: (event) => run("Keeping", "POST", "/keep", { for_s: 3600 * Number(hours.value) })(event) }, "Keep for"), hours),
-        h("button", { type: "button", "data-key": "disk", onclick: run("Moved to disk:", "POST", "/disk", {}) }, "Move to disk"),
+        sizes.ram ? h("button", { type: "button", "data-key": "disk", onclick: run("Moved to disk:", "POST", "/disk", {}) }, "Move to disk") : null,
         forget),
       turns);
   }
