@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from parkd_engine.arenas.pinned import populate, register_with_cuda, unregister_with_cuda
 from parkd_engine.moves.checksum import WORD_BYTES, WeightedSum
+from parkd_engine.weights.page_locks import populate, register_with_cuda, unregister_with_cuda
 
 ROOM_BYTES = 512 << 20
 """Most memory on a device for experts that are being fetched, in two halves, unless two experts take more."""

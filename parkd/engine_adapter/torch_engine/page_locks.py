@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
+from parkd_engine.weights.page_locks import register_with_cuda, unregister_with_cuda
 
-from parkd.engine_adapter.pinned import HOST_REGISTER_PORTABLE, PinnedMemory
+from parkd.engine_adapter.pinned import PinnedMemory
 
 
 def page_locks(progress: Callable[[str, float], None]) -> PinnedMemory:
-    return PinnedMemory(register=_register, unregister=_unregister, progress=progress)
-
-
-def _register(address: int, size: int) -> int:
-    return int(torch.cuda.cudart().cudaHostRegister(address, size, HOST_REGISTER_PORTABLE))  # type: ignore[no-untyped-call]
-
-
-def _unregister(address: int) -> int:
-    return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+    return PinnedMemory(register=register_with_cuda, unregister=unregister_with_cuda, progress=progress)
