@@ -116,6 +116,10 @@ def main(words: Sequence[str] | None = None) -> int:
             from parkd.replay import command
 
             return command.run(words[1:], sizes_of=sizes_of)
+        if words[:1] == ["tier"]:
+            from parkd.cli import tier
+
+            return tier.run(words[1:])
         if words[:1] == ["canary"]:
             from parkd.cli import canary
 

@@ -24,6 +24,7 @@ trace through the store without a model, `parkd export` and `parkd import` move 
 server is asked by `parkd ps`, `parkd show`, `parkd why`, `parkd bill` and `parkd top`, and steered by `parkd pin`,
 `parkd unpin`, `parkd keep` and `parkd forget`. They have their own flags: `parkd replay --help`, `parkd ps --help`.
 `parkd completion bash` (or zsh, tcsh) prints a script with which the shell completes all this.
+`parkd tier config` prints what vLLM is told to keep its state by parkd-tier, where that is installed.
 """
 
 _GROUPS_OF_A_MODEL = {"model", "llama.cpp", "parking"}

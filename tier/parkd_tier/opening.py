@@ -1,32 +1,40 @@
 """Opens a tier over a directory, and says what of the state there cannot be used, and why.
 
 DIRECTORY/HEX.identity   the facts of whoever wrote here, so that the next process can say in what it differs
+DIRECTORY/HEX.proof      whether a canary has passed for it, if one has run
+DIRECTORY/facts.json     what the canary must know of the server
+DIRECTORY/canary-token   by which the tier knows that whoever asks as the canary may read this directory
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
+import secrets
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from parkd.store.budget import mib
 from parkd.store.chunks import ChunkOptions, ChunkStore
 from parkd.store.disk import OnDisk
 from parkd.store.files.fs import FileSystem
 from parkd.store.files.park_directory import open_directory
+from parkd_tier.files import put_file
 from parkd_tier.identity import FACTS_LIMIT_BYTES, Identity
 from parkd_tier.tier import Tier
 
 log = logging.getLogger(__name__)
 
 IDENTITY_SUFFIX = ".identity"
+PROOF_SUFFIX = ".proof"
+TOKEN_NAME = "canary-token"  # noqa: S105 - the name of a file
+TOKEN_BYTES = 16
+FACTS_NAME = "facts.json"
 _NAME = re.compile(rf"[0-9a-f]{{32}}{re.escape(IDENTITY_SUFFIX)}")
-_NEW = ".new"
 DIFFERENCES_SHOWN = 3
 
 
@@ -88,27 +96,45 @@ def keep_identities(
 ) -> None:
     """Describes this identity in the directory, and removes the descriptions of those that left nothing there (`named`:
     the fingerprints of those that did). A failure is only logged: the next process then cannot say what differs."""
-    wanted = file_name(identity.fingerprint)
     try:
-        for name in fs.sizes():
-            if name.endswith(IDENTITY_SUFFIX + _NEW):
-                fs.remove(name)
         for fingerprint in known:
             if fingerprint not in named and fingerprint != identity.fingerprint:
                 fs.remove(file_name(fingerprint))
-        if identity.fingerprint in known:
-            return
-        file = fs.create(wanted + _NEW)
-        try:
-            file.write(0, [np.frombuffer(identity.encode(), dtype=np.uint8)])
-            file.sync()
-        finally:
-            file.close()
-        fs.rename(wanted + _NEW, wanted)
-        fs.sync()
+                with contextlib.suppress(FileNotFoundError):
+                    fs.remove(fingerprint.hex() + PROOF_SUFFIX)
+        if identity.fingerprint not in known:
+            put_file(fs, file_name(identity.fingerprint), identity.encode())
     except OSError as error:
         log.warning("what this engine is could not be written down: %s", error)
 
 
 def file_name(fingerprint: bytes) -> str:
     return fingerprint.hex() + IDENTITY_SUFFIX
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a canary found."""
+
+    passed: bool
+    told: str
+
+
+def proof_of(fs: FileSystem, fingerprint: bytes) -> Proof | None:
+    """None if no canary has run for this identity."""
+    try:
+        known = json.loads(fs.load(fingerprint.hex() + PROOF_SUFFIX))
+        return Proof(known["passed"] is True, str(known["told"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def canary_token(fs: FileSystem) -> str:
+    """The directory's token, made if there is none. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        known = fs.load(TOKEN_NAME).decode(errors="replace")
+        if len(known) == 2 * TOKEN_BYTES:
+            return known
+    token = secrets.token_hex(TOKEN_BYTES)
+    put_file(fs, TOKEN_NAME, token.encode())
+    return token

@@ -9,6 +9,7 @@ All methods are for one thread, and none but `drain` and `close` waits.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,9 @@ from queue import Empty, SimpleQueue
 from parkd.store.chunks import Chunk, ChunkStore, Done, Key
 from parkd.store.files.disk_jobs import MarkJob, ReadJob, RemoveJob, WriteJob, mark, on_pool, read, remove, write
 from parkd.store.files.fs import FileSystem
+from parkd_tier.files import put_file
+
+log = logging.getLogger(__name__)
 
 CALLS_IN_FLIGHT = 4
 """Calls of one job that run at once: enough to keep a drive busy while checksums are computed."""
@@ -55,8 +59,24 @@ class Tier:
         self._outcomes: list[Loaded | Done] = []
         self._mark_at_s = monotonic() + MARK_STEP_S
 
+    @property
+    def fs(self) -> FileSystem:
+        """To read small files of it at the start."""
+        return self._fs
+
     def has(self, key: Key) -> bool:
         return self.store.has(key)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Writes a small file, behind what is being written. A failure is only logged."""
+
+        def write() -> None:
+            try:
+                put_file(self._fs, name, data)
+            except OSError as error:
+                log.warning("%s could not be written: %s", name, error)
+
+        self._writer.submit(write)
 
     def follow(self, talk: str, chain: Iterable[Key]) -> None:
         """As of the store, like the next two."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -20,9 +22,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from parkd.store.budget import mib
 from parkd.store.chunks import Chunk
-from parkd_tier.opening import open_tier
+from parkd_tier.files import put_file
+from parkd_tier.opening import FACTS_NAME, PROOF_SUFFIX, canary_token, open_tier, proof_of
 from parkd_tier.tier import Loaded
+from parkd_tier.vllm.counters import Counted, definitions
 from parkd_tier.vllm.facts import identity_of
+from parkd_tier.vllm.gate import Gate, Place, Role, encoded
 from parkd_tier.vllm.settings import TierSettings
 
 log = logging.getLogger(__name__)
@@ -55,6 +60,20 @@ class ParkdTier(SecondaryTierManager):
             self.block_size_bytes,
             identity,
         )
+        self._gate = Gate(
+            canary_token(self._tier.fs),
+            proof_of(self._tier.fs, identity.fingerprint),
+            lambda verdict: self._tier.put(identity.fingerprint.hex() + PROOF_SUFFIX, encoded(verdict, time.time())),
+            is_needed=settings.needs_canary,
+        )
+        tokens = max(group.tokens_per_block for group in offloading_spec.config.groups)
+        put_file(
+            self._tier.fs,
+            FACTS_NAME,
+            json.dumps({"chunk_tokens": tokens * offloading_spec.config.cache.blocks_per_chunk}).encode(),
+        )
+        self._not_kept: list[JobResult] = []
+        self._counted = Counted(self._tier.store)
         there = self._tier.store.table.on_disk()
         log.info(
             "%s holds %d conversations (%s of %s)",
@@ -64,22 +83,49 @@ class ParkdTier(SecondaryTierManager):
             mib(settings.disk_bytes),
         )
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003
+        return definitions()
+
+    def get_stats(self) -> Any:
+        return self._counted.take()
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        role = self._gate.role(req_context.kv_transfer_params)
+        if role is not None:
+            req_context.set_state(role)
         return RequestOffloadingContext()
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:  # noqa: ARG002
-        return LookupResult.HIT if self._tier.has(key) else LookupResult.MISS
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        role = req_context.get_state(Role)
+        if role is not None and role.replay:
+            stand_in = self._gate.stand_in(role, _place(key, req_context))
+            if stand_in is not None and self._tier.has(stand_in):
+                return LookupResult.HIT
+            is_coming = not self._gate.knows(role) or (stand_in is not None and self._tier.is_busy)
+            return LookupResult.RETRY if is_coming and self._gate.waits(role) else LookupResult.MISS
+        return LookupResult.HIT if self._gate.is_open and self._tier.has(key) else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         context = job_metadata.req_context
+        role = context.get_state(Role)
+        if role is not None and role.replay:  # what follows a replay was computed from it, right or not
+            self._not_kept.append(JobResult(job_metadata.job_id, True, transfer_bytes=0))
+            return
         self._tier.follow(context.req_id, self._chain(context, job_metadata.keys))
         self._tier.offer(job_metadata.job_id, context.req_id, self._chunks(job_metadata))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._tier.load(job_metadata.job_id, self._chunks(job_metadata))
+        chunks, context = self._chunks(job_metadata), job_metadata.req_context
+        role = context.get_state(Role)
+        if role is not None and role.replay:
+            stand_ins = [self._gate.stand_in(role, _place(key, context)) for key in job_metadata.keys]
+            chunks = [Chunk(key or b"", chunk.buffer) for key, chunk in zip(stand_ins, chunks, strict=True)]
+            self._gate.note_replayed(len(chunks))
+        self._tier.load(job_metadata.job_id, chunks)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        results = []
+        results, self._not_kept = self._not_kept, []
         for outcome in self._tier.poll():
             if isinstance(outcome, Loaded):
                 results.append(
@@ -95,6 +141,9 @@ class ParkdTier(SecondaryTierManager):
         return results
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        role = req_context.get_state(Role)
+        if role is not None and role.record:
+            self._gate.record(role, {_place(key, req_context): key for key in _positions(req_context)})
         self._tier.follow(req_context.req_id, self._chain(req_context, ()))
         self._tier.ended(req_context.req_id)
 
@@ -116,9 +165,18 @@ class ParkdTier(SecondaryTierManager):
         """All keys of a request that vLLM knows so far, by the position of their end: also those of state that the
         device still had, which vLLM asks nobody for. Where no group of layers keeps all positions, only those of state
         that is here or comes here: what left a window is offered by nobody."""
-        known: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-        places = {key: context.get_offload_key_position(key) or 0 for key in (*known, *keys)}
+        places = {key: context.get_offload_key_position(key) or 0 for key in (*_positions(context), *keys)}
         if not self._full_groups:
             places = {key: at for key, at in places.items() if key in keys or self._tier.has(key)}
         whole = self._full_groups
         return sorted(places, key=lambda key: (places[key], get_offload_group_idx(key) not in whole, key[-4:]))
+
+
+def _positions(context: ReqContext) -> Mapping[OffloadKey, int]:
+    """The end of each chunk of a request, by its key. vLLM tells the end of one key, and all keys only like this."""
+    known: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+    return known
+
+
+def _place(key: OffloadKey, context: ReqContext) -> Place:
+    return context.get_offload_key_position(key) or 0, get_offload_group_idx(key)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import numpy as np
-
 from parkd.store.budget import mib
 from parkd.store.files.fs import FileSystem
+from parkd_tier.files import put_file
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +30,7 @@ def replace_segment(fs: FileSystem, name: str, folder: Path = SHARED_MEMORY) -> 
     """Removes the segment that the last process with this directory left, and notes the name of the one to come.
     Returns the bytes that were freed. Raises OSError if the name cannot be noted."""
     freed = _remove_last(fs, folder, name)
-    text = np.frombuffer(name.encode(), dtype=np.uint8)
-    new = NOTE_NAME + ".new"
-    if new in fs.sizes():
-        fs.remove(new)
-    file = fs.create(new)
-    try:
-        file.write(0, [text])
-        file.sync()
-    finally:
-        file.close()
-    fs.rename(new, NOTE_NAME)
-    fs.sync()
+    put_file(fs, NOTE_NAME, name.encode())
     return freed
 
 

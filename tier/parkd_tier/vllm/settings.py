@@ -23,7 +23,7 @@ WAITING_SHARE = 2
 """What waits for its write holds at most one part in this many of vLLM's tier in memory."""
 GIB = 1 << 30
 DEFAULT_WRITE_GIB_PER_DAY = 200
-_NAMES = frozenset({"directory", "disk_mib", "index_mib", "write_gib_per_day", "cache_directory"})
+_NAMES = frozenset({"directory", "disk_mib", "index_mib", "write_gib_per_day", "cache_directory", "canary"})
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class TierSettings:
     write_bytes_per_day: int
     cache_directory: Path
     """Keeps digests of weight files."""
+    needs_canary: bool
+    """Nothing is restored before a canary has passed."""
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> TierSettings:
@@ -52,6 +54,7 @@ class TierSettings:
             _whole(values, "index_mib", 64) * MIB,
             _whole(values, "write_gib_per_day", DEFAULT_WRITE_GIB_PER_DAY) * GIB,
             Path(values.get("cache_directory") or "~/.cache/parkd").expanduser(),
+            values.get("canary") is not False,
         )
 
     def replica_directory(self, parallel: Any) -> Path:
@@ -74,7 +77,13 @@ def _whole(values: Mapping[str, Any], name: str, default: int | None) -> int:
 
 
 def transfer_config(
-    directory: Path, ram_bytes: int, disk_bytes: int, chunk_tokens: int | None, write_gib_per_day: int
+    directory: Path,
+    ram_bytes: int,
+    disk_bytes: int,
+    chunk_tokens: int | None,
+    write_gib_per_day: int,
+    *,
+    needs_canary: bool = True,
 ) -> dict[str, Any]:
     """vLLM's `--kv-transfer-config` for a budget of memory and one of disk, whole MiB each. Raises ConfigError."""
     index_bytes = max(MIB, ram_bytes // INDEX_SHARE // MIB * MIB)
@@ -93,6 +102,7 @@ def transfer_config(
                 "disk_mib": disk_bytes // MIB,
                 "index_mib": index_bytes // MIB,
                 "write_gib_per_day": write_gib_per_day,
+                "canary": needs_canary,
             }
         ],
     }

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from parkd_tier.canary import Reply
 from parkd_tier.vllm.settings import transfer_config
 
 from parkd.store.budget import MIB
@@ -42,38 +43,42 @@ class Answer:
     seconds: float
 
 
-def make_model(folder: Path, seed: int) -> None:
-    """A llama of 2 layers whose weights are so large that its answers depend on the whole prompt."""
-    process = FORK.Process(target=_make_model, args=(folder, seed))
+def make_model(folder: Path, seed: int, **shape: Any) -> None:
+    """A llama of 2 layers, or of another shape, whose weights are so large that its answers depend on the whole
+    prompt."""
+    process = FORK.Process(target=_make_model, args=(folder, seed, shape))
     process.start()
     process.join(START_S)
     assert process.exitcode == 0
 
 
-def _make_model(folder: Path, seed: int) -> None:
+def _make_model(folder: Path, seed: int, shape: dict[str, Any]) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
+    small = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "initializer_range": 0.3,
+    }
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=64,
         max_position_embeddings=4096,
-        initializer_range=0.3,
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,
+        **small | shape,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def parkd_tier(directory: Path, ram_mib: int = 64, disk_mib: int = 64) -> dict[str, Any]:
-    return transfer_config(directory, ram_mib * MIB, disk_mib * MIB, None, 10)
+def parkd_tier(directory: Path, ram_mib: int = 64, disk_mib: int = 64, *, needs_canary: bool = False) -> dict[str, Any]:
+    return transfer_config(directory, ram_mib * MIB, disk_mib * MIB, None, 10, needs_canary=needs_canary)
 
 
 def stock_fs_tier(directory: Path, ram_mib: int = 64) -> dict[str, Any]:
@@ -102,6 +107,9 @@ class Engine:
     def ask(self, prompt: Sequence[int], salt: str | None = None, count: int = ANSWER_TOKENS) -> Answer:
         return Answer(*self._call("ask", list(prompt), salt, count))
 
+    def ask_as_canary(self, prompt: list[int], salt: str, params: Mapping[str, Any]) -> Reply:
+        return Reply(*self._call("ask_as_canary", prompt, salt, dict(params)))
+
     def ask_all(self, prompts: Sequence[Sequence[int]], count: int = ANSWER_TOKENS) -> list[Answer]:
         """At once."""
         return [Answer(*each) for each in self._call("ask_all", [list(prompt) for prompt in prompts], count)]
@@ -115,7 +123,12 @@ class Engine:
         return list(self._call("lines"))
 
     def counts(self) -> dict[str, int]:
+        """By vLLM's metrics, without the prefix of the tier's."""
         return dict(self._call("counts"))
+
+    def limit_files(self, size: int | None) -> None:
+        """No file may grow beyond `size`, as on a disk that is full; None: any may."""
+        self._call("limit_files", size)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -160,6 +173,9 @@ def running(model: Path, transfer: dict[str, Any] | None, **options: Any) -> Ite
 
 
 def _serve(pipe: Connection, model: Path, transfer: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    import vllm
+
+    vllm.__version__ = options.pop("version", vllm.__version__)
     try:
         engine = _Served(model, transfer, options)
     except BaseException as error:
@@ -208,6 +224,7 @@ class _Served:
                 "kv_cache_memory_bytes": 2 * MIB,
                 "gpu_memory_utilization": 0.02,
                 "enable_prefix_caching": True,
+                "disable_log_stats": False,
             }
             | options,
         )
@@ -217,6 +234,24 @@ class _Served:
 
     def ask_all(self, prompts: list[list[int]], count: int) -> list[tuple[tuple[int, ...], int, float]]:
         return self._ask(prompts, None, count)
+
+    def ask_as_canary(
+        self, prompt: list[int], salt: str, params: dict[str, Any]
+    ) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=ANSWER_TOKENS,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=1,
+            extra_args={"kv_transfer_params": params},
+        )
+        given: Any = {"prompt_token_ids": prompt, "cache_salt": salt}
+        answer = self._llm.generate([given], sampling, use_tqdm=False)[0].outputs[0]
+        odds = [places[token].logprob for token, places in zip(answer.token_ids, answer.logprobs or [], strict=True)]
+        return tuple(map(str, answer.token_ids)), tuple(odds)
 
     def _ask(self, prompts: list[list[int]], salt: str | None, count: int) -> list[tuple[tuple[int, ...], int, float]]:
         from vllm import SamplingParams
@@ -242,7 +277,17 @@ class _Served:
         return self._lines
 
     def counts(self) -> dict[str, int]:
-        return dict(self._manager().secondary_tiers[0]._tier.store.counts)
+        for _ in range(2):  # vLLM collects them with a step
+            self._ask([[2, 3]], "counting", 1)
+        found = {each.name: each.value for each in self._llm.get_metrics() if hasattr(each, "value")}
+        mine = "vllm:parkd_tier_"
+        return {name.removeprefix(mine): int(value) for name, value in found.items() if name.startswith(mine)}
+
+    def limit_files(self, size: int | None) -> None:
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
     def _manager(self) -> Any:
         core = self._llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]

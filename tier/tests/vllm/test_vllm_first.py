@@ -3,92 +3,113 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import CHUNK_TOKENS, Engine, parkd_tier, running, stock_fs_tier, tokens
+from engine_kit import CHUNK_TOKENS, Answer, parkd_tier, running, stock_fs_tier, tokens
 
 A, B = tokens(1), tokens(2)
 CACHED = len(A) // CHUNK_TOKENS * CHUNK_TOKENS
 
 
+@dataclass(frozen=True)
+class Life:
+    """What one tier let vLLM answer."""
+
+    cold: Answer
+    restored: Answer
+    flipped: Answer
+    flipped_again: Answer
+    lines: list[str]
+    counts: dict[str, int]
+    other_weights: Answer
+    """To B, which the first weights have read."""
+    other_lines: list[str]
+
+
 def flip(directory: Path, suffix: str) -> None:
-    """Flips a byte in the middle of what is kept of the first chunk of each file."""
+    """Changes what is kept of the first chunk, in every file."""
     files = sorted(path for path in directory.rglob(f"*{suffix}") if path.is_file())
     assert files
     for path in files:
         content = bytearray(path.read_bytes())
-        for at in range(3, min(len(content), 1 << 15), 4):  # the exponent of each number of the first chunk
+        for at in range(3, min(len(content), 1 << 15), 4):  # the exponent of each number
             content[at] ^= 0x7F
         path.write_bytes(content)
 
 
-@pytest.fixture(scope="module")
-def cold(weights: tuple[Path, Path]) -> tuple[Any, Any]:
-    """What each model answers to A and B that has never seen anything."""
-    answers = []
-    for model in weights:
-        with running(model, None) as engine:
-            answers.append((engine.ask(A).tokens, engine.ask(B).tokens))
-    assert answers[0] != answers[1]
-    return answers[0], answers[1]
-
-
-def restored(engine: Engine) -> tuple[tuple[int, ...], int]:
-    engine.empty_memory()
-    answer = engine.ask(A)
-    return answer.tokens, answer.cached
-
-
-def test_vllms_own_tier_answers_from_a_flipped_byte(weights: tuple[Path, Path], tmp_path: Path, cold: Any) -> None:
-    """Why there is another one: no error, no line, another answer."""
-    with running(weights[0], stock_fs_tier(tmp_path / "fs")) as engine:
-        assert engine.ask(A).tokens == cold[0][0]
-        assert restored(engine) == (cold[0][0], CACHED)
+def live(tier: Callable[[Path], dict[str, Any]], suffix: str, weights: tuple[Path, Path], folder: Path) -> Life:
+    model, directory = folder / "model", folder / "kept"
+    shutil.copytree(weights[0], model)
+    with running(model, tier(directory)) as engine:
+        cold = engine.ask(A)
         engine.empty_memory()
-        flip(tmp_path / "fs", ".bin")
-        answer = engine.ask(A)
-        assert answer.cached == CACHED
-        assert answer.tokens != cold[0][0]
-
-
-def test_a_flipped_byte_is_a_miss_that_is_computed_again(weights: tuple[Path, Path], tmp_path: Path, cold: Any) -> None:
-    with running(weights[0], parkd_tier(tmp_path / "park")) as engine:
-        assert engine.ask(A).tokens == cold[0][0]
-        assert restored(engine) == (cold[0][0], CACHED)
+        restored = engine.ask(A)
         engine.empty_memory()
-        flip(tmp_path / "park", ".extent")
-        answer = engine.ask(A)
-        assert (answer.tokens, answer.cached) == (cold[0][0], 0)
-        assert engine.counts()["read_failures"] == engine.counts()["dropped"] == 1
-        assert any("is not what was written" in line for line in engine.lines())
-        assert restored(engine) == (cold[0][0], CACHED), "it was written again"
-
-
-def under_other_weights(
-    make: Callable[[Path], dict[str, Any]], weights: tuple[Path, Path], model: Path, directory: Path
-) -> tuple[tuple[int, ...], int, list[str]]:
-    """What the second model answers to A at the path where the first one has read it."""
-    with running(model, make(directory)) as engine:
-        engine.ask(A)
+        flip(directory, suffix)
+        flipped = engine.ask(A)
         engine.empty_memory()
+        again = engine.ask(A)
+        engine.ask(B)
+        engine.empty_memory()
+        lines, counts = engine.lines(), engine.counts()
     shutil.copyfile(weights[1] / "model.safetensors", model / "model.safetensors")
-    with running(model, make(directory)) as engine:
-        answer = engine.ask(A)
-        return answer.tokens, answer.cached, engine.lines()
+    with running(model, tier(directory)) as engine:
+        return Life(cold, restored, flipped, again, lines, counts, engine.ask(B), engine.lines())
 
 
-def test_vllms_own_tier_serves_the_state_of_other_weights(
-    weights: tuple[Path, Path], model: Path, tmp_path: Path, cold: Any
-) -> None:
-    answer, cached, _ = under_other_weights(stock_fs_tier, weights, model, tmp_path / "fs")
-    assert cached == CACHED
-    assert answer != cold[1][0]
+@pytest.fixture(scope="module")
+def cold_two(weights: tuple[Path, Path]) -> Iterator[Answer]:
+    """What the second weights answer to B that have never seen anything."""
+    with running(weights[1], None) as engine:
+        yield engine.ask(B)
 
 
-def test_state_of_other_weights_is_a_miss(weights: tuple[Path, Path], model: Path, tmp_path: Path, cold: Any) -> None:
-    answer, cached, lines = under_other_weights(parkd_tier, weights, model, tmp_path / "park")
-    assert (answer, cached) == (cold[1][0], 0)
-    assert any("cannot be used here" in line and "weights" in line for line in lines)
+@pytest.fixture(scope="module")
+def stock(weights: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Life:
+    return live(stock_fs_tier, ".bin", weights, tmp_path_factory.mktemp("stock"))
+
+
+@pytest.fixture(scope="module")
+def ours(weights: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Life:
+    return live(parkd_tier, ".extent", weights, tmp_path_factory.mktemp("ours"))
+
+
+def test_vllms_own_tier_answers_from_flipped_bytes(stock: Life) -> None:
+    """Why there is another one: no error, no line, another answer."""
+    assert stock.cold.cached == 0
+    assert (stock.restored.tokens, stock.restored.cached) == (stock.cold.tokens, CACHED)
+    assert stock.flipped.cached == CACHED
+    assert stock.flipped.tokens != stock.cold.tokens
+
+
+def test_vllms_own_tier_serves_the_state_of_other_weights(stock: Life, cold_two: Answer) -> None:
+    assert stock.other_weights.cached == CACHED
+    assert stock.other_weights.tokens != cold_two.tokens
+
+
+def test_what_was_stored_is_restored(ours: Life, stock: Life) -> None:
+    assert (ours.cold.tokens, ours.cold.cached) == (stock.cold.tokens, 0)
+    assert (ours.restored.tokens, ours.restored.cached) == (ours.cold.tokens, CACHED)
+
+
+def test_flipped_bytes_are_a_miss_that_is_computed_again(ours: Life) -> None:
+    assert (ours.flipped.tokens, ours.flipped.cached) == (ours.cold.tokens, 0)
+    assert (ours.flipped_again.tokens, ours.flipped_again.cached) == (ours.cold.tokens, CACHED), "it was written again"
+
+
+def test_a_miss_for_damage_is_counted_and_logged(ours: Life) -> None:
+    assert ours.counts["read_failures"] == ours.counts["dropped"] == 1
+    [line] = ours.lines
+    assert "could not be used, and will be computed again" in line
+    assert "is not what was written" in line
+
+
+def test_state_of_other_weights_is_a_miss_and_the_log_says_so(ours: Life, cold_two: Answer) -> None:
+    assert (ours.other_weights.tokens, ours.other_weights.cached) == (cold_two.tokens, 0)
+    assert any(
+        "2 conversations" in line and "cannot be used" in line and "weights" in line for line in ours.other_lines
+    )
