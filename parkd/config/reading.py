@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> C
         except ValueError as error:
             shown = "" if name in ("api-key", "operator-key") else f" {text!r}"
             raise ConfigError(f"{where}{shown}: {error}") from None
-    _check_together(values)
+    _check_together(values, {name for name, _, _ in texts})
     return _assemble(values, environ, _unknown_variables(environ))
 
 
@@ -98,9 +98,10 @@ def _unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"the environment variable {name} is not a setting of parkd{nearest(name, known)}" for name in strange)
 
 
-def _check_together(values: Mapping[str, Any]) -> None:
+def _check_together(values: Mapping[str, Any], named: Set[str]) -> None:
+    """`named`: settings to which any source gives a value, be it the default."""
     _check_disk(values)
-    _check_upstream(values)
+    _check_upstream(values, named)
     if values["kwh-price"] is not None and values["watts"] is None:
         raise ConfigError("--kwh-price needs --watts: what the machine takes while it reads")
     devices, split = values["devices"], values["layer-split"]
@@ -136,7 +137,7 @@ def _engine_of(values: Mapping[str, Any]) -> str:
     return "remote" if engine == "auto" and values["upstream"] is not None else engine
 
 
-def _check_upstream(values: Mapping[str, Any]) -> None:
+def _check_upstream(values: Mapping[str, Any], named: Set[str]) -> None:
     engine = _engine_of(values)
     wanted = {"llama-server": ("upstream", "slot-save-path"), "remote": ("upstream",)}.get(engine, ())
     for setting in SETTINGS:
@@ -154,7 +155,7 @@ def _check_upstream(values: Mapping[str, Any]) -> None:
         return
     for setting in SETTINGS:
         of_the_model = setting.group in ("model", "llama.cpp") and setting.name not in _OF_ANY.get(engine, ())
-        if of_the_model and values[setting.name] != setting.default:
+        if of_the_model and setting.name in named:
             raise ConfigError(
                 f"--{setting.name} is for a model that parkd loads itself: give it to the "
                 f"{'llama-server' if engine == 'llama-server' else 'server at --upstream'} instead"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from parkd.identity.matcher import common_prefix, image_at, resumable_position
 from parkd.lane.live_rows import LiveRows
 from parkd.lane.seating import displaced, harm
-from parkd.state import Costs, StateLayout
+from parkd.state import Costs, Grain, StateLayout
 from parkd.store.records import Parked, Tier
 from parkd.types import CacheOutcome, PromptIdentity, Unit, Units
 
@@ -57,6 +57,8 @@ class Start:
     """The number of the seat in which the turn runs."""
     displaced: tuple[int, ...] = ()
     """The seats whose conversations make way for its rows."""
+    is_file: bool = False
+    """The state stays in a file, from which its engine reads it: its place in RAM holds none of its bytes."""
 
     common: int = 0
     """Tokens of the longest prefix that the prompt shares with anything live or parked."""
@@ -74,8 +76,8 @@ class Start:
 
     @property
     def outcome(self) -> CacheOutcome:
-        """For reports: state that was promoted for this start counts as restored from disk."""
-        if self.parked is not None and self.parked.tier is not Tier.RAM:
+        """For reports: state that was promoted for this start, or stays in a file, counts as restored from disk."""
+        if self.is_file or (self.parked is not None and self.parked.tier is not Tier.RAM):
             return CacheOutcome.RESTORED_DISK
         return self.source
 
@@ -209,10 +211,10 @@ def restore_of(parked: Parked, position: int, seat: int, live: LiveRows, layout:
     keep = min(live.shared_rows(parked.blocks), (position - 1) // size * size)
     if layout.is_opaque:  # restored whole, then cut
         keep, whole = 0, parked.position * layout.row_bytes + layout.fixed_bytes
-    moved = whole - keep * layout.row_bytes
+    moved, is_file = whole - keep * layout.row_bytes, layout.grain is Grain.FILE
     if parked.tier is Tier.DISK:
-        return Start(CacheOutcome.RESTORED_DISK, position, keep, parked, moved, whole, seat)
-    return Start(CacheOutcome.RESTORED_RAM, position, keep, parked, moved, seat=seat)
+        return Start(CacheOutcome.RESTORED_DISK, position, keep, parked, moved, whole, seat, is_file=is_file)
+    return Start(CacheOutcome.RESTORED_RAM, position, keep, parked, moved, seat=seat, is_file=is_file)
 
 
 def as_known_to_key(prompt: PromptIdentity, start: Start, own: Units) -> Start:

@@ -331,8 +331,8 @@ class Conversations:
         self._list(Conversation(parked, disk=place))
         return place
 
-    def leave_disk(self, conversation: Conversation) -> None:
-        """Empties the place on disk. A state that stays in its file is gone with it."""
+    def leave_disk(self, conversation: Conversation, verb: str = "dropped", reason: str = "its file is gone") -> None:
+        """Empties the place on disk. A state that stays in its file is gone with it, for which `reason` is told."""
         assert conversation.disk is not None
         if conversation.ram is None:
             self._unlist(conversation)
@@ -341,7 +341,7 @@ class Conversations:
         if conversation.ram is not None:
             conversation.ram.rating = None
             if self.kind.is_file:
-                self.forget_in_ram(conversation, "dropped", "its file is gone")
+                self.forget_in_ram(conversation, verb, reason)
 
     def leave_damaged(self, extent_id: int) -> list[Conversation]:
         """Empties the places on disk of all conversations that need a damaged extent, and returns them."""
@@ -380,7 +380,7 @@ class Conversations:
                 return False
             going.append(removable.pop(chosen).id)
         for each in [self._rows[name] for name in going]:
-            self.leave_disk(each)
+            self.leave_disk(each, "evicted", "its room on disk was needed for another conversation")
             self.disk.evictions += each not in superseded
         return True
 

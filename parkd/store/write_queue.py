@@ -26,6 +26,13 @@ otherwise larger conversations would never reach the disk, which matters most wh
 FAILURES_BORNE = 1
 """Failures in a row after which conversations may still wait."""
 
+End = tuple[str, str]
+"""How a conversation ended, and why, as is told to who asks for it later."""
+UNWANTED: End = "dropped", "it is not wanted any more"
+SUPERSEDED: End = "dropped", "a longer one has taken its place"
+NO_ROOM: End = "evicted", "the budget on disk has no room for it"
+DISK_FAILS: End = "dropped", "the disk failed"
+
 
 @dataclass(eq=False)
 class _Waiting:
@@ -118,11 +125,12 @@ class WriteQueue:
         self.allowance.spend(ref.taken_bytes)
         self.on_work()
 
-    def cancel(self, conversation_id: ConversationId) -> None:
-        """Takes a conversation out of the queue. If it is being written, it is forgotten after the write."""
+    def cancel(self, conversation_id: ConversationId, end: End = UNWANTED) -> None:
+        """Takes a conversation out of the queue. If it is being written, it is forgotten after the write. `end` is told
+        of one whose state is in the file that is not kept."""
         waiting = self._waiting.pop(conversation_id, None)
         if waiting is not None:
-            self._give_up(waiting)
+            self._give_up(waiting, end)
         if self._writing is not None and self._writing.job.manifest.id == conversation_id:
             self._writing.is_dropped = True
 
@@ -130,7 +138,7 @@ class WriteQueue:
         """Takes superseded conversations out of the queue. One that is being written is still written."""
         for conversation_id, waiting in list(self._waiting.items()):
             if waiting.conversation.ram is None:
-                self._give_up(self._waiting.pop(conversation_id))
+                self._give_up(self._waiting.pop(conversation_id), SUPERSEDED)
 
     def next_job(self) -> WriteJob | RemoveJob | None:
         """The next job; None in a pause, or while a job is under way that must end first."""
@@ -143,7 +151,7 @@ class WriteQueue:
             conversation_id = next(iter(self._waiting))
             writing = self._start(self._waiting[conversation_id])
             if writing is None:
-                self.cancel(conversation_id)
+                self.cancel(conversation_id, NO_ROOM)
                 self.not_written += 1
                 continue
             size = job_bytes(writing.job)
@@ -170,7 +178,7 @@ class WriteQueue:
         writing.waiting.release()
         conversation = writing.waiting.conversation
         if error is not None and job.is_adopted:
-            self._lost(conversation)
+            self._lost(conversation, DISK_FAILS)
         elif (
             conversation.leaves_ram and conversation.is_on_disk and conversation.ram and not conversation.ram.awaited_by
         ):
@@ -210,19 +218,19 @@ class WriteQueue:
         if self._pause.failures_in_a_row > FAILURES_BORNE:
             self.not_written += len(self._waiting)
             for conversation_id in list(self._waiting):
-                self.cancel(conversation_id)
+                self.cancel(conversation_id, DISK_FAILS)
 
-    def _give_up(self, waiting: _Waiting) -> None:
+    def _give_up(self, waiting: _Waiting, end: End) -> None:
         """Releases a conversation that will not be written, and condemns its file, if it has one."""
         waiting.release()
         if waiting.adopted is not None:
             self._disk.condemn(waiting.adopted.name, waiting.adopted.taken_bytes)
-            self._lost(waiting.conversation)
+            self._lost(waiting.conversation, end)
 
-    def _lost(self, conversation: Conversation) -> None:
+    def _lost(self, conversation: Conversation, end: End) -> None:
         """Ends a conversation whose file could not be kept."""
         if conversation.ram is not None:
-            self._table.forget_in_ram(conversation, "dropped", "its file is gone")
+            self._table.forget_in_ram(conversation, *end)
 
     def _superseded(self, conversation: Conversation) -> list[Conversation]:
         """Conversations on disk that this one makes superfluous there."""

@@ -30,6 +30,8 @@ MOST_ANSWER_BYTES = 512 * 1024 * 1024
 """Maximum size of an answer that is not streamed: many times the tokens of a very long prompt."""
 IDLE_CONNECTION_S = 4.0
 """Shorter than the 5 s after which most servers close an idle connection, so that no request meets a closing one."""
+WRONG_KEY = (401, 403)
+"""Statuses of answers to a request without the server's key."""
 LOADING = 503
 """The status of a llama-server's answers while it loads its model."""
 
@@ -141,9 +143,10 @@ class HttpClient:
             return UpstreamDown(f"The {self.called} at {self.url} is loading its model. Send the request again soon.")
         try:
             error = orjson.loads(raw)["error"]
-            return UpstreamRefused(
-                status, error_text(error), str(error.get("type", "")), error, self.called, retry_after
-            )
+            text = error_text(error)
+            if status in WRONG_KEY:
+                text += " Name the key that it was started with by --upstream-api-key or PARKD_UPSTREAM_API_KEY."
+            return UpstreamRefused(status, text, str(error.get("type", "")), error, self.called, retry_after)
         except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
             return self.nonsense(path, f"its status is {status}, without a readable error")
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from parkd.engine_adapter.llama_server.client import UpstreamClient, UpstreamRefused
 from parkd.engine_adapter.llama_server.probe import base_body
-from parkd.engine_adapter.llama_server.sampling import grammar_of, sampling_fields
+from parkd.engine_adapter.llama_server.sampling import ANY_OBJECT, OBJECT_GRAMMAR, grammar_of, sampling_fields
 from parkd.engine_adapter.llama_server.slot_file import Ids
 from parkd.engine_adapter.llama_server.slots import Slot
 from parkd.engine_adapter.llama_server.stream import CompletionEvent, CompletionStream, Ended, Reading, Token
@@ -178,7 +178,9 @@ def open_completion(
         **sampling_fields(sampling, context_tokens, seed),
         "n_predict": limit,
     }
-    if schema is not None:
+    if schema == ANY_OBJECT:
+        body["grammar"] = OBJECT_GRAMMAR
+    elif schema is not None:
         body["json_schema"] = schema
     if form is not None:
         body["grammar"] = grammar_of(form)

@@ -15,6 +15,20 @@ from parkd.errors import InvalidRequest
 from parkd.types import FormKind, SamplingParams, TextForm, ToolChoiceMode, TurnRequest
 
 SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+ANY_OBJECT = {"type": "object"}
+"""What `json_object` asks for."""
+OBJECT_GRAMMAR = r"""
+root   ::= object
+value  ::= object | array | string | number | "true" | "false" | "null"
+object ::= "{" (pair (", " pair)*)? "}"
+pair   ::= string ": " value
+array  ::= "[" (value (", " value)*)? "]"
+string ::= "\"" ([^"\\\x00-\x1F\x7F] | "\\" (["\\/bfnrt] | "u" hex hex hex hex))* "\""
+hex    ::= [0-9a-fA-F]
+number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
+"""
+"""Any object, with the one spacing that parkd's own engines allow. The server's own grammar for it also allows line
+breaks and spaces between the parts, so that the same model would answer otherwise."""
 SEED_MODULUS = 0xFFFFFFFF
 """A llama-server's seeds have 32 bits, and this value means a random seed."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from parkd.config import Deadlines
-from parkd.engine_adapter.http.client import HttpClient, UpstreamRefused
+from parkd.engine_adapter.http.client import WRONG_KEY, HttpClient, UpstreamRefused
 from parkd.engine_adapter.http.lines import error_text
 from parkd.errors import ContextOverflow, InvalidRequest, ParkdError, QueueFull, UpstreamDown, UpstreamFailed
 
@@ -87,11 +87,8 @@ def _detail(detail: Any) -> str:
 def meaning_of(refused: UpstreamRefused, prompt_tokens: int, context_tokens: int) -> ParkdError:
     """What a server's refusal of a turn is to the client. `context_tokens` is 0 if that is not known."""
     status, text = refused.upstream_status, refused.text
-    if status in (401, 403):
-        return UpstreamFailed(
-            f"The upstream server does not take parkd's key ({status}): {text} Give parkd the right one with "
-            f"--upstream-api-key."
-        )
+    if status in WRONG_KEY:
+        return UpstreamFailed(f"The upstream server does not take parkd's key ({status}): {text}")
     if status in (400, 413, 422) and (refused.kind in _OVERFLOW_CODES or _OVERFLOW_WORDS.search(text)):
         limit = context_tokens or _said_limit(text)
         if limit:

@@ -56,9 +56,31 @@ async def test_a_conversation_that_left_is_restored(upstream: FakeLlama) -> None
         again = turn_after(a, first.text, "And more?")
         second = await check(server, again)
     known = len(server.prompt_tokens(a)) + len(first.text) - 1
-    assert second.cache in ("restored-ram", "restored-disk")
+    assert second.cache == "restored-disk"  # a file, though its conversation is known in memory
     assert second.reused == known
     assert upstream.bodies[-1]["cache_prompt"] is True
+
+
+async def test_that_the_budget_took_a_conversation_is_told_so(upstream: FakeLlama) -> None:
+    upstream.row_bytes = 1024
+    async with running_on(upstream.slot_dir / "parkd", upstream.engine(silence_s=5.0), disk_bytes=3 << 20) as server:
+        a = opening("a", 1500)
+        first = await check(server, a)
+        await check(server, opening("b", 1500))
+        answer = await check(server, turn_after(a, first.text, "And more?"))
+    assert answer.reused < 100
+    assert answer.headers["x-parkd-why"].startswith("evicted"), answer.headers["x-parkd-why"]
+    assert "its room on disk was needed for another conversation" in answer.headers["x-parkd-why"]
+
+
+async def test_that_the_budget_has_no_room_for_a_file_and_its_manifest_is_told_so(upstream: FakeLlama) -> None:
+    async with running_on(upstream.slot_dir / "parkd", upstream.engine(silence_s=5.0), disk_bytes=28 * 1024) as server:
+        a = opening("a", 1500)
+        first = await check(server, a)
+        await check(server, opening("b", 300))
+        answer = await check(server, turn_after(a, first.text, "And more?"))
+    assert answer.headers["x-parkd-why"].startswith("evicted"), answer.headers["x-parkd-why"]
+    assert "the budget on disk has no room for it" in answer.headers["x-parkd-why"]
 
 
 async def test_conversations_outlive_a_restart_of_both(upstream: FakeLlama) -> None:
@@ -256,6 +278,9 @@ async def test_a_schema_is_the_servers_to_enforce_and_a_forced_call_is_refused(u
         asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         await server.chat(opening("a", 50), response_format=asked)
         assert upstream.bodies[-1]["json_schema"] == schema
+        await server.chat(opening("a", 50), response_format={"type": "json_object"})
+        assert "json_schema" not in upstream.bodies[-1]
+        assert 'pair   ::= string ": " value' in upstream.bodies[-1]["grammar"]
         upstream.answers["/completion"] = lambda _: refusal(400, "failed to parse grammar")
         refused = await server.client.post(
             "/v1/chat/completions", json=body_of(opening("a", 60), response_format=asked)

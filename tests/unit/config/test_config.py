@@ -284,3 +284,14 @@ def test_a_price_needs_what_the_machine_takes() -> None:
     for wrong in ("-1", "x", "1e3", "", "nan"):
         with pytest.raises(ConfigError):
             load({"watts": wrong}, {})
+
+
+@pytest.mark.parametrize(
+    "flags", [{"model": "m.gguf"}, {"ctx-size": "4096"}, {"flash-attn": str(default_of("flash-attn"))}], ids=str
+)
+def test_flags_of_the_model_beside_an_upstream_are_named_even_at_their_defaults(
+    tmp_path: Path, flags: dict[str, str]
+) -> None:
+    upstream = {"upstream": "http://h:1", "slot-save-path": str(tmp_path), "conversation-cache-disk-mib": "8"}
+    with pytest.raises(ConfigError, match=f"--{next(iter(flags))} is for a model that parkd loads itself"):
+        load(upstream | flags, {})

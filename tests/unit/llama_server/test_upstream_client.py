@@ -249,6 +249,8 @@ def test_the_key_goes_to_the_server_and_into_no_message(router: respx.Router) ->
         UpstreamClient(URL, api_key="s3cret").properties()
     assert route.calls[0].request.headers["authorization"] == "Bearer s3cret"
     assert "s3cret" not in caught.value.message
+    assert "Invalid API Key. Name the key" in caught.value.message
+    assert "--upstream-api-key" in caught.value.message
 
 
 @pytest.mark.parametrize("key", ["two\nlines", "tab\t", "schl\u00fcssel"])
