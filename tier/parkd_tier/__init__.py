@@ -8,6 +8,7 @@ files.py      small files in the directory
 tier.py       the store of chunks (`parkd.store.chunks`) with the threads that read and write
 opening.py    a tier over a directory, and what is said of state there that cannot be used
 vllm/         behind vLLM's SecondaryTierManager
+sglang.py     behind SGLang's HiCacheStorage
 cli.py        parkd-tier config, canary, look
 """
 
