@@ -31,6 +31,8 @@ from parkd.state import EngineConfig
 URL_VARIABLE = ENV_PREFIX + "URL"
 """Where commands find a running server."""
 LEDGER_NAME = "ledger.sqlite3"
+_SECRET = ("api-key", "operator-key", "upstream-api-key")
+"""Settings whose texts no message repeats."""
 UPSTREAM_PARK_DIR = "parkd"
 """Default park directory for a llama-server, inside its slot directory."""
 
@@ -51,9 +53,11 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> C
     texts += [(name, text, f"--{name}") for name, text in flags.items() if name in by_name]
     for name, text, where in texts:
         try:
-            values[name] = by_name[name].parse(text)
+            if not text.strip().isprintable():
+                raise ValueError("it has a control character, such as a line's end")
+            values[name] = by_name[name].parse(text.strip())
         except ValueError as error:
-            shown = "" if name in ("api-key", "operator-key") else f" {text!r}"
+            shown = "" if name in _SECRET else f" {text!r}"
             raise ConfigError(f"{where}{shown}: {error}") from None
     _check_together(values, {name for name, _, _ in texts})
     return _assemble(values, environ, _unknown_variables(environ))
@@ -85,9 +89,11 @@ def _read_toml(path: Path, by_name: Mapping[str, Setting]) -> dict[str, str]:
         name = key.replace("_", "-")
         if name not in by_name:
             raise ConfigError(f"{path}: unknown key {key!r}{nearest(name, by_name)}")
+        if name in texts:
+            raise ConfigError(f"{path}: {name} is there twice, with - and with _: leave one of them out")
         items = value if isinstance(value, list) else [value]
-        if not items or not all(isinstance(item, str | int) for item in items):
-            raise ConfigError(f"{path}: {key} must be a text, a whole number, true or false, or a list of such")
+        if not items or not all(isinstance(item, str | int | float) for item in items):
+            raise ConfigError(f"{path}: {key} must be a text, a number, true or false, or a list of such")
         texts[name] = ",".join(str(item) for item in items)
     return texts
 

@@ -77,6 +77,59 @@ def test_toml_that_cannot_be_meant_is_refused_with_the_file_named(tmp_path: Path
     assert "parkd.toml" in refusal(toml(tmp_path, text))
 
 
+MISTAKES = (
+    "",
+    " ",
+    "a\nb",
+    "\x00",
+    "nan",
+    "inf",
+    "-1",
+    "1e400",
+    "9" * 26,
+    ",",
+    "\N{SUPERSCRIPT TWO}",
+    "[]",
+    "true,false",
+)
+IN_A_FILE = ("{}", "[]", "{ a = 1 }", "[[1]]", "2026-01-01", "1.5", "-3", "true", '""', "'''a\nb'''")
+CONTROLLED = ("a\nb", "\x00")
+
+
+def said(flags: dict[str, str], environ: dict[str, str] | None = None) -> str | None:
+    """How the settings are refused; None if they are not."""
+    try:
+        load(flags, environ or {})
+    except ConfigError as error:
+        return error.message
+    return None
+
+
+@pytest.mark.parametrize("name", [setting.name for setting in SETTINGS])
+def test_found_by_use_every_mistake_in_every_setting_names_where_it_is(name: str, tmp_path: Path) -> None:
+    """Whatever is typed gives a configuration or one printable line that names the flag, the variable or the key."""
+    variable = next(each for each in SETTINGS if each.name == name).variable
+    named = (f"--{name}", variable, f"{name} in ", f": {name} must", "slot-save-path", "llama-server needs --upstream")
+    for text in MISTAKES:
+        for message in (said({name: text}), said({}, {variable: text})):
+            assert message is not None or text not in CONTROLLED
+            assert message is None or (message.isprintable() and any(where in message for where in named))
+    for text in IN_A_FILE:
+        message = said(toml(tmp_path, f"{name} = {text}\n"))
+        assert message is not None or text in ("1.5", "-3", "true", '""')
+        assert message is None or (message.isprintable() and any(where in message for where in named))
+
+
+def test_found_by_use_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    message = refusal(toml(tmp_path, "ctx-size = 1024\nctx_size = 2048\n"))
+    assert "parkd.toml: ctx-size is there twice" in message
+
+
+def test_numbers_in_a_file_may_have_a_point(tmp_path: Path) -> None:
+    server = load(toml(tmp_path, "watts = 350\nkwh-price = 0.31\n"), {}).server
+    assert (server.watts, server.kwh_price) == (350.0, 0.31)
+
+
 def test_missing_file_is_refused() -> None:
     assert "/nowhere/parkd.toml" in refusal({"config": "/nowhere/parkd.toml"})
 
@@ -191,7 +244,10 @@ def test_control_vectors_have_names_files_and_scales(tmp_path: Path) -> None:
 
 
 def test_bad_key_is_not_repeated_in_the_message() -> None:
-    assert "secret" not in refusal({"api-key": "secret,"})
+    for name in ("api-key", "operator-key", "upstream-api-key"):
+        message = refusal({name: "secret,\x01"})
+        assert "secret" not in message
+        assert f"--{name}" in message
 
 
 @pytest.mark.parametrize(
