@@ -207,12 +207,12 @@ class ConversationEndpoints:
             units, hashes = live.units, prefix_hashes(live.units, key_digest, live.live.rows.block_tokens)
         else:
             units, hashes = rows[0].parked.units, rows[0].parked.prefix_hashes
-        age_s = 0.0 if activity is None else wall_s - activity.began_s
+        age_s = 0.0 if activity is None else now_s - activity.began_s
         age_s = max([age_s, *(row.age_s for row in rows)])
         idle_s = min((row.idle_s for row in rows), default=0.0)
         if caller.shares_namespace:  # others may have begun the same before, and used it since
-            age_s = wall_s - counts.began_s if counts.turns else 0.0
-            idle_s = wall_s - counts.last_s if counts.turns else 0.0
+            age_s = now_s - counts.began_s if counts.turns else 0.0
+            idle_s = now_s - counts.last_s if counts.turns else 0.0
         retention = proxy.runner.retention
         hides_sharing = caller.shares_namespace and not caller.is_operator
         owner = caller.owner if hides_sharing else None

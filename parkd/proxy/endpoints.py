@@ -177,11 +177,10 @@ class Endpoints:
             return []
         key = ConversationKey(caller.namespace, self._info.fingerprint)
         parked = [found for found, _ in self._services.store.candidates(key.digest, ())]
-        if caller.shares_namespace:
-            now_s = self._services.wall()
-            own = self._proxy.requests.own_parts(caller.owner, key, [found.units for found in parked])
-            return [(tokens, now_s - request.began_s) for tokens, request in own]
         now_s = self._services.monotonic()
+        if caller.shares_namespace:
+            own = self._proxy.requests.own_parts(caller.owner, key, [found.units for found in parked])
+            return [(tokens, now_s - request.arrived_s) for tokens, request in own]
         return [(found.position, now_s - found.last_used_s) for found in parked]
 
     async def explain(self, request: Request, request_id: str) -> ASGIApp:

@@ -278,7 +278,8 @@ class Proxy:
         # The entry outlives the turn, so it contains neither image files nor a proof, which refers to the messages.
         images = tuple(dataclasses.replace(image, data=b"") for image in turn.prompt.images)
         prompt = dataclasses.replace(turn.prompt, images=images, proof=None)
-        turn.explained = Explained(turn.request_id, owner, prompt, parts, self.services.wall())
+        began_s = self.services.wall()
+        turn.explained = Explained(turn.request_id, owner, prompt, parts, began_s, arrived_s=turn.arrived_s)
         self.requests.add(turn.explained)
         if self.config.shows_text:
             turn.words = FirstWords.of(turn.request)

@@ -92,6 +92,8 @@ class Explained:
     kept_tokens: int = 0
     """Tokens of these whose state its turn left to be kept: not an answer's last, which is only read by the next turn,
     and none if its client asked to keep nothing."""
+    arrived_s: float = 0.0
+    """By the server's own clock, which nobody sets: for ages."""
 
     @property
     def bytes(self) -> int:

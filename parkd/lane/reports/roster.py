@@ -44,9 +44,9 @@ class Counts:
     hits: int = 0
     """Turns that did not begin cold."""
     began_s: float = 0.0
-    """When the first arrived, Unix time."""
+    """When the first arrived, by the server's own clock."""
     last_s: float = 0.0
-    """When the latest arrived, Unix time."""
+    """The same of the latest."""
     words: FirstWords | None = None
 
 
@@ -55,7 +55,7 @@ class Activity:
     """The turns of one conversation."""
 
     began_s: float
-    """Unix time."""
+    """By the server's own clock."""
     by_owner: OrderedDict[str, Counts] = field(default_factory=OrderedDict)
     requests: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=REQUESTS_LIMIT))
     """Owner and id of the latest."""
@@ -81,13 +81,13 @@ class Roster:
 
     def note(self, name: Name, turn: Explained, words: FirstWords | None) -> None:
         """Counts a turn of a conversation."""
-        activity = self._known.setdefault(name, Activity(turn.began_s))
+        activity = self._known.setdefault(name, Activity(turn.arrived_s))
         self._known.move_to_end(name)
-        counts = activity.by_owner.setdefault(turn.owner, Counts(began_s=turn.began_s))
+        counts = activity.by_owner.setdefault(turn.owner, Counts(began_s=turn.arrived_s))
         activity.by_owner.move_to_end(turn.owner)
         counts.turns += 1
         counts.hits += turn.report is not None and turn.report.outcome is not CacheOutcome.COLD
-        counts.last_s = turn.began_s
+        counts.last_s = turn.arrived_s
         counts.words = words
         activity.requests.append((turn.owner, turn.request_id))
         if len(activity.by_owner) > OWNERS_LIMIT:

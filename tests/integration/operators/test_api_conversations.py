@@ -217,6 +217,28 @@ async def test_a_key_sees_and_steers_only_what_it_sent() -> None:
         assert (await server.client.get("/parkd/conversations")).status_code == 401
 
 
+@pytest.mark.parametrize("jump_s", [-86_400.0, 86_400.0])
+async def test_found_by_use_a_clock_that_is_set_makes_nothing_older_or_younger(jump_s: float) -> None:
+    async with running(FakeEngine(), config=TEAM) as server:
+        services = server.server.proxy.services
+        for key in ("k-carol", "k-anna"):
+            await say(server, asked("Hello."), key)
+            await act(server, (await listed(server, key))[0]["id"], "keep", key, for_s=60)
+        await asyncio.sleep(0.2)
+        wall = services.wall
+        object.__setattr__(services, "wall", lambda: wall() + jump_s)
+        for key in ("k-carol", "k-anna"):
+            (one,) = await listed(server, key)
+            assert 0.1 < one["age_s"] < 60
+            assert 0.1 < one["idle_s"] < 60
+            assert one["pinned"]
+            assert 0 < one["kept_until_s"] - wall() - jump_s < 60
+            (slot,) = (await server.client.get("/slots", headers={"x-api-key": key})).json()
+            assert [0.1 < each["idle_s"] < 60 for each in slot["parked"]] == [True]
+        await say(server, asked("And more."), "k-carol")
+        assert [each["live"] for each in await listed(server, "k-carol")] == [True, False]
+
+
 async def test_found_by_use_a_key_does_not_see_in_live_that_another_runs() -> None:
     async with running(FakeEngine(), config=TEAM) as server:
         for text in ("Hello.", "And something else."):

@@ -78,7 +78,7 @@ def test_parents_are_those_of_a_search_through_all_pairs(all_tokens: list[list[i
 
 def explained(owner: str, name: str, outcome: CacheOutcome) -> Explained:
     nothing = np.zeros(0, np.int64)
-    one = Explained(name, owner, PromptIdentity(KEY, nothing, nothing.view(np.uint64), ()), None, 100.0)
+    one = Explained(name, owner, PromptIdentity(KEY, nothing, nothing.view(np.uint64), ()), None, 7.0, arrived_s=100.0)
     one.report = CacheReport(outcome, 1, 0)
     return one
 
