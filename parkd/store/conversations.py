@@ -393,8 +393,8 @@ class Conversations:
     def _list(self, conversation: Conversation) -> None:
         """Adds a row, as the latest."""
         parked = conversation.parked
-        if parked.id not in self._rows:
-            self._names[name_of(parked.id)] += 1
+        assert parked.id not in self._rows
+        self._names[name_of(parked.id)] += 1
         self._rows[parked.id] = conversation
         if not conversation.is_foreign:
             self._index.add(parked.id, parked.key_digest, parked.prefix_hashes)

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from parkd.state import Bytes, StateLayout, part_sum, recut_between
-from parkd.store.files.disk_jobs import RecutJob, read
+from parkd.store.files import disk_jobs
+from parkd.store.files.disk_jobs import GRAIN_BYTES, DamagedPart, RecutJob, read
+from parkd.store.files.manifest import Manifest
 from parkd.store.flights import Promotion
 from parkd.store.records import Parked, Refused, Tier
 from parkd.store.store import ConversationStore
+from tests.fault import tier_kit
 from tests.fault.fault_fs import Fault
 from tests.fault.tier_kit import Machine, evict, on_disk, promote, pump, started
 from tests.unit.state.split_layouts import layout_of
@@ -213,6 +216,101 @@ def test_every_failing_operation_is_a_miss(kind: str) -> None:
             assert isinstance(back, Parked)
             assert held(store, back) == fields
     assert nth > 5
+
+
+def job_of(machine: Machine, seed: int = 1) -> RecutJob:
+    """A job that cuts a conversation of two stages for three, and has not run."""
+    there, _ = parked_there(machine, machine.start(), seed)
+    store = moved_to(machine, 1, 3)
+    promotion = store.promote(there.id, TOKENS)
+    assert isinstance(promotion, Promotion)
+    assert isinstance(promotion.job, RecutJob)
+    return promotion.job
+
+
+@pytest.mark.parametrize("change", ["name", "layout", "blocks"])
+def test_a_manifest_that_was_exchanged_is_not_read(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts have valid sums, and are not those that were asked for."""
+    job = job_of(machine := Machine(layout=layout_of(2)))
+    real = disk_jobs.decode
+
+    def exchanged(text: bytes) -> Manifest:
+        manifest = real(text)
+        changes = {
+            "name": {"id": "another"},
+            "layout": {"layout_digest": bytes(16)},
+            "blocks": {"blocks": manifest.blocks[:-1]},
+        }
+        return replace(manifest, **changes[change])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk_jobs, "decode", exchanged)
+    with pytest.raises(DamagedPart, match="another than it was"):
+        read(machine.fs, job)
+
+
+@pytest.mark.parametrize("which", ["file_sums", "sums"])
+@pytest.mark.parametrize("what", ["blocks", "checkpoints"])
+def test_both_sums_of_a_part_are_compared(which: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(machine := Machine(layout=layout_of(2)))
+    real = disk_jobs.decode
+
+    def wrong(text: bytes) -> Manifest:
+        manifest = real(text)
+        *rest, last = getattr(manifest, what)
+        sums = np.array(last.place.file_sums if which == "file_sums" else last.sums)
+        sums[-1] += 1
+        place = replace(last.place, file_sums=sums)
+        last = replace(last, place=place) if which == "file_sums" else replace(last, sums=sums)
+        return replace(manifest, **{what: (*rest, last)})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk_jobs, "decode", wrong)
+    with pytest.raises(DamagedPart, match="not what was written"):
+        read(machine.fs, job)
+
+
+def test_a_device_that_fails_damages_nothing_and_a_file_that_is_too_short_is_damaged() -> None:
+    job = job_of(machine := Machine(layout=layout_of(2)))
+    fs = machine.fs
+    fs.log.clear()
+    read(fs, job)
+    reads = [number for number, line in enumerate(fs.log, 1) if line.startswith("read")]
+    opens = [line for line in fs.log if line.startswith("open")]
+    assert len(opens) == len(set(opens)), "each file is opened once"
+    for nth in reads:
+        fs.fault = Fault(fs.operations + nth, "error", errno.EIO)
+        with pytest.raises(OSError, match="5"):
+            read(fs, job)
+    fs.fault = Fault(fs.operations + reads[0], "error", errno.ENODATA)
+    with pytest.raises(DamagedPart, match="too short"):
+        read(fs, job)
+
+
+def test_parts_larger_than_the_least_that_is_read_at_once() -> None:
+    def wide(layout: StateLayout) -> StateLayout:
+        stages = tuple(replace(stage, row_bytes=stage.row_bytes + GRAIN_BYTES) for stage in layout.stages)
+        return StateLayout(stages, layout.checksum)
+
+    one, other = wide(layout_of(2)), wide(layout_of(1, 3))
+    machine, store = started(layout=one)
+    there, fields = parked_there(machine, store)
+    machine.layout, machine.recuts = other, {one.digest: recut_between(one, other)}
+    store = machine.start()
+    here = promote(store, machine.fs, store.get(there.id))
+    assert isinstance(here, Parked)
+    assert held(store, here) == fields
+
+
+@pytest.mark.parametrize("is_other", ["weights", "block size"])
+def test_what_cannot_be_used_is_not_to_be_cut(is_other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, store = started(layout=layout_of(2))
+    there, _ = parked_there(machine, store)
+    if is_other == "weights":
+        machine.fingerprint = b"the weights, two"
+    else:
+        monkeypatch.setattr(tier_kit, "BLOCK_TOKENS", 8)
+    store = moved_to(machine, 1, 3)
+    [(found, place)] = store.table.on_disk()
+    assert (found.id, found.is_foreign, place.recut) == (there.id, True, None)
 
 
 def test_other_weights_and_layouts_that_nobody_describes_stay_foreign() -> None:

@@ -205,7 +205,8 @@ def _read_recut(fs: FileSystem, job: RecutJob) -> None:
     except (FileNotFoundError, DamagedManifest) as error:
         raise DamagedPart(first, f"{job.manifest_name} cannot be read: {error}") from error
     known = {checkpoint.position: checkpoint for checkpoint in manifest.checkpoints}
-    if manifest.layout_digest != old.digest or len(manifest.blocks) < len(job.blocks):
+    is_it = manifest.name == job.manifest_name and manifest.layout_digest == old.digest
+    if not is_it or len(manifest.blocks) < len(job.blocks):
         raise DamagedPart(first, f"{job.manifest_name} is another than it was")
     with contextlib.ExitStack() as files:
         reader = _OneByOne(fs, {ref.id: ref for ref in manifest.extents}, files)

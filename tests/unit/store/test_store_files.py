@@ -174,3 +174,17 @@ def test_what_a_file_does_not_fill_is_given_back() -> None:
     assert isinstance(removal, RemoveJob)
     store.finished(removal, None)
     assert store.disk_stats().bytes_in_use < FILE_BYTES
+
+
+def test_what_is_held_for_a_copy_keeps_its_file_until_it_is_released() -> None:
+    store = make_file_store()
+    first = park(store, 1)
+    held = store.hold(first.id)
+    park(store, 2)
+    store.begin_capture(request_of(3))
+    work(store)
+    assert store.get(first.id) is not None, "though used before"
+    park(store, 3)
+    held.release()
+    assert isinstance(store.begin_capture(request_of(4)), Refused)
+    assert store.get(first.id) is None, "now it may go"

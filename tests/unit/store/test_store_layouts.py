@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from parkd.state import describe
+from parkd.store import layouts
 from parkd.store.files.fs import FileSystem
 from parkd.store.files.park_directory import open_directory
 from parkd.store.layouts import described_layouts, keep_layouts, layout_name
@@ -74,3 +76,27 @@ def test_a_failure_costs_the_description_alone(kind: str, caplog: pytest.LogCapt
             break
     assert nth > 3
     assert "could not be described" in caplog.text
+
+
+def test_only_descriptions_of_a_bounded_size_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = FaultFs()
+    keep_layouts(fs, ONE, ())
+    text = fs.load(layout_name(ONE.digest))
+    for name in ("notes.layout", "0" * 31 + ".layout", layout_name(TWO.digest) + ".new", "0" * 32 + ".layouts"):
+        fs.create(name).write(0, [np.frombuffer(text, np.uint8)])
+    fs.log.clear()
+    monkeypatch.setattr(layouts, "LAYOUT_LIMIT_BYTES", len(text))
+    assert set(described_layouts(fs)) == {ONE.digest}
+    assert fs.log == ["sizes", f"load {layout_name(ONE.digest)}"]
+    fs.log.clear()
+    monkeypatch.setattr(layouts, "LAYOUT_LIMIT_BYTES", len(text) - 1)
+    assert not described_layouts(fs)
+    assert fs.log == ["sizes"]
+
+
+def test_a_description_that_is_there_is_not_written_again() -> None:
+    fs = FaultFs()
+    keep_layouts(fs, ONE, ())
+    fs.log.clear()
+    keep_layouts(fs, ONE, ())
+    assert fs.log == ["sizes", f"load {layout_name(ONE.digest)}"]

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from parkd.state import Grain
+from parkd.store.layouts import LAYOUT_SUFFIX, layout_name
 from parkd.store.opening import DiskOptions, forget, open_tiered
 from parkd.store.records import StoreConfig
 from tests.fault.fault_fs import Fault, FaultFs
 from tests.fault.tier_kit import FINGERPRINT, Machine, on_disk, parked, pump, rows_of, started
 from tests.fault.whole_kit import whole_layout
+from tests.unit.state.split_layouts import layout_of
 from tests.unit.store.store_kit import assert_same_rows, make_layout, make_units
 
 DAY_S = 86_400.0
@@ -197,3 +199,19 @@ def test_as_old_as_it_may_be_is_not_too_old(idle_s: float, stays: bool) -> None:
     pump(store, machine.fs)
     machine.times.now += idle_s
     assert (there.id in on_disk(machine.start())) == stays
+
+
+def test_a_directory_is_described_and_what_lies_in_its_own_layout_is_not_cut(tmp_path: Path) -> None:
+    """Files that end with the process need no description."""
+    one, two = layout_of(2), layout_of(1, 3)
+    machine, store = started(layout=one)
+    there, _ = parked(machine, store, 1)
+    assert pump(store, machine.fs) == []
+    opened(machine.fs, Still(), one, fingerprint=machine.fingerprint)
+    assert not [name for name in machine.fs.sizes() if name.endswith(LAYOUT_SUFFIX)]
+    for layout, cut in ((one, False), (two, True), (one, False)):
+        store = opened(machine.fs, Still(), layout, fingerprint=machine.fingerprint, directory=tmp_path)
+        [(found, place)] = store.table.on_disk()
+        assert (found.id, found.is_foreign, place.recut is not None) == (there.id, False, cut)
+        names = {name for name in machine.fs.sizes() if name.endswith(LAYOUT_SUFFIX)}
+        assert names == {layout_name(layout.digest), layout_name(one.digest)}
