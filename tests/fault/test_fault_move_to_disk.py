@@ -221,3 +221,18 @@ def test_the_longest_row_is_refused_although_a_shorter_one_goes() -> None:
     assert pump(store, machine.fs) == []
     assert (store.get(first.id).tier, store.get(second.id).tier) == ("disk", "ram")
     release()
+
+
+def test_one_that_is_superseded_while_it_is_written_has_left_ram_already() -> None:
+    machine, store = started()
+    engine = machine.engine().read(make_units(1, 9))
+    first = engine.park(store)
+    assert store.move_to_disk(first.id) is None
+    job = store.next_job()
+    engine.extend(make_units(2, 5))
+    second = engine.park(store)
+    assert store.get(first.id) is None
+    write(machine.fs, job)
+    store.finished(job, None)
+    assert store.get(first.id).tier == "disk", "it is written nevertheless"
+    assert store.get(second.id).tier == "ram"
