@@ -19,11 +19,11 @@ from parkd.identity.chain import prefix_hashes
 from parkd.identity.units import units_of
 from parkd.lane.checkpoints import checkpoints_to_take
 from parkd.lane.cost import CostMeter
-from parkd.lane.engine_thread import EngineThread
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.start import cold_start, decide_start
+from parkd.lane.thread.engine_thread import EngineThread
 from parkd.state import BLOCK_TOKENS, EngineConfig
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore

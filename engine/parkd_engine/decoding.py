@@ -60,6 +60,10 @@ class Decoder:
         """Of each token that `tokens` yielded, and of those that it will yield next; empty if not asked for."""
         self.counts = DraftCounts()
         self._pace = DraftPace() if session.draft_pauses else None
+        self._next_id: int | None = None
+        """The token that the next step reads; None: that is not known yet, or no longer."""
+        self._ahead: torch.Tensor | None = None
+        """The logits of the next step, if it was made ahead."""
 
     def tokens(self, last_token_id: int) -> Generator[int, None, None]:
         """Yields the answer's tokens; first reads `last_token_id`, the prompt's last. Ends when the context is full.
@@ -68,16 +72,41 @@ class Decoder:
         StageFailed, LogitsNotFinite, NothingAllowed; the session then holds a prefix of the conversation so far, or is
         empty.
         """
-        session, token = self._session, last_token_id
-        while session.position < session.context_tokens:
-            start, said, given = session.position, self._step(token), 0
-            try:
-                for token in said:
-                    given += 1
-                    yield token
-            finally:
-                if given < len(said):
-                    session.truncate(start + given)
+        self._next_id = last_token_id
+        try:
+            while self._ahead is not None or self._session.position < self._session.context_tokens:
+                start = self._session.position - (self._ahead is not None)
+                said, given = self._step(self._next_id), 0
+                self._next_id = said[-1]
+                try:
+                    for token in said:
+                        given += 1
+                        yield token
+                finally:
+                    if given < len(said):
+                        self._session.truncate(start + given)
+        finally:
+            self._next_id = None
+            if self._ahead is not None:  # nobody asks for the token
+                self._ahead = None
+                self._session.truncate(self._session.position - 1)
+
+    @property
+    def steps_next(self) -> int | None:
+        """The token that the next step reads, if it is a plain step of one; None: it guesses, or none follows."""
+        if self._session.draft_tokens or self._session.position >= self._session.context_tokens:
+            return None
+        return self._next_id
+
+    def stepped_ahead(self, logits: torch.Tensor) -> None:
+        """The session has read the token `steps_next`, with these logits after it: the next step takes them. Only where
+        the session can be cut anywhere, since the answer may end before."""
+        assert self._ahead is None
+        self._ahead = logits
+
+    def move_to(self, session: Session) -> None:
+        """The answer goes on in another session, which holds the same state. Between two steps only."""
+        self._session = session
 
     def _step(self, token_id: int) -> list[int]:
         """Returns the tokens that follow `token_id`; the session has then read all of them but the last."""
@@ -86,7 +115,7 @@ class Decoder:
         wanted = session.draft_tokens > 0 and (self._pace is None or self._pace.guesses())
         guesses = self._guesses(token_id, allowed) if wanted else []
         if not guesses:
-            scores = session.step(token_id)
+            scores, self._ahead = session.step(token_id) if self._ahead is None else self._ahead, None
             with self._emptied_by(scores[None]):
                 return [self._said(self._sampler.pick(scores, allowed), scores)]
         start, accepted = session.position, self.counts.accepted

@@ -1,4 +1,5 @@
-"""The generation loop. Runs on the engine's thread from the prompt's last token to the answer's end, or to a pause."""
+"""The generation loop. Runs on the engine's thread from the prompt's last token to the answer's end, or to a pause.
+Other turns may compute between two steps."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from parkd.answers.stops import StopStrings
 from parkd.answers.token_trail import TokenTrail
 from parkd.engine_adapter.base import Cancel, Engine, Seat
 from parkd.lane.events import joined_events
+from parkd.lane.thread.work import NextStep, Work, finished
 from parkd.state import DraftCounts
 from parkd.types import (
     Event,
@@ -50,7 +52,7 @@ class AnswerLoop:
 
     engine: Engine
     seat: Seat
-    """Of the engine; it holds the prompt, which was begun."""
+    """Of the engine; it holds the prompt, which was begun. Another one if the answer goes on there."""
     request: TurnRequest
     limit: int | None
     """Most tokens of the answer; None: up to the end of the context."""
@@ -74,14 +76,19 @@ class AnswerLoop:
         """The seat's position before the first step."""
 
     def run(self) -> bool:
-        """Ends at an end token, a stop string in the answer's text, the limit, the context's end, or when `cancel` is
-        set. False if the answer only rests, because `pause` is set: call it again once the seat holds the same state.
+        """`work`, with nothing between the steps."""
+        return finished(self.work())
+
+    def work(self) -> Work[bool]:
+        """Says before each step that it comes. Ends at an end token, a stop string in the answer's text, the limit, the
+        context's end, or when `cancel` is set. False if the answer only rests, because `pause` is set: call it again
+        once the seat holds the same state.
 
         Raises EngineFailure; `answer` then holds what was generated.
         """
         answer = self.answer
         try:
-            if not self._generate():
+            if not (yield from self._generate()):
                 return False
         except BaseException:
             self.close()
@@ -112,14 +119,18 @@ class AnswerLoop:
         if close is not None:
             close()
 
-    def _generate(self) -> bool:
-        """Runs steps until the answer ends. False if it rests before that."""
+    def _generate(self) -> Work[bool]:
+        """Makes steps until the answer ends. False if it rests before that."""
         answer, engine = self.answer, self.engine
         if self._steps is None:
             self._first_position = self.seat.position
             self._steps = iter(self.seat.generate())
         try:
-            for step in self._steps:
+            while True:
+                yield NextStep(self.seat)
+                step = next(self._steps, None)
+                if step is None:
+                    break
                 if answer.first_token_at_s is None:
                     answer.first_token_at_s = self.monotonic()
                 known = len(answer.token_ids)

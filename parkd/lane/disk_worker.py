@@ -19,7 +19,7 @@ import anyio
 import anyio.abc
 
 from parkd.lane.cost import CostMeter
-from parkd.lane.engine_thread import EngineThread
+from parkd.lane.thread.engine_thread import EngineThread
 from parkd.store.budget import mib
 from parkd.store.files.disk_jobs import RemoveJob, mark, on_pool, read, remove, write
 from parkd.store.files.fs import FileSystem

@@ -1,4 +1,5 @@
-"""The serial executor of turns: they wait in a bounded queue, and run one at a time in the order that a schedule gives.
+"""The executor of turns: they wait in a bounded queue, and run in the order that a schedule gives, as many at once as
+the lane is wide.
 
     submit -> waiting -> running -> ended
                           |  ^
@@ -14,7 +15,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -54,8 +55,8 @@ class _Place(Generic[W]):
     turn: W
     number: int
     ran_s: float = 0.0
-    stopped: anyio.Event = field(default_factory=anyio.Event)
-    """Set when the present slice ends."""
+    is_asked: bool = False
+    """Whether it was asked to give way in its present slice."""
     may_run: anyio.Event = field(default_factory=anyio.Event)
     """Set when a paused turn runs again, or never will."""
     error: ParkdError | None = None
@@ -63,8 +64,8 @@ class _Place(Generic[W]):
 
 
 class Lane(Generic[W]):
-    """Calls `run` for each turn, of which one at a time is not paused; at most `max_queue` turns wait. Lives on the
-    event loop."""
+    """Calls `run` for each turn, of which at most `width` at a time are not paused; at most `max_queue` turns wait.
+    Lives on the event loop."""
 
     def __init__(
         self,
@@ -78,10 +79,15 @@ class Lane(Generic[W]):
         owner_of: Callable[[W], str] = lambda _turn: "",
         schedule: Schedule | None = None,
         work_of: Callable[[W], Work] = lambda _turn: NO_WORK,
+        width: int = 1,
+        may_join: Callable[[W, Sequence[W]], bool] = lambda _turn, _beside: True,
     ) -> None:
         """`on_queued` is called for each turn that has to wait for another one, `on_slice` when a turn begins to run or
         goes on. If there are several `owners`, one of them has at most half of the places. `work_of` says what a turn
-        needs from now on, for the schedule."""
+        needs from now on, for the schedule. `may_join` says whether a turn can run beside those that do; if the next
+        one cannot, no other goes before it."""
+        self.width = width
+        self._may_join = may_join
         self.schedule = schedule or Fifo()
         self._work_of = work_of
         self._accounts = Accounts()
@@ -94,13 +100,15 @@ class Lane(Generic[W]):
         self._monotonic = monotonic
         self._waiting: deque[_Place[W]] = deque()
         self._paused: list[_Place[W]] = []
-        self._running: _Place[W] | None = None
+        self._running: list[_Place[W]] = []
+        """In the order in which their slices began."""
         self._number = 0
-        self._arrived = anyio.Event()
+        self._changed = anyio.Event()
+        """Set when another turn might run."""
         self._ended = anyio.Event()
-        """Set when the present slice ends."""
+        """Set when a slice ends, or a paused turn, and then a new one."""
         self._alarm: asyncio.TimerHandle | None = None
-        """When the running turn is asked to give way."""
+        """When a running turn is asked to give way."""
         self._closed_by: ParkdError | None = None
         self._lost: EngineLost | None = None
         self._turn_s = 1.0
@@ -126,11 +134,21 @@ class Lane(Generic[W]):
 
     @property
     def busy(self) -> bool:
-        return self._running is not None or bool(self._paused)
+        return bool(self._running or self._paused)
 
     @property
     def running(self) -> W | None:
-        return None if self._running is None else self._running.turn
+        """Of the turns that run, the one whose slice began first; None: no turn runs."""
+        return self._running[0].turn if self._running else None
+
+    @property
+    def running_turns(self) -> tuple[W, ...]:
+        return tuple(place.turn for place in self._running)
+
+    def holds_up(self, turn: W) -> bool:
+        """Whether the turn runs while another one that is there cannot."""
+        others = self._waiting or self._paused
+        return bool(others) and turn in self.running_turns and self._startable() is None
 
     @property
     def closed(self) -> bool:
@@ -161,8 +179,9 @@ class Lane(Generic[W]):
         self._number += 1
         self._waiting.append(_Place(turn, self._number))
         self._accounts.arrive(self._number, self._owner_of(turn), self._monotonic())
-        self._arrived.set()
-        if self.busy or len(self._waiting) > 1:
+        self._changed.set()
+        is_first = not self._paused and len(self._waiting) == 1
+        if not is_first or self._startable() is None:
             self._on_queued(turn)
         self._look_ahead()
 
@@ -175,13 +194,14 @@ class Lane(Generic[W]):
             if place.turn is turn:
                 self._waiting.remove(place)
                 self._accounts.leave(place.number)
+                self._changed.set()  # it may have been next, and unable to run
                 self._look_ahead()
                 return True
-        if turn is self.running:
+        if turn in self.running_turns:
             turn.stop()
         for place in [place for place in self._paused if place.turn is turn]:
             turn.stop()
-            self._resume(place, Cancelled("The client left while its answer was paused."))
+            self._end_paused(place, Cancelled("The client left while its answer was paused."))
         return False
 
     async def serve(self) -> None:
@@ -189,29 +209,28 @@ class Lane(Generic[W]):
         it."""
         async with anyio.create_task_group() as tasks:
             while (lost := self._lost) is None:
-                while not self._waiting and not self._paused:
-                    self._arrived = anyio.Event()
-                    await self._arrived.wait()
-                place = self._next()
-                if place in self._paused:
+                self._changed = anyio.Event()
+                place = self._startable()
+                if place is None:
+                    await self._changed.wait()
+                elif place in self._paused:
+                    self._paused.remove(place)
                     self._begin_slice(place)
-                    self._resume(place)
+                    place.may_run.set()
                 else:
                     self._waiting.remove(place)
                     self._begin_slice(place)
                     tasks.start_soon(self._live, place)
-                await place.stopped.wait()
         assert lost is not None
         raise lost
 
     async def pause(self, turn: W) -> None:
-        """Called by the running turn when its state is safe: lets others run, and returns when the turn is to go on.
+        """Called by a running turn when its state is safe: lets others run, and returns when the turn is to go on.
 
         Raises the error with which it ends instead: Cancelled, ShuttingDown, EngineLost. Others may run then.
         """
-        place = self._running
-        assert place is not None
-        assert place.turn is turn, "only the running turn can be paused"
+        place = self._place_of(turn)
+        assert place is not None, "only a running turn can be paused"
         place.may_run = anyio.Event()
         self._count(place)
         self._accounts.rest(place.number, self._monotonic())
@@ -227,16 +246,17 @@ class Lane(Generic[W]):
             raise place.error
 
     def is_to_pause(self, turn: W) -> bool:
-        """Whether there still is another turn for which the running one is to give way."""
-        running = self._running
-        return running is not None and running.turn is turn and self._is_over(running)
+        """Whether there still is another turn for which this one, which runs, is to give way."""
+        running = self._place_of(turn)
+        return running is not None and self._startable() is None and self._is_over(running)
 
     def keep_running(self, turn: W) -> None:
-        """Called by the running turn if it was asked to pause and does not: it goes on for another slice."""
-        place = self._running
-        if place is not None and place.turn is turn:
+        """Called by a running turn if it was asked to pause and does not: it goes on for another slice."""
+        place = self._place_of(turn)
+        if place is not None:
             self._count(place)
             self._accounts.run(place.number, self._monotonic())
+            place.is_asked = False
             self._look_ahead()
 
     def close(self, error: ParkdError) -> None:
@@ -254,16 +274,16 @@ class Lane(Generic[W]):
         self.close(ShuttingDown("The server is stopping. Try again when it is back.", retry_after_s=5))
         with anyio.move_on_after(deadline_s):
             await self.idle()
-        running = self._running
         if not self.busy:
             return True
-        log.warning("the running answer did not end within %.0f s and is cut", deadline_s)
+        running = self.running_turns
+        log.warning("%d answers did not end within %.0f s and are cut", len(running) + len(self._paused), deadline_s)
         cut = ShuttingDown("The server is stopping; the answer was cut.", retry_after_s=5)
         for place in list(self._paused):
-            self._resume(place, cut)
-        if running is not None:
-            running.turn.fail(cut)
-            running.turn.stop()
+            self._end_paused(place, cut)
+        for turn in running:
+            turn.fail(cut)
+            turn.stop()
         return False
 
     async def idle(self) -> None:
@@ -272,8 +292,9 @@ class Lane(Generic[W]):
             await self._ended.wait()
 
     def retry_after_s(self) -> int:
-        """Estimated seconds until a place in the queue is free: the mean duration of recent turns."""
-        return min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(self._turn_s)))
+        """Estimated seconds until a place in the queue is free: the mean duration of recent turns, by how many run at
+        once."""
+        return min(LONGEST_RETRY_AFTER_S, max(1, math.ceil(self._turn_s / self.width)))
 
     # -- slices --
 
@@ -289,7 +310,7 @@ class Lane(Generic[W]):
             place.turn.fail(stopped)
             self._lose(stopped)
         finally:
-            is_running = place is self._running
+            is_running = place in self._running
             if is_running:
                 self._count(place)
             self._accounts.leave(place.number)
@@ -302,19 +323,32 @@ class Lane(Generic[W]):
             self._lost = lost
             self.close(lost)
             for place in list(self._paused):
-                self._resume(place, lost)
+                self._end_paused(place, lost)
+            for turn in self.running_turns:
+                turn.fail(lost)
+                turn.stop()
+            self._changed.set()
 
-    def _next(self) -> _Place[W]:
+    def _place_of(self, turn: W) -> _Place[W] | None:
+        """Of a running turn; None: it does not run."""
+        return next((place for place in self._running if place.turn is turn), None)
+
+    def _startable(self) -> _Place[W] | None:
+        """Who begins or goes on now; None: nobody, or not yet."""
         places = {place.number: place for place in (*self._paused, *self._waiting)}
+        if len(self._running) >= self.width or not places:
+            return None
         now_s = self._monotonic()
-        return places[self.schedule.next([self._job(place, now_s) for place in places.values()], now_s).number]
+        place = places[self.schedule.next([self._job(place, now_s) for place in places.values()], now_s).number]
+        return place if not self._running or self._may_join(place.turn, self.running_turns) else None
 
     def _job(self, place: _Place[W], now_s: float) -> Job:
         """At one moment for all that are compared, since what their key used fades."""
         return self._accounts.job(place.number, self._work_of(place.turn), now_s)
 
     def _begin_slice(self, place: _Place[W]) -> None:
-        self._running, self._ended, place.stopped = place, anyio.Event(), anyio.Event()
+        self._running.append(place)
+        place.is_asked = False
         self._accounts.run(place.number, self._monotonic())
         self._on_slice()
         self._look_ahead()
@@ -323,32 +357,58 @@ class Lane(Generic[W]):
         place.ran_s += self._accounts.count(place.number, self._monotonic())
 
     def _end_slice(self, place: _Place[W]) -> None:
-        self._running = None
+        self._running.remove(place)
         self._look_ahead()
-        place.stopped.set()
-        self._ended.set()
+        self._changed.set()
+        self._note_ended()
 
-    def _resume(self, place: _Place[W], error: ParkdError | None = None) -> None:
-        """Lets a paused turn go on, or end with `error`."""
+    def _end_paused(self, place: _Place[W], error: ParkdError) -> None:
+        """Lets a paused turn end with `error`."""
         self._paused.remove(place)
         place.error = error
         place.may_run.set()
+        self._changed.set()
+        self._note_ended()
         self._look_ahead()
 
+    def _note_ended(self) -> None:
+        ended, self._ended = self._ended, anyio.Event()
+        ended.set()
+
     def _look_ahead(self) -> None:
-        """Called when others come or go: sets when the running turn is asked to give way to them."""
+        """Called when others come or go: sets when running turns are asked to give way to them. No more are asked than
+        there are others, those first that the schedule would let run last."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        running = self._running
-        until_s = None if running is None else self._until_s(running)
-        if running is None or until_s is None:
-            return
-        left_s = until_s - self._monotonic()
-        if left_s <= 0:
-            running.turn.ask_to_pause()
-        else:
+        if self._startable() is not None:
+            return  # somebody begins now, and this is called again
+        over, waits_s = list[_Place[W]](), list[float]()
+        for place in self._running:
+            until_s = None if place.is_asked else self._until_s(place)
+            left_s = math.inf if until_s is None else until_s - self._monotonic()
+            if left_s <= 0:
+                over.append(place)
+            else:
+                waits_s.append(left_s)
+        asked = sum(place.is_asked for place in self._running)
+        most = max(1, len(self._waiting) + len(self._paused)) - asked
+        for place in self._last_first(over)[: max(0, most)]:
+            place.is_asked = True
+            place.turn.ask_to_pause()
+        left_s = min(waits_s, default=math.inf)
+        if left_s < math.inf:
             self._alarm = asyncio.get_running_loop().call_later(left_s, self._look_ahead)
+
+    def _last_first(self, places: Sequence[_Place[W]]) -> list[_Place[W]]:
+        """The places, the one first that the schedule would let run last."""
+        order, now_s = list[_Place[W]](), self._monotonic()
+        jobs = {place: self._job(place, now_s) for place in places}
+        while jobs:
+            number = self.schedule.next(list(jobs.values()), now_s).number
+            order.append(next(place for place in jobs if place.number == number))
+            del jobs[order[-1]]
+        return order[::-1]
 
     def _until_s(self, running: _Place[W]) -> float | None:
         self._count(running)

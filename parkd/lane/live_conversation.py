@@ -4,28 +4,29 @@ store.
     start_from -> begin -> (the turn reads and generates, then `advance`) -> check -> park
                             set_aside -> (other turns) -> take_up
 
-Used only by the lane's running turn. Engine calls run on the engine's thread; `rows` changes, and the store is used,
-only on the event loop.
+Used only by the turn that has the seat, or by one that takes a seat. Engine calls run on the engine's thread; `rows`
+changes, and the store is used, only on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from parkd.engine_adapter.base import CaptureInFlight, Seat
 from parkd.errors import EngineFailure, EngineLost, ParkdError, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
-from parkd.lane.engine_thread import EngineThread
 from parkd.lane.live_rows import LiveRows, restored
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail, read_while_restoring
 from parkd.lane.start import NO_STATE, Seated, Start, restore_of
+from parkd.lane.thread.engine_thread import EngineThread
+from parkd.lane.thread.work import Work
 from parkd.lane.turn import Pauses, Turn
 from parkd.state import Checksums, Resume, StateSizes, Transfer
 from parkd.store.records import (
@@ -80,8 +81,8 @@ class SetAside:
     rows: LiveRows
     """The live rows at the pause. As long as they are those of the seat, nothing has touched it."""
     parked_id: ConversationId
-    put_back: Callable[[], None]
-    """Gives the seat the prompt and the answer that were under way; on the engine's thread."""
+    put_back: Callable[[Seat], None]
+    """Gives a seat the prompt and the answer that were under way; on the engine's thread."""
     release: Callable[[], None]
     """Ends that the store keeps it. Idempotent."""
     is_private: bool
@@ -146,8 +147,20 @@ class LiveConversation:
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """One engine call. Raises only ParkdError: after any other error the seat is reset and EngineFailure
         raised."""
+        return await self._valid(self._thread.run(function, *args, **kwargs))
+
+    async def work(self, work: Work[T]) -> T:
+        """Engine calls between which others may come. Raises as `call` does."""
+        return await self._valid(self._thread.work(work))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others wait for the engine's thread; asked there."""
+        return self._thread.is_shared
+
+    async def _valid(self, called: Coroutine[Any, Any, T]) -> T:
         try:
-            return await self._thread.run(function, *args, **kwargs)
+            return await called
         except ParkdError:
             raise
         except Exception as error:
@@ -463,8 +476,8 @@ class LiveConversation:
         return SetAside(rows, parked_id, put_back, release, is_private)
 
     async def take_up(self, aside: SetAside) -> bool:
-        """Makes live again what was set aside, from where it now is. False if it is lost: the seat is empty then.
-        Raises EngineFailure."""
+        """Makes live what was set aside, here or in another seat, from where it now is. False if it is lost: the seat
+        is empty then. Raises EngineFailure."""
         await self.check()  # Another seat may have taken its rows.
         if self._rows is aside.rows:
             return True

@@ -2,8 +2,8 @@
 
 A client that loses its connection often sends the same request again. For a grace time its turn goes on, in the queue
 or in the lane, and the same request under the same key takes it over from its first event. After that the turn is given
-up. A turn that runs while others wait is given up at once, whichever comes first: that its client leaves, that another
-turn comes to wait, or that it begins to run. What it has read is kept anyway.
+up. A turn that runs while others wait for a place is given up at once, whichever comes first: that its client leaves,
+that another turn comes to wait, or that it begins to run. What it has read is kept anyway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Resends:
 
     def left(self, turn: Turn) -> None:
         """Called when the client of `turn` has disconnected."""
-        is_kept = self._tasks is not None and bool(self._grace_s) and not self._holds_up(turn)
+        is_kept = self._tasks is not None and bool(self._grace_s) and not self._lane.holds_up(turn)
         if self._tasks is None or not is_kept or turn.channel.closed or not turn.channel.can_rewind:
             self._give_up(turn)
             return
@@ -51,13 +51,10 @@ class Resends:
         """Called when a turn comes to wait, and when one begins to run: ends the grace of a turn that holds others
         up."""
         for turn, scope in list(self._alone.items()):
-            if self._holds_up(turn):
+            if self._lane.holds_up(turn):
                 del self._alone[turn]
                 scope.cancel()
                 self._give_up(turn)
-
-    def _holds_up(self, turn: Turn) -> bool:
-        return turn is self._lane.running and self._lane.waiting + self._lane.paused > 0
 
     def take(self, request: TurnRequest, owner: str) -> Turn | None:
         """The turn of an equal request under the same key whose client is gone, rewound to its first event; None: no

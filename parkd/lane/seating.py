@@ -16,6 +16,22 @@ ANSWER_TOKENS = 1024
 allow many more tokens than they get."""
 
 
+AHEAD_TOKENS = 16
+"""Rows that a step may write beyond the last token: guesses of a draft head."""
+
+
+def most_rows(prompt_tokens: int, limit: int | None, context_tokens: int) -> int:
+    """The most rows that a turn can come to have, with an answer of at most `limit` tokens (None: no limit)."""
+    if limit is None:
+        return context_tokens
+    return min(context_tokens, prompt_tokens + limit + AHEAD_TOKENS)
+
+
+def rows_left(row_tokens: int, under_way: Sequence[int], block_tokens: int = BLOCK_TOKENS) -> int:
+    """Rows of `row_tokens` that turns under way, which may come to have `under_way` rows each, leave to others."""
+    return row_tokens - sum(rows_taken(rows, block_tokens) for rows in under_way)
+
+
 def rows_taken(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
     """Rows that a conversation takes of those that all have together: whole blocks."""
     return -(-tokens // block_tokens) * block_tokens

@@ -35,16 +35,19 @@ from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.forecast import Forecast
 from parkd.lane.groups import Groups
 from parkd.lane.lane import Lane
-from parkd.lane.live_conversation import LiveConversation
+from parkd.lane.live_conversation import LiveConversation, SetAside
 from parkd.lane.metrics import Metrics
+from parkd.lane.reading import Reading
 from parkd.lane.reports.explain import diagnose, lasting_tokens
 from parkd.lane.reports.roster import Roster
 from parkd.lane.reports.told import told_report, told_timings
 from parkd.lane.reports.turn_log import TurnLog
 from parkd.lane.retention import Retention
+from parkd.lane.seating import most_rows, rows_left
+from parkd.lane.seats import Seats
 from parkd.lane.start import Start
 from parkd.lane.turn import Pauses, Turn, output_limit
-from parkd.lane.turn_starter import TurnStarter
+from parkd.lane.turn_starter import Beside, TurnStarter
 from parkd.store.records import ConversationId, name_of
 from parkd.store.store import ConversationStore
 from parkd.types import (
@@ -71,7 +74,8 @@ _SEEN_HERE = (DiagnosisKind.CHANGED, DiagnosisKind.NOT_FOUND)
 
 
 class TurnRunner:
-    """Runs turns one at a time: the lane's only caller of the engine and the store."""
+    """Runs turns, as many at once as the lane is wide, each in a seat of its own: the lane's only caller of the engine
+    and the store."""
 
     def __init__(
         self,
@@ -90,8 +94,7 @@ class TurnRunner:
     ) -> None:
         """`lives` are those in the engine's seats."""
         self._engine = engine
-        self._lives = list(lives)
-        """The least recently used first."""
+        self.seats = Seats(lives)
         self._starter = TurnStarter(engine.info, store, disk, costs, monotonic)
         self._log = log
         self._remember = remember
@@ -109,22 +112,27 @@ class TurnRunner:
         """Where turns are paused; None: none is."""
         self.forecast = Forecast(engine.info, costs, max_output_tokens)
 
+    def may_join(self, turn: Turn, beside: Sequence[Turn]) -> bool:
+        """Whether a turn can be under way beside others: steered as they are, and with room for all their rows."""
+        info = self._engine.info
+        if any(other.prompt.key.steering != turn.prompt.key.steering for other in beside):
+            return False
+        rows = [self._most_rows(each) for each in (turn, *beside)]
+        return not info.row_tokens or rows_left(info.row_tokens, rows, info.layout.block_tokens) >= 0
+
+    def _most_rows(self, turn: Turn) -> int:
+        return most_rows(len(turn.prompt), self._limit(turn), self._engine.info.context_tokens)
+
     def foresee(self, turn: Turn) -> None:
         """Notes what the start of a waiting turn would cost now, for the schedule."""
-        self._starter.foresee(turn, tuple(self._lives))
-
-    @property
-    def latest(self) -> LiveConversation:
-        """The one that was used last: the running turn's, once it has begun."""
-        return self._lives[-1]
+        self._starter.foresee(turn, self.seats.free or self.seats.all)
 
     async def prefetch(self, turn: Turn, is_waiting: Callable[[], bool]) -> None:
         """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
-        await self._starter.prefetch(turn, tuple(self._lives), is_waiting)
+        await self._starter.read_ahead(turn, self.seats.free or self.seats.all, is_waiting)
 
     async def run(self, turn: Turn) -> None:
         """Runs the turn: pushes its events, ends its channel, then parks. Raises only EngineLost."""
-        live: LiveConversation | None = None
         turn.began_s = self._monotonic()
         turn.timings = Timings(wait_s=turn.began_s - turn.queued_s)
         self._metrics.waited(turn.kind, turn.timings.wait_s)
@@ -134,15 +142,7 @@ class TurnRunner:
                 self.retention.apply(turn.began_s)
             if turn.channel.cancel.is_set():
                 raise Cancelled("The client left before its turn came.")
-            await self._wake()
-            await self._notice_taken()
-            for each in self._lives:
-                await each.empty_if_unwanted()
-            start, why, from_disk_s = await self._starter.find_start(turn, self._lives)
-            leaving = [self._lives[number] for number in start.displaced]
-            live = self._lives.pop(start.seat)
-            self._lives.append(live)
-            await self._answer(turn, live, leaving, start, why, from_disk_s)
+            await self._answer(turn)
         except ParkdError as raised:
             error = raised
         except Exception as raised:
@@ -151,42 +151,70 @@ class TurnRunner:
             error.__cause__ = raised
         if error is not None:
             turn.channel.fail(error)
-        self._log.record(turn, error)
-        self.forecast.note_answer(turn)
-        if isinstance(error, EngineLost) or live is None or turn.is_aside:
-            self._log.bill(turn)
-        if isinstance(error, EngineLost):
-            raise error
-        if live is not None and not turn.is_aside:
-            self._log.note(turn, live.rows, error)
-            await self._keep(turn, live)
+        live = self.seats.of(turn)
+        try:
+            self._log.record(turn, error)
+            self.forecast.note_answer(turn)
+            if isinstance(error, EngineLost) or live is None:
+                self._log.bill(turn)
+            if isinstance(error, EngineLost):
+                raise error
+            if live is not None:
+                self._log.note(turn, live.rows, error)
+                await self._keep(turn, live)
+        finally:
+            self.seats.give_back(turn)
 
-    async def _wake(self) -> None:
-        """An engine that is another process may have lost its live state. Raises EngineFailure, EngineLost."""
-        if not self._engine.is_awake:
-            await self._lives[0].call(self._engine.awake)
-            for live in self._lives:
-                await live.check()
-
-    async def _notice_taken(self) -> None:
-        """The rows of a seat may have been taken for an answer in another that grew longer than was foreseen."""
-        for live in self._lives if len(self._lives) > 1 else ():
+    async def _refresh_free(self) -> None:
+        """Learns what the free seats still hold. An engine that is another process may have lost its live state, and
+        the rows of a seat may have been taken for an answer in another that grew longer than was foreseen. Raises
+        EngineFailure, EngineLost."""
+        is_awake, several = self._engine.is_awake, len(self.seats.all) > 1
+        if not is_awake and self.seats.free:
+            await self.seats.free[0].call(self._engine.awake)
+        for live in self.seats.free if several or not is_awake else ():
             await live.check()
+        for live in self.seats.free:
+            await live.empty_if_unwanted()
 
-    async def _answer(
-        self,
-        turn: Turn,
-        live: LiveConversation,
-        leaving: Sequence[LiveConversation],
-        start: Start,
-        why: str,
-        from_disk_s: float,
-    ) -> None:
-        report, restore_s = await self._starter.start(turn, live, start, why, leaving)
+    async def _holds_still(self, live: LiveConversation) -> bool:
+        """Whether a seat that was just taken still holds what it did. Until then, its rows could be taken for an answer
+        in another."""
+        rows = live.rows
+        if len(self.seats.turns) > 1:
+            await live.check()
+        return live.rows is rows
+
+    def _seat_of(self, turn: Turn) -> LiveConversation:
+        live = self.seats.of(turn)
+        assert live is not None, "a turn that runs has a seat"
+        return live
+
+    async def _begin(self, turn: Turn) -> tuple[LiveConversation, Start, CacheReport]:
+        """Takes a seat and brings it to where the turn starts."""
+        disk_s = 0.0
+        if self.seats.turns:  # others need not wait for the disk with this one
+            disk_s = await self._starter.read_ahead(turn, self.seats.free or self.seats.all, lambda: True)
+        async with self.seats.changing:
+            while True:  # ends: a seat that was emptied is taken as one that is empty
+                await self._refresh_free()
+                turns, free = self.seats.turns, self.seats.free
+                beside = Beside(len(turns), tuple(map(self._most_rows, turns)))
+                start, why, from_disk_s = await self._starter.find_start(turn, free, beside)
+                live, leaving = free[start.seat], [free[number] for number in start.displaced]
+                self.seats.take(live, turn)
+                if await self._holds_still(live):
+                    break
+                self.seats.give_back(turn)
+            report, restore_s = await self._starter.start(turn, live, start, why, leaving, is_alone=not turns)
         turn.release_awaited()
         report = await live.begin(turn, self._limit(turn), start, report)
+        turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s + disk_s)
+        return live, start, report
+
+    async def _answer(self, turn: Turn) -> None:
+        live, start, report = await self._begin(turn)
         report = turn.report = await self._complete_report(turn, start, report)
-        turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s)
         told = live.seat.told
         if told is None:
             self._metrics.started(report)
@@ -194,6 +222,7 @@ class TurnRunner:
         turn.channel.push(Started(turn.report))
         try:
             read_s = await self._read(turn, live, start.common)
+            live = self._seat_of(turn)
             with self._starter.trusting(start, live):
                 answer = await self._generate(turn, live, read_s)
         finally:
@@ -267,39 +296,31 @@ class TurnRunner:
                 turn.explained.progress = event
             channel.push(event)
 
-        emit, pause = self._emitter(read), self._pause_flag(turn)
+        emit, pause, computed_s = self._emitter(read), self._pause_flag(turn), 0.0
         read(progress(start))
         while True:
-            end = ChunkEnd(channel.cancel, pause)
-
-            def chunk_read(position: int, end: ChunkEnd = end) -> None:
-                end.passed()
-                emit(progress(position))
-
+            reading = Reading(live, channel.cancel, pause, self._monotonic)
             try:
-                await live.call(
-                    live.seat.extend,
-                    prompt.token_ids[live.rows.position : stop],
-                    cancel=end,
-                    on_chunk=chunk_read,
-                    checkpoint_at=places,
+                await live.work(
+                    reading.work(prompt.token_ids[:stop], places, on_chunk=lambda position: emit(progress(position)))
                 )
             finally:
                 await live.advance(prompt.key, prompt.units)
+            computed_s += reading.computed_s
             took_s = self._monotonic() - began_s - turn.timings.paused_s
             tokens = live.rows.position - start
             turn.timings = dataclasses.replace(turn.timings, prefill_s=took_s, prefill_tokens=tokens)
             if live.rows.position >= stop:
                 break
-            if channel.cancel.is_set() or not end.is_set():
+            if channel.cancel.is_set() or not reading.rests:
                 raise Cancelled("The client left while its prompt was read.")
-            await self._give_way(turn, live, prompt.token_ids)
-        self._costs.note_read(tokens, took_s, start)
+            live = await self._give_way(turn, live, prompt.token_ids)
+        self._costs.note_read(tokens, computed_s, start)
         return took_s
 
-    async def _give_way(self, turn: Turn, live: LiveConversation, token_ids: TokenIds) -> None:
+    async def _give_way(self, turn: Turn, live: LiveConversation, token_ids: TokenIds) -> LiveConversation:
         """Lets others run if they still wait and the state can be kept whole; returns when the turn goes on, in the
-        same state. `token_ids` are those of prompt and answer so far.
+        same state, with the seat in which it does. `token_ids` are those of prompt and answer so far.
 
         Raises what ends the turn meanwhile, with `is_aside` set: Cancelled, ShuttingDown, EngineLost. Raises
         EngineFailure.
@@ -307,12 +328,12 @@ class TurnRunner:
         turn.pause.clear()
         lane = self.lane
         if lane is None:
-            return
+            return live
         began_s = self._monotonic()
         aside = await live.set_aside(self._pauses_of(turn)) if lane.is_to_pause(turn) else None
         if aside is None:
             lane.keep_running(turn)
-            return
+            return live
         if turn.request.cache.mode is not CacheMode.USE:
             await live.forget(turn.report.reused_tokens if turn.report else 0)
         parking_s, turn.is_aside = self._monotonic() - began_s, True
@@ -320,11 +341,13 @@ class TurnRunner:
             turn.explained.state = "paused"
         try:
             turn.pause.clear()  # it may have been asked again while it was parked
+            self.seats.give_back(turn)
             await lane.pause(turn)
             turn.is_aside = False
-            self._lives.remove(live)
-            self._lives.append(live)  # again the most recently used
             taken_s = self._monotonic()
+            async with self.seats.changing:
+                live = self._seat_again(live, aside)
+                self.seats.take(live, turn)
             is_whole = await live.take_up(aside)
             if is_whole and live.rows is not aside.rows:
                 self.forecast.note_switch(turn, parking_s + self._monotonic() - taken_s)
@@ -339,11 +362,21 @@ class TurnRunner:
         await live.call(_steer_again, live.seat, turn, aside.put_back)
         if not is_whole:  # the state is true again, though not in every bit: other tokens were read in one go
             try:
-                await live.call(live.seat.extend, token_ids[: aside.position], cancel=turn.channel.cancel)
+                reading = Reading(live, turn.channel.cancel, threading.Event(), self._monotonic)
+                await live.work(reading.work(token_ids[: aside.position]))
             finally:
                 await live.advance(turn.prompt.key, _units_with(turn.prompt, token_ids[len(turn.prompt) :]))
             if live.rows.position < aside.position:
                 raise Cancelled("The client left; its answer was stopped.")
+        return live
+
+    def _seat_again(self, live: LiveConversation, aside: SetAside) -> LiveConversation:
+        """The free seat in which a paused turn goes on: `live`, where it was, if its state is still there; else an
+        empty one, or the one used longest ago."""
+        free = self.seats.free
+        if live in free and live.rows is aside.rows:
+            return live
+        return min(free, key=lambda each: each.rows.position > 0)
 
     def _pause_flag(self, turn: Turn) -> threading.Event:
         return turn.pause if self._engine.info.can_pause else threading.Event()
@@ -403,7 +436,8 @@ class TurnRunner:
         turn.answer = answer = loop.answer
         try:
             while not await self._slice(turn, live, loop):
-                await self._give_way(turn, live, _ids_with(turn.prompt, answer.token_ids))
+                live = await self._give_way(turn, live, _ids_with(turn.prompt, answer.token_ids))
+                loop.seat = live.seat
         finally:
             loop.close()
             turn.timings = timings(answer)
@@ -413,7 +447,7 @@ class TurnRunner:
     async def _slice(self, turn: Turn, live: LiveConversation, loop: AnswerLoop) -> bool:
         """Generates up to the answer's end, or to a pause. Returns whether it ended."""
         try:
-            return await live.call(loop.run)
+            return await live.work(loop.work())
         finally:
             units = _units_with(turn.prompt, loop.answer.token_ids)
             turn.note_answer(units)
@@ -497,24 +531,7 @@ def _ids_with(prompt: PromptIdentity, token_ids: list[int]) -> TokenIds:
     return np.concatenate([prompt.token_ids, np.array(token_ids, dtype=np.int64)])
 
 
-def _steer_again(seat: Seat, turn: Turn, put_back: Callable[[], None]) -> None:
+def _steer_again(seat: Seat, turn: Turn, put_back: Callable[[Seat], None]) -> None:
     if seat.steer(turn.request.steering) != turn.prompt.key.steering:
         raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
-    put_back()
-
-
-class ChunkEnd:
-    """The cancellation flag of a call that reads chunks: a pause takes effect behind a whole one, also in engines that
-    stop inside a chunk, so that each slice gets on."""
-
-    def __init__(self, cancel: threading.Event, pause: threading.Event) -> None:
-        self._cancel = cancel
-        self._pause = pause
-        self._rests = False
-
-    def passed(self) -> None:
-        """Called behind each chunk."""
-        self._rests = self._pause.is_set()
-
-    def is_set(self) -> bool:
-        return self._rests or self._cancel.is_set()
+    put_back(seat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from parkd.engine_adapter.base import EngineInfo
 from parkd.errors import LogitsNotFinite, RestoreFailed
@@ -13,7 +13,7 @@ from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.prompt_tail import PromptTail
-from parkd.lane.seating import ANSWER_TOKENS
+from parkd.lane.seating import ANSWER_TOKENS, rows_left
 from parkd.lane.start import NOT_ASKED, OWN_GONE, Start, as_known_to_key, cold_start, decide_start, differs, explain
 from parkd.lane.turn import Turn
 from parkd.store.store import ConversationStore
@@ -22,6 +22,15 @@ from parkd.types import CacheMode, CacheOutcome, CacheReport
 log = logging.getLogger(__name__)
 
 UNREADABLE = "what is on disk could not be read"
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The seats in which other turns are under way."""
+
+    seats: int = 0
+    rows: tuple[int, ...] = ()
+    """The most rows that each may come to have."""
 
 
 class TurnStarter:
@@ -41,20 +50,22 @@ class TurnStarter:
         self._costs = costs
         self._monotonic = monotonic
 
-    async def find_start(self, turn: Turn, lives: Sequence[LiveConversation]) -> tuple[Start, str, float]:
+    async def find_start(
+        self, turn: Turn, lives: Sequence[LiveConversation], beside: Beside
+    ) -> tuple[Start, str, float]:
         """Decides how to start, and promotes what is needed from disk to RAM; goes without it if that fails. The
-        start's `seat` says in which of `lives` the turn goes on.
+        start's `seat` says in which of `lives` the turn goes on, `beside` what the other seats have.
 
         Returns the start, why the rest of the prompt is read, and the seconds that the disk took.
         """
-        start, why = self._decide(turn, lives)
+        start, why = self._decide(turn, lives, beside)
         if not start.is_on_disk:
             return start, why, 0.0
         began_s = self._monotonic()
         await self._promote(start)
-        start, why = self._decide(turn, lives)
+        start, why = self._decide(turn, lives, beside)
         if start.is_on_disk:
-            start, why = self._decide(turn, lives, on_disk=False)
+            start, why = self._decide(turn, lives, beside, on_disk=False)
             why = why or UNREADABLE
         return start, why, self._monotonic() - began_s
 
@@ -63,10 +74,12 @@ class TurnStarter:
         start, _ = self._decide(turn, lives)
         turn.start_cost_s = start.cost_s(len(turn.prompt), self._costs.measured)
 
-    async def prefetch(self, turn: Turn, lives: Sequence[LiveConversation], is_waiting: Callable[[], bool]) -> None:
-        """Promotes what a waiting turn would start from, and keeps it in RAM until the turn runs."""
+    async def read_ahead(self, turn: Turn, lives: Sequence[LiveConversation], is_waiting: Callable[[], bool]) -> float:
+        """Promotes what a turn would start from, and keeps it in RAM until the turn starts. Returns the seconds that
+        this took."""
         if not is_waiting():
-            return
+            return 0.0
+        began_s = self._monotonic()
         try:
             start, _ = self._decide(turn, lives)
             if start.is_on_disk:
@@ -76,15 +89,18 @@ class TurnStarter:
                     turn.release_awaited = self._store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         except Exception:
             log.exception("reading ahead from disk for request %s failed unexpectedly", turn.request_id)
+        return self._monotonic() - began_s
 
     async def _promote(self, start: Start) -> None:
         assert self._disk is not None
         assert start.parked is not None
         await self._disk.promote(start.parked.id, start.position)
 
-    def _decide(self, turn: Turn, lives: Sequence[LiveConversation], *, on_disk: bool = True) -> tuple[Start, str]:
+    def _decide(
+        self, turn: Turn, lives: Sequence[LiveConversation], beside: Beside | None = None, *, on_disk: bool = True
+    ) -> tuple[Start, str]:
         """The start, and why the rest of the prompt is read. `on_disk`: also consider what is only on disk."""
-        prompt, store, info = turn.prompt, self._store, self._info
+        prompt, store, info, beside = turn.prompt, self._store, self._info, beside or Beside()
         reuses = turn.request.cache.mode is not CacheMode.OFF
         key_digest, hashes = prompt.key.digest, prompt.prefix_hashes
         candidates = [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else []
@@ -98,8 +114,9 @@ class TurnStarter:
             layout=info.layout,
             cost=self._costs.measured,
             on_disk=on_disk,
-            has_spare=info.live_conversations > len(lives),
-            row_tokens=info.row_tokens,
+            has_spare=info.live_conversations > len(lives) + beside.seats,
+            row_tokens=max(1, rows_left(info.row_tokens, beside.rows, info.layout.block_tokens))
+            * bool(info.row_tokens),
             answer_tokens=min(limit, ANSWER_TOKENS, max(0, (info.most_units or limit + len(prompt)) - len(prompt))),
         )
         if (
@@ -123,10 +140,17 @@ class TurnStarter:
         return replace(start, nearest=told.nearest), why
 
     async def start(
-        self, turn: Turn, live: LiveConversation, start: Start, why: str, leaving: Sequence[LiveConversation] = ()
+        self,
+        turn: Turn,
+        live: LiveConversation,
+        start: Start,
+        why: str,
+        leaving: Sequence[LiveConversation] = (),
+        *,
+        is_alone: bool = True,
     ) -> tuple[CacheReport, float]:
-        """Brings `live` to the start's position, or to the prompt's end if the engine could read it meanwhile; those
-        `leaving` make way. Starts cold if a restore fails.
+        """Brings `live` to the start's position, or, for a turn that is alone, to the prompt's end if the engine could
+        read it meanwhile; those `leaving` make way. Starts cold if a restore fails.
 
         Returns the report and the seconds of the restore. Raises EngineFailure.
         """
@@ -134,10 +158,10 @@ class TurnStarter:
         tail = PromptTail(turn.prompt, start.common, turn.request.steering)
         is_damaged = why == UNREADABLE
         try:
-            restore_s = await live.start_from(start, turn.prompt.key, tail, leaving)
+            restore_s = await live.start_from(start, turn.prompt.key, tail if is_alone else None, leaving)
         except RestoreFailed as failed:
             start, why, is_damaged = cold_start(), f"restore failed: {failed.message}", True
-            await live.start_from(start, turn.prompt.key)
+            await live.start_from(start, turn.prompt.key, leaving=leaving)
             restore_s = self._monotonic() - began_s
         assert live.rows.position in (start.position, tail.stop)
         # What every conversation shares is no part of this one: who has said nothing of it before calls it cold.

@@ -143,27 +143,25 @@ class Endpoints:
         return _json(document, request_id)
 
     async def slots(self, request: Request, request_id: str) -> ASGIApp:
-        """As in llama-server, with a slot for each seat; one of them runs at a time. The first also tells what is
-        parked, and how many wait. Shows a request only to the key that sent it, and what all keys do, as in `/health`,
-        only to an operator's."""
+        """As in llama-server, with a slot for each seat. The first also tells what is parked, and how many wait. Shows
+        a request only to the key that sent it, and what all keys do, as in `/health`, only to an operator's."""
         caller = self._caller(request)
-        running = self._proxy.lane.running
-        mine = running.explained if running is not None else None
-        if mine is not None and mine.owner != caller.owner:
-            mine = None
-        lane = self._proxy.lane
+        lane, seats = self._proxy.lane, self._proxy.runner.seats
         waiting = {"waiting": lane.waiting} if caller.is_operator else {}
-        lives = self._proxy.lives
-        seat = lives.index(self._proxy.runner.latest)
-        slots: list[dict[str, Any]] = [
-            {
-                "id": number,
-                "n_ctx": self._info.context_tokens,
-                "is_processing": number == seat and lane.busy and (caller.is_operator or mine is not None),
-                "request": explain.summary(mine) if mine is not None and number == seat else None,
-            }
-            for number in range(len(lives))
-        ]
+        slots: list[dict[str, Any]] = []
+        for number, live in enumerate(self._proxy.lives):
+            turn = seats.turn_in(live)
+            mine = turn.explained if turn is not None else None
+            if mine is not None and mine.owner != caller.owner:
+                mine = None
+            slots.append(
+                {
+                    "id": number,
+                    "n_ctx": self._info.context_tokens,
+                    "is_processing": turn is not None and (caller.is_operator or mine is not None),
+                    "request": explain.summary(mine) if mine is not None else None,
+                }
+            )
         parked = [
             {"tokens": tokens, "idle_s": round(max(0.0, idle_s), 1)} for tokens, idle_s in self._parked_of(caller)
         ]

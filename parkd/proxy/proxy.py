@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import anyio
@@ -24,7 +26,6 @@ from starlette.types import ASGIApp
 from parkd.errors import Cancelled, ContextOverflow, EngineLost
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
-from parkd.lane.engine_thread import EngineThread
 from parkd.lane.forecast import class_of
 from parkd.lane.groups import HASH_BYTES, HASHES_LIMIT
 from parkd.lane.lane import Lane
@@ -37,6 +38,7 @@ from parkd.lane.reports.roster import FirstWords
 from parkd.lane.reports.turn_log import TurnLog
 from parkd.lane.resend import Resends
 from parkd.lane.schedule import SCHEDULES
+from parkd.lane.thread.engine_thread import EngineThread
 from parkd.lane.turn import Turn
 from parkd.lane.turn_runner import TurnRunner
 from parkd.proxy.access import Caller, narrowed
@@ -74,7 +76,9 @@ class Proxy:
         self.lost: EngineLost | None = None
         self.on_lost: Callable[[], None] = lambda: None
         """Called once if the engine is lost: the process must end with an error."""
-        self.thread = EngineThread()
+        engine = services.engine
+        threads = len(engine.seats) if engine.has_own_threads else 1
+        self.threads = tuple(EngineThread(step_ahead=engine.step_ahead) for _ in range(threads))
         self.costs = costs = CostMeter(
             services.disk_bytes_per_s, services.monotonic, ram_bytes_per_s=services.ram_bytes_per_s
         )
@@ -86,8 +90,8 @@ class Proxy:
             self.disk = DiskWorker(store, services.files, costs, services.monotonic)
             self.metrics.watch("parkd_disk", store.disk_stats)
         self.lives = tuple(
-            LiveConversation(seat, self.thread, store, self.metrics, costs, services.monotonic, self.disk)
-            for seat in services.engine.seats
+            LiveConversation(seat, thread, store, self.metrics, costs, services.monotonic, self.disk)
+            for seat, thread in zip(engine.seats, cycle(self.threads), strict=False)
         )
         writer = None
         if services.ledger is not None:
@@ -120,6 +124,8 @@ class Proxy:
             work_of=self.runner.forecast.work,
             owners=owners,
             owner_of=lambda turn: turn.explained.owner if turn.explained is not None else "",
+            width=engine.turns_at_once,
+            may_join=self.runner.may_join,
         )
         self.runner.lane = self.lane
         self.requests = RequestMemory()
@@ -138,7 +144,8 @@ class Proxy:
 
     @asynccontextmanager
     async def life(self, _app: Starlette) -> AsyncIterator[None]:
-        self.thread.start()
+        for thread in self.threads:
+            thread.start()
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
@@ -161,7 +168,9 @@ class Proxy:
             self.resends.serve_in(None)
             if self.disk is not None:
                 self.disk.stop()
-            if not self.thread.stop(0.0 if self.stops_at_once else CUT_WAIT_S):
+            until_s = time.monotonic() + (0.0 if self.stops_at_once else CUT_WAIT_S)
+            ended = [thread.stop(max(0.0, until_s - time.monotonic())) for thread in self.threads]
+            if not all(ended):
                 log.warning("the engine is still busy; the process ends without waiting for it")
             outlive_copies(self.services.store)
 
@@ -262,6 +271,11 @@ class Proxy:
         turn.own_earlier = first.own_earlier
         turn.client, turn.key_name, turn.api = first.client, first.key_name, first.api
         return turn
+
+    @property
+    def thread(self) -> EngineThread:
+        """That of the first seat, and of all others unless the engine `has_own_threads`."""
+        return self.threads[0]
 
     @property
     def keeps_ledger(self) -> bool:

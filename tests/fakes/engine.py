@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
 
-from parkd.engine_adapter.base import Cancel, EngineInfo, ImageReader, OneSeatEngine
+from parkd.engine_adapter.base import Cancel, EngineInfo, ImageReader, OneSeatEngine, Seat
 from parkd.errors import InvalidRequest, RestoreFailed
 from parkd.state import BLOCK_TOKENS, Checksums, StateLayout, Transfer, chunk_end
 from parkd.types import SamplingParams, TokenIds, TokenMask
@@ -52,6 +52,22 @@ class FakeScored:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(eq=False)
+class FakeAnswer:
+    """An answer under way, which goes on in another seat if it is put there."""
+
+    seat: FakeEngine
+    token_id: int
+    """The last token, which is not read yet."""
+    written: deque[int] | None
+    logprobs: list[FakeScored] = field(default_factory=list)
+
+    def steps(self) -> Iterator[Sequence[int]]:
+        while self.seat.position < self.seat.info.context_tokens:
+            self.token_id = self.seat.decode(self)
+            yield [self.token_id]
+
+
 class FakeEngine(OneSeatEngine):
     """An engine of rows whose state is arithmetic.
 
@@ -88,7 +104,7 @@ class FakeEngine(OneSeatEngine):
         """Each finished move as (`capture` | `restore`, start, stop)."""
         self.read_tokens = 0
         """Tokens read by `extend`, over the engine's life."""
-        self._logprobs: list[FakeScored] = []
+        self._answer: FakeAnswer | None = None
         self._batch = batch_tokens
         self._end_odds = end_odds
         self._default_steering = dict(steering or {})
@@ -162,34 +178,41 @@ class FakeEngine(OneSeatEngine):
         return self._position
 
     def generate(self) -> Iterator[Sequence[int]]:
-        begun, mask = self.begun, self.begun.mask
-        self._logprobs, top = [], begun.sampling.top_logprobs
-        token_id = int(begun.token_ids[-1])
-        text = None if self.script is None else self.script(self.tokenizer.decode(begun.token_ids.tolist()))
+        begun, text = self.begun, None
+        if self.script is not None:
+            text = self.script(self.tokenizer.decode(begun.token_ids.tolist()))
         written = None if text is None else deque([*self.tokenizer.encode(text), END_TOKEN_ID])
-        while self._position < self.info.context_tokens:
-            self.hook("token", self._position)
-            self._read(np.array([token_id], dtype=np.int64), decode=True)
-            token_id = written.popleft() if written else self._next_token(begun.sampling)
-            if mask is not None:
-                token_id = _allowed(mask, token_id)
-                mask.accept(token_id)
-            if top is not None:
-                self._logprobs.append(self._scored(token_id, top))
-            yield [token_id]
+        self._answer = answer = FakeAnswer(self, int(begun.token_ids[-1]), written)
+        return answer.steps()
 
-    def set_aside(self) -> Callable[[], None]:
-        put_prompt_back, logprobs = super().set_aside(), self._logprobs
+    def decode(self, answer: FakeAnswer) -> int:
+        """Reads the answer's last token, and returns the next."""
+        begun, mask = self.begun, self.begun.mask
+        self.hook("token", self._position)
+        self._read(np.array([answer.token_id], dtype=np.int64), decode=True)
+        token_id = answer.written.popleft() if answer.written else self._next_token(begun.sampling)
+        if mask is not None:
+            token_id = _allowed(mask, token_id)
+            mask.accept(token_id)
+        if begun.sampling.top_logprobs is not None:
+            answer.logprobs.append(self._scored(token_id, begun.sampling.top_logprobs))
+        return token_id
 
-        def put_back() -> None:
-            put_prompt_back()
-            self._logprobs = logprobs
+    def set_aside(self) -> Callable[[Seat], None]:
+        put_prompt_back, answer = super().set_aside(), self._answer
+
+        def put_back(seat: Seat) -> None:
+            assert isinstance(seat, FakeEngine)
+            put_prompt_back(seat)
+            seat._answer = answer
+            if answer is not None:
+                answer.seat = seat
 
         return put_back
 
     @property
     def logprobs(self) -> Sequence[FakeScored]:
-        return self._logprobs
+        return () if self._answer is None else self._answer.logprobs
 
     def piece(self, token_id: int) -> bytes:
         if token_id < FIRST_SPECIAL_ID:

@@ -139,6 +139,9 @@ class Seat(ABC):
 
     info: EngineInfo
     """The engine's."""
+    is_held: bool = False
+    """A turn is under way here, so what is live is not to be given up for another seat. Set by the lane on its own
+    thread, read by the engine on the engine's."""
     _begun: BegunPrompt | None = None
 
     @property
@@ -241,16 +244,19 @@ class Seat(ABC):
 
         If `info.can_pause` and `position` is that of the tokens yielded so far, the iterator can rest while the seat
         serves other prompts: see `set_aside`. Closing it then touches nothing of the seat.
+
+        Where turns take turns on one thread (`Engine.turns_at_once`), other seats compute between two steps.
         """
 
-    def set_aside(self) -> Callable[[], None]:
+    def set_aside(self) -> Callable[[Seat], None]:
         """Keeps what later calls of `begin` and `generate` replace of the prompt under way and its answer, which rests
-        between two chunks or steps. Returns the function that puts it back, to be called once the state and the
-        steering are again those of now."""
+        between two chunks or steps. Returns the function that puts it into a seat of the same engine, this one or
+        another, to be called once the state and the steering there are those of now. The iterator of `generate` goes
+        on there."""
         begun = self._begun
 
-        def put_back() -> None:
-            self._begun = begun
+        def put_back(seat: Seat) -> None:
+            seat._begun = begun
 
         return put_back
 
@@ -375,7 +381,30 @@ class Engine(ABC):
     @property
     @abstractmethod
     def seats(self) -> Sequence[Seat]:
-        """The places for live conversations; at least one. Calls to all of them come from the engine's one thread."""
+        """The places for live conversations; at least one. Calls to all of them come from the engine's one thread,
+        unless `has_own_threads`."""
+
+    @property
+    def turns_at_once(self) -> int:
+        """How many turns can be under way at once, each in a seat of its own: at most as many as there are seats. Their
+        calls of `extend` and steps of `generate` are mixed, but never two calls at once of one seat. Each answer has
+        the bits that it has alone. Turns under way at once have the same steering, and their rows fit together
+        (`EngineInfo.row_tokens`)."""
+        return 1
+
+    @property
+    def has_own_threads(self) -> bool:
+        """Whether each seat is called from a thread of its own, all at the same time: for engines that wait for others
+        to compute. Methods of the engine itself may then be called from each of them."""
+        return False
+
+    def step_ahead(self, seats: Sequence[Seat]) -> None:  # noqa: B027 - each seat can make its step alone
+        """Told before the answers in `seats` make their next step, one after the other: makes at once what these steps
+        compute, as far as it can, with the bits that each has alone.
+
+        A seat that this says nothing about computes its step itself. A raised EngineFailure leaves every seat as it
+        was, and each then makes its step alone.
+        """
 
     @property
     def is_awake(self) -> bool:

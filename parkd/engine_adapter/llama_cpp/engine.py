@@ -25,6 +25,7 @@ from parkd.engine_adapter.base import (
     ImageReader,
     OneSeatEngine,
     ScoredToken,
+    Seat,
     TextStream,
     Tokenizer,
 )
@@ -193,11 +194,12 @@ class LlamaCppEngine(OneSeatEngine):
                 self._logprobs.append(logprobs_of(logits, token, top_logprobs))
             yield (token,)
 
-    def set_aside(self) -> Callable[[], None]:
+    def set_aside(self) -> Callable[[Seat], None]:
         put_prompt_back, logprobs = super().set_aside(), self._logprobs
 
-        def put_back() -> None:
-            put_prompt_back()
+        def put_back(seat: Seat) -> None:
+            assert seat is self, "the library has one seat"
+            put_prompt_back(seat)
             self._logprobs = logprobs
 
         return put_back

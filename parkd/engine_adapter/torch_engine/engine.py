@@ -60,8 +60,8 @@ class TorchSeat(Seat):
         self._open: Session | None = session
         self._fresh_seed = fresh_seed
         self._vectors = vectors or SteeringBank()
-        self._drafts = DraftCounts()
-        self._logprobs: Sequence[ScoredToken] = ()
+        self._decoder: Decoder | None = None
+        """Of the last answer."""
 
     @property
     def session(self) -> Session:
@@ -111,39 +111,34 @@ class TorchSeat(Seat):
     def generate(self) -> Iterator[Sequence[int]]:
         begun = self.begun
         sampler = TensorSampler(begun.sampling, self.info.vocab_size, begun.token_ids, fresh_seed=self._fresh_seed())
-        decoder = Decoder(
+        self._decoder = decoder = Decoder(
             self.session,
             sampler,
             mask=begun.mask,
             end_token_ids=self.info.end_token_ids,
             top_logprobs=begun.sampling.top_logprobs,
         )
-        self._drafts, self._logprobs = decoder.counts, decoder.logprobs
-        with closing(decoder.tokens(int(begun.token_ids[-1]))) as tokens:
-            while True:
-                with noticing_loss():
-                    token = next(tokens, None)
-                self._drafts = decoder.counts
-                if token is None:
-                    return
-                yield (token,)
+        return _steps(decoder, int(begun.token_ids[-1]))
 
-    def set_aside(self) -> Callable[[], None]:
-        put_prompt_back, drafts, logprobs = super().set_aside(), self._drafts, self._logprobs
+    def set_aside(self) -> Callable[[Seat], None]:
+        put_prompt_back, decoder = super().set_aside(), self._decoder
 
-        def put_back() -> None:
-            put_prompt_back()
-            self._drafts, self._logprobs = drafts, logprobs
+        def put_back(seat: Seat) -> None:
+            assert isinstance(seat, TorchSeat)
+            put_prompt_back(seat)
+            seat._decoder = decoder
+            if decoder is not None:
+                decoder.move_to(seat.session)
 
         return put_back
 
     @property
     def drafts(self) -> DraftCounts:
-        return self._drafts
+        return DraftCounts() if self._decoder is None else self._decoder.counts
 
     @property
     def logprobs(self) -> Sequence[ScoredToken]:
-        return self._logprobs
+        return () if self._decoder is None else self._decoder.logprobs
 
     def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
         return self._vectors.digest(scales)
@@ -261,4 +256,14 @@ class TorchEngine(TorchSeat, Engine):
     def close(self) -> None:
         """Frees weights and arenas. The engine must not be used afterwards."""
         for seat in (self, *self._beside):
-            seat._open = None
+            seat._open = seat._decoder = None
+
+
+def _steps(decoder: Decoder, last_token_id: int) -> Iterator[Sequence[int]]:
+    with closing(decoder.tokens(last_token_id)) as tokens:
+        while True:
+            with noticing_loss():
+                token = next(tokens, None)
+            if token is None:
+                return
+            yield (token,)

@@ -22,7 +22,7 @@ READ_DIGITS = 1
 def document(proxy: Proxy, caller: Caller) -> Mapping[str, Any]:
     """Of what `caller` may see."""
     lane, now_s = proxy.lane, proxy.services.monotonic()
-    running = [turn for turn in (lane.running, *lane.paused_turns) if turn is not None]
+    running = (*lane.running_turns, *lane.paused_turns)
     return {
         "state": "lost" if proxy.lost is not None else "stopping" if lane.closed else "ok",
         "model": proxy.model_id,

@@ -43,7 +43,7 @@ def at_random(seed: int, share: float) -> Callable[[int], bool]:
 @dataclass
 class Pauser:
     """Pauses the next turn of a server at the boundaries `where`, by their number; runs a turn in each pause, then
-    `between`."""
+    `between`. Nothing runs beside it."""
 
     server: Running
     where: Callable[[int], bool] = everywhere
@@ -55,7 +55,7 @@ class Pauser:
     def __post_init__(self) -> None:
         lane = self.server.server.proxy.lane
         self._lane, self._pause, self._is_to_pause = lane, lane.pause, lane.is_to_pause
-        lane.schedule = PausesOne(lane._number + 1)
+        lane.schedule, lane.width = PausesOne(lane._number + 1), 1
         lane.pause = self.pause  # type: ignore[method-assign]
         lane.is_to_pause = self.is_to_pause  # type: ignore[method-assign]
 

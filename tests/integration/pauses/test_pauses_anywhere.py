@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from parkd.errors import EngineLost
-from parkd.lane.turn_runner import ChunkEnd
+from parkd.lane.reading import ChunkEnd
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.nested import CACHE_MODE_HEADER as HEADER
 from parkd.store.records import Tier

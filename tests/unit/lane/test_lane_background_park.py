@@ -14,10 +14,10 @@ import pytest
 from parkd.errors import EngineFailure
 from parkd.identity.chain import prefix_hashes
 from parkd.lane.cost import CostMeter
-from parkd.lane.engine_thread import EngineThread
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.start import Start, cold_start
+from parkd.lane.thread.engine_thread import EngineThread
 from parkd.state import BLOCK_TOKENS, Checksums, Transfer
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore

@@ -14,11 +14,11 @@ from parkd.errors import EngineFailure, RestoreFailed
 from parkd.identity.chain import prefix_hashes
 from parkd.lane import prompt_tail
 from parkd.lane.cost import CostMeter
-from parkd.lane.engine_thread import EngineThread
 from parkd.lane.live_conversation import LiveConversation
 from parkd.lane.metrics import Metrics
 from parkd.lane.prompt_tail import PromptTail
 from parkd.lane.start import Seated, Start, cold_start, decide_start
+from parkd.lane.thread.engine_thread import EngineThread
 from parkd.state import BLOCK_TOKENS, Transfer
 from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore

@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from parkd.errors import Cancelled, EngineFailure, InvalidRequest
-from parkd.lane.engine_thread import EngineThread
 from parkd.lane.events import EVENT_CHARACTERS, UNREAD_LIMIT_CHARACTERS, EventChannel
+from parkd.lane.thread.engine_thread import EngineThread
 from parkd.proxy.requests import parse_object
 from parkd.types import CacheOutcome, CacheReport, Finished, FinishReason, Progress, Started, TextDelta, Timings
 
