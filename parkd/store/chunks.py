@@ -189,6 +189,11 @@ class ChunkStore:
             self._waiting_bytes += size
             running.is_ready |= running.bytes >= self.options.batch_bytes
 
+    @property
+    def running(self) -> int:
+        """Conversations that run, or wait for their last write."""
+        return len(self._talks)
+
     def ended(self, talk: str) -> None:
         """The conversation does not go on in the engine: what waits of it is written now."""
         running = self._talks.get(talk)

@@ -121,6 +121,20 @@ def test_a_conversation_is_there_after_a_restart() -> None:
     assert not again.has(key("a", 5))
 
 
+def test_of_a_conversation_that_has_ended_nothing_stays_in_memory() -> None:
+    machine = Machine()
+    store = machine.start()
+    store.follow("cold", keys("a", 1))
+    store.ended("cold")
+    store.ended("unknown")
+    assert store.running == 0
+    store.offer(1, "a", chunks(keys("a", 2)))
+    store.ended("a")
+    assert store.running == 1
+    pump(store, machine.fs)
+    assert store.running == 0
+
+
 def test_what_is_not_written_yet_is_not_there() -> None:
     machine = Machine()
     store = machine.start()

@@ -111,6 +111,7 @@ RULES = (
     Rule("parkd.engine_adapter.remote", ("parkd.engine_adapter", "parkd.words", *SHARED), COMPUTE),
     Rule("parkd.engine_adapter.llama_server", ("parkd.engine_adapter", *SHARED), COMPUTE),
     Rule("parkd.engine_adapter", ("parkd.engine_adapter", "parkd.words", *SHARED), COMPUTE + HTTP),
+    Rule("parkd_tier.lmcache", ("parkd_tier", "parkd.store", "parkd.errors", "parkd.model_files"), HTTP),
     Rule("parkd_tier.sglang", ("parkd_tier", "parkd.store", "parkd.state", "parkd.errors", "parkd.model_files"), HTTP),
     Rule("parkd_tier.vllm", ("parkd_tier", "parkd.store", "parkd.state", "parkd.errors", "parkd.model_files"), HTTP),
     Rule("parkd_tier", ("parkd_tier", "parkd.store", "parkd.state", "parkd.errors", "parkd.model_files"), COMPUTE),

@@ -41,11 +41,15 @@ def memory_tier(directory: Path, ram_mib: int) -> dict[str, Any]:
     return config
 
 
+def proved_tier(directory: Path, ram_mib: int = 64) -> dict[str, Any]:
+    return parkd_tier(directory, ram_mib, disk_mib=256)
+
+
 TIERS: dict[str, Any] = {
     "vLLM": None,
     "vLLM, its tier in memory": memory_tier,
     "vLLM, its tier of files": stock_fs_tier,
-    "vLLM, parkd-tier": parkd_tier,
+    "vLLM, parkd-tier": proved_tier,
 }
 
 
@@ -71,7 +75,7 @@ def measure(name: str, tier: Any, model: Path, folder: Path) -> dict[str, Any]:
             for other in others:
                 first_token(engine, other)
             seen["memory"].append(first_token(engine, a))
-            if tier in (stock_fs_tier, parkd_tier):
+            if tier in (stock_fs_tier, proved_tier):
                 engine.empty_memory()
                 seen["disk"].append(first_token(engine, a))
         assert all(each.tokens == cold.tokens for answers in seen.values() for each in answers)

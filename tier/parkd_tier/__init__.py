@@ -9,6 +9,7 @@ tier.py       the store of chunks (`parkd.store.chunks`) with the threads that r
 opening.py    a tier over a directory, and what is said of state there that cannot be used
 vllm/         behind vLLM's SecondaryTierManager
 sglang.py     behind SGLang's HiCacheStorage
+lmcache.py    behind LMCache's L2AdapterInterface
 cli.py        parkd-tier config, canary, look
 """
 
