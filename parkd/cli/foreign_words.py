@@ -115,7 +115,7 @@ _VLLM = (
     ("code from model folders is never run; leave it out", "--trust-remote-code"),
     ("adapters are --lora FILE, with llama.cpp", "--enable-lora --lora-modules"),
     (_OWN_HEAD, "--speculative-config"),
-    ("name a model directory that has it", "--tokenizer --revision --hf-overrides --download-dir"),
+    ("name a model directory that has it", "--revision --hf-overrides --download-dir"),
     (_LOG, "--uvicorn-log-level --disable-log-requests --disable-log-stats"),
 )
 """The same for vLLM."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mi
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
     from parkd.engine_adapter.llama_server.engine import LlamaServerEngine
     from parkd.engine_adapter.remote.engine import RemoteEngine
+    from parkd.engine_adapter.remote.finding import Found
     from parkd.engine_adapter.torch_engine.engine import TorchEngine
 
     AnyEngine = TorchEngine | LlamaCppEngine | LlamaServerEngine | RemoteEngine
@@ -254,7 +255,33 @@ def load_upstream(config: Config, progress: Callable[[str, float], None]) -> Lla
 def load_remote(config: Config, progress: Callable[[str, float], None]) -> RemoteEngine:
     """Connects to a server of another kind. Raises ConfigError and ModelError."""
     from parkd.engine_adapter.remote.starting import connect
+    from parkd.engine_adapter.remote.words import TokenWords
+    from parkd.engine_adapter.rendered import RenderedTemplate
 
     remote = config.model.remote
     assert remote is not None
-    return connect(remote, None, progress)
+    own = remote.tokenizer is None
+
+    def words(found: Found) -> TokenWords | None:
+        """Those of --tokenizer, else those of the server's own directory if it is here; None: none are at hand."""
+        name = found.root if own else remote.tokenizer
+        if not name or (own and not (Path(name) / "tokenizer.json").is_file()):
+            return None
+        if importlib.util.find_spec("parkd_engine") is None or importlib.util.find_spec("transformers") is None:
+            if own:
+                return None
+            raise ConfigError("--tokenizer needs the extra torch: pip install parkd[torch]")
+        from parkd_engine.loading.model_words import load_words
+
+        loaded = load_words(name, remote.chat_template_file)
+        return TokenWords(
+            loaded.tokenizer,
+            RenderedTemplate(loaded.template),
+            loaded.template.source,
+            end_token_ids=loaded.end_token_ids,
+            vocab_size=loaded.vocab_size,
+            context_tokens=remote.context_tokens or found.context_tokens,
+            response_reader=None if loaded.tokenizer.responses is None else loaded.tokenizer.responses.reader,
+        )
+
+    return connect(remote, words, progress)

@@ -188,6 +188,7 @@ _TAKEN = {
         "upstream-api-key",
         "upstream-timeout",
         "upstream-turns",
+        "tokenizer",
     ),
 }
 """The settings of another server that each engine takes."""
@@ -213,6 +214,8 @@ def _remote(values: Mapping[str, Any]) -> RemoteConfig | None:
     return RemoteConfig(
         values["upstream"],
         values["upstream-model"],
+        values["tokenizer"],
+        values["chat-template-file"],
         values["ctx-size"],
         values["upstream-turns"],
         values["upstream-api-key"],

@@ -234,6 +234,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("slot-save-path", "upstream", "DIR", parsers.directory, None, "a llama-server's --slot-save-path"),
     Setting("upstream-model", "upstream", "NAME", parsers.some_text, None, "its name for the model (the only one)"),
     Setting("upstream-api-key", "upstream", "KEY", parsers.some_text, None, "its API key"),
+    Setting(
+        "tokenizer",
+        "upstream",
+        "DIR|ID",
+        parsers.some_text,
+        None,
+        "directory or hub name with the tokenizer of its model (auto: its own directory, if it is on this machine)",
+    ),
     Setting("upstream-turns", "upstream", "N", parsers.count(1, 1024), 64, "turns it is given at once ({})"),
     Setting(
         "upstream-timeout",

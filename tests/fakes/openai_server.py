@@ -116,6 +116,8 @@ class FakeUpstream:
         self.script: Script = lambda _body: iter([said("Hello"), said(" there."), ended()])
         self.usage: Callable[[dict[str, Any], int, int, int], dict[str, Any] | None] = usage_document
         self.refuse: Callable[[dict[str, Any]], tuple[int, dict[str, str], Any] | None] = lambda _body: None
+        self.posts: dict[str, Callable[[dict[str, Any]], Any]] = {}
+        """Answers to other paths."""
         self.tells_cached = True
         self.ends_with_done = True
         self.bodies: list[dict[str, Any]] = []
@@ -214,6 +216,10 @@ class _Handler(BaseHTTPRequestHandler):
         owner = self.owner
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if not self._has_key():
+            return
+        if not self.path.startswith("/v1/"):
+            known = self.path in owner.posts
+            self._document(200 if known else 404, owner.posts[self.path](body) if known else {"detail": "Not Found"})
             return
         with owner._lock:
             owner.paths.append(self.path)

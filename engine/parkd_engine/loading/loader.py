@@ -7,8 +7,7 @@ run.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,14 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from parkd.errors import ModelError, UnsupportedModel
@@ -41,16 +33,22 @@ from parkd_engine.kernels import has_triton, keep_tuning
 from parkd_engine.loading import gguf_convert
 from parkd_engine.loading.draft_loading import drop_head, find_head, load_head
 from parkd_engine.loading.library_bars import no_library_bars
+from parkd_engine.loading.model_words import (
+    HUB_ID,
+    SMALL_FILES,
+    downloaded,
+    end_token_ids,
+    load_tokenizer,
+    template_source,
+)
 from parkd_engine.loading.quantised_loading import convert_folder, load_quantised
 from parkd_engine.vision.images import ImageProcessor, image_tokens, processor_class
 from parkd_engine.weights.schemes import OWN_VERSION, convert_to, scheme_of
 from parkd_engine.words.chat import ChatTokenizer
 
-SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 WEIGHT_FILES = ("*.safetensors",)
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 Ranges = tuple[tuple[int, int], ...]
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedMo
     """Loads `config.model`. Raises UnsupportedModel (before weights are read) or ModelError."""
     if has_triton():
         keep_tuning()  # Before the library imports kernels with the model's code.
-    template = _template_source(config.chat_template_file)
+    template = template_source(config.chat_template_file)
     if config.model.startswith(PREFIX):
         return _load_preset(config, template)
     path = Path(config.model).expanduser()
@@ -123,7 +121,7 @@ def load_model(config: LoadConfig, progress: Progress | None = None) -> LoadedMo
     if path.is_dir():
         folder = path
         checked_config(folder)
-    elif _HUB_ID.fullmatch(config.model):
+    elif HUB_ID.fullmatch(config.model):
         folder = _downloaded(config.model)
     else:
         raise ModelError(f"{config.model} is neither a directory, a GGUF file nor a hub id such as owner/name.")
@@ -137,7 +135,7 @@ def _load_folder(
 ) -> LoadedModel:
     settings = checked_config(folder)
     has_head = config.draft and find_head(folder, settings)
-    tokenizer = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     if progress is not None:
         progress(f"Loading {name}", 0.0)
     dtype = _compute_dtype(config, settings)
@@ -167,7 +165,7 @@ def _load_folder(
         template=ChatTemplate(tokenizer, template),
         dtype=dtype,
         weights_digest=digest,
-        end_token_ids=_end_token_ids(folder, language_config(settings), tokenizer),
+        end_token_ids=end_token_ids(folder, language_config(settings), tokenizer),
         images=images,
         ranges=ranges,
     )
@@ -237,11 +235,8 @@ def _of_kind(
 
 def _downloaded(hub_id: str) -> Path:
     """Downloads a hub model and returns its folder. Weights are downloaded only if the configuration is supported."""
-    try:
-        checked_config(Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES))))
-        return Path(snapshot_download(hub_id, allow_patterns=[*SMALL_FILES, *WEIGHT_FILES]))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ModelError(f"{hub_id} is not a local path, and cannot be downloaded from the hub: {error}") from error
+    checked_config(downloaded(hub_id, SMALL_FILES))
+    return downloaded(hub_id, [*SMALL_FILES, *WEIGHT_FILES])
 
 
 def checked_config(folder: Path) -> Any:
@@ -261,15 +256,6 @@ def checked_config(folder: Path) -> Any:
         raise ModelError(f"The configuration in {folder} cannot be read: {error}") from error
     check_config(settings)
     return settings
-
-
-def _tokenizer(folder: Path) -> Any:
-    # The library's class for a model kind may tokenize differently from `tokenizer.json`; the file decides.
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
-    try:
-        return kind.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
 
 
 def _image_processor(folder: Path, settings: Any, tokenizer: Any) -> ImageProcessor | None:
@@ -311,23 +297,3 @@ def _compute_dtype(config: LoadConfig, settings: Any) -> torch.dtype:
     if torch.device(config.devices[0]).type == "cpu":
         return torch.float32
     return own if isinstance(own, torch.dtype) else torch.bfloat16
-
-
-def _end_token_ids(folder: Path, settings: Any, tokenizer: Any) -> frozenset[int]:
-    named: list[int | Sequence[int] | None] = [settings.eos_token_id, tokenizer.eos_token_id]
-    if (folder / "generation_config.json").is_file():
-        named.append(GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id)
-    ids: set[int] = set()
-    for entry in named:
-        if entry is not None:
-            ids |= {entry} if isinstance(entry, int) else set(entry)
-    return frozenset(ids)
-
-
-def _template_source(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"The chat template {path} cannot be read: {error}.") from error

@@ -43,7 +43,8 @@ def check_taken(request: TurnRequest, flavour: Flavour, unit: Unit, *, thinks: b
         )
     if sampling.text_bias and unit is Unit.CHARACTER:
         raise InvalidRequest(
-            "`logit_bias` by texts needs the model's tokenizer, which is not known here. Send ids of tokens.",
+            "`logit_bias` by texts needs the model's tokenizer, which is not known here. Send ids of tokens, or start "
+            "parkd with --tokenizer.",
             param="logit_bias",
         )
     choice = request.tool_choice
@@ -132,13 +133,14 @@ def common_fields(
     form: TextForm | None,
     flavour: Flavour,
     *,
+    unit: Unit,
     model: str,
     salt: str,
 ) -> dict[str, Any]:
     """The fields that a chat and a completion have in common. `salt`: requests with others share no state with this
     one; empty: with all without one."""
     counts = {"include_usage": True}
-    if flavour.counts_always:
+    if flavour.counts_always and unit is Unit.CHARACTER:  # ids are counted here
         counts["continuous_usage_stats"] = True
     return {
         "model": model,

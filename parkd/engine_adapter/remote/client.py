@@ -13,7 +13,15 @@ import orjson
 from parkd.config import Deadlines
 from parkd.engine_adapter.http.client import WRONG_KEY, HttpClient, UpstreamRefused
 from parkd.engine_adapter.http.lines import error_text
-from parkd.errors import ContextOverflow, InvalidRequest, ParkdError, QueueFull, UpstreamDown, UpstreamFailed
+from parkd.errors import (
+    ContextOverflow,
+    InvalidRequest,
+    ParkdError,
+    QueueFull,
+    UpstreamDown,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
 
 CALLED = "upstream server"
 SPARE_CONNECTIONS = 16
@@ -51,6 +59,17 @@ class RemoteClient(HttpClient):
             deadlines=deadlines,
             monotonic=monotonic,
         )
+
+    def tokenised(self, body: Mapping[str, Any]) -> list[int] | None:
+        """The ids of a text or a chat, if the server has `/tokenize` for it; None if it has not."""
+        try:
+            tokens = self.object("POST", "/tokenize", body).get("tokens")
+        except (UpstreamDown, UpstreamTimeout):
+            raise
+        except UpstreamFailed:
+            return None
+        whole = isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)
+        return tokens if whole else None
 
     def refusal(self, path: str, status: int, retry_after: str, raw: bytes) -> UpstreamFailed:  # noqa: ARG002
         """Servers write errors in many ways: `{"error": {...}}`, `{"error": "..."}`, `{"message": ...}`, `{"detail":

@@ -153,6 +153,7 @@ class RemoteSeat(Seat):
                 schema,
                 form,
                 engine.found.flavour,
+                unit=self.info.unit,
                 model=engine.found.model,
                 salt=engine.salt_of(request),
             ),
@@ -307,7 +308,7 @@ class RemoteEngine(Engine):
         self.template = words.template
         self.template_source = words.template_source
         self.parser = words.parser
-        self.response_reader = None
+        self.response_reader = words.response_reader
         self.images: ImageReader | None = None
         self.watcher = LeaveWatcher()
         self._fresh_salt = fresh_salt
@@ -317,6 +318,16 @@ class RemoteEngine(Engine):
     @property
     def seats(self) -> Sequence[Seat]:
         return self._seats
+
+    @property
+    def turns_at_once(self) -> int:
+        """As many as there are seats."""
+        return len(self._seats)
+
+    @property
+    def has_own_threads(self) -> bool:
+        """Each turn waits for the server on a thread of its own."""
+        return True
 
     @property
     def end_ids_for_stop(self) -> tuple[int]:

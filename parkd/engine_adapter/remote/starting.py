@@ -14,7 +14,7 @@ from parkd.engine_adapter.remote.finding import Found, ask, found_in
 from parkd.engine_adapter.remote.flavours import HOSTED, LLAMA_SERVER
 from parkd.engine_adapter.remote.talk import TalkTemplate
 from parkd.engine_adapter.remote.words import CharacterWords, Words
-from parkd.errors import ModelError, UpstreamDown, UpstreamFailed
+from parkd.errors import ModelError, ParkdError, UpstreamDown, UpstreamFailed
 from parkd.state import Grain, StageLayout, StateLayout
 from parkd.types import Unit
 
@@ -28,7 +28,15 @@ LAYOUT_DIGEST = b"no state is here"
 UNIT_BYTES = 8
 
 Progress = Callable[[str, float], None]
-MakeWords = Callable[[Found], Words]
+MakeWords = Callable[[Found], Words | None]
+TRIAL_TEXT = "The 3 quick brown f\u00f6xes:\n\tjump over 12345 lazy dogs, don't they?  \U0001f98a\n"
+TRIAL_CHAT = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And 3+3?"},
+)
+"""What both tokenizers and templates are tried with."""
 
 
 def connect(
@@ -46,14 +54,24 @@ def connect(
     )
     try:
         found = _found(client, config, progress, sleep, monotonic)
-        words = make_words(found) if make_words is not None else character_words(found)
+        words = None if make_words is None or not found.flavour.takes_ids else make_words(found)
+        doubt = None if words is None else doubt_of(client, found, words)
+        if doubt is not None and config.tokenizer is not None:
+            raise ModelError(doubt)
+        if words is None and config.tokenizer is not None:
+            raise ModelError(
+                f"--tokenizer: a {found.flavour.name} server takes no prompts as token ids, or returns none. Leave it "
+                f"out: prompts are told apart by characters then."
+            )
+        if words is None or doubt is not None:
+            words = character_words(found)
         return RemoteEngine(
             client,
             found,
             words,
             info_of(found, words, config.context_tokens),
             seats=config.turns,
-            notes=notes_of(found, words),
+            notes=notes_of(found, words, doubt),
             monotonic=monotonic,
         )
     except UpstreamFailed as error:
@@ -62,6 +80,27 @@ def connect(
     except BaseException:
         client.close()
         raise
+
+
+def doubt_of(client: RemoteClient, found: Found, words: Words) -> str | None:
+    """What shows that these are not the server's own words; None if it cannot be shown, or not be asked."""
+    text = client.tokenised({"model": found.model, "prompt": TRIAL_TEXT, "add_special_tokens": False})
+    if text is not None and text != words.tokenizer.encode(TRIAL_TEXT):
+        return "--tokenizer is not that of the server's model: it gives other tokens for the same text. Name its own."
+    chat = {"model": found.model, "messages": list(TRIAL_CHAT), "add_generation_prompt": True}
+    asked = client.tokenised({**chat, "add_special_tokens": False})
+    if asked is None:
+        return None
+    try:
+        rendered = words.tokenizer.encode(words.template.render(TRIAL_CHAT, (), {}).text)
+    except ParkdError as error:
+        return f"--tokenizer: {error.message}"
+    if asked != rendered:
+        return (
+            "--tokenizer has another chat template than the server: give parkd the same one with --chat-template-file, "
+            "or leave --tokenizer out."
+        )
+    return None
 
 
 def character_words(found: Found) -> CharacterWords:
@@ -94,10 +133,12 @@ def info_of(found: Found, words: Words, context_tokens: int | None) -> EngineInf
     )
 
 
-def notes_of(found: Found, words: Words) -> list[str]:
-    """What the operator should know."""
+def notes_of(found: Found, words: Words, doubt: str | None = None) -> list[str]:
+    """What the operator should know. `doubt`: why the words of the server's own directory are not used."""
     kind = found.flavour.name + (f" {found.version}" if found.version else "")
     notes = [f"the server is taken for {kind}, since {found.why}; it serves {found.model}"]
+    if doubt is not None:
+        notes.append(f"the tokenizer in {found.root} is not used: {doubt}")
     if words.unit is Unit.CHARACTER:
         notes.append(
             "prompts are told apart by characters, not by tokens, since no tokenizer is at hand; tokens are as the "

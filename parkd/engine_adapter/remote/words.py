@@ -1,12 +1,16 @@
-"""How prompts travel to a server, and what its answers are in ids: as a chat, whose units are characters."""
+"""How prompts travel to a server, and what its answers are in ids.
+
+CharacterWords    as a chat, to /v1/chat/completions; units are characters, and the server parses its answers
+TokenWords        as token ids, to /v1/completions; parkd writes the prompt and reads the answer by the model's template
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from parkd.engine_adapter.base import ChatTemplate, TextStream, Tokenizer
+from parkd.engine_adapter.base import ChatTemplate, ResponseReader, TextStream, Tokenizer
 from parkd.engine_adapter.remote.alphabet import VOCAB_SIZE, Characters, Ids, JoinedText, Mark, ids_of
 from parkd.engine_adapter.remote.bodies import chat_fields
 from parkd.engine_adapter.remote.events import CallPiece, Piece
@@ -16,6 +20,8 @@ from parkd.engine_adapter.remote.talk import plain_text, read_talk
 from parkd.errors import UpstreamFailed
 from parkd.types import TurnRequest, Unit
 
+MakeReader = Callable[[str, Sequence[Mapping[str, Any]]], ResponseReader]
+"""(end of the rendered prompt, tools) -> the reader of one answer."""
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 CHARACTERS_A_TOKEN = 4.0
@@ -42,6 +48,8 @@ class Words(Protocol):
     end_token_ids: frozenset[int]
     parser: type[PartsParser] | None
     """Of answers; None: their text is as the model wrote it."""
+    response_reader: MakeReader | None
+    """Of answers, as the model's own files declare; None: they declare nothing."""
 
     def request(self, ids: Ids, request: TurnRequest | None, limit: int | None) -> tuple[str, dict[str, Any]]:
         """The path, and the fields of the request that only this way of asking has."""
@@ -65,6 +73,7 @@ class CharacterWords:
     end_token_ids = frozenset({Mark.END.id})
     template_source: str | None = None
     parser: type[PartsParser] | None = PartsParser
+    response_reader: MakeReader | None = None
 
     def __init__(self, flavour: Flavour, template: ChatTemplate) -> None:
         self.tokenizer: Tokenizer = Characters()
@@ -153,3 +162,78 @@ class JoinedParts:
     def _ended(self) -> list[int]:
         """Of a call without arguments, where they would be."""
         return [*self._arguments(), *ids_of("{}")] if self._part is Mark.CALL and not self._has_arguments else []
+
+
+class TokenText(Tokenizer, Protocol):
+    """A model's tokenizer, which can also write answers."""
+
+    def text(self) -> TextStream: ...
+
+
+class TokenWords:
+    """For servers that take ids and return those of their answers, where the model's tokenizer is at hand."""
+
+    unit = Unit.TOKEN
+    parser: type[PartsParser] | None = None
+
+    def __init__(
+        self,
+        tokenizer: TokenText,
+        template: ChatTemplate,
+        template_source: str | None,
+        *,
+        end_token_ids: frozenset[int],
+        vocab_size: int,
+        context_tokens: int,
+        response_reader: MakeReader | None = None,
+    ) -> None:
+        self.tokenizer: Tokenizer = tokenizer
+        self.response_reader = response_reader
+        self.template = template
+        self.template_source = template_source
+        self.end_token_ids = end_token_ids
+        self.vocab_size = vocab_size
+        self._text = tokenizer.text
+        self._context_tokens = context_tokens
+        control = [tokenizer.encode(token) for token in tokenizer.control_tokens]
+        self._ends = end_token_ids | {ids[0] for ids in control if len(ids) == 1}
+
+    def request(self, ids: Ids, request: TurnRequest | None, limit: int | None) -> tuple[str, dict[str, Any]]:  # noqa: ARG002
+        room = max(1, self._context_tokens - len(ids))
+        body = {
+            "prompt": ids,
+            "max_tokens": room if limit is None else max(1, min(limit, room)),
+            "return_token_ids": True,
+            "skip_special_tokens": False,  # the text is not read, but some servers return ids as they write text
+        }
+        return COMPLETIONS_PATH, body
+
+    def answer(self, request: TurnRequest | None) -> AnswerIds:  # noqa: ARG002
+        return ReturnedIds(self._ends)
+
+    def text_stream(self) -> TextStream:
+        return self._text()
+
+    def tokens_in(self, units: int) -> int:
+        return units
+
+    def counted(self, units: int, tokens: int) -> None:
+        """Nothing is to be learned: units are tokens."""
+
+
+class ReturnedIds:
+    """The ids of one answer, as the server returns them."""
+
+    def __init__(self, ends: frozenset[int]) -> None:
+        """`ends` are ids of which one may stand last in an answer that has ended, and is no part of it."""
+        self._ends = ends
+
+    def ids(self, piece: Piece) -> Sequence[int]:
+        ids = list(piece.token_ids or ())
+        if piece.text and not ids:
+            raise UpstreamFailed(
+                "The upstream server does not return the ids of its answer. Use a newer one, or leave out --tokenizer."
+            )
+        if piece.finish == "stop" and ids and ids[-1] in self._ends:
+            ids.pop()
+        return ids
