@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.fakes.openai_server import (
     SGLANG,
     TGI,
     VLLM,
+    Events,
     FakeUpstream,
     Held,
     called,
@@ -535,3 +537,87 @@ async def test_tokens_are_counted_by_what_the_server_counted_before() -> None:
             counted = (await parkd.client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
             exact = len(upstream.prompt_of(upstream.bodies[-1])) // CHARACTERS_A_TOKEN
             assert abs(counted - exact) < 0.05 * exact
+
+
+class Echo:
+    """Says the last message, once everyone is there."""
+
+    def __init__(self, upstream: FakeUpstream, together: int) -> None:
+        self._upstream, self._together = upstream, together
+        self.go_on = threading.Event()
+
+    def __call__(self, body: dict[str, Any]) -> Events:
+        yield said("I heard ")
+        while not self.go_on.wait(0.01):
+            if self._upstream.running >= self._together:
+                self.go_on.set()
+            yield b": waiting\n\n"
+        yield said(body["messages"][-1]["content"])
+        yield ended()
+
+
+async def test_turns_run_side_by_side_as_many_as_the_server_is_given() -> None:
+    count = 24
+    with FakeUpstream(VLLM) as upstream:
+        upstream.script = Echo(upstream, count)
+        async with before(upstream) as parkd:
+            answers: dict[int, str] = {}
+
+            async def ask(number: int) -> None:
+                answers[number] = (await parkd.stream(opening(f"number {number}"))).text
+
+            async with anyio.create_task_group() as tasks:
+                for number in range(count):
+                    tasks.start_soon(ask, number)
+            assert answers == {number: f"I heard number {number}" for number in range(count)}
+            assert upstream.most_running == count
+
+
+async def test_no_more_turns_are_given_than_was_said() -> None:
+    with FakeUpstream(VLLM) as upstream:
+        upstream.script = Echo(upstream, 2)
+        async with before(upstream, upstream_turns="2") as parkd:
+            async with anyio.create_task_group() as tasks:
+                for number in range(6):
+                    tasks.start_soon(parkd.chat, opening(f"number {number}"))
+            assert upstream.most_running == 2
+            assert len(upstream.bodies) == 6
+
+
+async def test_one_that_leaves_touches_none_beside_it() -> None:
+    with FakeUpstream(VLLM) as upstream:
+        held = Held([said("Hello")], [said(" there."), ended()])
+        upstream.script = held
+        async with before(upstream) as parkd:
+            texts: list[str] = []
+
+            async def stay(number: int) -> None:
+                texts.append((await parkd.stream(opening(f"stay {number}"))).text)
+
+            async with anyio.create_task_group() as tasks:
+                for number in range(5):
+                    tasks.start_soon(stay, number)
+                with anyio.move_on_after(0.5):
+                    await parkd.stream(opening("leave me"))
+                await until(lambda: len(upstream.left) == 1)
+                assert upstream.running == 5
+                held.go_on.set()
+            assert texts == ["Hello there."] * 5
+            assert [body["messages"][-1]["content"] for body in upstream.left] == ["leave me"]
+
+
+async def test_one_refusal_or_failure_touches_none_beside_it() -> None:
+    with FakeUpstream(VLLM) as upstream:
+        upstream.refuse = lambda body: (
+            (500, {}, {"error": {"message": "boom"}}) if "fail" in body["messages"][-1]["content"] else None
+        )
+        async with before(upstream) as parkd:
+            statuses: dict[str, int] = {}
+
+            async def ask(question: str) -> None:
+                statuses[question] = (await parkd.post(opening(question))).status_code
+
+            async with anyio.create_task_group() as tasks:
+                for number in range(10):
+                    tasks.start_soon(ask, f"{'fail' if number % 2 else 'go'} {number}")
+            assert statuses == {f"{'fail' if n % 2 else 'go'} {n}": 502 if n % 2 else 200 for n in range(10)}
