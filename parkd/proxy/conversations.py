@@ -189,8 +189,8 @@ class ConversationEndpoints:
         for name in dict.fromkeys((*by_name, *lives)):
             rows = sorted(by_name.get(name, ()), key=lambda row: -row.parked.position)
             shown.append(self._one(caller, name, rows, lives.get(name), now_s))
-        is_alone = caller.is_operator or self._proxy.config.owners <= 1
-        return shown if is_alone else as_alone(shown, len(self._proxy.lives))
+        may_know = self._proxy.may_know_when_others_run(caller)
+        return shown if may_know else as_alone(shown, len(self._proxy.lives))
 
     def _one(self, caller: Caller, name: Name, rows: list[Listed], live: _Live | None, now_s: float) -> Shown:
         proxy = self._proxy

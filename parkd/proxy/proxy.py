@@ -316,6 +316,10 @@ class Proxy:
         """Who sends the request. Raises Unauthorized."""
         return caller_of(request.headers, self.config)
 
+    def may_know_when_others_run(self, caller: Caller) -> bool:
+        """Whether there is nobody else, or the caller is an operator."""
+        return caller.is_operator or self.config.owners <= 1
+
     async def body_of(self, request: Request, charge: Charge) -> Mapping[str, Any]:
         """The request's body as a JSON object. Raises ParkdError if it cannot be read."""
         config = self.config

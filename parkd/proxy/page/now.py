@@ -93,8 +93,12 @@ def _turn(turn: Turn) -> Mapping[str, Any]:
 
 
 def _seats(proxy: Proxy, caller: Caller) -> list[Mapping[str, Any]]:
-    """The live conversations, by seat. Where keys share a namespace, as far as the caller's own requests went."""
+    """The live conversations, by seat. Where keys share a namespace, as far as the caller's own requests went. Where
+    there are others, while a turn of the caller runs: else they would tell when others do."""
     shown: list[Mapping[str, Any]] = []
+    running = proxy.lane.running
+    if not proxy.may_know_when_others_run(caller) and (running is None or not is_seen(running, caller)):
+        return shown
     for number, live in enumerate(proxy.lives):
         tokens = _seen_tokens(proxy, live, caller)
         if tokens or caller.is_operator:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,19 +154,36 @@ async def test_a_key_is_told_of_its_own_turns_only() -> None:
     # The seat is anna's and ben's same prompt by now; carl, in another namespace, is told of none.
 
 
-async def test_a_live_conversation_is_told_to_whom_it_belongs() -> None:
-    async with running(FakeEngine(), config=KEYS) as server:
+async def test_found_by_use_a_seat_is_told_to_whom_it_belongs_while_its_turn_runs() -> None:
+    """A seat that were gone when another key had run would tell that it did."""
+    apart = replace(KEYS, named_keys=(*KEYS.named_keys, NamedKey("dora", "k4")))
+    gates = {name: Gate("token", nth) for name, nth in (("k4", 2), ("k3", 6))}
+
+    def hook(name: str, number: int) -> None:
+        for gate in gates.values():
+            gate(name, number)
+
+    async with (
+        running(FakeEngine(hook=hook, end_odds=1 << 40), config=apart) as server,
+        anyio.create_task_group() as tasks,
+    ):
         said = [{"role": "user", "content": "Mine alone. " * 60}]
-        await server.client.post("/v1/chat/completions", json=body_of(said), headers=key("k1"))
-        await server.settled()
-        mine, mates, others, all_ = [(await now(server, name))["seats"] for name in ("k1", "k2", "k3", "op")]
-        assert mine[0]["tokens"] >= len(server.prompt_tokens(said))
-        assert all_ == mine
-        assert (mates, others) == ([], [])
-        await server.client.post("/v1/chat/completions", json=body_of(said), headers=key("k3"))
-        await server.settled()
-        mine, others = [(await now(server, name))["seats"] for name in ("k1", "k3")]
-        assert (mine, others[0]["tokens"] > 0) == ([], True)
+        post, names = server.client.post, ("k1", "k3", "k4", "op")
+
+        async def seats() -> dict[str, int]:
+            told = {name: (await now(server, name))["seats"] for name in names}
+            return {name: shown[0]["tokens"] for name, shown in told.items() if shown}
+
+        for who in ("k4", "k3"):
+            body = body_of(said, 4)
+            tasks.start_soon(lambda body=body, who=who: post("/v1/chat/completions", json=body, headers=key(who)))
+            await gates[who].wait_reached()
+            told = await seats()
+            assert set(told) == {who, "op"}
+            assert told[who] == told["op"] >= len(server.prompt_tokens(said)) - 1
+            gates[who].opened.set()
+            await server.settled()
+            assert set(await seats()) == {"op"}
 
 
 async def test_events_tell_each_new_state_once() -> None:
