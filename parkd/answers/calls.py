@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from parkd.answers.base import CallIds, OutputEvent
+from parkd.answers.readers.signals import CallArguments, CallClosed, CallOpened, CallReader, Malformed, Signal
 from parkd.answers.scan import first_marker, held_tail
-from parkd.answers.signals import CallArguments, CallClosed, CallOpened, CallReader, Malformed, Signal
 from parkd.types import TextDelta, ToolCallDelta
 
 Section = Callable[[], CallReader]

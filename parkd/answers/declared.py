@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parkd.answers.base import CallIds, OutputEvent
-from parkd.answers.signals import Names
-from parkd.answers.xml_calls import tool_schemas
+from parkd.answers.readers.signals import Names
+from parkd.answers.readers.xml_calls import tool_schemas
 from parkd.engine_adapter.base import ResponseReader
 from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, ToolChoiceMode, TurnRequest
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from parkd.answers.base import CallIds, OutputFormat, ReasoningMarks, ToolFormat
-from parkd.answers.deepseek_calls import CALLS_BEGIN, FENCE
 from parkd.answers.harmony import ANALYSIS_MARKS
-from parkd.answers.tag_calls import KEY, MINIMAX_CALL
+from parkd.answers.readers.deepseek_calls import CALLS_BEGIN, FENCE, KIMI_BEGIN
+from parkd.answers.readers.json_calls import TOOLCALL
+from parkd.answers.readers.python_calls import CALLS_START, TOOLS_START
+from parkd.answers.readers.tag_calls import KEY, MINIMAX_CALL
+from parkd.answers.readers.xml_calls import SEED_CALL
 
 THINK = ReasoningMarks("<think>", "</think>")
 GEMMA_THOUGHT = ReasoningMarks("<|channel>thought\n", "<channel|>")
@@ -16,6 +19,14 @@ REASONING_STYLES = (
     ReasoningMarks("<seed:think>", "</seed:think>"),
 )
 
+_MARKS = {
+    TOOLCALL: ToolFormat.NEMOTRON,
+    KIMI_BEGIN: ToolFormat.KIMI,
+    SEED_CALL: ToolFormat.SEED,
+    CALLS_START: ToolFormat.PYTHON,
+    TOOLS_START: ToolFormat.PYTHON,
+}
+"""Marks that no other family's templates contain."""
 MISTRAL_ID_LENGTH = 9
 """Mistral's templates refuse call ids of any other length."""
 
@@ -32,6 +43,9 @@ def pick_format(template_source: str | None) -> ToolFormat:
         return ToolFormat.HARMONY
     if "<|tool_call>" in source or "<start_function_call>" in source:
         return ToolFormat.GEMMA
+    for mark, tools in _MARKS.items():
+        if mark in source:
+            return tools
     if MINIMAX_CALL in source:
         return ToolFormat.MINIMAX
     if KEY in source:

@@ -14,7 +14,6 @@ from typing import Any
 from llguidance.gbnf_to_lark import any_to_lark
 
 from parkd.answers.base import OutputFormat, ReasoningMarks, ToolFormat
-from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, FENCE, SEPARATOR
 from parkd.answers.formats import opens_reasoning
 from parkd.answers.harmony import (
     CHANNEL,
@@ -28,7 +27,24 @@ from parkd.answers.harmony import (
     ROLE,
     START,
 )
-from parkd.answers.tag_calls import (
+from parkd.answers.readers.deepseek_calls import (
+    ARGUMENTS,
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    FENCE,
+    KIMI_BEGIN,
+    KIMI_END,
+    ONE_BEGIN,
+    ONE_END,
+    SEPARATOR,
+)
+from parkd.answers.readers.deepseek_calls import FUNCTIONS as KIMI_FUNCTIONS
+from parkd.answers.readers.json_calls import TOOLCALL, TOOLCALL_END
+from parkd.answers.readers.python_calls import CALLS_END as PYTHON_END
+from parkd.answers.readers.python_calls import CALLS_START
+from parkd.answers.readers.tag_calls import (
     INVOKE,
     INVOKE_END,
     KEY,
@@ -41,7 +57,7 @@ from parkd.answers.tag_calls import (
     VALUE,
     VALUE_END,
 )
-from parkd.answers.xml_calls import takes_text
+from parkd.answers.readers.xml_calls import SEED_CALL, SEED_END, TAGGED_CALL, TAGGED_END, takes_text
 from parkd.errors import InvalidRequest
 from parkd.types import FormKind, TextForm
 
@@ -60,6 +76,10 @@ OPENERS: Mapping[ToolFormat, Sequence[str]] = {
     ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
     ToolFormat.GEMMA: ("<|tool_call>", "<start_function_call>"),
     ToolFormat.HARMONY: (CHANNEL,),
+    ToolFormat.NEMOTRON: (TOOLCALL,),
+    ToolFormat.KIMI: (KIMI_BEGIN,),
+    ToolFormat.SEED: (SEED_CALL,),
+    ToolFormat.PYTHON: (CALLS_START,),
     ToolFormat.DEEPSEEK: (CALLS_BEGIN,),
     ToolFormat.DEEPSEEK_FENCED: (CALLS_BEGIN,),
 }
@@ -205,8 +225,14 @@ class _CallGrammar:
                 return self._terms(CALLS_BEGIN), between, self._terms(CALLS_END)
             case ToolFormat.LLAMA:
                 return "", '"; "', ""
-            case ToolFormat.HERMES | ToolFormat.QWEN_XML | ToolFormat.GLM:
+            case ToolFormat.HERMES | ToolFormat.QWEN_XML | ToolFormat.GLM | ToolFormat.SEED:
                 return "", r'"\n"', ""
+            case ToolFormat.NEMOTRON:
+                return f'{self._terms(TOOLCALL)} "["', '", "', f'"]" {self._terms(TOOLCALL_END)}'
+            case ToolFormat.KIMI:
+                return self._terms(KIMI_BEGIN), '""', self._terms(KIMI_END)
+            case ToolFormat.PYTHON:
+                return f'{self._terms(CALLS_START)} "["', '", "', f'"]" {self._terms(PYTHON_END)}'
             case ToolFormat.MINIMAX:
                 return f"{self._terms(MINIMAX_CALL)} {literal(NEWLINE)}", '""', self._terms(MINIMAX_END)
             case _:
@@ -218,10 +244,17 @@ class _CallGrammar:
 
     def _call(self, name: str, parameters: Mapping[str, Any], index: int) -> str:
         match self._format:
-            case ToolFormat.QWEN_XML | ToolFormat.GLM | ToolFormat.MINIMAX:
+            case ToolFormat.QWEN_XML | ToolFormat.GLM | ToolFormat.MINIMAX | ToolFormat.SEED:
                 return self._tagged_call(name, parameters, index)
             case ToolFormat.GEMMA:
                 return self._gemma_call(name, parameters)
+            case ToolFormat.PYTHON:
+                return self._python_call(name, parameters, index)
+            case ToolFormat.KIMI:
+                number = f"number_{index}"
+                self._rules.append(f"{number}: /[0-9]{{1,3}}/")
+                told = literal(f"{KIMI_FUNCTIONS}{name}:")
+                head, tail = f"{self._terms(ONE_BEGIN)} {told} {number} {self._terms(ARGUMENTS)}", self._terms(ONE_END)
             case ToolFormat.MISTRAL if self._mistral_named:
                 head, tail = f"{self._terms('[TOOL_CALLS]')} {literal(name)} {self._terms('[ARGS]')}", ""
             case ToolFormat.HERMES:
@@ -266,9 +299,10 @@ class _CallGrammar:
                 return f"{self._terms('<tool_call>')} {literal(name + NEWLINE)}", self._terms("</tool_call>")
             case ToolFormat.MINIMAX:
                 return literal(f"{INVOKE}{name}{NAME_END}{NEWLINE}"), literal(INVOKE_END + NEWLINE)
-            case _:
-                begin = f"{self._terms('<tool_call>')} {literal(f'{NEWLINE}<function={name}>{NEWLINE}')}"
-                return begin, f"{literal(f'</function>{NEWLINE}')} {self._terms('</tool_call>')}"
+            case tools:
+                opened, closed = (SEED_CALL, SEED_END) if tools is ToolFormat.SEED else (TAGGED_CALL, TAGGED_END)
+                begin = f"{self._terms(opened)} {literal(f'{NEWLINE}<function={name}>{NEWLINE}')}"
+                return begin, f"{literal(f'</function>{NEWLINE}')} {self._terms(closed)}"
 
     def _before_value(self, key: str) -> str:
         match self._format:
@@ -277,12 +311,14 @@ class _CallGrammar:
                 return " ".join(terms)
             case ToolFormat.MINIMAX:
                 return literal(f"{PARAMETER}{key}{NAME_END}")
+            case ToolFormat.SEED:
+                return literal(f"<parameter={key}>")
             case _:
                 return literal(f"<parameter={key}>{NEWLINE}")
 
     def _tagged_value(self, schema: Any, rule: str) -> str:
         """A term for a value and its closing tag: bare text, one of several texts, or JSON."""
-        closing = {ToolFormat.GLM: VALUE_END, ToolFormat.MINIMAX: PARAMETER_END}
+        closing = {ToolFormat.GLM: VALUE_END, ToolFormat.MINIMAX: PARAMETER_END, ToolFormat.SEED: PARAMETER_END}
         tag = closing.get(self._format, f"{NEWLINE}</parameter>")
         is_token = self._terms(tag).startswith("<[")
         close = f"{self._terms(tag)} {literal(NEWLINE)}" if is_token else literal(tag + NEWLINE)
@@ -295,6 +331,24 @@ class _CallGrammar:
             return f"{rule} {close}" if is_token else rule
         self._rules.append(f"{rule}: {json_rule(schema, lenient=True)}")
         return f"{rule} {close}"
+
+    def _python_call(self, name: str, parameters: Mapping[str, Any], index: int) -> str:
+        """A term for one call. A text is written in JSON's quotes and escapes, which its reader takes."""
+        required = [key for key in parameters.get("required") or () if isinstance(key, str)]
+        pairs = []
+        for place, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
+            if isinstance(schema, Mapping):
+                schema = {**{word: parameters[word] for word in DEFINITIONS if word in parameters}, **schema}
+            rule = f"python_{index}_{place}"
+            self._rules.append(f"{rule}: {json_rule(schema if isinstance(schema, Mapping) else {}, lenient=True)}")
+            pairs.append((key in required, f"{literal(key + '=')} {rule}"))
+        first = [pair for is_required, pair in pairs if is_required]
+        others = [pair for is_required, pair in pairs if not is_required]
+        told = ' ", " '.join(first)
+        for place, pair in enumerate(others):
+            if first or place == 0:
+                told += f' (", " {pair})?' if first else f" ({pair})?"
+        return f'{literal(f"{name}(")} {told} ")"'
 
     def _gemma_call(self, name: str, parameters: Mapping[str, Any]) -> str:
         """A term for one call. Parameter names are those of the schema; values need only be well-formed."""

@@ -17,10 +17,10 @@ import re
 from enum import Enum, auto
 
 from parkd.answers.base import ReasoningMarks
-from parkd.answers.json_machine import WHITESPACE, JsonArguments
+from parkd.answers.readers.json_machine import WHITESPACE, JsonArguments
+from parkd.answers.readers.signals import NAME_LIMIT, CallOpened, Malformed, Names, Signal
 from parkd.answers.reasoning import Piece
 from parkd.answers.scan import first_marker, held_tail
-from parkd.answers.signals import NAME_LIMIT, CallOpened, Malformed, Names, Signal
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from parkd.answers.base import CallIds, OutputEvent, OutputFormat, Parser, ToolFormat
 from parkd.answers.calls import CallParser, Section
 from parkd.answers.declared import DeclaredParser
-from parkd.answers.deepseek_calls import CALLS_BEGIN, DeepSeekCalls
 from parkd.answers.formats import opens_reasoning
-from parkd.answers.gemma_calls import gemma_section
 from parkd.answers.harmony import CHANNEL, HarmonyCall, HarmonySplitter
-from parkd.answers.json_calls import JsonCalls, LlamaBare, mistral_section
+from parkd.answers.readers.deepseek_calls import CALLS_BEGIN, KIMI_BEGIN, DeepSeekCalls, KimiCalls
+from parkd.answers.readers.gemma_calls import gemma_section
+from parkd.answers.readers.json_calls import TOOLCALL, JsonCalls, LlamaBare, mistral_section, nemotron_section
+from parkd.answers.readers.python_calls import CALLS_START, python_section
+from parkd.answers.readers.signals import Names
+from parkd.answers.readers.tag_calls import MINIMAX_CALL, GlmCall, MiniMaxCalls
+from parkd.answers.readers.xml_calls import SEED_CALL, bare_function_section, seed_section, tagged_section, tool_schemas
 from parkd.answers.reasoning import Piece, ReasoningSplitter, Splitter
-from parkd.answers.signals import Names
-from parkd.answers.tag_calls import MINIMAX_CALL, GlmCall, MiniMaxCalls
-from parkd.answers.xml_calls import bare_function_section, tagged_section, tool_schemas
 from parkd.types import FinishReason, ReasoningDelta, ToolCallDelta, ToolChoiceMode, TurnRequest
 
 
@@ -112,6 +113,14 @@ def _sections(tools: ToolFormat, request: TurnRequest) -> tuple[Mapping[str, Sec
             if tools is ToolFormat.QWEN_XML:
                 sections["<function="] = lambda: bare_function_section(schemas)
             return sections, None
+        case ToolFormat.SEED:
+            return {SEED_CALL: lambda: seed_section(schemas)}, None
+        case ToolFormat.NEMOTRON:
+            return {TOOLCALL: lambda: nemotron_section(names)}, None
+        case ToolFormat.KIMI:
+            return {KIMI_BEGIN: lambda: KimiCalls(names)}, None
+        case ToolFormat.PYTHON:
+            return {CALLS_START: lambda: python_section(schemas)}, None
         case ToolFormat.HARMONY:
             return {CHANNEL: lambda: HarmonyCall(names)}, None
         case ToolFormat.GLM:

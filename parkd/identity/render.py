@@ -14,7 +14,7 @@ from parkd.errors import Cancelled, InvalidRequest, ParkdError, RenderingTooLong
 from parkd.identity.canonical import CanonicalMessage, canonical_content, canonical_messages, canonical_tools
 from parkd.identity.fill import fill_prompt
 from parkd.identity.normalise import Normaliser, RewriteRule
-from parkd.identity.profile import SystemInside, TemplateProfile, probe_template
+from parkd.identity.profile import SystemInside, TemplateProfile, as_shown, probe_template
 from parkd.identity.stand_ins import StandIns, needed, over_texts, texts_of
 from parkd.types import Message, Proof, Rewrite, TurnRequest
 
@@ -152,7 +152,8 @@ class Renderer:
     ) -> str | None:
         """What the template writes for messages, tools and settings with stand-ins; None if that is not `plain`."""
         *said, tools, kwargs = marked
-        messages = [{**message, "role": turn.message["role"]} for message, turn in zip(said, turns, strict=True)]
+        told = [{**message, "role": turn.message["role"]} for message, turn in zip(said, turns, strict=True)]
+        messages = [as_shown(message, self.profile) for message in told]
         try:
             rendered = self._template.render(messages, tools, kwargs, add_generation_prompt=opens)
         except (Cancelled, RenderingTooLong):
@@ -204,7 +205,7 @@ class Renderer:
         opens: bool,
     ) -> Rendered:
         try:
-            messages = [turn.message for turn in turns]
+            messages = [as_shown(turn.message, self.profile) for turn in turns]
             return self._template.render(messages, tools, kwargs, add_generation_prompt=opens)
         except ParkdError:
             raise

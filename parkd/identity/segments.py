@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from parkd.identity.canonical import CanonicalMessage
 from parkd.identity.profile import TemplateProfile
@@ -56,8 +57,13 @@ class OpenerMarks:
         self._roles = {
             opener: frozenset(role for role, other in openers.items() if other == opener) for opener in self._openers
         }
+        self._ends = tuple(end for end in profile.answer_openers if end not in self._roles)
+        """Of other turns, behind which an answer begins unless another turn does."""
 
     def __call__(self, text: str, cut: int) -> frozenset[str]:
+        if self._ends and text.startswith(self._ends, cut):
+            behind = cut + max(len(end) for end in self._ends if text.startswith(end, cut))
+            return frozenset() if text.startswith(self._openers, behind) else frozenset({"assistant"})
         if not text.startswith(self._openers, cut):
             return frozenset()
         return frozenset().union(*[self._roles[opener] for opener in self._openers if text.startswith(opener, cut)])
@@ -101,7 +107,8 @@ def map_prompt(
     boundaries |= {positions[index] for index in starts if prompt.turns[index].role == "assistant"}
     stays = False
     if generation is not None:
-        stays = profile.openers.get("assistant", "").startswith(tokenised.text[generation:])
+        opened = tokenised.text[generation:]
+        stays = profile.openers.get("assistant", "").startswith(opened) or opened.startswith(profile.answer_openers)
         position = tokenizer.position_of(tokenised, generation)
         marks[position] = "generation prompt"
         boundaries.add(position)
@@ -146,7 +153,7 @@ def _find_turns(
     ends = [char for char, _ in openers[1:]] + [len(text)]
     reached = answers_before = 0
     for index, turn in enumerate(turns):
-        head = _head(turn.message["content"])
+        heads = _heads(turn.message)
         tried = answers_passed = 0
         for place in range(reached, len(openers)):
             char, roles = openers[place]
@@ -156,8 +163,11 @@ def _find_turns(
                 if answers_passed > answers_before and turn.message["role"] != "assistant":
                     break
                 continue
-            if text.find(head, char, ends[place]) >= 0:
-                starts[index] = char
+            if any(text.find(head, char, ends[place]) >= 0 for head in heads):
+                first = place
+                while turn.message["role"] == "assistant" and first > reached and "assistant" in openers[first - 1][1]:
+                    first -= 1  # One answer may have several openers in a row, and this text is behind a later one.
+                starts[index] = openers[first][0]
                 reached, answers_before = place + 1, 0
                 break
             tried += 1
@@ -166,6 +176,18 @@ def _find_turns(
         if index not in starts:
             answers_before += turn.message["role"] == "assistant"
     return starts
+
+
+def _heads(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """Texts of which one is in the rendered message. Some templates drop the text beside calls."""
+    head, calls = _head(message["content"]), message.get("tool_calls")
+    if not calls or not isinstance(calls, Sequence) or not isinstance(calls[0], Mapping):
+        return (head,)
+    function = calls[0].get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        return (head,)
+    return (head, name) if head else (name,)
 
 
 def _head(content: object) -> str:
@@ -183,10 +205,11 @@ def _find_generation(
     text: str, openers: Sequence[tuple[int, frozenset[str]]], starts: dict[int, int], profile: TemplateProfile
 ) -> int | None:
     """The last opener, if it opens an answer and no message begins there or later."""
-    if not openers or not profile.generation_prompt:
+    if not openers or not (profile.generation_prompt or profile.answer_openers):
         return None
     char, roles = openers[-1]
-    opens = "assistant" in roles or text.startswith(profile.generation_prompt, char)
+    prompt = profile.generation_prompt
+    opens = "assistant" in roles or (bool(prompt) and text.startswith(prompt, char))
     return char if opens and char > max(starts.values(), default=-1) else None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from parkd.answers.json_machine import closed
+from parkd.answers.readers.json_machine import closed
 from parkd.errors import ParkdError
 from parkd.identity.surrogates import mended
 from parkd.proxy.dialects.anthropic_errors import error_document

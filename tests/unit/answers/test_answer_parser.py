@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parkd.answers.base import OutputFormat, ReasoningMarks, ToolFormat
-from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.answers.formats import THINK
 from parkd.answers.harmony import ANALYSIS_MARKS
 from parkd.answers.parser import make_parser
+from parkd.answers.readers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.types import FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, ToolChoice, ToolChoiceMode, TurnRequest
 
 TOOLS = [
@@ -145,7 +145,48 @@ c</parameter>
 <invoke name="look">
 </invoke>
 </minimax:tool_call>"""
+NEMOTRON_TWO = (
+    f'I look.\n<TOOLCALL>[{{"name": "write", "arguments": {TRICKY_JSON}}}, '
+    '{"name": "look", "arguments": {}}]</TOOLCALL>'
+)
+KIMI_TWO = (
+    f"I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{TRICKY_JSON}"
+    "<|tool_call_end|><|tool_call_begin|>functions.look:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
+)
+SEED_TWO = (
+    "I look.\n<seed:tool_call>\n<function=write>\n<parameter=path>\na <b>\n</parameter>\n"
+    "<parameter=count>7</parameter>\n</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=look>\n</function>\n</seed:tool_call>"
+)
+PYTHON_TWO = (
+    "I look.<|tool_call_start|>[write(path='it's \"b\" \\\\ {x}, ok\\n\n', count=-12, "
+    "deep={'list': [1, 2.5e3, None, True, 's'], "
+    '"no": {}}), look()]<|tool_call_end|>'
+)
+PYTHON_CALLS = [
+    (
+        "write",
+        {"path": 'it\'s "b" \\ {x}, ok\n\n', "count": -12, "deep": {"list": [1, 2500.0, None, True, "s"], "no": {}}},
+    ),
+    ("look", {}),
+]
 GOOD = {
+    "nemotron": (ToolFormat.NEMOTRON, NEMOTRON_TWO, "I look.", CALLS),
+    "kimi": (ToolFormat.KIMI, KIMI_TWO, "I look.", CALLS),
+    "seed": (
+        ToolFormat.SEED,
+        SEED_TWO,
+        "I look.",
+        [("write", {"path": "\na <b>\n", "count": 7}), ("look", {})],
+    ),
+    "python": (ToolFormat.PYTHON, PYTHON_TWO, "I look.", PYTHON_CALLS),
+    "python, quotes that the template does not escape": (
+        ToolFormat.PYTHON,
+        "<|tool_call_start|>[write(path='echo 'y'')]<|tool_call_end|>",
+        "",
+        [("write", {"path": "echo 'y'"})],
+    ),
     "hermes": (ToolFormat.HERMES, HERMES_TWO, "I look.", CALLS),
     "mistral array": (ToolFormat.MISTRAL, MISTRAL_ARRAY, "I look.", CALLS),
     "mistral named": (ToolFormat.MISTRAL, MISTRAL_NAMED, "I look.", CALLS),
@@ -198,6 +239,16 @@ GOOD = {
 }
 
 BAD = {
+    "nemotron prose": (ToolFormat.NEMOTRON, "<TOOLCALL>I would rather not.</TOOLCALL>"),
+    "nemotron no list": (ToolFormat.NEMOTRON, '<TOOLCALL>{"name": "write", "arguments": {}}</TOOLCALL>'),
+    "kimi prose": (ToolFormat.KIMI, "<|tool_calls_section_begin|>I would rather not.<|tool_calls_section_end|>"),
+    "kimi bad name": (
+        ToolFormat.KIMI,
+        "<|tool_calls_section_begin|><|tool_call_begin|>two words:0<|tool_call_argument_begin|>{}",
+    ),
+    "seed prose": (ToolFormat.SEED, "<seed:tool_call>I would rather not.</seed:tool_call>"),
+    "python prose": (ToolFormat.PYTHON, "<|tool_call_start|>I would rather not.<|tool_call_end|>"),
+    "python bad name": (ToolFormat.PYTHON, "<|tool_call_start|>[two words(a=1)]<|tool_call_end|>"),
     "hermes not json": (ToolFormat.HERMES, 'So: <tool_call>{"name": write}</tool_call> done'),
     "hermes no name": (ToolFormat.HERMES, '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
     "hermes arguments are a list": (ToolFormat.HERMES, '<tool_call>{"name": "write", "arguments": [1]}</tool_call>'),

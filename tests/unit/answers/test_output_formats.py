@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from parkd.answers.base import ReasoningMarks, ToolFormat
-from parkd.answers.deepseek_calls import CALL_BEGIN, CALLS_BEGIN, FENCE
 from parkd.answers.formats import GEMMA_THOUGHT, THINK, call_ids, opens_reasoning, output_format, pick_format
 from parkd.answers.harmony import ANALYSIS_MARKS
+from parkd.answers.readers.deepseek_calls import CALL_BEGIN, CALLS_BEGIN, FENCE
 
+SEED_THINK = ReasoningMarks("<seed:think>", "</seed:think>")
 MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
 
 
@@ -26,6 +27,11 @@ MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
         (f"'{CALLS_BEGIN}' + '{CALL_BEGIN}' + name + '</think>'", ToolFormat.DEEPSEEK, THINK),
         ("'<tool_call>' + name + '<arg_key>' + '</think>'", ToolFormat.GLM, THINK),
         ("'<minimax:tool_call>' '<invoke name=' '</think>'", ToolFormat.MINIMAX, THINK),
+        ("'<TOOLCALL>[' '{\"name\": \"' '</think>'", ToolFormat.NEMOTRON, THINK),
+        ("'<|tool_calls_section_begin|>' '<tool_call>'", ToolFormat.KIMI, None),
+        ("'<seed:tool_call>\n<function=' '</seed:think>'", ToolFormat.SEED, SEED_THINK),
+        ("'<|tool_call_start|>[' + name", ToolFormat.PYTHON, None),
+        ("'<|tool_list_start|>['", ToolFormat.PYTHON, None),
         ("'<|start|>assistant<|channel|>analysis<|message|>' + thinking", ToolFormat.HARMONY, ANALYSIS_MARKS),
         ("'<|tool_call>call:' + name '<|channel>thought\\n'", ToolFormat.GEMMA, GEMMA_THOUGHT),
     ],

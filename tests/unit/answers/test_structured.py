@@ -12,10 +12,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from parkd.answers.base import OutputFormat, ToolFormat
-from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.answers.formats import THINK
 from parkd.answers.harmony import ANALYSIS_MARKS, CHANNEL, CONSTRAIN, MESSAGE, START
 from parkd.answers.parser import make_parser
+from parkd.answers.readers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.answers.structured import StructuredOutput
 from parkd.errors import EngineFailure, InvalidRequest, SchemaTooComplex
 from parkd.types import (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from parkd.answers.base import OutputFormat
-from parkd.answers.deepseek_calls import CALLS_BEGIN
 from parkd.answers.formats import THINK
 from parkd.answers.parser import make_parser
+from parkd.answers.readers.deepseek_calls import CALLS_BEGIN
 from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect, ResponseMeta
 from parkd.proxy.dialects.openai_chat import OpenAIChat

@@ -69,7 +69,7 @@ def test_every_call_of_a_conversation_keeps_its_tokens(thinks: bool) -> None:
     for name, value in (("look", "one"), ("touch", "two"), ("look", "three")):
         prompt = builder.build(TurnRequest(messages=talk))
         assert prompt.token_ids[: len(known)].tolist() == known
-        thought = f"I {name} for {value}."
+        thought = f"For {value}."  # Not the name: the turn is found by it, behind its second opener.
         head = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thinks else ""
         # The template writes another order, and one space.
         ids = words.encode(

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from parkd.answers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.answers.formats import output_format
 from parkd.answers.parser import make_parser
+from parkd.answers.readers.deepseek_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from parkd.answers.transcript import Transcript
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said, json_key

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from parkd.answers.json_machine import JsonArguments
-from parkd.answers.signals import CallOpened, Malformed, Names, Signal
+from parkd.answers.readers.json_machine import WHITESPACE, JsonArguments
+from parkd.answers.readers.signals import CallOpened, Malformed, Names, Signal
 
 
 def tag(words: str) -> str:
@@ -65,3 +65,52 @@ class DeepSeekCalls:
             raise Malformed
         self._text = ""
         return self._names.read(head["fenced"] or head["plain"])
+
+
+KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+ONE_BEGIN, ONE_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+ARGUMENTS = "<|tool_call_argument_begin|>"
+FUNCTIONS = "functions."
+KIMI_ROOM = 96
+"""Characters of the tokens around a call's name, and of its number."""
+_KIMI_HEAD = re.compile(
+    rf"\s*{re.escape(ONE_BEGIN)}\s*(?:{re.escape(FUNCTIONS)})?(?P<name>.+?)(?::\d+)?\s*{re.escape(ARGUMENTS)}\s*",
+    re.DOTALL,
+)
+
+
+class KimiCalls:
+    """Reads from after `KIMI_BEGIN` to `KIMI_END`."""
+
+    def __init__(self, names: Names) -> None:
+        self.done = False
+        self._names = names
+        self._text = ""
+        """Text since the section began or since the last call ended."""
+        self._arguments: JsonArguments | None = None
+        self._in_tail = False
+
+    def feed(self, ch: str) -> list[Signal]:
+        if self._arguments is not None:
+            signals = self._arguments.feed(ch)
+            if self._arguments.done:
+                self._arguments, self._in_tail = None, True
+            return signals
+        if not self._text and ch in WHITESPACE:
+            return []
+        if ch == "{" and ARGUMENTS in self._text:
+            head = _KIMI_HEAD.fullmatch(self._text)
+            if head is None:
+                raise Malformed
+            self._text, self._arguments = "", JsonArguments()
+            return [CallOpened(self._names.read(head["name"])), *self._arguments.feed(ch)]
+        self._text += ch
+        expected = (ONE_END,) if self._in_tail else (ONE_BEGIN, KIMI_END)
+        if not any(mark.startswith(self._text) or self._text.startswith(mark) for mark in expected):
+            raise Malformed
+        if len(self._text) > self._names.limit + KIMI_ROOM:
+            raise Malformed
+        if self._in_tail and self._text == ONE_END:
+            self._text, self._in_tail = "", False
+        self.done = self._text == KIMI_END
+        return []

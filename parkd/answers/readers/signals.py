@@ -1,4 +1,4 @@
-"""Signals from the readers of tool-call formats to the parser. Internal to this folder."""
+"""Signals from the readers of tool-call formats to the parser. Internal to `parkd.answers`."""
 
 from __future__ import annotations
 

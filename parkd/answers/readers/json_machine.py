@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-from parkd.answers.signals import CallArguments, CallClosed, CallOpened, Malformed, Signal
+from parkd.answers.readers.signals import CallArguments, CallClosed, CallOpened, Malformed, Signal
 
 DEPTH_LIMIT = 128
 """The deepest nesting that is accepted. It bounds the stack."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parkd.answers.json_machine import WHITESPACE, JsonArguments, JsonCall
-from parkd.answers.signals import CallOpened, CallReader, Malformed, Names, Signal
+from parkd.answers.readers.json_machine import WHITESPACE, JsonArguments, JsonCall
+from parkd.answers.readers.signals import CallOpened, CallReader, Malformed, Names, Signal
 
+TOOLCALL, TOOLCALL_END = "<TOOLCALL>", "</TOOLCALL>"
 HEAD_ROOM = 64
 """Characters of marks and of the model's call id beside a name."""
 
@@ -156,3 +157,14 @@ class MistralArray:
 def mistral_section(names: Names) -> Padded:
     """Reads what follows `[TOOL_CALLS]`."""
     return Padded(lambda ch: MistralArray(names) if ch == "[" else MistralNamed(names))
+
+
+def nemotron_section(names: Names) -> Sequence:
+    """Reads what follows `TOOLCALL`, to `TOOLCALL_END`."""
+
+    def choose(ch: str) -> CallReader:
+        if ch != "[":
+            raise Malformed
+        return MistralArray(names)
+
+    return Sequence(Padded(choose), Closing(TOOLCALL_END))

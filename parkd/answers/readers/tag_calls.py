@@ -9,9 +9,9 @@ belongs to the format.
 
 from __future__ import annotations
 
-from parkd.answers.json_machine import WHITESPACE
-from parkd.answers.signals import CallOpened, Malformed, Names, Signal
-from parkd.answers.xml_calls import Arguments, ToolSchemas, XmlValue
+from parkd.answers.readers.json_machine import WHITESPACE
+from parkd.answers.readers.signals import CallOpened, Malformed, Names, Signal
+from parkd.answers.readers.xml_calls import Arguments, ToolSchemas, XmlValue
 
 TOOL_CALL_END = "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"

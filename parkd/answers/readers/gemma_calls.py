@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from enum import Enum, auto
 
-from parkd.answers.json_calls import Closing
-from parkd.answers.json_calls import Sequence as ReaderSequence
-from parkd.answers.json_machine import DEPTH_LIMIT, ESCAPES, LITERAL, WHITESPACE, escaped
+from parkd.answers.readers.json_calls import Closing
+from parkd.answers.readers.json_calls import Sequence as ReaderSequence
+from parkd.answers.readers.json_machine import DEPTH_LIMIT, ESCAPES, LITERAL, WHITESPACE, escaped
+from parkd.answers.readers.signals import CallArguments, CallClosed, CallOpened, Malformed, Names, Signal
+from parkd.answers.readers.xml_calls import ToolSchemas
 from parkd.answers.scan import held_tail
-from parkd.answers.signals import CallArguments, CallClosed, CallOpened, Malformed, Names, Signal
-from parkd.answers.xml_calls import ToolSchemas
 
 HEAD = "call:"
 BARE_LIMIT = 4096

@@ -9,10 +9,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parkd.answers.json_calls import Closing, Padded
-from parkd.answers.json_calls import Sequence as ReaderSequence
-from parkd.answers.json_machine import WHITESPACE, JsonCall, escaped
-from parkd.answers.signals import (
+from parkd.answers.readers.json_calls import Closing, Padded
+from parkd.answers.readers.json_calls import Sequence as ReaderSequence
+from parkd.answers.readers.json_machine import WHITESPACE, JsonCall, escaped
+from parkd.answers.readers.signals import (
     CallArguments,
     CallClosed,
     CallOpened,
@@ -22,6 +22,8 @@ from parkd.answers.signals import (
     Signal,
 )
 
+TAGGED_CALL, TAGGED_END = "<tool_call>", "</tool_call>"
+SEED_CALL, SEED_END = "<seed:tool_call>", "</seed:tool_call>"
 FUNCTION = "<function="
 PARAMETER = "<parameter="
 PARAMETER_END = "</parameter>"
@@ -83,8 +85,10 @@ class Arguments:
 class XmlCall:
     """Reads one call. `opened`: `<function=` was already consumed as a marker."""
 
-    def __init__(self, schemas: ToolSchemas, *, opened: bool = False) -> None:
+    def __init__(self, schemas: ToolSchemas, *, opened: bool = False, is_padded: bool = True) -> None:
+        """`is_padded`: as for `XmlValue`."""
         self.done = False
+        self._is_padded = is_padded
         self._schemas = schemas
         self._names = Names(schemas)
         """Of tools; then of the parameters of the one that is called."""
@@ -123,7 +127,7 @@ class XmlCall:
             self.done = True
             return self._arguments.end()
         signal, is_text = self._arguments.key(raw)
-        self._value = XmlValue(text=is_text)
+        self._value = XmlValue(text=is_text, is_padded=self._is_padded)
         return [signal]
 
 
@@ -200,7 +204,12 @@ def tagged_section(schemas: ToolSchemas) -> ReaderSequence:
     def choose(ch: str) -> CallReader:
         return JsonCall(names.accepts) if ch == "{" else XmlCall(schemas)
 
-    return ReaderSequence(Padded(choose), Closing("</tool_call>"))
+    return ReaderSequence(Padded(choose), Closing(TAGGED_END))
+
+
+def seed_section(schemas: ToolSchemas) -> ReaderSequence:
+    """Reads what follows `SEED_CALL`, to `SEED_END`."""
+    return ReaderSequence(XmlCall(schemas, is_padded=False), Closing(SEED_END))
 
 
 def bare_function_section(schemas: ToolSchemas) -> XmlCall:
