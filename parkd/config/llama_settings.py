@@ -12,7 +12,7 @@ from pathlib import Path
 ENGINES = ("auto", "torch", "llama.cpp", "llama-server", "remote")
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "int8", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """llama-server's names, and `int8`, the torch engine's name for q8_0."""
-FLAGS = ("gpu-layers", "split-mode", "tensor-split", "main-gpu", "flash-attn", "lora", "lora-scaled")
+FLAGS = ("gpu-layers", "split-mode", "tensor-split", "main-gpu", "llama-lib", "flash-attn", "lora", "lora-scaled")
 """Settings that only this engine has."""
 
 
@@ -46,6 +46,13 @@ def shares(text: str) -> tuple[float, ...]:
     if not all(re.fullmatch(r"\d+\.?\d*", item.strip()) for item in items):
         raise ValueError("expected a share for each card, e.g. 3,1")
     return tuple(float(item) for item in items)
+
+
+def library(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.exists():
+        raise ValueError(f"expected a file or a folder; there is none at {text!r}")
+    return path.absolute()
 
 
 def loras(text: str) -> tuple[LoraAdapter, ...]:

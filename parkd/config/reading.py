@@ -230,6 +230,7 @@ def _llama(values: Mapping[str, Any]) -> LlamaSettings:
         split_mode=values["split-mode"],
         tensor_split=values["tensor-split"],
         main_gpu=values["main-gpu"],
+        library=values["llama-lib"],
         flash_attn=values["flash-attn"],
         loras=(*values["lora"], *values["lora-scaled"]),
         cache_type_k=values["cache-type-k"],

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from parkd.config import parsers
-from parkd.config.llama_settings import cache_type, engine_name, flash_attn, loras, scaled_loras, shares, split_mode
+from parkd.config.llama_settings import (
+    cache_type,
+    engine_name,
+    flash_attn,
+    library,
+    loras,
+    scaled_loras,
+    shares,
+    split_mode,
+)
 from parkd.config.model_settings import (
     cpu_experts,
     guesses,
@@ -197,6 +206,7 @@ SETTINGS: tuple[Setting, ...] = (
         "the card for --split-mode none or row ({})",
         short=("-mg",),
     ),
+    Setting("llama-lib", "llama.cpp", "PATH", library, None, "libllama, or its folder (the installed one, or found)"),
     Setting("flash-attn", "llama.cpp", "HOW", flash_attn, "auto", "on, off or auto ({})", short=("-fa",)),
     Setting("lora", "llama.cpp", "FILE", loras, (), "adapter, at scale 1; may be repeated", True),
     Setting("lora-scaled", "llama.cpp", "FILE:SCALE", scaled_loras, (), "the same with its scale", True),

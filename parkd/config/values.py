@@ -75,6 +75,8 @@ class LlamaSettings:
     split_mode: str = default_of("split-mode")
     tensor_split: tuple[float, ...] = ()
     main_gpu: int = default_of("main-gpu")
+    library: Path | None = None
+    """The library, or its folder; None: the bindings' own, or one that is found."""
     flash_attn: str = default_of("flash-attn")
     loras: tuple[LoraAdapter, ...] = ()
     cache_type_k: str | None = None

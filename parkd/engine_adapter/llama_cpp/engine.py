@@ -10,9 +10,9 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib.metadata import version
 from typing import Any
 
+import llama_cpp
 import llama_cpp.llama_cpp as low
 import numpy as np
 
@@ -48,7 +48,6 @@ from parkd.words.steering import SteeringBank, load_vectors
 from parkd.words.text import TextAssembler
 
 CHECKSUM = "xxh3-64"
-LIBRARY = "llama-cpp-python"
 NO_RANGES = ("deepseek4",)
 """Architectures whose memory stops the process if a part of a sequence is shared (llama.cpp:
 `llama_kv_cache_dsv4::seq_cp`)."""
@@ -297,7 +296,7 @@ class LlamaCppEngine(OneSeatEngine):
             ctx_checkpoints=self.timeline.limit,
             model_tokens=model.model_tokens,
             can_pause=not self.timeline.window,  # a restore moves a window's cells, and so changes how sums round
-            build=f"{low.__name__} {version(LIBRARY)} {config.llama} {config.layout.batch_tokens} {config.threads}",
+            build=f"llama.cpp {llama_cpp.__version__} {config.llama} {config.layout.batch_tokens} {config.threads}",
         )
 
     def _layout_of(self, stage: StageLayout, form: RangeForm | None) -> StateLayout:

@@ -13,12 +13,23 @@ from pathlib import Path
 import pytest
 
 from tests.integration.api.api_harness import Messages, Running
-from tests.integration.llama.tiny_gguf import CHATML, write_tiny_dense, write_tiny_hybrid, write_tiny_sliding
+from tests.integration.llama.tiny_gguf import (
+    CHATML,
+    write_tiny_dense,
+    write_tiny_experts,
+    write_tiny_hybrid,
+    write_tiny_sliding,
+)
 
 GEMMA_VARIABLE = "PARKD_TEST_GEMMA_GGUF"
 """A gemma-3-270m file: too large to fetch for every run."""
 
-TINY_MODELS = {"tiny": write_tiny_hybrid, "tiny-dense": write_tiny_dense, "tiny-sliding": write_tiny_sliding}
+TINY_MODELS = {
+    "tiny": write_tiny_hybrid,
+    "tiny-dense": write_tiny_dense,
+    "tiny-sliding": write_tiny_sliding,
+    "tiny-experts": write_tiny_experts,
+}
 
 BATCH = 128
 """Tokens; small, so that short prompts have several."""

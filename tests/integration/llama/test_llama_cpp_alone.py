@@ -63,3 +63,15 @@ def test_the_plan_of_a_gguf_file_needs_no_torch(alone: Path, model: Path, tmp_pa
     done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "engine    llama.cpp" in done.stdout
+
+
+def test_bindings_without_an_installers_notes_are_enough(alone: Path, model: Path, tmp_path: Path) -> None:
+    """Copied beside a library that was built elsewhere, they have no `.dist-info`: loading asked for their version."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for part in alone.iterdir():
+        if not part.name.startswith("llama_cpp_python"):
+            (site / part.name).symlink_to(part)
+    words = ["--model", str(model), "--ctx-size", "512", "--conversation-cache-mib", "64", "--port", "0"]
+    with serving(command("serve", *words), variables(str(site), tmp_path), tmp_path) as server:
+        assert chat(server.url, [{"role": "user", "content": "a"}])[1] == "cold"

@@ -34,6 +34,7 @@ CASES = [
     ("tiny-dense", "f16", "auto"),
     ("tiny-dense", "q8_0", "on"),
     ("tiny-dense", "f16", "off"),
+    ("tiny-experts", "q4_0", "on"),
 ]
 
 

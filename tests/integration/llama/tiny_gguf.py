@@ -20,6 +20,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SLIDING_LAYERS, WINDOW = 6, 32
+EXPERTS, EXPERT_FFN = 4, 64
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 256 + 1 + len(SPECIAL)
 
@@ -105,6 +106,28 @@ def write_tiny_sliding(path: Path, seed: int = 0) -> None:
             add(f"{block}.{norm}.weight", EMBED, base=1.0)
         _add_attention(add, block)
         _add_feed_forward(add, block)
+    _write(writer)
+
+
+def write_tiny_experts(path: Path, seed: int = 0) -> None:
+    """Four layers of full attention with four experts each, of which a token takes two."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    _add_shape(writer, "tiny-experts", LAYERS)
+    writer.add_expert_count(EXPERTS)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(EXPERT_FFN)
+    add_vocabulary(writer)
+    add = _adder(writer, rng)
+    for layer in range(LAYERS):
+        block = f"blk.{layer}"
+        for norm in ("attn_norm", "ffn_norm"):
+            add(f"{block}.{norm}.weight", EMBED, base=1.0)
+        _add_attention(add, block)
+        add(f"{block}.ffn_gate_inp.weight", EXPERTS, EMBED)
+        add(f"{block}.ffn_gate_exps.weight", EXPERTS, EXPERT_FFN, EMBED)
+        add(f"{block}.ffn_down_exps.weight", EXPERTS, EMBED, EXPERT_FFN)
+        add(f"{block}.ffn_up_exps.weight", EXPERTS, EXPERT_FFN, EMBED)
     _write(writer)
 
 
