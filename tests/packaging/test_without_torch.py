@@ -45,7 +45,7 @@ def test_it_serves_before_a_llama_server(bare: Path, tmp_path: Path) -> None:
             answer, cache = chat(server.url, messages)
             other = [{"role": "user", "content": "Others, which are somebody else's."}]
             assert (cache, chat(server.url, other)[1]) == ("cold", "cold")
-            assert chat(server.url, messages) == (answer, "restored-ram")
+            assert chat(server.url, messages) == (answer, "restored-disk")
 
 
 def test_a_server_of_this_environment_maps_no_torch_either(tmp_path: Path) -> None:
