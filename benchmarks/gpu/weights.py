@@ -91,10 +91,16 @@ def opened(model: str, cache: Path, cap_bytes: int | None, **layout: Any) -> Tor
     return TorchEngine.load(ModelConfig(model, cache, layout=config), free=free, fresh_seed=lambda: 1)
 
 
-async def switching(engine: TorchEngine, a1_tokens: int, b1_tokens: int) -> dict[str, Any]:
+def lane_of(engine: TorchEngine) -> GpuLane:
+    """With its pool page-locked."""
     lane = GpuLane(engine, 16 * GIB)
     assert lane.hooks is not None
     lane.hooks.settle(120)
+    return lane
+
+
+async def switching(lane: GpuLane, a1_tokens: int, b1_tokens: int) -> dict[str, Any]:
+    engine = lane.engine
     vocabulary = engine.info.vocab_size
     await lane.turn(lane.prompt("warm", random_ids(4096, vocabulary, 3)), 4)
     decoded = await lane.turn(lane.prompt("warm", random_ids(4096, vocabulary, 3)), DECODED_TOKENS)
@@ -186,7 +192,7 @@ def main() -> int:
             args.model, Path(folder), cap_bytes, weights="int4", kv_format="int8", context_tokens=args.context
         )
         figures["int4"] = {"load_s": time.perf_counter() - began, "memory": [dict(each) for each in engine.info.memory]}
-        figures["int4"] |= asyncio.run(switching(engine, args.a1, args.b1))
+        figures["int4"] |= asyncio.run(switching(lane_of(engine), args.a1, args.b1))
         figures["int4"]["most_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
         figures["int4"]["used_gib"] = (total - torch.cuda.mem_get_info()[0]) / GIB
         tell()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parkd_engine.weights.kinds import WeightKind
+from parkd_engine.weights.kinds import Codes, WeightKind
 from parkd_engine.weights.linear import QuantisedLinear
 from torch import nn
 from torch.nn.functional import gelu, silu
@@ -21,15 +21,33 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
 CARD = "cuda:0"
-EVERY_KIND = pytest.mark.parametrize("kind", list(KINDS))
+WIDE = {
+    "wide int4": WeightKind(Codes.INT4, 128),
+    "wide int4-zeros": WeightKind(Codes.INT4, 256, has_zeros=True, scale_dtype=torch.float16),
+    "wide int4-order": WeightKind(Codes.INT4, 128, has_zeros=True, is_ordered=True),
+    "wide int8-zeros": WeightKind(Codes.INT8, 128, has_zeros=True),
+    "int8-row-zeros": WeightKind(Codes.INT8, has_zeros=True),
+    "wide fp8-blocks": WeightKind(Codes.FP8, 128, 128, scale_dtype=torch.float32),
+}
+"""Kinds that only the kernels on tensor cores read in groups; they read int8 and fp8 by rows too."""
+EVERY = {**KINDS, **WIDE}
+EVERY_KIND = pytest.mark.parametrize("kind", list(EVERY))
+ON_TENSOR_CORES = [*WIDE, "int8", "fp8"]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 
-def layer(kind: WeightKind, rows: int, columns: int, *, bias: bool = False, seed: int = 0) -> QuantisedLinear:
+def layer(
+    kind: WeightKind, rows: int, columns: int, *, bias: torch.dtype | None = None, seed: int = 0
+) -> QuantisedLinear:
     made = random_codes(kind, rows, columns, torch.Generator().manual_seed(seed + rows), CARD)
-    if bias:
-        made.bias = nn.Parameter(torch.randn(rows, device=CARD), requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(torch.randn(rows, device=CARD).to(bias), requires_grad=False)
     return made
+
+
+def needs_whole_groups(kind: WeightKind, columns: int) -> None:
+    if not kind.fits(columns) or (kind.rows > 1 and kind.group > columns):
+        pytest.skip("groups are wider")
 
 
 def close(mine: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype) -> None:
@@ -49,13 +67,14 @@ def _seeded() -> None:
 
 @EVERY_DTYPE
 @EVERY_KIND
-@pytest.mark.parametrize("columns", [192, 5120])
+@pytest.mark.parametrize("columns", [192, 768, 5120])
 @pytest.mark.parametrize("bias", [True, False])
 def test_three_matrices_at_once(kind: str, dtype: torch.dtype, columns: int, bias: bool) -> None:
     """One of them is in full precision in the second product, so that each has its own launch."""
+    needs_whole_groups(EVERY[kind], columns)
     from parkd_engine.kernels.matvec import matvec
 
-    layers: list[Any] = [layer(KINDS[kind], rows, columns, bias=bias) for rows in (530, 128, 72)]
+    layers: list[Any] = [layer(EVERY[kind], rows, columns, bias=dtype if bias else None) for rows in (530, 128, 72)]
     x, weight = torch.randn(columns, device=CARD).to(dtype), (torch.rand(columns, device=CARD) + 0.5).to(dtype)
     matrices = [numbers_of(each) for each in layers]
     vector = normed(x, weight)
@@ -79,7 +98,7 @@ def test_three_matrices_at_once(kind: str, dtype: torch.dtype, columns: int, bia
 def test_the_gated_product_and_a_sum_with_the_residual(kind: str, dtype: torch.dtype) -> None:
     from parkd_engine.kernels.matvec import gated, matvec
 
-    gate, up = (layer(KINDS[kind], 333, 2560, seed=seed) for seed in (1, 2))
+    gate, up = (layer(EVERY[kind], 333, 2560, seed=seed) for seed in (1, 2))
     x, weight = torch.randn(2560, device=CARD).to(dtype), (torch.randn(2560, device=CARD) / 4).to(dtype)
     residual = torch.randn(333, device=CARD).to(dtype)
     out, other = torch.full((2, 333), float("nan"), device=CARD, dtype=dtype)
@@ -98,12 +117,13 @@ def test_the_gated_product_and_a_sum_with_the_residual(kind: str, dtype: torch.d
 @EVERY_DTYPE
 @EVERY_KIND
 @pytest.mark.parametrize("tokens", [2, 3, 16])
-@pytest.mark.parametrize("columns", [192, 5120])
+@pytest.mark.parametrize("columns", [192, 256, 5120])
 def test_a_few_tokens_give_what_each_gives_alone(kind: str, dtype: torch.dtype, columns: int, tokens: int) -> None:
     """To the bit; and so does the layer itself."""
+    needs_whole_groups(EVERY[kind], columns)
     from parkd_engine.kernels.few_tokens import products
 
-    each = layer(KINDS[kind], 333, columns, bias=True)
+    each = layer(EVERY[kind], 333, columns, bias=dtype)
     x = torch.randn((tokens, columns), device=CARD).to(dtype)
     together, alone = torch.full((2, tokens, 333), float("nan"), device=CARD, dtype=dtype)
     with torch.cuda.device(CARD):
@@ -115,10 +135,38 @@ def test_a_few_tokens_give_what_each_gives_alone(kind: str, dtype: torch.dtype, 
     close(together, x.float() @ numbers_of(each).T + each.bias, dtype)
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="no such tensor cores"
+)
+@EVERY_DTYPE
+@pytest.mark.parametrize("kind", ON_TENSOR_CORES)
+@pytest.mark.parametrize("columns", [640, 17_408])
+def test_tensor_cores_take_them_and_agree_with_the_other_kernels(kind: str, dtype: torch.dtype, columns: int) -> None:
+    """Up to the order of sums; whether the vectors lie in shared memory or not changes no bit, nor does a division that
+    reads further ahead."""
+    from parkd_engine.kernels import coded, codes
+
+    kind_of_weights = EVERY[kind]
+    needs_whole_groups(kind_of_weights, columns)
+    each = layer(kind_of_weights, 70, columns, bias=dtype)
+    x = torch.randn((16, columns), device=CARD).to(dtype)
+    mine, direct, further, other = torch.full((4, 16, 70), float("nan"), device=CARD, dtype=dtype)
+    warps = coded.division_of(each).warps
+    with torch.cuda.device(CARD):
+        for token in range(16):
+            assert coded.product(x[token], (each,), mine[token])
+            assert coded.product(x[token], (each,), further[token], division=coded.Division(warps, 1))
+            codes.matvec(x[token], (each,), other[token], tiling=codes.BYTES)
+        assert coded.product(x, (each,), direct)
+    assert torch.equal(mine, direct)
+    assert torch.equal(mine, further)
+    close(mine, other, dtype)
+
+
 @EVERY_DTYPE
 @EVERY_KIND
 def test_a_prompt_multiplies_by_the_numbers(kind: str, dtype: torch.dtype) -> None:
-    each = layer(KINDS[kind], 333, 1280)
+    each = layer(EVERY[kind], 333, 1280)
     x = torch.randn((1, 40, 1280), device=CARD).to(dtype)
     stored = each.numbers(torch.float32, 5, 300)
     expected = numbers_of(each)

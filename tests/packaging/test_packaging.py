@@ -46,6 +46,7 @@ def test_the_wheel_installs_no_package_of_a_generic_name(built: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         tops = {name.split("/")[0] for name in archive.namelist()}
         assert {f"parkd/proxy/page/files/{path.name}" for path in FOLDER.iterdir()} <= set(archive.namelist())
+        assert "parkd_engine/kernels/coded_products.cu" in archive.namelist()
         [metadata] = [archive.read(name) for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     assert tops == {"parkd", "parkd_engine", f"parkd-{__version__}.dist-info"}
     said = email.message_from_bytes(metadata)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 
+EARLY_CAPABILITY = (9, 0)
+"""Of GPUs that launch a kernel before the one before it has ended (`overlap`)."""
+
 
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

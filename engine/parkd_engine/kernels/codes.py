@@ -7,7 +7,8 @@ codes of many rows as numbers.
 An integer of few bits becomes a float by writing it into the low bits of 2^23: no conversion, which would take longer
 than reading the codes. Sums are in float32 and are multiplied by the scale once for a thread's run of columns. The
 products of one vector (`matvec`) do what those of `kernels.matvec` do, and those of a few vectors what those of
-`kernels.few_tokens` do: a token gets the same bits however many there are.
+`kernels.few_tokens` do: a token gets the same bits however many there are. What `kernels.coded` takes goes there, to
+tensor cores.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from parkd_engine.kernels import coded
 from parkd_engine.kernels.overlap import overlap, wait, wait_alone
 from parkd_engine.kernels.tiling import CUBIC, SQRT_8_OVER_PI, Tiling
 from parkd_engine.weights.kinds import CodedLinear, Codes, kind_of
@@ -417,7 +419,10 @@ def matvec(
     residual: torch.Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> None:
-    """As `kernels.matvec.matvec`, over codes of one kind (`are_known`)."""
+    """As `kernels.matvec.matvec`, over codes of one kind (`are_known`). A `tiling` asks for the Triton kernel."""
+    given: dict[str, Any] = {"norm": norm, "offset": offset, "eps": eps, "residual": residual}
+    if tiling is None and coded.product(x, linears, out, **given):
+        return
     tiling = tiling or _tiling(linears[0])
     x, norm = linears[0].in_order(x), None if norm is None else linears[0].in_order(norm)
     stored = [_stored(linear) for linear in linears]
@@ -462,7 +467,10 @@ def gated(
     gelu: bool = False,
     tiling: Tiling | None = None,
 ) -> None:
-    """As `kernels.matvec.gated`, over codes of one kind (`are_known`)."""
+    """As `kernels.matvec.gated`, over codes of one kind (`are_known`). A `tiling` asks for the Triton kernel."""
+    given: dict[str, Any] = {"norm": norm, "offset": offset, "eps": eps, "gelu": gelu}
+    if tiling is None and coded.gated(x, gate, up, out, **given):
+        return
     tiling = tiling or _tiling(gate)
     _gated_kernel[(triton.cdiv(gate.out_features, tiling.rows),)](
         x,
@@ -485,6 +493,8 @@ def gated(
 
 def products(x: torch.Tensor, linear: CodedLinear, out: torch.Tensor, places: int) -> None:
     """As `kernels.few_tokens.products`, over codes (`is_known`), for up to `places` tokens."""
+    if coded.product(x, (linear,), out):
+        return
     x = linear.in_order(x)
     _products_kernel[(triton.cdiv(linear.out_features, FEW_ROWS),)](
         x,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-FIRST_CAPABILITY = (9, 0)
+from parkd_engine.kernels import EARLY_CAPABILITY
 
 
 def overlap(device: torch.device) -> Mapping[str, bool]:
@@ -37,7 +37,7 @@ def overlap(device: torch.device) -> Mapping[str, bool]:
 
 @cache
 def _launched(device: torch.device) -> Mapping[str, bool]:
-    if torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < EARLY_CAPABILITY:
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -13,7 +13,9 @@ from parkd_engine.arenas.kv_format import format_name
 from parkd_engine.families.layer_shapes import kv_shape, layer_kinds
 from parkd_engine.families.records import family_of
 from parkd_engine.forward.stages import Stage
+from parkd_engine.kernels import coded
 from parkd_engine.kernels.prompt_attention import kernel_name
+from parkd_engine.weights.linear import QuantisedLinear
 
 FINGERPRINT_BYTES = 16
 READ_WHOLE = frozenset({"full_attention", "hybrid"})
@@ -75,7 +77,14 @@ def kernels_of(stages: Sequence[Stage], config: Any) -> tuple[str, ...]:
         for dim in {kv_shape(config, layer)[1] for layer in seeing}:
             name = kernel_name(stage.device, stage.dtype, dim)
             names |= set() if name is None else {name}
+        if any(coded.serves(linear, stage.dtype, stage.device) for linear in _with_codes(stage)):
+            names.add(f"{coded.NAME} {coded.VERSION}")
     return tuple(sorted(names))
+
+
+def _with_codes(stage: Stage) -> Iterator[QuantisedLinear]:
+    for part in [*stage.layers, *([] if stage.head is None else [stage.head])]:
+        yield from (module for module in part.modules() if isinstance(module, QuantisedLinear))
 
 
 def _shaping(value: Any) -> Any:
