@@ -1,6 +1,6 @@
 """vLLM without a tier, with its tier in memory, with its tier of files, and with parkd-tier, in one run.
 
-    python tier/benchmarks/tiers.py --out tier/benchmarks/results/tiers.json     in the environment of make test-vllm
+    .venv-vllm/bin/python tier/benchmarks/tiers.py --out tier/benchmarks/results/tiers.json     after make test-vllm
 
 First token of a prompt A that was read before: with everything still on the device, from memory after other prompts
 have pushed it off the device, and from disk after memory was emptied too. Bytes that were written. And, on a smaller

@@ -77,8 +77,15 @@ def _make_model(folder: Path, seed: int, shape: dict[str, Any]) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def parkd_tier(directory: Path, ram_mib: int = 64, disk_mib: int = 64, *, needs_canary: bool = False) -> dict[str, Any]:
-    return transfer_config(directory, ram_mib * MIB, disk_mib * MIB, None, 10, needs_canary=needs_canary)
+def parkd_tier(
+    directory: Path,
+    ram_mib: int = 64,
+    disk_mib: int = 64,
+    *,
+    needs_canary: bool = False,
+    chunk_tokens: int | None = None,
+) -> dict[str, Any]:
+    return transfer_config(directory, ram_mib * MIB, disk_mib * MIB, chunk_tokens, 10, needs_canary=needs_canary)
 
 
 def stock_fs_tier(directory: Path, ram_mib: int = 64) -> dict[str, Any]:

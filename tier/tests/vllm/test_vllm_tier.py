@@ -121,11 +121,19 @@ def segments() -> set[str]:
     return {path.name for path in SHARED_MEMORY.glob("vllm_offload_*.mmap")}
 
 
-def test_killed_again_and_again_it_answers_right_and_leaves_nothing(weights: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def old_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the killed ones leave what they knew, for one that has other chunks."""
+    return tmp_path_factory.mktemp("old") / "park"
+
+
+def test_killed_again_and_again_it_answers_right_and_leaves_nothing(
+    weights: tuple[Path, Path], old_directory: Path
+) -> None:
     """In each life an older conversation is asked for, a new one begun, and the process killed somewhere in it."""
     others, answers = segments(), dict[int, Answer]()
     for life in range(3):
-        engine = Engine(weights[0], parkd_tier(tmp_path / "park"))
+        engine = Engine(weights[0], parkd_tier(old_directory))
         assert len(segments() - others) == 1, "what the killed one left was removed"
         for seed, known in answers.items():
             again = engine.ask(tokens(seed))
@@ -137,10 +145,29 @@ def test_killed_again_and_again_it_answers_right_and_leaves_nothing(weights: tup
         time.sleep(0.05 * life)
         engine.kill()
         assert len(segments() - others) == 1
-    with running(weights[0], parkd_tier(tmp_path / "park")) as engine:
+    with running(weights[0], parkd_tier(old_directory)) as engine:
         for seed, known in answers.items():
             assert engine.ask(tokens(seed)).tokens == known.tokens
     assert segments() == others
+
+
+def test_chunks_of_several_blocks_are_another_layout_and_restore_too(
+    weights: tuple[Path, Path], old_directory: Path
+) -> None:
+    size, prompt = 3 * CHUNK_TOKENS, tokens(70)
+    with running(weights[0], parkd_tier(old_directory, chunk_tokens=size)) as engine:
+        cold = engine.ask(prompt, count=40)
+        assert cold.cached == 0
+        assert any("cannot be used here" in line and "blocks in a chunk 1, here 3" in line for line in engine.lines())
+        engine.empty_memory()
+        again = engine.ask(prompt, count=40)
+        assert (again.tokens, again.cached) == (cold.tokens, len(prompt) // size * size)
+        longer = [*prompt, *cold.tokens, *tokens(95, 100)]
+        first = engine.ask(longer)
+        assert first.cached > len(prompt) // size * size, "the device has more than whole chunks of it"
+        engine.empty_memory()
+        again = engine.ask(longer)
+        assert (again.tokens, again.cached) == (first.tokens, len(longer) // size * size)
 
 
 def test_a_vllm_that_was_not_tested_is_refused_with_a_sentence(weights: tuple[Path, Path], tmp_path: Path) -> None:
