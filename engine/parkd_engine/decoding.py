@@ -11,7 +11,7 @@ penalties apply to the model's tokens, so no guess gets around them.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -48,10 +48,13 @@ class Decoder:
         mask: Mask | None = None,
         end_token_ids: frozenset[int] = frozenset(),
         top_logprobs: int | None = None,
+        step: Callable[[Session, int], torch.Tensor] = Session.step,
     ) -> None:
         """An accepted guess among `end_token_ids` ends its step: tokens after it are rarely wanted. With `top_logprobs`
-        logprobs of every token are kept, with those of so many others."""
+        logprobs of every token are kept, with those of so many others. `step` decodes a token of a session without
+        guesses, as `Session.step` does."""
         self._session = session
+        self._plain_step = step
         self._sampler = sampler
         self._mask = mask
         self._end_token_ids = end_token_ids
@@ -115,7 +118,7 @@ class Decoder:
         wanted = session.draft_tokens > 0 and (self._pace is None or self._pace.guesses())
         guesses = self._guesses(token_id, allowed) if wanted else []
         if not guesses:
-            scores, self._ahead = session.step(token_id) if self._ahead is None else self._ahead, None
+            scores, self._ahead = self._plain_step(session, token_id) if self._ahead is None else self._ahead, None
             with self._emptied_by(scores[None]):
                 return [self._said(self._sampler.pick(scores, allowed), scores)]
         start, accepted = session.position, self.counts.accepted

@@ -102,6 +102,8 @@ class Session:
         """The most tokens guessed at once; 0 without a draft head."""
         self.draft_pauses = True
         """Whether guessing pauses while guesses are rarely accepted (`parkd_engine.draft.pace`)."""
+        self.is_held = False
+        """A turn is under way here, so no other session takes its rows. Set from any thread."""
         self._position = 0
         self._steered: SteeringHooks = SteeringHooks(self.stages) if beside is None else beside._steered
         self.forward: ModelForward = ModelForward(

@@ -1,8 +1,7 @@
 """Steps of several seats at once: a token of each, with the bits that it has in a step of its own.
 
 On cards, for models whose decoding is fused (`forward.dense`), one recorded step reads the weights for all seats. Other
-models, and CPUs, run one seat after the other, which has those bits by itself. No server uses this yet: its lane runs
-one turn at a time.
+models, and CPUs, run one seat after the other, which has those bits by itself.
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ class Together:
 
     def record(self) -> bool:
         """Records steps of as many seats as there are, and fewer. Overwrites the first rows, so all seats must be
-        empty. Returns False if the model's decoding is not fused: nothing was tried. Call it after `use_kernels`."""
+        empty. Returns False if the model's decoding is not fused, or it has a draft head: nothing was tried. Call it
+        after `use_kernels`."""
         first = self._sessions[0]
-        if not first.forward.dense or first.arenas[0].base:
+        if not first.forward.dense or first.draft is not None or first.arenas[0].base:
             return False
         assert not any(session.position for session in self._sessions), "all seats are empty"
         pools, steps = GraphPools(), {}
@@ -57,6 +57,10 @@ class Together:
                 decoder.record(pools.of(decoder.stage.device))
         self._steps = steps
         return True
+
+    def step_alone(self, session: Session, token_id: int) -> torch.Tensor:
+        """`step` of one seat, given by its session: float32 `[vocab]`."""
+        return self.step([self._sessions.index(session)], [token_id])[0]
 
     def step(self, seats: Sequence[int], token_ids: Sequence[int]) -> list[torch.Tensor]:
         """Decodes one token of each of `seats`, which are different ones. Returns the logits of each, float32

@@ -16,6 +16,9 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
 
 
+SMALLEST_SHARE = 0.1
+
+
 def count(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     """A parser of whole numbers in a range."""
 
@@ -148,6 +151,17 @@ def schedule(text: str) -> str:
     if text not in ("fair", "fifo"):
         raise ValueError("expected fair or fifo")
     return text
+
+
+def share(text: str) -> float:
+    """Of a whole, of which others are to have some too."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not SMALLEST_SHARE <= value <= 1 - SMALLEST_SHARE:
+        raise ValueError(f"expected a number from {SMALLEST_SHARE} to {1 - SMALLEST_SHARE}")
+    return value
 
 
 def key_class(text: str) -> tuple[tuple[str, TurnClass], ...]:

@@ -316,6 +316,7 @@ def _assemble(values: Mapping[str, Any], environ: Mapping[str, str], notes: tupl
             api_key_file=values["api-key-file"],
             max_queue=values["max-queue"],
             schedule=values["schedule"],
+            read_share=values["read-share"],
             classes=tuple(values["class"]),
             bodies_limit_bytes=values["max-queue-mib"] * MIB,
             max_output_tokens=values["max-output-tokens"],

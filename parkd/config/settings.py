@@ -420,6 +420,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("max-queue", "server", "N", parsers.count(1, 100_000), 64, "requests that may wait before a 503 ({})"),
     Setting("schedule", "server", "NAME", parsers.schedule, "fair", "who runs next: fair, or fifo ({})"),
     Setting(
+        "read-share",
+        "server",
+        "SHARE",
+        parsers.share,
+        0.5,
+        "the share of the time that prompts are read in while others are answered ({})",
+    ),
+    Setting(
         "class",
         "server",
         "KEY=CLASS",

@@ -171,6 +171,8 @@ class ProxyConfig:
     max_queue: int = default_of("max-queue")
     """Requests that may wait for the lane, not counting the running one."""
     schedule: str = default_of("schedule")
+    read_share: float = default_of("read-share")
+    """Of the time, for prompts where answers are under way too."""
     """The name of the order in which turns run."""
     classes: tuple[tuple[str, TurnClass], ...] = ()
     """Patterns of names of keys, and the class of their requests; the first that fits counts."""

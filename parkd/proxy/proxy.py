@@ -78,7 +78,9 @@ class Proxy:
         """Called once if the engine is lost: the process must end with an error."""
         engine = services.engine
         threads = len(engine.seats) if engine.has_own_threads else 1
-        self.threads = tuple(EngineThread(step_ahead=engine.step_ahead) for _ in range(threads))
+        self.threads = tuple(
+            EngineThread(step_ahead=engine.step_ahead, read_share=config.read_share) for _ in range(threads)
+        )
         self.costs = costs = CostMeter(
             services.disk_bytes_per_s, services.monotonic, ram_bytes_per_s=services.ram_bytes_per_s
         )

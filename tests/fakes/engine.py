@@ -200,6 +200,7 @@ class FakeEngine(OneSeatEngine):
 
     def set_aside(self) -> Callable[[Seat], None]:
         put_prompt_back, answer = super().set_aside(), self._answer
+        self._answer = None
 
         def put_back(seat: Seat) -> None:
             assert isinstance(seat, FakeEngine)

@@ -6,8 +6,8 @@
 A range is contiguous, so that the state of n tokens stays one run of bytes. It grows at its end. If another one is in
 the way, ranges slide apart: their rows are copied inside the arena, which changes no bit, since a row does not know
 where it lies. Nothing is lost while all rows fit together. If they do not, other seats are emptied, the one used
-longest ago first, so that a single conversation can have all rows. Where a seat's range is, is decided by `placed`, a
-pure function.
+longest ago first, but none in which a turn is under way; so a single conversation can have all rows. Where a seat's
+range is, is decided by `placed`, a pure function.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class Occupant(Protocol):
     @property
     def position(self) -> int:
         """How many rows it has; 0: its range is free."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it must keep its rows: a turn is under way in it."""
 
     def reset(self) -> None: ...
 
@@ -129,7 +133,7 @@ class RowSpace:
 
     def make_room(self, number: int, rows: int) -> None:
         """Makes the range of a seat hold `rows` rows, which must be at most a context. Moves ranges; if they do not fit
-        together, empties other seats first. Raises ContextFull."""
+        together, empties other seats first that are not held. Raises ContextFull."""
         seat = self._seats[number]
         if rows > self.context_tokens:
             raise ContextFull(seat.position, rows - seat.position, self.context_tokens)
@@ -144,7 +148,11 @@ class RowSpace:
             moves = placed(ranges, number, rows, self.total_rows, self.grain)
             if moves is not None:
                 break
-            self._seats[next(each for each in self._used if each in ranges and each != number)].reset()
+            free = (each for each in self._used if each in ranges and each != number and not self._seats[each].is_held)
+            emptied = next(free, None)
+            if emptied is None:
+                raise ContextFull(seat.position, rows - seat.position, self.total_rows)
+            self._seats[emptied].reset()
         self._carry_out(moves)
 
     def _others(self, number: int) -> Sequence[Occupant]:

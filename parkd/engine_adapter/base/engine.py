@@ -252,7 +252,7 @@ class Seat(ABC):
         """Keeps what later calls of `begin` and `generate` replace of the prompt under way and its answer, which rests
         between two chunks or steps. Returns the function that puts it into a seat of the same engine, this one or
         another, to be called once the state and the steering there are those of now. The iterator of `generate` goes
-        on there."""
+        on there, and the seat that it leaves knows it no more."""
         begun = self._begun
 
         def put_back(seat: Seat) -> None:

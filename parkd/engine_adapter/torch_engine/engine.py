@@ -17,6 +17,7 @@ from parkd_engine.moves.capture_in_flight import CaptureInFlight
 from parkd_engine.moves.copy_speed import copy_bytes_per_s
 from parkd_engine.session import Session
 from parkd_engine.state_parts import state_parts
+from parkd_engine.together import Together
 from parkd_engine.vision.tower import PromptImage
 from parkd_engine.words.sampling import TensorSampler
 
@@ -53,13 +54,16 @@ class TorchSeat(Seat):
         *,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
         vectors: SteeringBank | None = None,
+        together: Together | None = None,
     ) -> None:
-        """`fresh_seed` returns the seed for requests without one. `vectors` are the control vectors that requests can
-        choose; a request that chooses none is steered by their default scales."""
+        """`together` makes the steps of all seats, if they are recorded there. `fresh_seed` returns the seed for
+        requests without one. `vectors` are the control vectors that requests can choose; a request that chooses none is
+        steered by their default scales."""
         self.info = info
         self._open: Session | None = session
         self._fresh_seed = fresh_seed
         self._vectors = vectors or SteeringBank()
+        self._together = together
         self._decoder: Decoder | None = None
         """Of the last answer."""
 
@@ -69,6 +73,15 @@ class TorchSeat(Seat):
         if self._open is None:
             raise EngineFailure("The engine is closed.")
         return self._open
+
+    @property
+    def is_held(self) -> bool:  # where it lies is the session's, which has the rows
+        return self._open is not None and self._open.is_held
+
+    @is_held.setter
+    def is_held(self, is_held: bool) -> None:
+        if self._open is not None:
+            self._open.is_held = is_held
 
     @property
     def position(self) -> int:
@@ -117,11 +130,14 @@ class TorchSeat(Seat):
             mask=begun.mask,
             end_token_ids=self.info.end_token_ids,
             top_logprobs=begun.sampling.top_logprobs,
+            step=Session.step if self._together is None else self._together.step_alone,
         )
         return _steps(decoder, int(begun.token_ids[-1]))
 
     def set_aside(self) -> Callable[[Seat], None]:
         put_prompt_back, decoder = super().set_aside(), self._decoder
+        # It leaves with its turn: who is set aside here next, while it reads, has no answer to take along.
+        self._decoder = None
 
         def put_back(seat: Seat) -> None:
             assert isinstance(seat, TorchSeat)
@@ -131,6 +147,16 @@ class TorchSeat(Seat):
                 decoder.move_to(seat.session)
 
         return put_back
+
+    @property
+    def next_step(self) -> int | None:
+        """The token that the answer's next step reads, if it can be made ahead; None: it is made alone."""
+        return None if self._decoder is None else self._decoder.steps_next
+
+    def stepped_ahead(self, logits: torch.Tensor) -> None:
+        """The session has made the answer's `next_step`; these are its logits."""
+        assert self._decoder is not None
+        self._decoder.stepped_ahead(logits)
 
     @property
     def drafts(self) -> DraftCounts:
@@ -185,7 +211,12 @@ class TorchEngine(TorchSeat, Engine):
     ) -> None:
         """`sessions` has one for each seat. The other arguments are those of `TorchSeat`."""
         first, *others = [sessions] if isinstance(sessions, Session) else sessions
-        shared = {"fresh_seed": fresh_seed, "vectors": vectors}
+        together = None
+        if others:
+            # Also for one seat alone, so that an answer has the same bits whoever is beside it.
+            joint = Together((first, *others))
+            together = joint if joint.record() else None
+        shared = {"fresh_seed": fresh_seed, "vectors": vectors, "together": together}
         super().__init__(first, info, **shared)  # type: ignore[arg-type]
         self._beside = tuple(TorchSeat(each, info, **shared) for each in others)  # type: ignore[arg-type]
         self._chat = loaded.tokenizer
@@ -199,6 +230,23 @@ class TorchEngine(TorchSeat, Engine):
     @property
     def seats(self) -> Sequence[Seat]:
         return (self, *self._beside)
+
+    @property
+    def turns_at_once(self) -> int:
+        return len(self.seats)
+
+    def step_ahead(self, seats: Sequence[Seat]) -> None:
+        if self._together is None:
+            return  # one after the other is as fast, and has the bits of each
+        all_seats = (self, *self._beside)
+        tokens = {number: each.next_step for number, each in enumerate(all_seats) if each in seats}
+        ready = {number: token for number, token in tokens.items() if token is not None}
+        if len(ready) < 2:
+            return
+        with noticing_loss():
+            scores = self._together.step(tuple(ready), tuple(ready.values()))
+        for number, logits in zip(ready, scores, strict=True):
+            all_seats[number].stepped_ahead(logits)
 
     @classmethod
     def load(

@@ -162,6 +162,8 @@ def test_missing_file_is_refused() -> None:
         ("control-vector-layer-range", "10", "first and the last layer"),
         ("upstream", "127.0.0.1:8081", "such as http://127.0.0.1:8081"),
         ("slot-save-path", "/nowhere", "no such directory"),
+        ("read-share", "1", "from 0.1 to 0.9"),
+        ("read-share", "half", "from 0.1 to 0.9"),
     ],
 )
 def test_bad_value_names_its_place_and_what_is_expected(name: str, text: str, hint: str) -> None:

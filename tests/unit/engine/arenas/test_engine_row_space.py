@@ -77,6 +77,7 @@ class Rows:
     def __init__(self, cells: list[tuple[int, int] | None], name: int) -> None:
         self.cells, self.name = cells, name
         self.base = self.position = self.resets = self.moved = 0
+        self.is_held = False
 
     def reset(self) -> None:
         self.position = 0
@@ -139,3 +140,36 @@ def test_a_context_is_the_most_that_a_seat_can_have() -> None:
         RowSpace(64, 65, GRAIN)
     with pytest.raises(ValueError, match="multiple of 4"):
         RowSpace(66, 60, GRAIN)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_seat_in_which_a_turn_is_under_way_keeps_its_rows(seed: int) -> None:
+    """Whichever was used longest ago: others make way, or there is no room."""
+    random = np.random.default_rng(seed)
+    cells: list[tuple[int, int] | None] = [None] * 64
+    space = RowSpace(64, 60, GRAIN)
+    seats = [Rows(cells, name) for name in range(4)]
+    rooms = [space.add(seat) for seat in seats]
+    refused = 0
+    for _ in range(200):
+        number = int(random.integers(4))
+        seats[int(random.integers(4))].is_held = bool(random.random() < 0.5)
+        seat, held = seats[number], {each: each.position for each in seats if each.is_held}
+        rows = min(60, seat.position + int(random.integers(1, 24)))
+        kept = sum(footprint(each.position, GRAIN) for each in held if each is not seat)
+        if kept + footprint(rows, GRAIN) > 64:
+            with pytest.raises(ContextFull):
+                rooms[number](rows)
+            refused += 1
+        else:
+            rooms[number](rows)
+            seat.grow(rows)
+        assert all(
+            each.position == (rows if each is seat and kept + footprint(rows, GRAIN) <= 64 else was)
+            for each, was in held.items()
+        )
+        for each in seats:
+            each.check()
+        if random.random() < 0.3:
+            seats[int(random.integers(4))].position = 0
+    assert refused
