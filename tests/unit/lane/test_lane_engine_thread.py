@@ -132,16 +132,19 @@ async def test_work_knows_whether_others_wait() -> None:
     bench, seen = Bench(), []
 
     def noting(thread: EngineThread) -> Work[None]:
+        bench.begin.wait(10)
         for _ in range(3):
             yield NextChunk(1)
             seen.append(thread.is_shared)
 
     async with bench.thread() as thread:
+        bench.begin.set()
         await thread.work(noting(thread))
         assert seen == [False] * 3
+        bench.begin.clear()
         seen.clear()
         await asyncio.gather(thread.work(noting(thread)), bench.all(thread, bench.answer("a", 50)))
-        assert any(seen)
+        assert seen == [True] * 3
 
 
 def test_work_that_nothing_comes_between() -> None:
