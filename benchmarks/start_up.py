@@ -23,6 +23,7 @@ from tests.packaging.installed_kit import ROOT, chat, llama_server, serving, var
 
 WORDS = [{"role": "user", "content": "Begin."}]
 RESIDENT = "VmRSS:"
+START_DEADLINE_S = 600.0
 
 
 def resident_mib(pid: int) -> float:
@@ -41,7 +42,7 @@ def start(source: Path, words: Sequence[str], home: Path) -> dict[str, float]:
     env = variables(f"{source}:{source / 'engine'}", home)
     command = [sys.executable, "-m", "parkd", "serve", *words, "--port", "0"]
     began_s = time.perf_counter()
-    with serving(command, env, home) as server:
+    with serving(command, env, home, deadline_s=START_DEADLINE_S) as server:
         seconds = time.perf_counter() - began_s
         found = {"seconds": seconds, "processor_s": processor_s(server.pid), "mib": resident_mib(server.pid)}
         chat(server.url, WORDS)

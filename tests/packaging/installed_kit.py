@@ -73,16 +73,18 @@ class Process:
 
 
 @contextmanager
-def serving(words: Sequence[str], env: Mapping[str, str], folder: Path) -> Iterator[Process]:
+def serving(
+    words: Sequence[str], env: Mapping[str, str], folder: Path, *, deadline_s: float = START_DEADLINE_S
+) -> Iterator[Process]:
     """A server, once it answers."""
     log = folder / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(words, cwd=folder, env=env, stdout=out, stderr=subprocess.STDOUT, text=True)
     try:
-        deadline_s = time.monotonic() + START_DEADLINE_S
+        until_s = time.monotonic() + deadline_s
         while not (found := [match[1] for line in log.read_text().splitlines() if (match := SERVING.match(line))]):
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline_s, log.read_text()
+            assert time.monotonic() < until_s, log.read_text()
             time.sleep(0.05)
         yield Process(found[0], process.pid)
     finally:
