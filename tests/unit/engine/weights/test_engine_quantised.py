@@ -109,6 +109,82 @@ def test_logits_are_as_near_as_those_of_torchs_own_half_product(family: str, kin
     assert errors[0] <= 1.1 * errors[1]
 
 
+QUICK_SHAPE = (64, 192)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_few_vectors_are_multiplied_by_int8_codes_on_a_cpu(
+    tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To within bf16, without numbers, and each vector as if alone; more vectors through numbers."""
+    made: list[int] = []
+    usual = linear_module.numbers
+
+    def noted(*arguments: Any, **named: Any) -> torch.Tensor:
+        made.append(1)
+        return usual(*arguments, **named)
+
+    monkeypatch.setattr(linear_module, "numbers", noted)
+    each = layer(WeightKind(Codes.INT8), *QUICK_SHAPE)
+    if bias:
+        each.bias = torch.nn.Parameter(torch.randn(64), requires_grad=False)
+    x = torch.randn(tokens, 192)
+    expected = linear(x, numbers_of(each), each.bias)
+    with torch.inference_mode():
+        out = each(x[None])
+        alone = torch.cat([each(x[at : at + 1]) for at in range(min(tokens, 16))])
+    assert out.dtype == torch.float32
+    assert bool(made) == (tokens > 16)
+    torch.testing.assert_close(out[0], expected, atol=2e-2, rtol=2e-2)
+    if tokens <= 16:
+        assert torch.equal(out[0], alone)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns"),
+    [
+        (WeightKind(Codes.INT8), 60, 192),
+        (WeightKind(Codes.INT8), 64, 176),
+        (WeightKind(Codes.INT8, 64), 64, 192),
+        (WeightKind(Codes.INT8, has_zeros=True), 64, 192),
+        (WeightKind(Codes.INT8, is_ordered=True), 64, 192),
+        (WeightKind(Codes.INT8, scale_dtype=torch.float32), 64, 192),
+        (WeightKind(Codes.FP8), 64, 192),
+        (WeightKind(Codes.INT4, 64), 64, 192),
+    ],
+    ids=str,
+)
+def test_what_that_product_does_not_take_becomes_numbers(kind: WeightKind, rows: int, columns: int) -> None:
+    """To within float32; of some shapes it would read beyond the end."""
+    each = layer(kind, rows, columns)
+    x = torch.randn(1, columns)
+    with torch.inference_mode():
+        torch.testing.assert_close(each(x), linear(x, numbers_of(each)), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_decoding_int8_on_a_cpu_is_as_near_as_torchs_own_half_product(family: str) -> None:
+    """Token by token in float32, beside bf16 of the numbers."""
+    model = quantised_model(family, "int8", hidden_size=192, intermediate_size=128)
+    exact = put_numbers(copy.deepcopy(model), torch.float32)
+    own = put_numbers(copy.deepcopy(model), torch.bfloat16)
+    ids = torch.from_numpy(token_ids(60))[None]
+
+    def decoded(each: Any) -> torch.Tensor:
+        cache, logits = None, []
+        for at in range(ids.shape[1]):
+            out = each(ids[:, at : at + 1], cache=cache, use_cache=True)
+            cache = out.cache
+            logits.append(out.logits[0, 0].float())
+        return torch.stack(logits)
+
+    with torch.inference_mode():
+        reference = decoded(exact)
+        errors = [float((decoded(each) - reference).abs().mean()) for each in (model, own)]
+    assert 0 < errors[0] <= 1.1 * errors[1]
+
+
 @EVERY_KIND
 def test_a_change_of_dtype_leaves_codes_and_scales(kind: str) -> None:
     each = layer(KINDS[kind])
