@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.chat import Answer, ask
 from benchmarks.common import Goal, Result, Table, finish, machine, percentile, progress
 from benchmarks.servers import Server, bare_proxy, free_port, peer_server, sidecar_server, upstream_server
@@ -28,7 +30,12 @@ OVERHEAD_PAUSE_S = 0.1
 """Pause between two requests. parkd's work behind a reply takes 20 ms, which must not count in the next request."""
 DIRECT, PARKD, BARE = "llama-server", "parkd", "a proxy that does nothing"
 WORDS_A_TOKEN = 0.55
+DECODE_TOKENS = 200
+DECODE_ROUNDS = 5
+DECODE_GOAL = 0.03
+"""Most of the tokens a second that parkd may cost."""
 KINDS = ("parkd", "llama-server", "both")
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.8, "top_k": 40, "top_p": 0.95}}
 ALL_CORES, SPARE_CORE = "every core", "all cores but one"
 """The cores of the server's model: does the proxy in front have to share them?"""
 
@@ -126,6 +133,46 @@ def overhead(tokens: int, threads: int | None) -> dict[str, list[float]]:
     return times
 
 
+@dataclass
+class Decoded:
+    """Long answers of one way to serve."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    """Of each answer, after its first token."""
+    processor_ms: list[float] = field(default_factory=list)
+    """Of each answer a token, of the server and, where it is in front of it, of parkd."""
+
+
+def decode(sampling: dict[str, Any], threads: int | None) -> dict[str, Decoded]:
+    """Long answers of a conversation that is live, directly and through parkd, alternating: each has a slot."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        slots = Path(folder)
+        upstream = stack.enter_context(upstream_server(slots, context_tokens=CONTEXT_TOKENS, slots=2, threads=threads))
+        parkd = stack.enter_context(sidecar_server(upstream.base_url, slots))
+        ways = {DIRECT: (upstream, (upstream,)), PARKD: (parkd, (upstream, parkd))}
+        found = {name: Decoded() for name in ways}
+        messages = opening("epsilon", 100)
+        for number in range(1 + DECODE_ROUNDS):
+            for name, (server, processes) in ways.items():
+                extra = {"ignore_eos": True, **sampling}
+                if name == DIRECT:
+                    extra |= {"id_slot": 1, "cache_prompt": True}  # parkd uses the other one
+                before_s = sum(map(processor_s, processes))
+                answer = ask(server.base_url, messages, output_tokens=DECODE_TOKENS, extra=extra)
+                used_s = sum(map(processor_s, processes)) - before_s
+                if number:  # the first ones are cold
+                    generated_s = answer.total_s - answer.first_token_s
+                    found[name].tokens_per_s.append((answer.output_tokens - 1) / generated_s)
+                    found[name].processor_ms.append(used_s * 1e3 / answer.output_tokens)
+                time.sleep(0.5)  # parking behind the reply is not measured here
+    return found
+
+
+def processor_s(server: Server) -> float:
+    times = psutil.Process(server.process.pid).cpu_times()
+    return float(times.user + times.system)
+
+
 def kills(rounds: int, tokens: int) -> list[dict[str, Any]]:
     """Kills one or both right after an answer, and compares the next turn with a server that was never killed."""
     questions = [f"Question {number}?" for number in range(rounds * len(KINDS))]
@@ -177,6 +224,11 @@ def main() -> None:
     outcomes = kills(options.rounds, min(200, options.tokens))
     spare = max(1, (os.cpu_count() or 1) - 1)
     times = {ALL_CORES: overhead(min(200, options.tokens), None), SPARE_CORE: overhead(min(200, options.tokens), spare)}
+    decoded = {
+        (cores, how): decode(sampling, threads)
+        for cores, threads in ((ALL_CORES, None), (SPARE_CORE, spare))
+        for how, sampling in SAMPLING.items()
+    }
     rows = compare(options.tokens)
     result = Result(
         name="llama_server",
@@ -186,10 +238,14 @@ def main() -> None:
             f"answer, on the CPU. The server is that of the xllamacpp wheel. Equal means equal to the same turn on a "
             f"server that served no other conversation."
         ),
-        tables=[turns_table(rows), overhead_table(times), kills_table(outcomes)],
-        goals=goals(times, outcomes),
+        tables=[turns_table(rows), overhead_table(times), decode_table(decoded), kills_table(outcomes)],
+        goals=[*goals(times, outcomes), *decode_goals(decoded)],
         raw={
             "times_ms": times,
+            "decode": {
+                f"{cores}, {how}": {name: vars(way) for name, way in ways.items()}
+                for (cores, how), ways in decoded.items()
+            },
             "kills": outcomes,
             "turns": {row.name: {what: vars(answer) for what, answer in row.answers.items()} for row in rows},
         },
@@ -221,6 +277,32 @@ def overhead_table(times: dict[str, dict[str, list[float]]]) -> Table:
         for name, values in measured.items()
     )
     return Table("Warm single conversation, ms to the first token", ("the model has", "server", "median", "p90"), lines)
+
+
+def decode_table(decoded: dict[tuple[str, str], dict[str, Decoded]]) -> Table:
+    lines = tuple(
+        (
+            cores,
+            how,
+            name,
+            f"{statistics.median(way.tokens_per_s):.1f}",
+            f"{statistics.median(way.processor_ms):.2f}",
+        )
+        for (cores, how), ways in decoded.items()
+        for name, way in ways.items()
+    )
+    columns = ("the model has", "sampling", "server", "tokens a second", "ms of processors a token")
+    return Table(f"Answers of {DECODE_TOKENS} tokens, alternating", columns, lines)
+
+
+def decode_goals(decoded: dict[tuple[str, str], dict[str, Decoded]]) -> list[Goal]:
+    found = []
+    for (cores, how), ways in decoded.items():
+        direct, parkd = (statistics.median(ways[name].tokens_per_s) for name in (DIRECT, PARKD))
+        cost = 1 - parkd / direct
+        what = f"what parkd costs of decode speed, {how}, {cores}"
+        found.append(Goal(what, f"<= {DECODE_GOAL:.0%}", f"{cost:.1%}", cost <= DECODE_GOAL))
+    return found
 
 
 def kills_table(outcomes: list[dict[str, Any]]) -> Table:

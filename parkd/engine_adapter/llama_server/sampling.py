@@ -1,9 +1,13 @@
 """Sampling parameters and constraints as fields of `/completion`.
 
-    penalties -> temperature -> top_k -> top_p -> min_p       the same order as in parkd's own engine
+    penalties -> top_k -> temperature -> top_p -> min_p       chooses as parkd's own engine does
 
 Every field is sent, so that the server's own defaults have no effect. All penalties cover prompt and answer, since the
 server's do.
+
+What the server does for each token costs time in proportion to the tokens that are still candidates: up to a
+millisecond for 50,000. So samplers that change nothing are left out, top_k comes before the temperature, which does not
+change who is among the first k, and a greedy choice is a top_k of 1.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any
 from parkd.errors import InvalidRequest
 from parkd.types import FormKind, SamplingParams, TextForm, ToolChoiceMode, TurnRequest
 
-SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+GREEDY_TOP_K = 1
 ANY_OBJECT = {"type": "object"}
 """What `json_object` asks for."""
 OBJECT_GRAMMAR = r"""
@@ -36,9 +40,9 @@ SEED_MODULUS = 0xFFFFFFFF
 def sampling_fields(sampling: SamplingParams, context_tokens: int, fresh_seed: int) -> dict[str, Any]:
     seed = fresh_seed if sampling.seed is None else sampling.seed
     return {
-        "samplers": list(SAMPLERS),
+        "samplers": _samplers(sampling),
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
+        "top_k": sampling.top_k if sampling.temperature else GREEDY_TOP_K,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repeat_penalty": sampling.repetition_penalty,
@@ -54,6 +58,19 @@ def sampling_fields(sampling: SamplingParams, context_tokens: int, fresh_seed: i
         "ignore_eos": sampling.ignore_eos,
         "n_probs": 0,
     }
+
+
+def _samplers(sampling: SamplingParams) -> list[str]:
+    """Those that change who is drawn, in the order of the server's chain."""
+    penalties = (sampling.repetition_penalty != 1, sampling.presence_penalty, sampling.frequency_penalty)
+    wanted = {
+        "penalties": any(penalties),
+        "top_k": not sampling.temperature or sampling.top_k > 0,
+        "temperature": sampling.temperature > 0,
+        "top_p": sampling.temperature > 0 and sampling.top_p < 1,
+        "min_p": sampling.temperature > 0 and sampling.min_p > 0,
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
 def check_enforceable(request: TurnRequest, *, thinks: bool) -> None:
