@@ -16,9 +16,12 @@ import torch
 import triton
 from parkd_engine.kernels.attend import DecodeAttention
 from parkd_engine.kernels.matvec import gated, matvec
+from parkd_engine.kernels.prompt_attention import kernel_for
 from parkd_engine.kernels.sums import block_sums
 from parkd_engine.kernels.tiling import Tiling
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 HIDDEN, WIDE, KV, VOCAB = 4096, 12288, 1024, 151_936
 TILINGS = [
@@ -113,6 +116,36 @@ def attention() -> dict[str, float]:
     return table
 
 
+def prompts() -> dict[str, float]:
+    """Milliseconds of a chunk's attention over rows of an arena, by head size, queries and keys: torch's kernel, and
+    the one for prompts if there is one."""
+    table: dict[str, float] = {}
+    card = torch.device("cuda:0")
+    for heads, kv_heads, dim, layers in ((32, 8, 128, 36), (24, 4, 256, 16)):
+        width = kv_heads * dim
+        rows = torch.empty((86_343, layers * 2 * width), device=card, dtype=torch.bfloat16).normal_()
+        kernel = kernel_for(card, torch.bfloat16, dim)
+        for tokens, length in ((2048, 8192), (2048, 86_343), (16, 86_343)):
+            query = torch.randn((1, heads, tokens, dim), device=card, dtype=torch.bfloat16)
+            keys, values = (
+                rows[:length, part * width : (part + 1) * width].view(1, length, kv_heads, dim).transpose(1, 2)
+                for part in (0, 1)
+            )
+            bias = causal_lower_right(tokens, length)
+            name = f"{heads}/{kv_heads} of {dim}, {tokens} of {length}"
+            usual = partial(scaled_dot_product_attention, query, keys, values, attn_mask=bias, enable_gqa=True)
+            table[f"{name}, torch"] = milliseconds(usual)
+            if kernel is not None:
+                mine, seen, told = (each[0].transpose(0, 1) for each in (query, keys, values))
+                table[f"{name}, for prompts"] = milliseconds(partial(kernel, mine, seen, told, dim**-0.5))
+        del rows
+    return table
+
+
+def milliseconds(action: Any) -> float:
+    return float(triton.testing.do_bench(action, warmup=5, rep=25, return_mode="median"))
+
+
 def sums() -> dict[str, float]:
     words = torch.empty(1 << 29, dtype=torch.int64, device="cuda").random_()
     took = microseconds([lambda: block_sums(words, 256 * 73_728 // 8)])
@@ -124,7 +157,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     table = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    table |= {"products": products(), "attention": attention(), "sums": sums()}
+    table |= {"products": products(), "attention": attention(), "prompts": prompts(), "sums": sums()}
     text = json.dumps(table, indent=1)
     print(text)
     if asked.out:

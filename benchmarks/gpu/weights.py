@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.weights [--model random:qwen3.5-27b] [--cap-gib 24] [--a1 90000] [--b1 13000] [--out FILE]
 
-Times the products of one vector and of three, for each kind of weights and several tilings, beside those of bf16. Then
+Times the products of one vector and of three, for each kind of weights, on tensor cores and through the Triton kernels
+with several tilings, beside those of bf16. Then
 A1 -> B1 -> A2 in int4 with rows of int8 under the cap, compared bit for bit with a run that was never interrupted, the
 plain copy of the same bytes, and decoding in int4 beside bf16 (without the cap) in the same process. Prints JSON.
 """
@@ -70,6 +71,7 @@ def of_shape(rows: int, columns: int) -> dict[str, float]:
             line[name] = microseconds(
                 [lambda each=each, to=tiling: codes.matvec(x, (each,), out[0], tiling=to) for each in layers]
             )
+        line[weights] = microseconds([lambda each=each: matvec(x, (each,), out[0]) for each in layers])
         line[f"{weights}, three"] = microseconds([lambda each=each: products(three, each, out) for each in layers])
         if rows > columns:
             pairs = list(pairwise(layers))
