@@ -18,6 +18,7 @@ from parkd.identity.watched import WatchedTemplate
 from parkd.words.jinja_templates import plain, render
 from parkd.words.templates import ChatTemplate
 from tests.integration.llama import tiny_gguf
+from tests.npm_tokenizers import npm_folder
 
 MESSAGES = [
     {"role": "system", "content": "Be brief & <kind>.\n"},
@@ -138,3 +139,20 @@ def test_a_template_that_fails_is_the_requests_fault() -> None:
     template = ChatTemplate(Source(), "{{ messages[0].content + 1 }}")
     with pytest.raises(InvalidRequest, match="refuses these messages"):
         template.render([{"role": "user", "content": "a"}], (), {})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["qwen3", "llama3_1", "gemma3", "deepseek_v3"])
+def test_published_templates_render_as_the_library_renders_them(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(npm_folder(family))
+    source, named = tokenizer.chat_template, dict(tokenizer.special_tokens_map)
+    assert len(source) > 200
+    said = [{"role": "user", "content": "Hi é <b>"}, {"role": "assistant", "content": "<think>\nx\n</think>\n\nYes."}]
+    for messages in ([said[0]], [*said, said[0]], [{"role": "system", "content": "Be brief."}, *said, said[0]]):
+        for tools in (None, TOOLS):
+            for more in (False, True):
+                expected = by_library(source, messages, tools, {**named, "date_string": "1 Dec"}, more)
+                made = render(source, messages, tools, {**named, "date_string": "1 Dec"}, add_generation_prompt=more)
+                assert made == expected
