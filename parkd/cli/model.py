@@ -262,7 +262,7 @@ def load_upstream(config: Config, progress: Callable[[str, float], None]) -> Lla
 
 def load_remote(config: Config, progress: Callable[[str, float], None]) -> RemoteEngine:
     """Connects to a server of another kind. Raises ConfigError and ModelError."""
-    from parkd.engine_adapter.remote.starting import connect
+    from parkd.engine_adapter.remote.starting import NO_TOKENIZER, connect
     from parkd.engine_adapter.remote.words import TokenWords
     from parkd.engine_adapter.rendered import RenderedTemplate
 
@@ -273,7 +273,7 @@ def load_remote(config: Config, progress: Callable[[str, float], None]) -> Remot
     def words(found: Found) -> TokenWords | None:
         """Those of --tokenizer, else those of the server's own directory if it is here; None: none are at hand."""
         name = found.root if own else remote.tokenizer
-        if not name or (own and not (Path(name) / "tokenizer.json").is_file()):
+        if not name or name == NO_TOKENIZER or (own and not (Path(name) / "tokenizer.json").is_file()):
             return None
         if importlib.util.find_spec("parkd_engine") is None or importlib.util.find_spec("transformers") is None:
             if own:

@@ -247,10 +247,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "tokenizer",
         "upstream",
-        "DIR|ID",
+        "DIR|ID|none",
         parsers.some_text,
         None,
-        "directory or hub name with the tokenizer of its model (auto: its own directory, if it is on this machine)",
+        "directory or hub name with its model's tokenizer; none: characters (its own directory, if that is here)",
     ),
     Setting("upstream-turns", "upstream", "N", parsers.count(1, 1024), 64, "turns it is given at once ({})"),
     Setting(

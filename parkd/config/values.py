@@ -50,8 +50,8 @@ class RemoteConfig:
     model: str | None = None
     """Its name for the model; None: the only one."""
     tokenizer: str | None = None
-    """A directory or hub id with the model's tokenizer and chat template; None: the server's own directory, if it is on
-    this machine."""
+    """A directory or hub id with the model's tokenizer and chat template; `none`: none is to be used; None: that of the
+    server's own directory, if it is on this machine."""
     chat_template_file: Path | None = None
     """In place of that template."""
     context_tokens: int | None = None

@@ -26,7 +26,7 @@ def model_entry(
         "object": "model",
         "created": created_s,
         "owned_by": "parkd",
-        "max_model_len": info.context_tokens,
+        **({"max_model_len": info.context_tokens} if info.context_tokens else {}),
         "capabilities": capabilities(abilities),
         "meta": {"n_ctx": info.context_tokens, "n_vocab": info.vocab_size, "architecture": info.architecture},
     }
@@ -42,8 +42,7 @@ def anthropic_model_entry(info: EngineInfo, alias: str | None, created_s: int) -
         "id": alias or info.model_name,
         "display_name": alias or info.model_name,
         "created_at": rfc3339(created_s),
-        "max_input_tokens": info.context_tokens,
-        "max_tokens": info.context_tokens,
+        **({"max_input_tokens": info.context_tokens, "max_tokens": info.context_tokens} if info.context_tokens else {}),
     }
 
 

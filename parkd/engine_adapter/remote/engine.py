@@ -146,21 +146,28 @@ class RemoteSeat(Seat):
         self._position, self._usage, self._units, self._written = 0, Usage(), len(ids), 0
         self._is_counted = False
         engine, hold = self._engine, Hold()
-        path, fields = engine.words.request(ids, request, limit)
-        body = {
-            **common_fields(
-                sampling,
-                schema,
-                form,
-                engine.found.flavour,
-                unit=self.info.unit,
-                model=engine.found.model,
-                salt=engine.salt_of(request),
-            ),
-            **fields,
-        }
-        with self._followed(hold, cancel):
-            lines = engine.client.events(path, body, hold)
+        common = common_fields(
+            sampling,
+            schema,
+            form,
+            engine.found.flavour,
+            unit=self.info.unit,
+            model=engine.found.model,
+            salt=engine.salt_of(request),
+        )
+
+        def sent(path: str, fields: Mapping[str, Any]) -> EventLines:
+            with self._followed(hold, cancel):
+                return engine.client.events(path, {**common, **fields}, hold)
+
+        try:
+            lines = sent(*engine.words.request(ids, request, limit))
+        except InvalidRequest:
+            other = engine.words.said_otherwise(ids, request, limit)
+            if other is None:
+                raise
+            lines = sent(*other)
+            engine.words.taken_otherwise()
         self._turn = _Turn(ids, lines, hold, cancel, engine.words.answer(request), limit)
         return 0
 

@@ -21,6 +21,8 @@ from parkd.types import Unit
 START_WAIT_S = 600.0
 """Longest wait for a server that is still loading its model."""
 START_POLL_S = 1.0
+NO_TOKENIZER = "none"
+"""In place of a tokenizer's name."""
 FINGERPRINT_BYTES = 16
 CHECKSUM = "xxh3-64"
 LAYOUT_DIGEST = b"no state is here"
@@ -58,7 +60,7 @@ def connect(
         doubt = None if words is None else doubt_of(client, found, words)
         if doubt is not None and config.tokenizer is not None:
             raise ModelError(doubt)
-        if words is None and config.tokenizer is not None:
+        if words is None and config.tokenizer not in (None, NO_TOKENIZER):
             raise ModelError(
                 f"--tokenizer: a {found.flavour.name} server takes no prompts as token ids, or returns none. Leave it "
                 f"out: prompts are told apart by characters then."

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -130,9 +130,11 @@ class _Piece:
 
 
 def _pieces(ids: Ids) -> Iterator[_Piece]:
-    places = np.flatnonzero(ids >= FIRST_MARK_ID)
+    is_mark = ids >= FIRST_MARK_ID
+    places: list[int] = np.flatnonzero(is_mark).tolist()
+    text = text_of(np.where(is_mark, 0, ids))  # at once, since each piece alone takes longer than its characters
     for start, stop in zip(places, [*places[1:], len(ids)], strict=True):
-        yield _Piece(Mark(int(ids[start]) - FIRST_MARK_ID), text_of(ids[start + 1 : stop]))
+        yield _Piece(Mark(int(ids[start]) - FIRST_MARK_ID), text[start + 1 : stop])
 
 
 def plain_text(ids: Ids) -> str | None:
@@ -168,6 +170,13 @@ def read_talk(ids: Ids, *, thought_field: str = "reasoning_content") -> Talk:
     if begun.get("content") or begun.get("tool_calls") or thought_field in begun:
         messages.append(begun)
     return Talk(messages, tools, settings, is_open=True, begun=begun.get("content") or "")
+
+
+def with_systems_lead(talk: Talk) -> Talk:
+    """The same chat, with the user saying what the system says behind the first other message."""
+    lead = next((n for n, each in enumerate(talk.messages) if each["role"] != "system"), len(talk.messages))
+    rest = [{**each, "role": "user"} if each["role"] == "system" else each for each in talk.messages[lead:]]
+    return replace(talk, messages=[*talk.messages[:lead], *rest])
 
 
 class _Message:

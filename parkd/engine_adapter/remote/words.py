@@ -16,7 +16,7 @@ from parkd.engine_adapter.remote.bodies import chat_fields
 from parkd.engine_adapter.remote.events import CallPiece, Piece
 from parkd.engine_adapter.remote.flavours import Flavour
 from parkd.engine_adapter.remote.parts import PartsParser
-from parkd.engine_adapter.remote.talk import plain_text, read_talk
+from parkd.engine_adapter.remote.talk import Talk, plain_text, read_talk, with_systems_lead
 from parkd.errors import UpstreamFailed
 from parkd.types import TurnRequest, Unit
 
@@ -54,6 +54,14 @@ class Words(Protocol):
     def request(self, ids: Ids, request: TurnRequest | None, limit: int | None) -> tuple[str, dict[str, Any]]:
         """The path, and the fields of the request that only this way of asking has."""
 
+    def said_otherwise(
+        self, ids: Ids, request: TurnRequest | None, limit: int | None
+    ) -> tuple[str, dict[str, Any]] | None:
+        """The same request in another way, for a server that has refused it as it was; None if there is none."""
+
+    def taken_otherwise(self) -> None:
+        """The server has taken a request that was said otherwise."""
+
     def answer(self, request: TurnRequest | None) -> AnswerIds: ...
 
     def text_stream(self) -> TextStream: ...
@@ -80,6 +88,8 @@ class CharacterWords:
         self.template = template
         self._flavour = flavour
         self._lock = threading.Lock()
+        self._systems_lead = False
+        """The server's template takes system messages at the beginning only."""
         self._characters_a_token = CHARACTERS_A_TOKEN
 
     def request(self, ids: Ids, request: TurnRequest | None, limit: int | None) -> tuple[str, dict[str, Any]]:
@@ -89,8 +99,28 @@ class CharacterWords:
             if limit is not None:
                 body["max_tokens"] = max(limit, 1)
             return COMPLETIONS_PATH, body
-        talk = read_talk(ids, thought_field=self._flavour.thought_field or "reasoning_content")
+        talk = self._talk(ids)
+        if self._systems_lead:
+            talk = with_systems_lead(talk)
         return CHAT_PATH, chat_fields(talk, request, limit, self._flavour)
+
+    def said_otherwise(
+        self, ids: Ids, request: TurnRequest | None, limit: int | None
+    ) -> tuple[str, dict[str, Any]] | None:
+        """With system messages behind the first others as the user's, which the templates of many models want."""
+        if self._systems_lead or plain_text(ids) is not None:
+            return None
+        talk = self._talk(ids)
+        other = with_systems_lead(talk)
+        return (
+            None if other.messages == talk.messages else (CHAT_PATH, chat_fields(other, request, limit, self._flavour))
+        )
+
+    def taken_otherwise(self) -> None:
+        self._systems_lead = True
+
+    def _talk(self, ids: Ids) -> Talk:
+        return read_talk(ids, thought_field=self._flavour.thought_field or "reasoning_content")
 
     def answer(self, request: TurnRequest | None) -> AnswerIds:
         return JoinedParts(offers_tools=request is not None and bool(request.tools))
@@ -207,6 +237,18 @@ class TokenWords:
             "skip_special_tokens": False,  # the text is not read, but some servers return ids as they write text
         }
         return COMPLETIONS_PATH, body
+
+    def said_otherwise(
+        self,
+        ids: Ids,  # noqa: ARG002
+        request: TurnRequest | None,  # noqa: ARG002
+        limit: int | None,  # noqa: ARG002
+    ) -> tuple[str, dict[str, Any]] | None:
+        """None: the template is the server's own, and was asked before."""
+        return None
+
+    def taken_otherwise(self) -> None:
+        """Never called: nothing is said otherwise."""
 
     def answer(self, request: TurnRequest | None) -> AnswerIds:  # noqa: ARG002
         return ReturnedIds(self._ends)

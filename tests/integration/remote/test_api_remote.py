@@ -16,6 +16,7 @@ from parkd.types import NamedKey
 from tests.fakes.openai_server import (
     BLOCK_TOKENS,
     CHARACTERS_A_TOKEN,
+    CONTEXT_TOKENS,
     FLAVOURS,
     HOSTED,
     LLAMA,
@@ -71,6 +72,8 @@ async def test_every_kind_of_server_is_found_and_answers(name: str) -> None:
             assert body["messages"] == opening()
             models = (await parkd.client.get("/v1/models")).json()
             assert [model["id"] for model in models["data"]] == [MODEL]
+            told = models["data"][0].get("max_model_len")
+            assert told == (None if name in ("Ollama", "OpenAI-style") else CONTEXT_TOKENS)
 
 
 async def test_what_the_server_counts_is_what_the_client_is_told() -> None:
@@ -526,6 +529,29 @@ async def test_an_answer_that_was_begun_goes_on_where_the_server_can() -> None:
         async with before(upstream) as parkd:
             response = await parkd.client.post("/v1/messages", json=body)
             assert response.status_code == 400
+
+
+async def test_a_system_message_that_comes_late_is_the_users_where_the_template_wants_it() -> None:
+    late = [*opening(), {"role": "assistant", "content": "Yes?"}, {"role": "system", "content": "Be brief."}]
+    messages = [*late, {"role": "user", "content": "Go on"}]
+    with FakeUpstream(VLLM) as upstream:
+        async with before(upstream) as parkd:
+            await parkd.chat(messages)
+            assert upstream.bodies[-1]["messages"] == messages
+
+        def strict(body: dict[str, Any]) -> tuple[int, dict[str, str], Any] | None:
+            late = any(message["role"] == "system" for message in body["messages"][1:])
+            return (400, {}, {"message": "System message must be at the beginning."}) if late else None
+
+        upstream.refuse = strict
+        async with before(upstream) as parkd:
+            upstream.bodies.clear()
+            for _ in range(2):
+                assert (await parkd.chat(messages)).text == "Hello there."
+            assert [body["messages"][3]["role"] for body in upstream.bodies] == ["system", "user", "user"]
+            assert upstream.bodies[-1]["messages"][3]["content"] == "Be brief."
+            upstream.refuse = lambda _: (400, {}, {"message": "No."})
+            assert (await parkd.post(messages)).status_code == 400
 
 
 async def test_tokens_are_counted_by_what_the_server_counted_before() -> None:

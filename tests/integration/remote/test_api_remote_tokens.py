@@ -161,6 +161,7 @@ async def test_the_servers_own_directory_is_used_if_it_is_here(folder: Path, mod
     with FakeUpstream(answers) as upstream:
         upstream.posts["/tokenize"] = model.tokenize
         assert open_unit(upstream) is Unit.TOKEN
+        assert open_unit(upstream, tokenizer="none") is Unit.CHARACTER
         upstream.posts["/tokenize"] = Model(CALLS_TEMPLATE.replace("system", "")).tokenize
         other = Model("{% for message in messages %}[{{ message.content }}]{% endfor %}")
         upstream.posts["/tokenize"] = other.tokenize  # the server was started with another template
