@@ -347,6 +347,8 @@ class TurnRunner:
             taken_s = self._monotonic()
             async with self.seats.changing:
                 live = self._seat_again(live, aside)
+                if live.rows is not aside.rows:  # what was to be forgotten there is not this turn's
+                    await live.empty_if_unwanted()
                 self.seats.take(live, turn)
             is_whole = await live.take_up(aside)
             if is_whole and live.rows is not aside.rows:

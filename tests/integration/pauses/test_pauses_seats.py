@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from parkd_engine.moves import snapshot
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine import loading
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
+from parkd.lane.turn import Turn
 from parkd.state import EngineConfig
-from tests.integration.api.api_harness import Messages, body_of, running
-from tests.integration.pauses.pause_kit import NOISE, Pauser, at_random, post, steady
+from tests.fakes.engine import FakeEngine
+from tests.fakes.seats import FakeSeats
+from tests.integration.api.api_harness import Messages, body_of, running, until
+from tests.integration.pauses.pause_kit import NOISE, Pauser, PausesOne, at_random, post, steady
 from tests.integration.pauses.test_pauses_families import A1, SAMPLED, SCORED
 
 pytestmark = pytest.mark.anyio
@@ -99,3 +103,31 @@ async def test_a_paused_turn_notices_that_its_seat_was_emptied(family: str, tmp_
     assert pauser.pauses > 1
     assert any(emptied)
     engine.close()
+
+
+async def test_a_paused_turn_goes_on_in_another_seat_and_what_was_forgotten_there_is_not_its_own() -> None:
+    """Two others run in its pause, the second in its seat; the first is then forgotten."""
+    engine = FakeSeats(2, end_odds=1 << 40)
+    async with running(engine, answer_bytes=0) as server:  # type: ignore[arg-type]
+        proxy, seen = server.server.proxy, list[int]()
+        proxy.lane.schedule, proxy.lane.width = PausesOne(1), 1
+        pause, is_to_pause = proxy.lane.pause, proxy.lane.is_to_pause
+
+        async def pause_for_two(turn: Turn) -> None:
+            others = [asyncio.create_task(server.chat([{"role": "user", "content": name}])) for name in ("b", "c")]
+            await until(lambda: proxy.lane.waiting == 2)
+            await pause(turn)
+            await asyncio.gather(*others)
+            seen.extend(live.rows.position for live in proxy.lives)
+            proxy.lives[1].discard()
+
+        proxy.lane.pause = pause_for_two  # type: ignore[method-assign]
+        proxy.lane.is_to_pause = lambda turn: is_to_pause(turn) and not seen  # type: ignore[method-assign]
+        answer = await server.chat(A1, max_tokens=40)
+        await server.settled()
+        assert len(seen) == 2
+        assert all(position < len(server.prompt_tokens(A1)) for position in seen), "others had both seats"
+        assert proxy.lives[1].rows.position > len(server.prompt_tokens(A1))
+        assert proxy.lives[1].rows.parked_id is not None
+    async with running(FakeEngine(end_odds=1 << 40), answer_bytes=0) as server:
+        assert (await server.chat(A1, max_tokens=40)).text == answer.text
