@@ -1,6 +1,6 @@
 """What parkd costs in front of an OpenAI-style server, beside a proxy that only forwards bytes.
 
-    python -m benchmarks.upstream [--clients 200] [--tokens 30000] [--rounds 3]
+    python -m benchmarks.upstream [--clients 200] [--tokens 30000] [--rounds 2]
 
 A server without a model answers at once, in one piece or in 64. Each client has a long conversation of its own and
 sends its next turn: all at the same time. *Processor ms* are those of the proxy's process per request; *first word* is
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -40,6 +41,7 @@ PROMPT_MEMORY_MIB = 2000
 HEAD_BYTES = 64 * 1024
 BODY_BYTES = 8 * 1024 * 1024
 CHAT_PATH = "/v1/chat/completions"
+WORD = re.compile(rb'"content":"[^"]')
 MODELS = {"data": [{"id": "fake", "owned_by": "vllm", "max_model_len": 131_072}]}
 
 
@@ -115,7 +117,7 @@ async def send(base_url: str, bodies: Sequence[bytes]) -> list[float]:
         async for line in _lines(reader):
             if line.startswith(b"HTTP/") and b" 200 " not in line:
                 raise RuntimeError(line.decode())
-            if not first_s and b'" word' in line:
+            if not first_s and WORD.search(line):
                 first_s = time.perf_counter()
         writer.close()
         if not first_s:
@@ -171,13 +173,15 @@ def main() -> None:
     parser.add_argument("--serve", type=int, help="be the server without a model, at this port")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=30_000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     if options.serve is not None:
         asyncio.run(serve(options.serve))
         return
     started = machine()
-    result = Result("upstream", "In front of an OpenAI-style server", " ".join(__doc__.split("\n\n")[2].split()))
+    result = Result(
+        f"upstream_{options.clients}", "In front of an OpenAI-style server", " ".join(__doc__.split("\n\n")[2].split())
+    )
     rows = []
     conversations = [conversation(5000 + client, options.tokens) for client in range(options.clients)]
     with upstream() as fake, tempfile.TemporaryDirectory() as folder:
