@@ -7,6 +7,7 @@ parked   |======== common ========|........
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 AN_IMAGE = "an image"
+AN_END = "an end"
+"""Instead of the mark behind a part of a chat, which is no character, where prompts are characters."""
 _SHOWN_TOKENS = 3
 """Tokens that are quoted where two prompts differ."""
 
@@ -57,10 +60,10 @@ def divergence_of(
     if common == min(len(identity.units), len(other_units)):
         return None
     label = next((span.label for span in identity.segments if span.start <= common < span.stop), "")
-    image, known = image_at(identity, common), _shown(other_units, common, tokenizer)
+    image, known = image_at(identity, common), _shown(other_units, common, tokenizer, unit)
     if image and known == AN_IMAGE:
         known = "another image"
-    return Divergence(common, label, image or _shown(identity.units, common, tokenizer), known, unit)
+    return Divergence(common, label, image or _shown(identity.units, common, tokenizer, unit), known, unit)
 
 
 def image_at(identity: PromptIdentity, position: int) -> str:
@@ -69,11 +72,15 @@ def image_at(identity: PromptIdentity, position: int) -> str:
     return next((f"image {number}" for number, image in places if image.start <= position < image.stop), "")
 
 
-def _shown(units: Units, start: int, tokenizer: Tokenizer) -> str:
-    """The text of a few units from `start`, quoted."""
+def _shown(units: Units, start: int, tokenizer: Tokenizer, unit: Unit) -> str:
+    """The text of a few units from `start`, quoted. Of characters, those before the next mark."""
     if units[start] & IMAGE_BIT:
         return AN_IMAGE
     stop = start
     while stop < min(len(units), start + _SHOWN_TOKENS) and not units[stop] & IMAGE_BIT:
+        if unit is Unit.CHARACTER and units[stop] > sys.maxunicode:
+            break
         stop += 1
+    if stop == start:
+        return AN_END
     return repr(tokenizer.decode([int(unit) for unit in units[start:stop].astype(np.int64)]))

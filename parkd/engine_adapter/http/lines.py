@@ -15,6 +15,9 @@ from parkd.errors import UpstreamFailed, UpstreamTimeout
 MOST_EVENT_BYTES = 64 * 1024 * 1024
 """Maximum size of one event: the last one may contain the whole prompt."""
 
+MOST_ERROR_CHARS = 2000
+"""Of a server's error message that are told to a client."""
+
 E = TypeVar("E")
 
 
@@ -39,6 +42,8 @@ class EventLines:
         self._monotonic = monotonic
         self._called = called
         self._buffer = bytearray()
+        self._searched_bytes = 0
+        """At the beginning of the buffer, without an end of line; a long line is searched once, not once per part."""
 
     def next(self, parse: Callable[[bytes], E | None]) -> E:
         """The next event, which is what `parse` makes of a line; lines of which it makes None are passed over.
@@ -80,9 +85,11 @@ class EventLines:
 
     def _line(self) -> bytes | None:
         """Removes the next complete line from the buffer and returns it; None if there is none."""
-        end = self._buffer.find(b"\n")
+        end = self._buffer.find(b"\n", self._searched_bytes)
         if end < 0:
+            self._searched_bytes = len(self._buffer)
             return None
+        self._searched_bytes = 0
         line = bytes(self._buffer[:end]).rstrip(b"\r")
         del self._buffer[: end + 1]
         return line
@@ -95,6 +102,8 @@ def field_of(line: bytes) -> tuple[bytes, bytes]:
 
 
 def error_text(error: Mapping[str, Any]) -> str:
-    """A server's error message, as a sentence."""
+    """A server's error message, as a sentence. A very long one is cut."""
     text = " ".join(str(error.get("message", "")).split()) or "it does not say why"
+    if len(text) > MOST_ERROR_CHARS:
+        text = f"{text[:MOST_ERROR_CHARS]}..."
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -13,6 +13,7 @@ What cannot be true is not believed: a usage that counts more cached tokens than
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from parkd.engine_adapter.http.lines import error_text, field_of
 from parkd.errors import UpstreamFailed
 
 DONE = b"[DONE]"
+HALF_ESCAPE = rb"\ud"
+"""In lower case, how the escape of each half of a character begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def parse_line(line: bytes, called: str) -> Piece | None:
     if value == DONE:
         return Piece(is_last=True)
     try:
-        document = orjson.loads(value)
+        document = _document(value)
         error = document if name == b"error" else document.get("error")
         if error:
             said = error if isinstance(error, Mapping) else {"message": error}
@@ -92,11 +95,23 @@ def parse_line(line: bytes, called: str) -> Piece | None:
                 f"The {called} failed in the middle of its answer: {error_text(said)} Send the request again."
             )
         return _piece(document)
-    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as problem:
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as problem:
         raise UpstreamFailed(
             f"The {called} sent an event that cannot be read. Check that --upstream names a server with an "
             f"OpenAI-style API, and nothing between changes its answers."
         ) from problem
+
+
+def _document(value: bytes) -> Any:
+    """What JSON says. Half an escaped character, which a model may write, is U+FFFD, as in requests: the marks between
+    the parts of an answer are surrogates in its text."""
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        if HALF_ESCAPE not in value.lower():
+            raise
+        text = json.dumps(json.loads(value), ensure_ascii=False)
+        return orjson.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def _piece(document: Mapping[str, Any]) -> Piece:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import settings
 
-from parkd.engine_adapter.base import Rendered
+from parkd.engine_adapter.base import ChatTemplate, Rendered, Tokenizer
 from parkd.errors import InvalidRequest
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory
@@ -105,8 +105,8 @@ def talk(*messages: dict[str, Any], **more: Any) -> TurnRequest:
 
 
 def make_builder(
-    tokenizer: WordTokenizer | None = None,
-    template: ChatMl | None = None,
+    tokenizer: Tokenizer | None = None,
+    template: ChatTemplate | None = None,
     memo_bytes: int = 1 << 20,
     answers: OutputMemory | None = None,
     context_tokens: int | None = None,

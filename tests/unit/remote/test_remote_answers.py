@@ -51,6 +51,22 @@ def told(ids: list[int], *, reason: FinishReason = FinishReason.STOP, cuts: int 
     return thinking, text, list(calls.values()), end
 
 
+@pytest.mark.parametrize(
+    ("said_text", "read_text"),
+    [(r"ab\ud83d", "ab\ufffd"), (r"\uDE00c", "\ufffdc"), (r"\ud800\\ud83d \uD83D\uDE00", "\ufffd\\ud83d \U0001f600")],
+)
+def test_half_a_character_is_a_replacement_mark(said_text: str, read_text: str) -> None:
+    line = f'data: {{"choices": [{{"index": 0, "delta": {{"content": "{said_text}"}}}}]}}'
+    assert parse_line(line.encode(), "server") == Piece(text=read_text)
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, r'{"choices": NaN, "a": "\ud83d"}', "9" * 5000, r'{"\ud83d'])
+def test_what_is_no_event_is_an_error_of_the_server_beside_half_a_character(value: str) -> None:
+    for line in (value, rf'["\ud83d", {value}'):
+        with pytest.raises(UpstreamFailed, match="cannot be read"):
+            parse_line(b"data: " + line.encode(), "server")
+
+
 def test_each_kind_of_event_is_read() -> None:
     assert parsed(said("Hi")) == Piece(text="Hi")
     assert parsed(thought("Hm")) == parsed(thought("Hm", "reasoning")) == Piece(thinking="Hm")

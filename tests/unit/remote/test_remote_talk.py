@@ -11,6 +11,9 @@ from parkd.engine_adapter.remote.alphabet import FIRST_MARK_ID, Characters, Join
 from parkd.engine_adapter.remote.talk import Talk, TalkTemplate, call_id_of, plain_text, read_talk
 from parkd.errors import InvalidRequest
 from parkd.identity.cuts import cuttable_tokens
+from parkd.identity.matcher import divergence_of
+from parkd.types import Unit
+from tests.unit.identity.identity_fakes import make_builder, say, talk
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
@@ -120,3 +123,21 @@ def test_a_text_can_be_cut_at_every_mark() -> None:
 def test_a_prompt_without_marks_is_no_chat() -> None:
     assert plain_text(np.array(ids_of("Once"))) == "Once"
     assert plain_text(np.array([Mark.USER.id, *ids_of("Once")])) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [("Hi", "Hi you", "' yo' where an end was known"), ("Hi you", "Hi", "an end where ' yo' was known")],
+)
+def test_a_difference_at_an_end_shows_no_private_character(before: str, now: str, told: str) -> None:
+    builder = make_builder(Characters(), TalkTemplate(sends_thoughts=True))
+    old, new = (builder.build(talk(say("user", text))) for text in (before, now))
+    divergence = str(divergence_of(new, old.units, Characters(), Unit.CHARACTER))
+    assert divergence.endswith(told)
+    assert divergence.startswith("character 3 in message 1 (user)")
+
+
+def test_a_difference_shows_the_characters_before_an_end() -> None:
+    builder = make_builder(Characters(), TalkTemplate(sends_thoughts=True))
+    old, new = (builder.build(talk(say("user", text))) for text in ("a b", "a cd"))
+    assert "'cd' where 'b' was known" in str(divergence_of(new, old.units, Characters(), Unit.CHARACTER))
