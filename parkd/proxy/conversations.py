@@ -2,7 +2,7 @@
 
 A key sees and steers what it sent itself, an operator's key everything; text is shown to the key that sent it alone.
 Where keys share a namespace, a conversation is a key's own only if one of its requests, since the server started, went
-as far as what is kept. What is not the caller's own is not found.
+as far as what is kept, and left it there. What is not the caller's own is not found.
 """
 
 from __future__ import annotations
@@ -178,12 +178,13 @@ class ConversationEndpoints:
         by_name: dict[Name, list[Listed]] = {}
         for row in self._store.listed() if self._store is not None else ():
             parked = row.parked
-            if self._may_see(caller, parked.namespace, parked.key_digest, parked.units):
-                by_name.setdefault(name_of(parked.id), []).append(row)
+            name = name_of(parked.id)
+            if self._may_see(caller, name, parked.namespace, parked.key_digest, parked.units):
+                by_name.setdefault(name, []).append(row)
         lives = {
             each.name: each
             for each in self._lives()
-            if self._may_see(caller, each.namespace, each.key_digest, each.units)
+            if self._may_see(caller, each.name, each.namespace, each.key_digest, each.units)
         }
         shown = []
         for name in dict.fromkeys((*by_name, *lives)):
@@ -257,12 +258,19 @@ class ConversationEndpoints:
     def _holds(self, conversation_id: str) -> bool:
         return isinstance(self._store, ConversationStore) and self._store.get(conversation_id) is not None
 
-    def _may_see(self, caller: Caller, namespace: str, key_digest: bytes, units: Units) -> bool:
+    def _may_see(self, caller: Caller, name: Name, namespace: str, key_digest: bytes, units: Units) -> bool:
         if caller.is_operator:
             return True
         if not holds(caller, namespace):
             return False
-        return not caller.shares_namespace or self._proxy.requests.said_whole(caller.owner, key_digest, units)
+        if not caller.shares_namespace:
+            return True
+        requests, activity = self._proxy.requests, self._proxy.runner.roster.get(name)
+        if not requests.said_whole(caller.owner, key_digest, units):
+            return False
+        # What ends inside a prompt of the caller may have been left there by another key, whose prompt differs there.
+        is_known = activity is not None and caller.owner in activity.by_owner
+        return is_known or requests.left_whole(caller.owner, key_digest, units)
 
     async def _body(self, request: Request, caller: Caller) -> Mapping[str, Any]:
         """The JSON object that was sent; empty if there is no body."""

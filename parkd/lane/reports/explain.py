@@ -196,6 +196,16 @@ class RequestMemory:
                 return True
         return False
 
+    def left_whole(self, owner: str, key_digest: Digest, units: Units) -> bool:
+        """Whether the turn of one request of the key left exactly these units to be kept."""
+        return any(
+            one.owner == owner
+            and one.kept_tokens == len(units)
+            and one.prompt.key.digest == key_digest
+            and common_prefix(one.kept, units) == len(units)
+            for one in self._requests.values()
+        )
+
     def forget(self, key_digest: Digest, units: Units, owner: str | None = None) -> None:
         """Drops the requests of a conversation: those of one key, or, if it is None, of all. A request that only begins
         so, and left state beyond it, is another conversation's."""

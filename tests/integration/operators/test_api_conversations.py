@@ -374,3 +374,26 @@ async def test_a_key_does_not_learn_from_its_own_conversation_what_another_key_s
         await say(server, asked("Mine alone."), "k-anna")
         (alone,) = await listed(server, "k-anna")
         assert alone["bytes"]["own"] > 0, "nobody shares this namespace"
+
+
+async def test_a_key_does_not_see_where_the_prompt_of_another_key_leaves_its_own() -> None:
+    """A request that keeps nothing leaves the seat at the last token that it shares with what was known, and one for a
+    beginning parks as much: both were listed to the key whose prompt goes on from there, and told when the other sent
+    them and how much of its text they have."""
+    async with running(FakeEngine(), config=TEAM) as server:
+        await say(server, asked("Mine, of carol."), "k-carol")
+        (mine,) = await listed(server, "k-carol")
+        dave, nothing = {"x-api-key": "k-dave"}, {"x-parkd-cache-mode": "read"}
+        body = {"messages": asked("Mine, of dave."), "max_tokens": 0}
+        await server.client.post("/v1/chat/completions", json=body, headers={**dave, **nothing})
+        await server.settled()
+        assert len(await listed(server, "op")) == 2, "a seat holds what is shared"
+        assert [each["id"] for each in await listed(server, "k-carol")] == [mine["id"]]
+        template = await server.client.post("/apply-template", json={"messages": asked("Mine, of")}, headers=dave)
+        body = {"prompt": template.json()["prompt"][:300], "max_tokens": 0}
+        await server.client.post("/v1/completions", json=body, headers=dave)
+        await server.settled()
+        (theirs,) = await listed(server, "k-dave")
+        assert theirs["tokens"] < mine["tokens"]
+        assert [each["id"] for each in await listed(server, "k-carol")] == [mine["id"]]
+        assert (await act(server, theirs["id"], "pin", "k-carol")).status_code == 404
