@@ -107,7 +107,15 @@ def meaning_of(refused: UpstreamRefused, prompt_tokens: int, context_tokens: int
     """What a server's refusal of a turn is to the client. `context_tokens` is 0 if that is not known."""
     status, text = refused.upstream_status, refused.text
     if status in WRONG_KEY:
-        return UpstreamFailed(f"The upstream server does not take parkd's key ({status}): {text}")
+        return UpstreamFailed(
+            f"The upstream server does not take parkd's key ({status}): {text} Name the key that it asks for with "
+            f"--upstream-api-key or PARKD_UPSTREAM_API_KEY."
+        )
+    if 300 <= status < 400:
+        return UpstreamFailed(
+            f"The upstream server sends parkd to another address ({status}). Name the one where it answers with "
+            f"--upstream."
+        )
     if status in (400, 413, 422) and (refused.kind in _OVERFLOW_CODES or _OVERFLOW_WORDS.search(text)):
         limit = context_tokens or _said_limit(text)
         if limit:

@@ -8,7 +8,8 @@ from hashlib import blake2b
 
 from parkd.config import RemoteConfig
 from parkd.engine_adapter.base import EngineInfo
-from parkd.engine_adapter.remote.client import RemoteClient
+from parkd.engine_adapter.http.client import UpstreamRefused
+from parkd.engine_adapter.remote.client import RemoteClient, meaning_of
 from parkd.engine_adapter.remote.engine import RemoteEngine
 from parkd.engine_adapter.remote.finding import Found, ask, found_in
 from parkd.engine_adapter.remote.flavours import HOSTED, LLAMA_SERVER
@@ -62,8 +63,8 @@ def connect(
             raise ModelError(doubt)
         if words is None and config.tokenizer not in (None, NO_TOKENIZER):
             raise ModelError(
-                f"--tokenizer: a {found.flavour.name} server takes no prompts as token ids, or returns none. Leave it "
-                f"out: prompts are told apart by characters then."
+                f"--tokenizer: this server ({found.flavour.name}) takes no prompts as token ids, or returns none. "
+                f"Leave it out: prompts are told apart by characters then."
             )
         if words is None or doubt is not None:
             words = character_words(found)
@@ -78,7 +79,8 @@ def connect(
         )
     except UpstreamFailed as error:
         client.close()
-        raise ModelError(error.message) from error
+        told = meaning_of(error, 0, 0) if isinstance(error, UpstreamRefused) else error
+        raise ModelError(told.message) from error
     except BaseException:
         client.close()
         raise

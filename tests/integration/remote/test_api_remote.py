@@ -477,7 +477,7 @@ async def test_a_server_that_is_gone_is_said_to_be() -> None:
 
 async def test_the_servers_key_is_sent_and_the_clients_is_not() -> None:
     with FakeUpstream(VLLM, key="sk-of-the-server") as upstream:
-        with pytest.raises(ModelError, match="upstream"):
+        with pytest.raises(ModelError, match=r"does not take parkd's key \(401\).*--upstream-api-key"):
             open_engine(upstream)
         async with before(upstream, named_keys=(ALICE,), upstream_api_key="sk-of-the-server") as parkd:
             assert (await parkd.chat(opening(), key=ALICE.key)).text == "Hello there."

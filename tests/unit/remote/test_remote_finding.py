@@ -79,6 +79,16 @@ def test_a_refusal_means_to_the_client_what_it_is(error: UpstreamRefused, expect
     assert isinstance(meaning_of(error, 10, 0), expected)
 
 
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [(302, "--upstream"), (401, "--upstream-api-key"), (403, "--upstream-api-key"), (404, "--upstream")],
+)
+def test_a_refusal_of_an_address_or_a_key_names_the_setting(status: int, told: str) -> None:
+    error = meaning_of(refused(status, "no."), 0, 0)
+    assert f"{told} " in error.message or f"{told}." in error.message
+    assert "Its log may say more" not in error.message
+
+
 def test_who_refuses_says_which_field_and_when_to_come_again() -> None:
     assert meaning_of(refused(400, "bad", param="top_p"), 1, 0).param == "top_p"
     for said, expected in (("7", 7), ("0", 1), ("99999", 120), ("soon", 5), ("", 5)):
