@@ -49,7 +49,7 @@ async def test_memory_holds_no_state_and_the_disk_holds_it_once(tmp_path: Path) 
         taken = sum(-(-file.st_size // 4096) * 4096 for file in files)
         assert taken <= server.store.disk_stats().bytes_in_use <= 1.2 * taken
         second = await server.chat(turn_after(a1, first.text, "And then?"))
-        assert (second.cache, second.reused) == ("restored-ram", len(rows_left_by(server, a1, first.text)))
+        assert (second.cache, second.reused) == ("restored-disk", len(rows_left_by(server, a1, first.text)))
         assert second.text == never_parked(turn_after(a1, first.text, "And then?"))
 
 
@@ -60,7 +60,7 @@ async def test_a_state_exact_at_its_end_alone_resumes_there_only(tmp_path: Path)
         await server.chat(opening("b"))
         a2 = turn_after(a1, first.text, "And then?")
         second = await server.chat(a2)
-        assert (second.cache, second.reused) == ("restored-ram", len(rows_left_by(server, a1, first.text)))
+        assert (second.cache, second.reused) == ("restored-disk", len(rows_left_by(server, a1, first.text)))
         await server.chat(opening("b"))
         edited = await server.chat(turn_after(a1, first.text, "What else?"))
         assert edited.reused == len(rows_left_by(server, a1, first.text)), (
@@ -79,7 +79,7 @@ async def test_the_disk_budget_holds_and_what_goes_is_gone_from_memory_too(tmp_p
         extents = list((tmp_path / "park").glob("*.extent"))
         assert 2 <= len(extents) == server.store.stats().conversations < 8
         last = await server.chat(turn_after(prompts[-2], "x", "More?"))
-        assert last.cache == "restored-ram"
+        assert last.cache == "restored-disk"
         first = await server.chat(turn_after(prompts[0], "x", "More?"))
         assert first.reused < 60, "only what all prompts share"
 

@@ -172,7 +172,7 @@ async def test_a_state_that_stays_in_a_file_moves_too(tmp_path: Path) -> None:
         assert (await landed(here, data)).status_code == 200
         await written(here)
         again = await here.chat(LONG)
-        assert (again.text, again.cache) == (first.text, "restored-ram")
+        assert (again.text, again.cache) == (first.text, "restored-disk"), "a file is on disk"
     async with running_on(tmp_path / "here", engine()) as here:
         assert (await here.chat(LONG)).cache == "restored-disk"
     files = list((tmp_path / "here").glob("*.extent"))
