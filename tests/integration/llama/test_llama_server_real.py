@@ -20,6 +20,8 @@ CONTEXT_TOKENS = 1024
 SERVERS_TAIL = 8
 """At least the tokens between the end of a prompt and the last checkpoint, where a model with windows goes on after a
 restore."""
+PARKING_S = 60.0
+"""Longest wait for what is parked behind a reply."""
 Messages = list[dict[str, str]]
 
 
@@ -50,6 +52,14 @@ def say(server: Server, messages: Messages) -> Answer:
     return ask(server.base_url, messages, output_tokens=6)
 
 
+def all_written(parkd: Server, answers: int) -> None:
+    """Waits until what is parked behind each of so many answers has its manifest, which a busy machine delays."""
+    until_s = time.monotonic() + PARKING_S
+    while parkd.metrics()["parkd_disk_writes_total"] < answers:
+        assert time.monotonic() < until_s, "not all is parked"
+        time.sleep(0.1)
+
+
 def test_a_conversation_outlives_a_switch_and_a_restart_of_the_server(tmp_path: Path, model: Path) -> None:
     a, b = opening("alpha"), opening("beta")
     settings: dict[str, Any] = {"context_tokens": CONTEXT_TOKENS, "port": free_port(), "model": model}
@@ -63,7 +73,7 @@ def test_a_conversation_outlives_a_switch_and_a_restart_of_the_server(tmp_path: 
             first = say(parkd, a)
             say(parkd, b)
             second = say(parkd, after(a, first.text, "And?"))
-            time.sleep(1.0)  # what is parked behind the reply is to be parked before the server goes
+            all_written(parkd, answers=3)
         with upstream_server(tmp_path, **settings):
             third = say(parkd, after(a, first.text, "So?"))
     assert [first.text, second.text, third.text] == never_left
