@@ -15,7 +15,7 @@ from parkd.types import TurnRequest
 
 
 def refused(prompt_tokens: int, context_tokens: int, model_tokens: int) -> ContextOverflow:
-    info = SimpleNamespace(context_tokens=context_tokens, model_tokens=model_tokens)
+    info = SimpleNamespace(most_units=context_tokens, model_tokens=model_tokens)
     prompts: Any = SimpleNamespace(_services=SimpleNamespace(engine=SimpleNamespace(info=info)))
     with pytest.raises(ContextOverflow) as overflow:
         Prompts.check_fits(prompts, prompt_tokens, TurnRequest(messages=[]))
