@@ -16,7 +16,8 @@ LIVES = 2
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_again_and_again_it_answers_right(tmp_path: Path, way: str) -> None:
     needed = "llama_cpp" if way == "in process" else "xllamacpp"
-    if importlib.util.find_spec(needed) is None:
+    found = importlib.util.find_spec(needed)
+    if found is None or found.origin is None:  # a folder of tests has the name too
         pytest.skip(f"{needed} is not installed")
     talks = live(way, tmp_path, LIVES)
     # Where parkd itself lives on, its files are what it calls memory.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parkd_engine import Session
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
@@ -50,15 +51,15 @@ class LogitsRecorder:
 
     def __init__(self, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[torch.Tensor] = []
-        session = engine.session
-        step = session.step
+        step = Session.step
 
-        def recorded(token_id: int) -> torch.Tensor:
-            logits = step(token_id)
-            self.logits.append(logits.clone())
+        def recorded(session: Session, token_id: int) -> torch.Tensor:
+            logits = step(session, token_id)
+            if session is engine.session:
+                self.logits.append(logits.clone())
             return logits
 
-        monkeypatch.setattr(session, "step", recorded)
+        monkeypatch.setattr(Session, "step", recorded)
 
 
 class Uninterrupted:
