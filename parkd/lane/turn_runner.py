@@ -35,7 +35,7 @@ from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.forecast import Forecast
 from parkd.lane.groups import Groups
 from parkd.lane.lane import Lane
-from parkd.lane.live_conversation import LiveConversation, SetAside
+from parkd.lane.live_conversation import LiveConversation, SetAside, steer_for
 from parkd.lane.metrics import Metrics
 from parkd.lane.reading import Reading
 from parkd.lane.reports.explain import diagnose, lasting_tokens
@@ -534,6 +534,5 @@ def _ids_with(prompt: PromptIdentity, token_ids: list[int]) -> TokenIds:
 
 
 def _steer_again(seat: Seat, turn: Turn, put_back: Callable[[Seat], None]) -> None:
-    if seat.steer(turn.request.steering) != turn.prompt.key.steering:
-        raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
+    steer_for(seat, turn)
     put_back(seat)

@@ -20,7 +20,7 @@ from parkd.proxy.dialects.base import Dialect
 from parkd.proxy.dialects.frames import encoded
 from parkd.proxy.dialects.ollama import OllamaChat
 from parkd.proxy.dialects.openai_chat import OpenAIChat
-from parkd.proxy.foreign_paths import advice
+from parkd.proxy.foreign_paths import ADVICE, advice
 from parkd.proxy.requests import id_headers, request_id_of
 from parkd.proxy.sse import unforeseen
 
@@ -106,7 +106,8 @@ def http_error(config: ProxyConfig, metrics: Metrics) -> Callable[[Request, Exce
         if error.status_code == 404:
             refused = NotFound(f"There is nothing at {request.url.path[:PATH_SHOWN]}. {advice(request.url.path)}")
         else:
-            refused = InvalidRequest(f"{request.method} is not allowed at {request.url.path}.")
+            words = f"{request.method} is not allowed at {request.url.path}. {ADVICE.get(request.url.path, '')}"
+            refused = InvalidRequest(words.rstrip())
         metrics.requests.labels(refused.code).inc()
         note_refused(request, refused, config, error.status_code)
         response = _error_response(spoken_by(request), refused, request_id_of(request.headers))

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from parkd.engine_adapter.base import Cancel, Engine, EngineInfo, ImageReader, Seat, TextStream
+from parkd.engine_adapter.base import Cancel, Engine, EngineInfo, ImageReader, Seat, TextStream, check_adapters
 from parkd.engine_adapter.http.client import UpstreamRefused
 from parkd.engine_adapter.http.lines import EventLines
 from parkd.engine_adapter.http.wire import Hold
@@ -219,8 +219,8 @@ class RemoteSeat(Seat):
             if self._turn is turn:
                 self._drop()
 
-    def steer(self, scales: Mapping[str, float] | None) -> bytes:
-        return self._engine.steering_digest(scales)
+    def steer(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        return self._engine.steering_digest(scales, adapters)
 
     def capture(self, transfer: Transfer) -> Checksums:  # noqa: ARG002
         raise EngineFailure("This server's state cannot be parked.")
@@ -365,7 +365,8 @@ class RemoteEngine(Engine):
     def check(self, request: TurnRequest, *, thinks: bool) -> None:
         check_taken(request, self.found.flavour, self.info.unit, thinks=thinks)
 
-    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+    def steering_digest(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        check_adapters(self.adapters, adapters)
         if scales:
             raise InvalidRequest("This server has no control vectors that a request can name.", param="steering")
         return b""

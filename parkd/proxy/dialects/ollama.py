@@ -214,7 +214,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         common["reasoning_effort"] = think
     elif think not in (None, ""):
         raise wrong("think", "true, false or an effort such as `low`")
-    own = ("cache_salt", "prompt_cache_key", "prompt_cache_options", "chat_template_kwargs", "steering")
+    own = ("cache_salt", "prompt_cache_key", "prompt_cache_options", "chat_template_kwargs", "steering", "lora")
     return common | {name: body[name] for name in own if name in body}
 
 

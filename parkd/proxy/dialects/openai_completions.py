@@ -66,6 +66,7 @@ class OpenAICompletions(TurnDialect):
             response_form=form[1],
             cache=cache_hints(body, headers),
             steering=fields.steering(body),
+            adapters=fields.adapters(body),
             timings_per_token=fields.flag(body, "timings_per_token", default=False),
         )
         suffix = fields.text(body, "suffix")
