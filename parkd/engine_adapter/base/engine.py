@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream, Tokenizer
 from parkd.errors import InvalidRequest
 from parkd.state import Checksums, DraftCounts, StateLayout, StateSizes, Transfer
-from parkd.types import ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask, Told, TurnRequest, Unit
+from parkd.types import FinishReason, ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask, Told, TurnRequest, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +277,11 @@ class Seat(ABC):
             seat._begun = begun
 
         return put_back
+
+    @property
+    def ended(self) -> FinishReason:
+        """Why `generate` ended by itself: the context is full, unless the engine is told another reason."""
+        return FinishReason.LENGTH
 
     @property
     def drafts(self) -> DraftCounts:

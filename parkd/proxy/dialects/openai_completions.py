@@ -19,7 +19,6 @@ from parkd.types import (
     CacheReport,
     Event,
     Finished,
-    FinishReason,
     Infill,
     Progress,
     ReasoningDelta,
@@ -177,7 +176,7 @@ class CompletionsEncoder:
     def _choice(self, text: str, finished: Finished | None, logprobs: Mapping[str, Any] | None) -> Mapping[str, Any]:
         reason = None
         if finished is not None:
-            reason = "length" if finished.reason is FinishReason.LENGTH else "stop"
+            reason = finished.reason.value if finished.reason.is_cut else "stop"
         return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
