@@ -89,16 +89,17 @@ class TurnRunner:
         max_output_tokens: int | None,
         monotonic: Callable[[], float],
         log: TurnLog,
+        owners: int = 1,
         disk: DiskWorker | None = None,
         remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None,
     ) -> None:
-        """`lives` are those in the engine's seats."""
+        """`lives` are those in the engine's seats; `owners`, how many keys there are."""
         self._engine = engine
         self.seats = Seats(lives)
         self._starter = TurnStarter(engine.info, store, disk, costs, monotonic)
         self._log = log
         self._remember = remember
-        self.retention = None if store is None else Retention(store)
+        self.retention = None if store is None else Retention(store, owners=owners)
         self.roster = Roster()
         self.groups = None if store is None else Groups(store)
         self._store = store
