@@ -152,19 +152,23 @@ def generate_seconds(lane: GpuLane, sampling: SamplingParams, steps: int) -> flo
     return statistics.median(seconds)
 
 
-def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -> dict[str, Any]:
-    """Decoding at the present position with and without recorded graphs, and the time to read all weights and rows."""
+def decoded_bytes(lane: GpuLane, position: int) -> int:
+    """Bytes that a token at this position reads and writes: weights, rows and fixed state."""
     session = lane.engine.session
     head: Any = session.stages[-1].head
     embedded: Any = session.stages[0].inner.embed_tokens
-    embedding = embedded.weight.nbytes
-    tied = head.weight.data_ptr() == embedded.weight.data_ptr()
-    weights = lane.engine.info.weights_bytes - (0 if tied else embedding)
-    position = session.position
-    rows = position * lane.engine.info.layout.row_bytes
+    is_tied = getattr(head, "weight", None) is not None and head.weight.data_ptr() == embedded.weight.data_ptr()
+    weights = lane.engine.info.weights_bytes - (0 if is_tied else embedded.weight.nbytes)
     windows = sum(field.nbytes for arena in session.arenas for field in arena.layout.window_fields)
     fixed = 2 * lane.engine.info.layout.fixed_bytes - windows  # Read and written; windows are only read.
-    limit = (weights + rows + fixed) / read_speed
+    return int(weights + position * lane.engine.info.layout.row_bytes + fixed)
+
+
+def decode_figures(lane: GpuLane, devices: tuple[str, ...], read_speed: float) -> dict[str, Any]:
+    """Decoding at the present position with and without recorded graphs, and the time to read all weights and rows."""
+    session = lane.engine.session
+    position = session.position
+    limit = decoded_bytes(lane, position) / read_speed
     runs = decode_runs(lane, devices)
     recorded = statistics.median(runs)
     graph, session.forward.decode_graph = session.forward.decode_graph, None

@@ -1,6 +1,7 @@
 """A model with quantised weights on a card of which only a part may be used, and the kernels over its codes.
 
     python -m benchmarks.gpu.weights [--model random:qwen3.5-27b] [--cap-gib 24] [--a1 90000] [--b1 13000] [--out FILE]
+                                     [--parts kernels,capped,full]
 
 Times the products of one vector and of three, for each kind of weights, on tensor cores and through the Triton kernels
 with several tilings, beside those of bf16. Then
@@ -31,7 +32,7 @@ from parkd_engine.weights.rounding import rounded
 from parkd_engine.weights.schemes import OWN_KINDS
 from torch import nn
 
-from benchmarks.gpu.figures import GIB
+from benchmarks.gpu.figures import GIB, decoded_bytes, memory_read_bytes_per_s
 from benchmarks.gpu.kernels import COPIES, linear, microseconds
 from benchmarks.gpu.lane import GpuLane, following, random_ids
 from parkd.config import ModelConfig
@@ -43,6 +44,7 @@ SHAPES = ((17_408, 5120), (5120, 17_408), (10_240, 5120), (6144, 5120), (5120, 6
 """Rows and columns of the matrices of a 27B model with gated delta nets."""
 TILINGS = [Tiling(*sizes) for sizes in ((4, 32, 1), (8, 32, 1), (4, 64, 2), (2, 64, 2), (4, 128, 2), (4, 128, 4))]
 ANSWER_TOKENS, DECODED_TOKENS = 17, 65
+PARTS = ("kernels", "capped", "full")
 
 
 def coded(full: nn.Linear, weights: str) -> QuantisedLinear:
@@ -123,6 +125,8 @@ async def switching(lane: GpuLane, a1_tokens: int, b1_tokens: int) -> dict[str, 
     figures = {
         "decode_ms_at_4k": decoded.decode_s * 1e3,
         "decode_ms_at_a1": back.decode_s * 1e3,
+        "decoded_bytes_at_4k": decoded_bytes(lane, 4096),
+        "decoded_bytes_at_a1": decoded_bytes(lane, len(a1)),
         "state_equal": [torch.equal(*pair) for pair in zip(state_of(engine), expected, strict=True)],
         "tokens_equal": back.tokens == whole.tokens and cold.tokens == first.tokens,
         "outcomes": [cold.outcome, between.outcome, back.outcome],
@@ -171,9 +175,16 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=100_352)
     parser.add_argument("--a1", type=int, default=90_000)
     parser.add_argument("--b1", type=int, default=13_000)
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of these")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    figures: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+    parts = args.parts.split(",")
+    command = f"--model {args.model} --cap-gib {args.cap_gib} --context {args.context} --a1 {args.a1} --b1 {args.b1}"
+    figures: dict[str, Any] = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": f"python -m benchmarks.gpu.weights {command} --parts {args.parts}",
+    }
 
     def tell() -> None:
         text = json.dumps(figures, indent=1)
@@ -181,30 +192,35 @@ def main() -> int:
             args.out.write_text(text)
         print(text, flush=True)
 
-    figures["kernels_us"] = kernels()
-    tell()
+    if "kernels" in parts:
+        figures["kernels_us"] = kernels()
+        tell()
+    figures["memory_read_gb_s"] = memory_read_bytes_per_s(CARD) / 1e9
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     cap_bytes = int(args.cap_gib * GIB)
     with tempfile.TemporaryDirectory() as folder:
-        torch.cuda.set_per_process_memory_fraction(cap_bytes / total)
-        began = time.perf_counter()
-        engine = opened(
-            args.model, Path(folder), cap_bytes, weights="int4", kv_format="int8", context_tokens=args.context
-        )
-        figures["int4"] = {"load_s": time.perf_counter() - began, "memory": [dict(each) for each in engine.info.memory]}
-        figures["int4"] |= asyncio.run(switching(lane_of(engine), args.a1, args.b1))
-        figures["int4"]["most_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-        figures["int4"]["used_gib"] = (total - torch.cuda.mem_get_info()[0]) / GIB
-        tell()
-        del engine
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        engine = opened(args.model, Path(folder), None, kv_format="int8", context_tokens=8192)
-        figures["bf16_decode_ms_at_4k"] = asyncio.run(decoding(engine))
-        tell()
+        if "capped" in parts:
+            torch.cuda.set_per_process_memory_fraction(cap_bytes / total)
+            began = time.perf_counter()
+            engine = opened(
+                args.model, Path(folder), cap_bytes, weights="int4", kv_format="int8", context_tokens=args.context
+            )
+            memory = [dict(each) for each in engine.info.memory]
+            figures["int4"] = {"load_s": time.perf_counter() - began, "memory": memory}
+            figures["int4"] |= asyncio.run(switching(lane_of(engine), args.a1, args.b1))
+            figures["int4"]["most_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+            figures["int4"]["used_gib"] = (total - torch.cuda.mem_get_info()[0]) / GIB
+            tell()
+            del engine
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        if "full" in parts:
+            engine = opened(args.model, Path(folder), None, kv_format="int8", context_tokens=8192)
+            figures["bf16_decode_ms_at_4k"] = asyncio.run(decoding(engine))
+            tell()
     return 0
 
 

@@ -156,8 +156,13 @@ class ModelMemory:
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """The layers that have routed experts."""
+        """The layers that have routed experts in full precision."""
         return tuple(layer for layer, size in enumerate(self._weights.experts) if size)
+
+    @property
+    def has_coded_experts(self) -> bool:
+        """Whether routed experts are stored as codes."""
+        return self._weights.has_coded_experts
 
     @property
     def host_bytes(self) -> int:

@@ -75,6 +75,8 @@ def choose_host_layers(
         return ()
     if not all(is_card(device) for device in layout.devices):
         raise ModelError("--cpu-experts is for cards: on these devices all weights are in main memory. Leave it out.")
+    if memory.has_coded_experts:
+        raise ModelError("--cpu-experts is for experts in full precision, and this model's are codes. Leave it out.")
     if not layers:
         raise ModelError("--cpu-experts is for models with experts, and this one has none. Leave it out.")
     if asked is not None:

@@ -53,6 +53,20 @@ SHAPES: Mapping[str, Preset] = {
         },
     ),
     "hybrid": Preset("qwen3_5_text", _HYBRID),
+    "experts": Preset(
+        "qwen3_moe",
+        {**COMMON, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    ),
+    "sinks": Preset(
+        "gpt_oss",
+        {
+            **COMMON,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+    ),
     "drafting-echo": Preset("qwen3_5_text", {**_HYBRID, "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}),
     "indexed": Preset(
         "qwen4_exp_text",

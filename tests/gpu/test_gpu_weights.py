@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, silu
 
 from benchmarks.gpu.lane import GpuLane, following
 from tests.gpu.gpu_kit import MIB, assert_same, ids, opened, state_of, use_shapes
-from tests.unit.engine.kit.quantised_models import KINDS, numbers_of, random_codes
+from tests.unit.engine.kit.quantised_models import KINDS, coded_experts, numbers_of, random_codes
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -176,9 +176,64 @@ def test_a_prompt_multiplies_by_the_numbers(kind: str, dtype: torch.dtype) -> No
     close(each(x), x.float() @ expected.T, dtype)
 
 
+class _Silu(nn.Module):
+    """A library's module of experts, as far as it is used: `[experts, 2 * inner, hidden]` and the way down."""
+
+    is_transposed, has_gate, num_experts = False, True, 5
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * inner, hidden, device="meta"))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, hidden, inner, device="meta"))
+        for name, rows in (("gate_up_proj_bias", 2 * inner), ("down_proj_bias", hidden)):
+            setattr(self, name, nn.Parameter(torch.randn(self.num_experts, rows, device=CARD)))
+
+    @staticmethod
+    def _apply_gate(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return silu(gate) * up
+
+
+EXPERT_KINDS = {
+    **{name: kind for name, kind in EVERY.items() if not kind.is_ordered and kind.rows == 1},
+    "fp8-blocks": WeightKind(Codes.FP8, 64, 32, scale_dtype=torch.float32),
+}
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("kind", list(EXPERT_KINDS))
+def test_experts_over_codes(kind: str, dtype: torch.dtype) -> None:
+    """A token of a few has the same bits alone; a few and many are near the numbers that the codes mean."""
+    library = _Silu(768, 256).to(dtype)
+    draw = torch.Generator().manual_seed(3)
+    coded = coded_experts(library, EXPERT_KINDS[kind], draw)
+    if coded is None:
+        pytest.skip("groups are wider")
+    coded = coded.to(CARD)
+    wide, down = (numbers_of(each).view(5, -1, each.in_features) for each in (coded.gate_up_proj, coded.down_proj))
+    for tokens in (9, 70):
+        hidden = torch.randn((tokens, 768), device=CARD).to(dtype)
+        index = torch.rand((tokens, 4), generator=draw).topk(2).indices.to(CARD)
+        weights = torch.rand((tokens, 2), device=CARD).to(dtype)
+        expected = torch.zeros((tokens, 768), device=CARD)
+        for token in range(tokens):
+            for place in range(2):
+                expert = int(index[token, place])
+                inner = library._apply_gate(wide[expert] @ hidden[token].float() + coded.gate_up_proj_bias[expert])
+                expected[token] += weights[token, place] * (down[expert] @ inner + coded.down_proj_bias[expert])
+        with torch.inference_mode():
+            out = coded(hidden, index, weights)
+            again = coded(hidden, index, weights)
+            alone = coded(hidden[3:4], index[3:4], weights[3:4])
+        assert torch.equal(out, again)
+        assert tokens > 16 or torch.equal(out[3:4], alone)
+        error = (out.float() - expected).norm() / expected.norm()
+        assert error < 2 * TOLERANCE[dtype], f"relative error {error:.2e}"  # Two products and a gate, each rounded.
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("weights", ["int4", "int8", "fp8"])
-@pytest.mark.parametrize("kind", ["dense", "sliding", "hybrid", "drafting-echo"])
+@pytest.mark.parametrize("kind", ["dense", "sliding", "hybrid", "drafting-echo", "experts", "sinks"])
 async def test_a2_after_b_is_a2_never_interrupted(
     kind: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

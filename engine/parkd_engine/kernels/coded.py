@@ -146,7 +146,8 @@ def takes(linear: CodedLinear) -> bool:
     """Whether the kernels know codes of this kind and width."""
     kind = linear.kind
     whole_groups = kind.group % STEP_COLUMNS == 0 and (kind.group > 0 or kind.rows == 1)
-    return linear.in_features % STEP_COLUMNS == 0 and whole_groups and kind.scale_dtype in SCALES
+    is_known = kind.codes in NUMBERS and kind.scale_dtype in SCALES and not kind.has_row_scales
+    return linear.in_features % STEP_COLUMNS == 0 and whole_groups and is_known
 
 
 def planned(
@@ -312,6 +313,7 @@ class _Tried:
     scales: torch.Tensor
     zeros: torch.Tensor | None
     order: torch.Tensor | None
+    row_scales: torch.Tensor | None = None
     bias: Any = None
 
     def in_order(self, x: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ from parkd_engine.weights.published import FORMATS
 from parkd_engine.weights.schemes import scheme_of
 
 INDEX_FILE = "model.safetensors.index.json"
+HEAD_PREFIX = "mtp."
+"""Of weights of a draft head, whose layers have numbers of their own."""
 _LAYER = re.compile(r"(mtp|model)\.layers\.(\d+)\.")
 
 log = logging.getLogger("parkd.engine")
@@ -105,7 +107,7 @@ def _head_layer(name: str, behind: int) -> int | None:
     head. `behind` is the number of the model's own layers."""
     match = _LAYER.match(name)
     if match is None:
-        return 0 if name.startswith("mtp.") else None
+        return 0 if name.startswith(HEAD_PREFIX) else None
     layer = int(match[2]) - (behind if match[1] == "model" else 0)
     return layer if layer >= 0 else None
 

@@ -16,8 +16,9 @@ from parkd_engine.families.layer_state import draft_layers
 from parkd_engine.families.multimodal import language_config, language_model, model_class
 from parkd_engine.families.records import family_of
 from parkd_engine.forward.stages import MIXER
+from parkd_engine.weights.experts import QuantisedExperts, quantised_experts
 from parkd_engine.weights.host_experts import expert_bytes, experts_module
-from parkd_engine.weights.linear import QuantisedLinear
+from parkd_engine.weights.linear import QuantisedLinear, put_module
 from parkd_engine.weights.schemes import quantised_layers, scheme_of, without_weights_kind
 
 
@@ -48,6 +49,8 @@ class ModelWeights:
     expert: int = 0
     """Bytes of the largest expert, in a room for fetching (`weights.host_experts`)."""
     experts_a_layer: int = 0
+    has_coded_experts: bool = False
+    """Whether routed experts are stored as codes: then none of the three above counts them."""
 
 
 def model_weights(config: Any, dtype: torch.dtype = torch.float32) -> ModelWeights:
@@ -65,6 +68,7 @@ def model_weights(config: Any, dtype: torch.dtype = torch.float32) -> ModelWeigh
         experts=tuple(0 if part is None else _nbytes([part]) for part in routed),
         expert=max((expert_bytes(part) for part in routed if part is not None), default=0),
         experts_a_layer=count,
+        has_coded_experts=any(isinstance(part, QuantisedExperts) for part in decoder.modules()),
         embedding=_nbytes([embedding]),
         head=_nbytes([output]),
         is_tied=getattr(output, "weight", None) is embedding.weight,
@@ -88,9 +92,12 @@ def weightless_model(config: Any, dtype: torch.dtype = torch.float32) -> tuple[A
         model.tie_weights()
         has_head = draft_layers(language_config(config)) > 0
         head = head_class(config)(model, 1).to(dtype) if has_head else None
-        for name, (linear, stored) in ({} if scheme is None else quantised_layers(model, scheme)).items():
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, QuantisedLinear.empty(stored, linear))
+        if scheme is None:
+            return model, head
+        for name, (linear, stored) in quantised_layers(model, scheme).items():
+            put_module(model, name, QuantisedLinear.empty(stored, linear))
+        for name, (experts, kinds) in quantised_experts(model, scheme).items():
+            put_module(model, name, QuantisedExperts.empty(experts, kinds))
         return model, head
 
 

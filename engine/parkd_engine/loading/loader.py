@@ -47,6 +47,8 @@ from parkd_engine.weights.schemes import OWN_VERSION, convert_to, scheme_of
 from parkd_engine.words.chat import ChatTokenizer
 
 WEIGHT_FILES = ("*.safetensors",)
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where ModelOpt says how weights are quantised; some of its versions say it nowhere else."""
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 Ranges = tuple[tuple[int, int], ...]
 
@@ -252,7 +254,11 @@ def checked_config(folder: Path) -> Any:
                 f"{folder} is a model of the kind {kind!r}, which transformers {transformers.__version__} does not know"
             )
         settings = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        if getattr(settings, "quantization_config", None) is None and (folder / MODELOPT_FILE).is_file():
+            told = json.loads((folder / MODELOPT_FILE).read_text(encoding="utf-8"))["quantization"]
+            if told.get("quant_algo"):  # Else only keys and values are meant.
+                settings.quantization_config = {"quant_method": "modelopt", **told}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"The configuration in {folder} cannot be read: {error}") from error
     check_config(settings)
     return settings

@@ -4,6 +4,9 @@
                          -> the library finds, renames and reads them like all others
                          -> one layer after the other becomes codes in the engine's layout
 
+    experts, of which a layer has hundreds -> the library passes them over
+                                           -> read one by one into their layer's matrix (`expert_loading`)
+
 The library's own support of quantised weights needs a package for each format, and is not used.
 """
 
@@ -21,9 +24,12 @@ from safetensors.torch import save_file
 
 from parkd.errors import ModelError
 from parkd.model_files.cache import MANIFEST, Progress
-from parkd_engine.loading.draft_loading import INDEX_FILE
+from parkd_engine.loading.draft_loading import HEAD_PREFIX, INDEX_FILE
+from parkd_engine.loading.expert_loading import PublishedExperts, TensorFiles, paths_of
 from parkd_engine.loading.layer_weights import weightless_model
+from parkd_engine.weights.experts import PARTS, quantised_experts, rows_of
 from parkd_engine.weights.kinds import WeightKind
+from parkd_engine.weights.linear import put_module
 from parkd_engine.weights.published import FORMATS, PublishedLinear
 from parkd_engine.weights.rounding import rounded
 from parkd_engine.weights.schemes import OUTPUT_HEAD, Scheme, quantised_layers, scheme_of, tail, without_weights_kind
@@ -33,6 +39,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F16": torch.float16,
     "F32": torch.float32,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8,
     "U8": torch.uint8,
     "I32": torch.int32,
@@ -42,10 +49,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 NUMBERS = frozenset({"BF16", "F16", "F32"})
 COPIED = frozenset({".json", ".txt", ".jinja", ".model"})
 CONFIG_FILE = "config.json"
-HEAD_PREFIX = "mtp."
-"""Weights of a draft head, whose layers have numbers of their own."""
 Header = tuple[tuple[int, ...], str]
 """Shape, and the dtype's name."""
+OF_EXPERTS = r"\.experts\."
 
 
 def quantised_class(kind: type, config: Any, scheme: Scheme, folder: Path) -> type:
@@ -58,7 +64,9 @@ def quantised_class(kind: type, config: Any, scheme: Scheme, folder: Path) -> ty
         own.__init__(self, settings, *arguments, **named)  # type: ignore[misc]
         _take_places(self, scheme, headers)
 
-    return type(own.__name__, (own,), {"__init__": begin, "__module__": own.__module__})
+    passed_over = [*(own._keys_to_ignore_on_load_unexpected or ()), OF_EXPERTS]  # type: ignore[attr-defined]
+    members = {"__init__": begin, "__module__": own.__module__, "_keys_to_ignore_on_load_unexpected": passed_over}
+    return type(own.__name__, (own,), members)
 
 
 def load_quantised(kind: type, folder: Path, config: Any, scheme: Scheme, **settings: Any) -> Any:
@@ -73,13 +81,15 @@ def load_quantised(kind: type, folder: Path, config: Any, scheme: Scheme, **sett
 
 def finish(model: torch.nn.Module, folder: Path) -> None:
     """Puts codes in place of the tensors of the file, layer by layer. Raises ModelError."""
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, PublishedLinear):
-            continue
-        try:
-            _replace(model, name, module.finished())
-        except ValueError as error:
-            raise ModelError(f"The quantised weights of {name} in {folder} cannot be used: {error}.") from error
+    with TensorFiles(folder) as files:
+        for name, module in list(model.named_modules()):
+            try:
+                if isinstance(module, PublishedExperts):
+                    put_module(model, name, module.finished(files, tail(name)))
+                elif isinstance(module, PublishedLinear):
+                    put_module(model, name, module.finished())
+            except ValueError as error:
+                raise ModelError(f"The quantised weights of {name} in {folder} cannot be used: {error}.") from error
 
 
 def convert_folder(folder: Path, target: Path, settings: Any, progress: Progress | None = None) -> None:
@@ -92,6 +102,15 @@ def convert_folder(folder: Path, target: Path, settings: Any, progress: Progress
     assert scheme is not None, "the kind to convert to"
     model, _ = weightless_model(without_weights_kind(settings))
     kinds = {tail(name): kind for name, (_, kind) in quantised_layers(model, scheme).items()}
+    experts = {tail(name): found for name, found in quantised_experts(model, scheme).items()}
+    for module, (each, matrices) in experts.items():
+        kinds |= {
+            path: kind
+            for matrix, kind in matrices.items()
+            for part in PARTS[matrix]
+            for expert in range(int(each.num_experts))  # type: ignore[arg-type]
+            for path in paths_of(module, expert, part)
+        }
     files = sorted(folder.glob("*.safetensors"))
     places: dict[str, str] = {}
     doing = f"Converting weights to {scheme.kind.codes.value}"
@@ -100,7 +119,7 @@ def convert_folder(folder: Path, target: Path, settings: Any, progress: Progress
     for index, file in enumerate(files):
         try:
             with safe_open(str(file), framework="pt") as opened:
-                tensors = dict(_converted(opened, kinds))
+                tensors = dict(_converted(opened, kinds, experts))
             save_file(tensors, target / file.name, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file} cannot be converted: {error}.") from error
@@ -117,16 +136,26 @@ def convert_folder(folder: Path, target: Path, settings: Any, progress: Progress
     (target / CONFIG_FILE).write_text(json.dumps(written))
 
 
-def _converted(opened: Any, kinds: Mapping[str, WeightKind]) -> Iterator[tuple[str, torch.Tensor]]:
+def _converted(
+    opened: Any, kinds: Mapping[str, WeightKind], experts: Mapping[str, tuple[Any, Mapping[str, WeightKind]]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     for name in opened.keys():  # noqa: SIM118 - it is no mapping
         tensor = opened.get_tensor(name)
         module, _, what = name.rpartition(".")
-        kind = kinds.get(tail(module)) if what == "weight" and not name.startswith(HEAD_PREFIX) else None
-        if kind is None:
+        short = "" if name.startswith(HEAD_PREFIX) else tail(module)
+        library, matrices = experts.get(short, (None, {}))
+        if what == "weight" and short in kinds:
+            for part, value in rounded(tensor, kinds[short]).items():
+                yield f"{module}.{part}", value
+        elif what in matrices:
+            # All experts in one tensor: from now on each has layers of its own, as in other files.
+            rows = rows_of(library, what, tensor)
+            for expert, each in enumerate(rows.view(len(tensor), len(PARTS[what]), -1, rows.shape[1])):
+                for part, matrix in zip(PARTS[what], each, strict=True):
+                    for code, value in rounded(matrix, matrices[what]).items():
+                        yield f"{module}.{expert}.{part}.{code}", value
+        else:
             yield name, tensor
-            continue
-        for part, value in rounded(tensor, kind).items():
-            yield f"{module}.{part}", value
 
 
 def _take_places(model: Any, scheme: Scheme, headers: Mapping[str, Mapping[str, Header]]) -> None:
@@ -147,12 +176,9 @@ def _take_places(model: Any, scheme: Scheme, headers: Mapping[str, Mapping[str, 
             for each, (shape, dtype) in there.items()
             if each in form.names
         }
-        _replace(model, name, PublishedLinear(scheme, kind, module, tensors))
-
-
-def _replace(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+        put_module(model, name, PublishedLinear(scheme, kind, module, tensors))
+    for name, (experts, kinds) in quantised_experts(model, scheme).items():
+        put_module(model, name, PublishedExperts(scheme, kinds, experts))
 
 
 def _headers(folder: Path) -> Mapping[str, Mapping[str, Header]]:

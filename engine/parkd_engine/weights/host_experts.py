@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from parkd_engine.moves.checksum import WORD_BYTES, WeightedSum
+from parkd_engine.weights.experts import QuantisedExperts
 from parkd_engine.weights.page_locks import populate, register_with_cuda, unregister_with_cuda
 
 ROOM_BYTES = 512 << 20
@@ -65,11 +66,11 @@ class Way:
 
 
 def experts_module(layer: nn.Module, experts: int) -> nn.Module | None:
-    """The submodule of a decoder layer with the tensors of its routed experts, `[experts, ...]` each; None if the layer
-    has none."""
+    """The submodule of a decoder layer with the numbers of its routed experts, `[experts, ...]` each; None if the layer
+    has none, or has them as codes."""
     part: nn.Module
     for name, part in layer.named_modules():
-        tensors = list(part.parameters(recurse=False))
+        tensors = [] if isinstance(part, QuantisedExperts) else list(part.parameters(recurse=False))
         if name.split(".")[-1] == "experts" and tensors and all(len(each) == experts for each in tensors):
             return part
     return None

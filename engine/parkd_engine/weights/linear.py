@@ -41,6 +41,7 @@ class QuantisedLinear(nn.Module):
     zeros: torch.Tensor | None
     order: torch.Tensor | None
     """int32 `[in]`: the column of the vector for each stored column."""
+    row_scales: torch.Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -60,7 +61,7 @@ class QuantisedLinear(nn.Module):
                 seen = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 raise ValueError(f"{name} should be {dtype} {list(shape)} and is {seen}")
             self.register_buffer(name, tensor)
-        for name in ("zeros", "order"):
+        for name in ("zeros", "order", "row_scales"):
             if name not in self._buffers:
                 self.register_buffer(name, None)
         self.register_parameter("bias", bias)
@@ -84,7 +85,7 @@ class QuantisedLinear(nn.Module):
             from parkd_engine.kernels import codes
 
             return codes.numbers(self, dtype, first, stop)
-        return numbers(self.kind, self.codes[first:stop], self.scales, self.zeros, dtype, first)
+        return numbers(self.kind, self.codes[first:stop], self.scales, self.zeros, dtype, first, self.row_scales)
 
     def in_order(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[..., in]` with its last axis in the stored order of columns."""
@@ -105,6 +106,12 @@ class QuantisedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
+
+
+def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replaces the submodule of this name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def rows_at_once(columns: int, itemsize: int) -> int:
@@ -135,35 +142,48 @@ def product(x: torch.Tensor, linear: QuantisedLinear) -> torch.Tensor:
             with torch.cuda.device(x.device):
                 products(vectors, linear, out.view(-1, linear.out_features))
             return out
-    if x.device.type == "cpu" and _is_quick_on_cpu(x.numel() // linear.in_features, linear):
-        out = _over_codes(x.reshape(-1, linear.in_features).contiguous(), linear)
-        return out.view(*x.shape[:-1], linear.out_features)
-    return _through_numbers(x, linear)
+    return rows_product(x, linear, 0, linear.out_features, linear.bias)
 
 
-def _is_quick_on_cpu(vectors: int, linear: QuantisedLinear) -> bool:
+def rows_product(
+    x: torch.Tensor, linear: QuantisedLinear, first: int, end: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The part of the product with the rows `[first, end)`, `[..., end - first]`, as the engine computes it on CPUs,
+    and on cards for more than a few vectors. `bias` is that of these rows."""
+    if x.device.type == "cpu" and _is_quick_on_cpu(x.numel() // linear.in_features, end - first, linear):
+        out = _over_codes(x.reshape(-1, linear.in_features).contiguous(), linear, first, end, bias)
+        return out.view(*x.shape[:-1], end - first)
+    return _through_numbers(x, linear, first, end, bias)
+
+
+def _is_quick_on_cpu(vectors: int, rows: int, linear: QuantisedLinear) -> bool:
     kind = linear.kind
     by_rows = kind.group == 0 and kind.rows == 1 and not kind.has_zeros and not kind.is_ordered
-    is_even = linear.out_features % CPU_ROWS == 0 and linear.in_features % CPU_COLUMNS == 0
+    is_even = rows % CPU_ROWS == 0 and linear.in_features % CPU_COLUMNS == 0
     # Scales of another dtype would be rounded.
     return kind.codes is Codes.INT8 and by_rows and is_even and kind.scale_dtype is QUICK and vectors <= FEW_ON_CPU
 
 
-def _over_codes(vectors: torch.Tensor, linear: QuantisedLinear) -> torch.Tensor:
+def _over_codes(
+    vectors: torch.Tensor, linear: QuantisedLinear, first: int, end: int, bias: torch.Tensor | None
+) -> torch.Tensor:
     """`vectors` is `[tokens, in]`. A vector has the same bits alone and among others."""
-    rounded = torch.ops.aten._weight_int8pack_mm(vectors.to(QUICK), linear.codes, linear.scales.view(-1))
+    codes, scales = linear.codes[first:end], linear.scales[first:end].view(-1)
+    rounded = torch.ops.aten._weight_int8pack_mm(vectors.to(QUICK), codes, scales)
     out: torch.Tensor = rounded.to(vectors.dtype)
-    return out if linear.bias is None else out + linear.bias
+    return out if bias is None else out + bias
 
 
-def _through_numbers(x: torch.Tensor, linear: QuantisedLinear) -> torch.Tensor:
+def _through_numbers(
+    x: torch.Tensor, linear: QuantisedLinear, first: int, end: int, bias: torch.Tensor | None
+) -> torch.Tensor:
     x = linear.in_order(x)
     step = rows_at_once(linear.in_features, x.dtype.itemsize)
-    if step >= linear.out_features:
-        return full_product(x, linear.numbers(x.dtype), linear.bias)
-    out = x.new_empty((*x.shape[:-1], linear.out_features))
-    for first in range(0, linear.out_features, step):
-        end = min(first + step, linear.out_features)
-        bias = None if linear.bias is None else linear.bias[first:end]
-        out[..., first:end] = full_product(x, linear.numbers(x.dtype, first, end), bias)
+    if step >= end - first:
+        return full_product(x, linear.numbers(x.dtype, first, end), bias)
+    out = x.new_empty((*x.shape[:-1], end - first))
+    for start in range(first, end, step):
+        stop = min(start + step, end)
+        its = None if bias is None else bias[start - first : stop - first]
+        out[..., start - first : stop - first] = full_product(x, linear.numbers(x.dtype, start, stop), its)
     return out

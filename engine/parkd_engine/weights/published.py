@@ -4,6 +4,7 @@
     awq                  qweight [in, out / 8], qzeros, scales: eight columns in a word, even ones first
     gptq                 qweight [in / 8, out], qzeros (one less than the zero, but in v2), scales, g_idx
     fp8                  weight, weight_scale_inv for each block
+    modelopt             weight [out, in / 2], low bits first, weight_scale, weight_scale_2 for all of it; or fp8
     parkd                codes, scales
 
 Activations may have scales in the file too: they are not read, since products here take the vectors as they are, which
@@ -190,8 +191,27 @@ def _gptq(version: int) -> Callable[..., tuple[dict[str, Any], WeightKind]]:
     return read
 
 
+def _modelopt(tensors: Tensors, kind: WeightKind, shape: Shape) -> tuple[dict[str, Any], WeightKind]:
+    codes, scales = _needed(tensors, "weight"), _needed(tensors, "weight_scale")
+    if kind.codes is Codes.FP8:
+        return _floats(codes, scales.view(-1, 1) if scales.dim() < 2 else scales, kind, shape)
+    whole = _needed(tensors, "weight_scale_2").to(torch.float32)
+    return {"codes": packed(halves(codes)), "scales": scales, "row_scales": whole.expand(shape[0]).contiguous()}, kind
+
+
+def halves(pairs: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits, uint8 `[rows, columns]`, of bytes `[rows, columns / 2]`, the lower bits first."""
+    if pairs.dtype is not torch.uint8:
+        raise ValueError(f"codes of 4 bits are {pairs.dtype}, not uint8")
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+
+
 def _own(tensors: Tensors, kind: WeightKind, _: Shape) -> tuple[dict[str, Any], WeightKind]:
     return dict(tensors), kind
+
+
+def _no_layers(*_: Any) -> tuple[dict[str, Any], WeightKind]:
+    raise ValueError("only experts are stored so")
 
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
@@ -204,6 +224,8 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "gptq": Format(("qweight",), ("qzeros", "scales", "g_idx"), _gptq(1)),
         "gptq_v2": Format(("qweight",), ("qzeros", "scales", "g_idx"), _gptq(2)),
         "fp8": Format(("weight_scale_inv", "weight_scale"), ("weight",), _fp8),
+        "modelopt": Format(("weight_scale",), ("weight", "weight_scale_2"), _modelopt),
+        "mxfp4": Format((), (), _no_layers),  # Of experts alone (`loading.expert_loading`).
     }
 )
 """Name, as in `Scheme.format` -> the format."""

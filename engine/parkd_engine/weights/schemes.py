@@ -12,6 +12,7 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
@@ -19,13 +20,12 @@ import torch
 from torch import nn
 
 from parkd.errors import ModelError, UnsupportedModel
-from parkd_engine.families.layer_shapes import experts_of
 from parkd_engine.families.multimodal import language_config
-from parkd_engine.weights.kinds import BLOCK_COLUMNS, Codes, WeightKind
+from parkd_engine.weights.kinds import BLOCK_COLUMNS, IN_WORDS, Codes, WeightKind
 
 OWN_METHOD = "parkd"
 """`quant_method` of copies that the engine converted itself."""
-OWN_VERSION = 1
+OWN_VERSION = 2
 OWN_GROUPS = (128, 64, 32)
 """Columns in a group of int4 codes: the first of these that divides the columns of a matrix."""
 OWN_KINDS: Mapping[str, WeightKind] = MappingProxyType(
@@ -41,6 +41,10 @@ OWN_HEAD: Mapping[str, WeightKind] = MappingProxyType({**OWN_KINDS, "int4": OWN_
 OWN_LEFT_ALONE = ("in_proj_a", "in_proj_b", "shared_expert_gate", "gate")
 """Small layers that decide how fast a memory decays and which experts run."""
 OUTPUT_HEAD = "lm_head"
+EXPERTS = ".experts."
+"""In the names of routed experts."""
+MX_GROUP, NV_GROUP = 32, 16
+"""Columns that share a scale in MXFP4 and in NVFP4."""
 _LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 """What may stand before a layer's name in a configuration or a file: checkpoints differ."""
@@ -63,9 +67,11 @@ class Scheme:
     head_kind: WeightKind | None = None
     """The kind of the output head's; None: as it is."""
     left_alone: tuple[str, ...] = ()
-    """Names, parts of names, or after `re:` patterns, of layers in full precision."""
+    """Names, parts of names, names with `*` for any part, or after `re:` patterns, of layers in full precision."""
     only_layers: bool = False
     """Whether nothing outside of the decoder's layers is quantised, except for `head_kind`."""
+    only_experts: bool = False
+    """Whether nothing but routed experts is quantised."""
 
     def __str__(self) -> str:
         head = self.head_kind
@@ -74,7 +80,7 @@ class Scheme:
     def kind_of(self, name: str, columns: int) -> WeightKind | None:
         """The kind of the weights, of so many columns, of the linear layer of this name in the model; None for full
         precision. Raises UnsupportedModel if they do not fit the kind."""
-        if self._is_left_alone(name):
+        if self._is_left_alone(name) or (self.only_experts and EXPERTS not in name):
             return None
         short = tail(name)
         kind = self.kind
@@ -89,7 +95,7 @@ class Scheme:
         if not kind.fits(columns):
             raise UnsupportedModel(
                 f"{short} has {columns} columns of {kind.codes.value} weights, which is not a multiple of "
-                f"{max(kind.group, BLOCK_COLUMNS if kind.codes is Codes.INT4 else 1)}; such layers are not supported"
+                f"{max(kind.group, BLOCK_COLUMNS if kind.codes in IN_WORDS else 1)}; such layers are not supported"
             )
         return kind
 
@@ -103,13 +109,13 @@ class Scheme:
             if entry.startswith("re:"):
                 if any(re.match(entry[3:], prefix + short) for prefix in PREFIXES) or re.match(entry[3:], name):
                     return True
+            elif "*" in entry:
+                names = (name, *(prefix + short for prefix in PREFIXES))
+                if any(fnmatchcase(each, entry) or fnmatchcase(each, f"{entry}.*") for each in names):
+                    return True
             elif f".{tail(entry)}." in f".{short}." or f".{entry}." in f".{name}.":
                 return True
         return False
-
-    def leaves_experts(self, layers: int) -> bool:
-        """Whether the experts of all of so many decoder layers are in full precision."""
-        return all(self._is_left_alone(f"model.layers.{layer}.mlp.experts.0.gate_proj") for layer in range(layers))
 
 
 def scheme_of(config: Any) -> Scheme | None:
@@ -126,12 +132,7 @@ def scheme_of(config: Any) -> Scheme | None:
         raise UnsupportedModel(
             f"its weights are quantised by the method {method}, which is not supported; these are: {', '.join(METHODS)}"
         )
-    scheme = _READERS[method](settings)
-    text = language_config(config)
-    routed, _ = experts_of(text)
-    if routed and scheme.format != OWN_METHOD and not scheme.leaves_experts(int(text.num_hidden_layers)):
-        raise UnsupportedModel(f"its {routed} experts have quantised weights ({method}), which is not supported yet")
-    return scheme
+    return _READERS[method](settings)
 
 
 def quantised_layers(model: nn.Module, scheme: Scheme) -> dict[str, tuple[nn.Linear, WeightKind]]:
@@ -230,6 +231,28 @@ def _fp8(settings: Mapping[str, Any]) -> Scheme:
     return Scheme("fp8", kind, left_alone=alone)
 
 
+def _mxfp4(settings: Mapping[str, Any]) -> Scheme:
+    # Of gpt-oss: experts alone, whatever else the settings name.
+    kind = WeightKind(Codes.FP4, MX_GROUP, scale_dtype=torch.float8_e8m0fnu)
+    return Scheme("mxfp4", kind, left_alone=_names(settings.get("modules_to_not_convert")), only_experts=True)
+
+
+def _modelopt(settings: Mapping[str, Any]) -> Scheme:
+    algorithm = str(settings.get("quant_algo")).upper()
+    kinds = {
+        "NVFP4": WeightKind(Codes.FP4, NV_GROUP, scale_dtype=torch.float8_e4m3fn, has_row_scales=True),
+        "FP8": WeightKind(Codes.FP8, scale_dtype=torch.float32),
+    }
+    if algorithm not in kinds:
+        raise UnsupportedModel(
+            f"its weights are quantised by ModelOpt's {algorithm}, which is not supported; {' and '.join(kinds)} are"
+        )
+    if algorithm == "NVFP4" and (group := settings.get("group_size", NV_GROUP)) != NV_GROUP:
+        raise UnsupportedModel(f"its NVFP4 weights have groups of {group}, which is not supported; {NV_GROUP} are")
+    alone = _names(settings.get("ignore")) + _names(settings.get("exclude_modules"))
+    return Scheme("modelopt", kinds[algorithm], kinds[algorithm], left_alone=alone)
+
+
 def _compressed_tensors(settings: Mapping[str, Any]) -> Scheme:
     groups = dict(settings.get("config_groups") or {})
     if len(groups) != 1:
@@ -286,6 +309,8 @@ _READERS = MappingProxyType(
         "awq": _awq,
         "gptq": _gptq,
         "fp8": _fp8,
+        "mxfp4": _mxfp4,
+        "modelopt": _modelopt,
     }
 )
 METHODS = tuple(name for name in _READERS if name != OWN_METHOD)

@@ -12,10 +12,11 @@ import torch
 from transformers.initialization import no_init_weights
 
 from parkd_engine.families.multimodal import model_class
+from parkd_engine.weights.experts import QuantisedExperts, quantised_experts, rows_of
 from parkd_engine.weights.kinds import WeightKind
-from parkd_engine.weights.linear import QuantisedLinear
+from parkd_engine.weights.linear import QuantisedLinear, put_module
 from parkd_engine.weights.rounding import rounded
-from parkd_engine.weights.schemes import OWN_VERSION, quantised_layers, scheme_of, without_weights_kind
+from parkd_engine.weights.schemes import OWN_VERSION, Scheme, quantised_layers, scheme_of, without_weights_kind
 
 SEED = 20
 RECIPE_VERSION = 2
@@ -46,9 +47,10 @@ def draw_weights(
 ) -> None:
     """Fills every parameter, in the order of `named_parameters`. `layer_gain` scales what layers add to the residual.
 
-    With `place`, each parameter is drawn on the generator's device and then moved to `place(name)`. Weights of linear
-    layers in `kinds` are rounded to codes as soon as they are drawn; that takes a `place`.
+    With `place`, each parameter is drawn on the generator's device and then moved to `place(name)`. Those in `kinds`,
+    of linear layers and experts, are rounded to codes as soon as they are drawn; that takes a `place`.
     """
+    of_experts: dict[str, dict[str, QuantisedLinear]] = {}
     with torch.no_grad():
         for name, parameter in list(model.named_parameters()):
             drawn = parameter if place is None else torch.empty_like(parameter, device=generator.device)
@@ -59,19 +61,34 @@ def draw_weights(
                 drawn.normal_(0.0, gain / parameter.shape[-1] ** 0.5, generator=generator)
             else:
                 drawn.fill_(0.0 if name.endswith("bias") else 1.0)
+            module, _, tensor = name.rpartition(".")
             if name in kinds:
                 assert place is not None, "codes are made elsewhere than the numbers"
-                _put_codes(model, name.removesuffix(".weight"), drawn, kinds[name], place(name))
+                owner = model.get_submodule(module)
+                if tensor == "weight":
+                    put_module(model, module, _coded(drawn, kinds[name], place(name), owner.bias))
+                else:
+                    coded = _coded(rows_of(owner, tensor, drawn), kinds[name], place(name))
+                    of_experts.setdefault(module, {})[tensor] = coded
             elif place is not None:
                 parameter.data = drawn.to(place(name))
+    for module, matrices in of_experts.items():
+        put_module(model, module, QuantisedExperts(model.get_submodule(module), matrices))
 
 
-def _put_codes(model: Any, name: str, matrix: torch.Tensor, kind: WeightKind, device: torch.device) -> None:
-    parent, _, child = name.rpartition(".")
-    linear = model.get_submodule(name)
+def _coded(
+    matrix: torch.Tensor, kind: WeightKind, device: torch.device, bias: torch.nn.Parameter | None = None
+) -> QuantisedLinear:
     tensors = {each: tensor.to(device) for each, tensor in rounded(matrix, kind).items()}
-    layer = QuantisedLinear(kind, linear.in_features, linear.out_features, tensors, linear.bias)
-    setattr(model.get_submodule(parent), child, layer)
+    return QuantisedLinear(kind, matrix.shape[1], matrix.shape[0], tensors, bias)
+
+
+def kinds_by_parameter(model: Any, scheme: Scheme) -> dict[str, WeightKind]:
+    """Name of each parameter that the scheme stores as codes -> their kind."""
+    found = {f"{name}.weight": kind for name, (_, kind) in quantised_layers(model, scheme).items()}
+    for name, (_, matrices) in quantised_experts(model, scheme).items():
+        found |= {f"{name}.{matrix}": kind for matrix, kind in matrices.items()}
+    return found
 
 
 def preset_digest(model: str, dtype: torch.dtype, device: torch.device, weights: str | None = None) -> bytes:
@@ -97,11 +114,7 @@ def random_model(
     with torch.device(device if place is None else "cpu"), no_init_weights():
         model = model_class(config).from_config(config, dtype=dtype)
     model.tie_weights()
-    kinds = (
-        {}
-        if scheme is None
-        else {f"{name}.weight": kind for name, (_, kind) in quantised_layers(model, scheme).items()}
-    )
+    kinds = {} if scheme is None else kinds_by_parameter(model, scheme)
     draw_weights(model, torch.Generator(device).manual_seed(SEED), layer_gain, place, kinds)
     return model.eval()
 

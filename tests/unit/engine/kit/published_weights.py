@@ -101,6 +101,22 @@ def fp8(name: str, block: tuple[int, int] | str) -> Any:
     return write
 
 
+def nvfp4(rows: int, columns: int, random: np.random.Generator) -> Written:
+    """ModelOpt's: two codes in a byte, the first in the lower bits; a scale for 16 columns and one for the matrix."""
+    codes = random.integers(0, 16, (rows, columns))
+    meant = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)[codes & 7] * np.where(codes & 8, -1, 1)
+    scales = some_scales((rows, columns // 16), torch.float8_e4m3fn, random, 100)
+    whole = torch.tensor(0.003 / columns**0.5)
+    each = (scales.float() * whole).repeat_interleave(16, 1)
+    tensors = {
+        "weight": torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)),
+        "weight_scale": scales,
+        "weight_scale_2": whole,
+        "input_scale": torch.tensor(0.5),
+    }
+    return torch.from_numpy(meant.astype(np.float32)) * each, tensors
+
+
 def awq(rows: int, columns: int, random: np.random.Generator) -> Written:
     """Eight columns of the output in a word: bits 4 i hold column `(0, 2, 4, 6, 1, 3, 5, 7)[i]`."""
     codes = random.integers(0, 16, (rows, columns))
@@ -190,6 +206,15 @@ FORMATS: dict[str, Published] = {
         fp8("weight_scale_inv", (48, 24)),
         frozenset({"lm_head", "layers.0.mlp.gate_proj"}),
     ),
+    "nvfp4": Published(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.0.self_attn*"]}
+        | {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}}},
+        nvfp4,
+        frozenset({"lm_head", "layers.0.self_attn"}),
+    ),
+    "modelopt-fp8": Published(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}, fp8("weight_scale", "tensor")
+    ),
     "awq": Published(
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq
     ),
@@ -217,7 +242,8 @@ def publish(folder: Path, form: Published, *, seed: int = 3) -> dict[str, torch.
     means: dict[str, torch.Tensor] = {}
     for name in sorted(tensors):
         module = name.removesuffix(".weight")
-        is_linear = name.endswith("_proj.weight") or module == "lm_head"
+        ending = module.rpartition(".")[2]
+        is_linear = name.endswith("_proj.weight") or module == "lm_head" or ending in ("w1", "w2", "w3")
         if not is_linear or any(part in module for part in form.alone):
             continue
         rows, columns = tensors[name].shape

@@ -15,6 +15,7 @@ from parkd_engine.loading.layer_weights import model_weights
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.plan import plan_model
 from parkd_engine.reading_work import reading_work
+from parkd_engine.weights.experts import QuantisedExperts
 from parkd_engine.weights.linear import QuantisedLinear
 from parkd_engine.weights.rounding import rounded
 from parkd_engine.weights.schemes import OWN_KINDS, convert_to
@@ -71,6 +72,29 @@ def test_a_converted_checkpoint_has_the_rounded_weights_of_the_whole_one(
     assert converted.weights_digest != whole.weights_digest
 
 
+@pytest.mark.parametrize(("name", "weights"), [("tiny-qwen3.5-moe", "int4"), ("tiny-gpt-oss", "fp8")])
+def test_experts_are_converted_too(name: str, weights: str, tmp_path: Path) -> None:
+    """From files with a layer for each expert, and with one tensor for all of them; and as they are drawn."""
+    folder = saved(name, tmp_path / "model")
+    whole, converted = load(folder, tmp_path / "cache"), load(folder, tmp_path / "cache", weights=weights)
+    drawn = load(f"random:{name}", tmp_path, weights=weights)
+    experts = {each: part for each, part in converted.model.named_modules() if isinstance(part, QuantisedExperts)}
+    assert len(experts) == 4
+    for each, part in experts.items():
+        plain, other = whole.model.get_submodule(each), drawn.model.get_submodule(each)
+        for matrix, layer in part.named_children():
+            numbers = getattr(plain, matrix).detach()
+            rows = (numbers.transpose(1, 2) if plain.is_transposed else numbers).reshape(-1, layer.in_features)
+            expected = rounded(rows, layer.kind)
+            assert torch.equal(layer.codes.view(torch.uint8), expected["codes"].view(torch.uint8))
+            assert torch.equal(layer.scales, expected["scales"])
+            assert torch.equal(other.get_submodule(matrix).codes.view(torch.uint8), layer.codes.view(torch.uint8))
+    planned = plan_model(f"random:{name}", EngineConfig(("cpu",), context_tokens=64, weights=weights))
+    tensors = {t.data_ptr(): t.nbytes for t in drawn.model.parameters()}
+    tensors |= {b.data_ptr(): b.nbytes for layer in quantised(drawn.model).values() for b in layer.buffers()}
+    assert dict(planned.memory[0].lines(64))["weights"] == sum(tensors.values())
+
+
 def test_a_conversion_is_kept_and_says_what_it_is(tmp_path: Path) -> None:
     folder, cache, seen = saved("tiny-qwen3", tmp_path / "model"), tmp_path / "cache", list[str]()
     first = load_model(LoadConfig(str(folder), cache, weights="int4"), lambda what, _: seen.append(what))
@@ -79,7 +103,7 @@ def test_a_conversion_is_kept_and_says_what_it_is(tmp_path: Path) -> None:
     again = load_model(LoadConfig(str(folder), cache, weights="int4"), lambda what, _: seen.append(what))
     assert "Converting weights to int4" not in seen
     assert again.weights_digest == first.weights_digest
-    assert again.config.quantization_config == {"quant_method": "parkd", "version": 1, "weights": "int4"}
+    assert again.config.quantization_config == {"quant_method": "parkd", "version": 2, "weights": "int4"}
     other = load(folder, cache, weights="int8")
     assert other.weights_digest != first.weights_digest
 
@@ -107,7 +131,7 @@ def test_codes_are_not_converted_again(tmp_path: Path) -> None:
 )
 def test_random_weights_are_rounded_as_they_are_drawn(name: str, weights: str, tmp_path: Path) -> None:
     whole, converted = load(f"random:{name}", tmp_path), load(f"random:{name}", tmp_path, weights=weights)
-    layers = quantised(converted.model)
+    layers = {each: layer for each, layer in quantised(converted.model).items() if ".experts." not in each}
     assert layers
     for each, layer in layers.items():
         expected = rounded(whole.model.get_submodule(each).weight.detach(), layer.kind)

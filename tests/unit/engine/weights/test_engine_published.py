@@ -11,7 +11,7 @@ import torch
 from parkd_engine.families.presets.words import tiny_tokenizer
 from parkd_engine.loading.loader import LoadConfig, LoadedModel, load_model
 from parkd_engine.weights.linear import QuantisedLinear
-from parkd_engine.weights.schemes import tail
+from parkd_engine.weights.schemes import scheme_of, tail
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -92,6 +92,17 @@ def test_an_output_head_with_codes_is_one_of_the_layers(tmp_path: Path) -> None:
     assert torch.equal(loaded.model.lm_head.numbers(torch.float32), means["lm_head.weight"])
 
 
+def test_modelopts_own_file_says_what_the_configuration_does_not(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    means = publish(folder, FORMATS["nvfp4"])
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    told = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": settings["ignore"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": told}))
+    assert {f"{each}.weight" for each in quantised(load(folder).model)} == set(means)
+
+
 @pytest.mark.parametrize("lost", ["weight_scale", "weight_packed"])
 def test_a_tensor_that_is_missing_is_named(lost: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
@@ -101,6 +112,24 @@ def test_a_tensor_that_is_missing_is_named(lost: str, tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.down_proj"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "is_left"),
+    [
+        ("model.layers.*.self_attn", "model.layers.3.self_attn.q_proj", True),
+        ("model.layers.3*", "model.layers.3.mlp.up_proj", True),
+        ("model.layers.3*", "model.layers.2.mlp.up_proj", False),
+        ("*lm_head", "lm_head", True),
+        ("*.mlp.gate", "model.layers.3.mlp.gate_proj", False),
+        ("language_model.model.layers.3.*", "model.layers.3.mlp.up_proj", True),
+    ],
+)
+def test_names_with_a_star_leave_layers_alone(entry: str, name: str, is_left: bool) -> None:
+    config = LlamaConfig(**SHAPE, quantization_config={**FORMATS["nvfp4"].settings, "ignore": [entry]})
+    scheme = scheme_of(config)
+    assert scheme is not None
+    assert (scheme.kind_of(name, 64) is None) == is_left
 
 
 _W4: dict[str, Any] = FORMATS["w4a16"].settings
@@ -120,7 +149,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sparse": ({**_W4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
     "rotated": ({**_W4, "transform_config": {"R1": {}}}, "rotated"),
-    "fp4": ({**_W4, "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    "fp4 of compressed-tensors": ({**_W4, "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    "another of ModelOpt": ({**FORMATS["nvfp4"].settings, "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ"),
+    "NVFP4 in other groups": ({**FORMATS["nvfp4"].settings, "group_size": 32}, "NVFP4 weights have groups of 32"),
     "e5m2": ({**FORMATS["fp8-blocks"].settings, "fmt": "e5m2"}, "e5m2"),
 }
 

@@ -32,6 +32,8 @@ CASES = [
     ),
     *((family, "int8" if family in NARROW else "int4", 3, None) for family in HYBRIDS if family != "qwen3.5-mtp"),
     *((family, "int8", 1, "int8") for family in ("llama", "gemma3", "deepseek-v3")),
+    ("gpt-oss", "fp4", 2, None),
+    ("qwen3.5-moe", "fp4-rows", 2, "int8"),
 ]
 
 
