@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 from parkd.errors import Cancelled, ParkdError
 from parkd.types import Event, Finished, Progress, ReasoningDelta, TextDelta, ToolCallDelta
@@ -28,7 +28,8 @@ HISTORY_CHARACTERS = 16
 class EventChannel:
     """Lives on the event loop; only `cancel` is touched by other threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: EventChannel | None = None) -> None:
+        """`beside` is a channel that the same client reads, as `next_of` does."""
         self.cancel = threading.Event()
         """Set when nobody reads any more. The engine looks at it between chunks and tokens."""
         self.on_overflow: Callable[[], None] = lambda: None
@@ -41,7 +42,7 @@ class EventChannel:
         self._characters = 0
         self._error: ParkdError | None = None
         self._closed = False
-        self._arrived = asyncio.Event()
+        self._arrived: asyncio.Event = asyncio.Event() if beside is None else beside._arrived
 
     @property
     def closed(self) -> bool:
@@ -80,18 +81,17 @@ class EventChannel:
 
     async def next(self, timeout_s: float) -> Event | None:
         """The next event, or None after `timeout_s` without one. Raises what the turn failed with."""
-        if not self._unread and not self._closed:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._arrived.wait()
-            except TimeoutError:
-                if not self._unread and self._error is None:
-                    return None
+        found = await next_of({0: self}, timeout_s)
+        return None if found is None else found[1]
+
+    def _take(self) -> Event | None:
+        """The next event if it is there. Raises what the turn failed with."""
         if self._unread:
             event = self._unread.popleft()
             self._characters = sum(map(_characters, self._unread)) if self._unread else 0
             return event
+        if not self._closed:
+            return None
         assert self._error is not None, "read past the end"
         raise self._error
 
@@ -122,6 +122,26 @@ class EventChannel:
     def _join(self, event: Event) -> None:
         self._characters -= EVENT_CHARACTERS
         self._unread[-1] = event
+
+
+async def next_of(channels: MutableMapping[int, EventChannel], timeout_s: float) -> tuple[int, Event] | None:
+    """The next event of one of several channels, which lie beside each other, and whose it is; None after `timeout_s`
+    without one. Each has its turn. Raises what one of the turns failed with."""
+    arrived = next(iter(channels.values()))._arrived
+    until_s = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        arrived.clear()
+        for number, channel in list(channels.items()):
+            event = channel._take()
+            if event is not None:
+                channels[number] = channels.pop(number)
+                return number, event
+        try:
+            async with asyncio.timeout_at(until_s):
+                await arrived.wait()
+        except TimeoutError:
+            if not arrived.is_set():
+                return None
 
 
 def joined_events(last: Event | None, event: Event) -> Event | None:

@@ -81,13 +81,19 @@ class Lane(Generic[W]):
         work_of: Callable[[W], Work] = lambda _turn: NO_WORK,
         width: int = 1,
         may_join: Callable[[W, Sequence[W]], bool] = lambda _turn, _beside: True,
+        awaits: Callable[[W, Sequence[W]], bool] = lambda _turn, _begun: False,
+        passes_over: bool = True,
     ) -> None:
         """`on_queued` is called for each turn that has to wait for another one, `on_slice` when a turn begins to run or
         goes on. If there are several `owners`, one of them has at most half of the places. `work_of` says what a turn
         needs from now on, for the schedule. `may_join` says whether a turn can run beside those that do; if the next
-        one cannot, no other goes before it."""
+        one cannot, no other goes before it. `awaits` says whether a turn had better begin later, since one of those
+        that have begun computes what it would; it is asked again at `look_again`. `passes_over`: others go before it
+        meanwhile."""
         self.width = width
         self._may_join = may_join
+        self._awaits = awaits
+        self._passes_over = passes_over
         self.schedule = schedule or Fifo()
         self._work_of = work_of
         self._accounts = Accounts()
@@ -250,6 +256,12 @@ class Lane(Generic[W]):
         running = self._place_of(turn)
         return running is not None and self._startable() is None and self._is_over(running)
 
+    def look_again(self) -> None:
+        """Called when a running turn has computed something that others may await."""
+        if self._waiting:
+            self._changed.set()
+            self._look_ahead()
+
     def keep_running(self, turn: W) -> None:
         """Called by a running turn if it was asked to pause and does not: it goes on for another slice."""
         place = self._place_of(turn)
@@ -335,12 +347,26 @@ class Lane(Generic[W]):
 
     def _startable(self) -> _Place[W] | None:
         """Who begins or goes on now; None: nobody, or not yet."""
-        places = {place.number: place for place in (*self._paused, *self._waiting)}
-        if len(self._running) >= self.width or not places:
+        if len(self._running) >= self.width or not (self._paused or self._waiting):
+            return None
+        able = self._able()
+        places = {place.number: place for place in (able if self._passes_over else self._others())}
+        if not places:
             return None
         now_s = self._monotonic()
         place = places[self.schedule.next([self._job(place, now_s) for place in places.values()], now_s).number]
+        if place not in able:
+            return None
         return place if not self._running or self._may_join(place.turn, self.running_turns) else None
+
+    def _others(self) -> Sequence[_Place[W]]:
+        """Who does not run."""
+        return [*self._paused, *self._waiting]
+
+    def _able(self) -> Sequence[_Place[W]]:
+        """Who does not run, and awaits nothing of those that have begun."""
+        begun = (*self.running_turns, *self.paused_turns)
+        return [*self._paused, *(place for place in self._waiting if not self._awaits(place.turn, begun))]
 
     def _job(self, place: _Place[W], now_s: float) -> Job:
         """At one moment for all that are compared, since what their key used fades."""
@@ -383,16 +409,17 @@ class Lane(Generic[W]):
             self._alarm = None
         if self._startable() is not None:
             return  # somebody begins now, and this is called again
+        able = self._able()
         over, waits_s = list[_Place[W]](), list[float]()
         for place in self._running:
-            until_s = None if place.is_asked else self._until_s(place)
+            until_s = None if place.is_asked else self._until_s(place, able)
             left_s = math.inf if until_s is None else until_s - self._monotonic()
             if left_s <= 0:
                 over.append(place)
             else:
                 waits_s.append(left_s)
         asked = sum(place.is_asked for place in self._running)
-        most = max(1, len(self._waiting) + len(self._paused)) - asked
+        most = max(1, len(able)) - asked
         for place in self._last_first(over)[: max(0, most)]:
             place.is_asked = True
             place.turn.ask_to_pause()
@@ -410,12 +437,13 @@ class Lane(Generic[W]):
             del jobs[order[-1]]
         return order[::-1]
 
-    def _until_s(self, running: _Place[W]) -> float | None:
+    def _until_s(self, running: _Place[W], able: Sequence[_Place[W]]) -> float | None:
+        """As the schedule says, if it gives way to those that are `able`."""
         self._count(running)
         now_s = self._monotonic()
-        others = [self._job(place, now_s) for place in (*self._paused, *self._waiting) if place is not running]
+        others = [self._job(place, now_s) for place in able if place is not running]
         return self.schedule.until_s(self._job(running, now_s), others, now_s)
 
     def _is_over(self, running: _Place[W]) -> bool:
-        until_s = self._until_s(running)
+        until_s = self._until_s(running, self._able())
         return until_s is not None and until_s <= self._monotonic()

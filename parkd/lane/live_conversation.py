@@ -75,6 +75,14 @@ class BackgroundCapture:
 
 
 @dataclass(eq=False)
+class BeginningCapture:
+    """A capture of the beginning of what is live, while the turn that has the seat goes on."""
+
+    intact: int
+    """As of `BackgroundCapture`."""
+
+
+@dataclass(eq=False)
 class SetAside:
     """A live conversation whose turn is paused: parked whole, at exactly its position, and kept there."""
 
@@ -119,6 +127,7 @@ class LiveConversation:
         self._monotonic = monotonic
         self._disk = disk
         self._background: BackgroundCapture | None = None
+        self._beginnings: list[BeginningCapture] = []
         self._is_unwanted = False
 
     @property
@@ -138,9 +147,10 @@ class LiveConversation:
         self._rows = rows
         if rows.position == 0:
             self.checkpoints, self.rewind_floor = (), 0
-        if self._background is not None:
-            kept = rows.position if unchanged is None else min(unchanged, rows.position)
-            self._background.intact = min(self._background.intact, kept)
+        kept = rows.position if unchanged is None else min(unchanged, rows.position)
+        for capture in (self._background, *self._beginnings):
+            if capture is not None:
+                capture.intact = min(capture.intact, kept)
 
     # -- the engine's position --
 
@@ -270,8 +280,9 @@ class LiveConversation:
         restores, truncates or resets.
 
         During a restore, the engine may also read `tail` if that saves time; the position is then at its end. Returns
-        the seconds of the restore. Raises RestoreFailed, after which the parked conversation is dropped and the engine
-        is empty, and EngineFailure.
+        the seconds of the restore. Raises ConversationGone, with nothing changed, if another turn's state took the
+        place of what was to be restored since that was decided; RestoreFailed, after which the parked conversation is
+        dropped and the engine is empty; EngineFailure.
         """
         if start.parked is None:
             for other in leaving:
@@ -285,11 +296,7 @@ class LiveConversation:
             return 0.0
         assert self._store is not None
         # Leased first, because parking the live conversation could otherwise evict the one to be restored.
-        try:
-            held = self._store.lease(start.parked.id, start.position, start.keep_rows)
-        except ConversationGone as gone:
-            raise RestoreFailed("The parked conversation was removed a moment ago.") from gone
-        with held as lease:
+        with self._store.lease(start.parked.id, start.position, start.keep_rows) as lease:
             for other in leaving:
                 await other.leave()
             await self._park_before_loss(start.keep_rows)
@@ -444,6 +451,61 @@ class LiveConversation:
         self._set_rows(rows.captured(parked.blocks, parked.position, parked.id))
         note(parked.id)
 
+    async def park_beginning(self, key: ConversationKey, units: Units) -> bool:
+        """Captures the beginning `units` of what is live, for another turn, while the one that has the seat goes on: it
+        has read so far, though `rows` need not say so yet. The seat's rows then descend from what was captured, so that
+        nothing is stored twice. Returns whether all of it is parked; if not, nothing has changed."""
+        store, position, size = self._store, len(units), self._rows.block_tokens
+        if store is None or self._rows.key not in (None, key):
+            return False
+        rows = self._rows.truncate(position) if position <= self._rows.position else self._rows
+        rows = rows.advance(key, units, position)
+        state = BeginningCapture(position)
+        self._beginnings.append(state)
+        try:
+            reached, checkpoints = await self._thread.run(lambda: (self.seat.position, self.seat.checkpoints))
+            places = tuple(place for place in checkpoints if place <= position)
+            if reached < position or (self.seat.info.layout.resume.needs_checkpoints and position not in places):
+                return False
+            capture = await self._reserve(
+                store,
+                CaptureRequest(
+                    key_digest=key.digest,
+                    units=units,
+                    prefix_hashes=prefix_hashes(units, key.digest, size),
+                    lineage=rows.lineage,
+                    layout_digest=self.seat.info.layout.digest,
+                    checkpoints=places,
+                    namespace=key.namespace,
+                    covered=rows.covered,
+                    is_indivisible=True,
+                    is_returning=True,
+                ),
+            )
+            if isinstance(capture, Refused):
+                return False
+            began_s = self._monotonic()
+            try:
+                copy = await self._thread.run(_copy, self.seat, capture.transfer)
+                checksums = copy if isinstance(copy, Checksums) else await asyncio.to_thread(copy.wait)
+            except Exception as error:  # the turn that has the seat is not harmed: nothing of it was written
+                store.abort(capture)
+                if isinstance(error, EngineLost):
+                    raise
+                log.warning("what a turn has read was not parked for another: %s", error)
+                return False
+            if state.intact < position or self._is_unwanted:
+                store.abort(capture)
+                return False
+            parked = self._commit(store, capture, checksums, began_s)
+        finally:
+            self._beginnings.remove(state)
+        known = self._rows if self._rows.position >= position else self._rows.advance(key, units, position)
+        covered = position if known.position == position else position // size * size
+        if covered > known.covered:
+            self._set_rows(known.captured(parked.blocks, covered, parked.id))
+        return True
+
     async def settle(self) -> None:
         """Waits until the capture in progress, if there is one, is committed or aborted."""
         if self._background is not None and self._background.task is not None:
@@ -492,8 +554,8 @@ class LiveConversation:
                 raise RestoreFailed("the state of a paused turn is gone")
             start = restore_of(parked, aside.position, 0, self._rows, self.seat.info.layout)
             await self.start_from(start, aside.rows.key)
-        except RestoreFailed as failed:
-            log.warning("a paused turn reads its tokens again: %s", failed.message)
+        except (RestoreFailed, ConversationGone) as failed:
+            log.warning("a paused turn reads its tokens again: %s", failed)
             await self.reset()
             return False
         return True
@@ -570,21 +632,12 @@ class LiveConversation:
             await self.park()
 
 
-def steer_for(seat: Seat, turn: Turn) -> None:
-    """Steers as the turn asks. For the engine's thread. Raises EngineFailure unless that is what its prompt's key
-    says."""
-    request = turn.request
-    if seat.steer(request.steering, request.adapters) != turn.prompt.key.steering:
-        raise EngineFailure(
-            "The engine steers by another set of control vectors or adapters than was requested. Try again."
-        )
-
-
 def _begin_and_prove(seat: Seat, turn: Turn, limit: int | None) -> int:
     """Steers, tells the prompt, then proves it, in one call on the engine's thread: a process reads the prompt during
     the proof. Returns the position from which the engine starts."""
-    steer_for(seat, turn)
     request, prompt = turn.request, turn.prompt
+    if seat.steer(request.steering) != prompt.key.steering:
+        raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
     position = seat.begin(
         prompt.token_ids,
         request.sampling,

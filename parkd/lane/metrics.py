@@ -61,6 +61,11 @@ class Metrics:
         self.restore_failures = Counter(
             "parkd_restore_failures", "Failed restores; each prompt was then read cold.", registry=self.registry
         )
+        self.joined = Counter(
+            "parkd_joined",
+            "Turns that went on from what another turn was reading or had just read.",
+            registry=self.registry,
+        )
         self.pauses = Counter("parkd_pauses", "Turns paused so that others could run.", registry=self.registry)
         self.paused_seconds = Counter(
             "parkd_paused_seconds", "Seconds for which turns were paused.", registry=self.registry

@@ -47,6 +47,10 @@ class Resends:
         self._alone[turn] = scope
         self._tasks.start_soon(self._wait, turn, scope)
 
+    def give_up(self, turn: Turn) -> None:
+        """Called when the client of `turn` wants nothing of it any more, whatever becomes of its connection."""
+        self._give_up(turn)
+
     def give_way(self) -> None:
         """Called when a turn comes to wait, and when one begins to run: ends the grace of a turn that holds others
         up."""

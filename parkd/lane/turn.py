@@ -53,6 +53,12 @@ class Turn:
     """It is paused, so the engine and its live state are another's."""
     pauses: Pauses | None = None
     """None: it was never paused."""
+    live_tokens: int = 0
+    """Tokens of its prompt whose state is in its seat: others may have it copied. 0 while it is paused."""
+    places: tuple[int, ...] | None = None
+    """Positions in its prompt where a model with fixed state can be resumed, once it is read; None: not known yet."""
+    common: dict[Turn, int] = field(default_factory=dict, repr=False)
+    """While it waits: how many tokens it has in common with turns that have begun (`joining.common_tokens`)."""
     submitted: bool = False
     """Whether the turn was submitted to the lane."""
     began_s: float | None = None

@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -34,8 +34,9 @@ from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
 from parkd.lane.forecast import Forecast
 from parkd.lane.groups import Groups
+from parkd.lane.joining import LEAST_TOKENS, Joint, common_tokens, is_worth_waiting, joint
 from parkd.lane.lane import Lane
-from parkd.lane.live_conversation import LiveConversation, SetAside, steer_for
+from parkd.lane.live_conversation import LiveConversation, SetAside
 from parkd.lane.metrics import Metrics
 from parkd.lane.reading import Reading
 from parkd.lane.reports.explain import diagnose, lasting_tokens
@@ -45,10 +46,10 @@ from parkd.lane.reports.turn_log import TurnLog
 from parkd.lane.retention import Retention
 from parkd.lane.seating import most_rows, rows_left
 from parkd.lane.seats import Seats
-from parkd.lane.start import Start
+from parkd.lane.start import Start, cold_start
 from parkd.lane.turn import Pauses, Turn, output_limit
 from parkd.lane.turn_starter import Beside, TurnStarter
-from parkd.store.records import ConversationId, name_of
+from parkd.store.records import ConversationGone, ConversationId, name_of
 from parkd.store.store import ConversationStore
 from parkd.types import (
     CacheMode,
@@ -63,12 +64,17 @@ from parkd.types import (
     Timings,
     TokenIds,
     Told,
+    TurnClass,
     Unit,
     Units,
 )
 
 log = logging.getLogger(__name__)
 CALL_ID_BYTES = 12
+START_LIMIT = 4
+"""How often a turn looks for its start, if what it would restore goes before it is leased: turns beside it end, and
+park more in its place. After that it reads cold."""
+GONE = "what was parked went while the turn began"
 _SEEN_HERE = (DiagnosisKind.CHANGED, DiagnosisKind.NOT_FOUND)
 """What can be told of a prompt without knowing what was reused."""
 
@@ -89,17 +95,16 @@ class TurnRunner:
         max_output_tokens: int | None,
         monotonic: Callable[[], float],
         log: TurnLog,
-        owners: int = 1,
         disk: DiskWorker | None = None,
         remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None,
     ) -> None:
-        """`lives` are those in the engine's seats; `owners`, how many keys there are."""
+        """`lives` are those in the engine's seats."""
         self._engine = engine
         self.seats = Seats(lives)
         self._starter = TurnStarter(engine.info, store, disk, costs, monotonic)
         self._log = log
         self._remember = remember
-        self.retention = None if store is None else Retention(store, owners=owners)
+        self.retention = None if store is None else Retention(store)
         self.roster = Roster()
         self.groups = None if store is None else Groups(store)
         self._store = store
@@ -120,6 +125,54 @@ class TurnRunner:
             return False
         rows = [self._most_rows(each) for each in (turn, *beside)]
         return not info.row_tokens or rows_left(info.row_tokens, rows, info.layout.block_tokens) >= 0
+
+    def awaits(self, turn: Turn, begun: Sequence[Turn]) -> bool:
+        """Whether a turn had better begin later, since one of those that have begun reads what it would."""
+        joints = self._joints(turn, begun)
+        if not is_worth_waiting(joints.values(), 0):
+            return False
+        position = self._starter.position(turn, self.seats.free or self.seats.all)
+        return is_worth_waiting(joints.values(), position, self._saves)
+
+    def _saves(self, start: int, stop: int) -> bool:
+        """Whether restoring `stop` tokens takes less time than reading those from `start` on."""
+        layout, costs = self._engine.info.layout, self._costs.measured
+        moving_s = costs.moving_s(stop * layout.row_bytes + layout.fixed_bytes, from_disk=False)
+        return moving_s < costs.reading_s(start, stop)
+
+    def _joints(self, turn: Turn, begun: Sequence[Turn]) -> Mapping[Turn, Joint]:
+        """From where a turn can go on behind what others read. Not from one of which nothing is to be kept."""
+        info, joints = self._engine.info, dict[Turn, Joint]()
+        if self._store is None or not info.holds_state or turn.request.cache.mode is CacheMode.OFF:
+            return joints
+        for other in begun:
+            if other.request.cache.mode is not CacheMode.USE:
+                continue
+            if other not in turn.common:
+                turn.common[other] = common_tokens(turn.prompt, other.prompt)
+            places = other.places
+            if places is None:
+                places = checkpoints_to_take(other.prompt, 0, 0, info.ctx_checkpoints)
+            is_behind = other.is_aside and other.kind is TurnClass.BATCH and turn.kind is not TurnClass.BATCH
+            goes_on = not (is_behind or other.channel.cancel.is_set())
+            joints[other] = joint(
+                turn.prompt, turn.common[other], other.live_tokens, places, info.layout, goes_on=goes_on
+            )
+        return joints
+
+    async def _park_joint(self, turn: Turn) -> None:
+        """Parks what another turn under way has read and this one can go on from, unless it has something as good."""
+        joints = self._joints(turn, self.seats.turns)
+        other = max(joints, key=lambda each: joints[each].now, default=None)
+        if other is None or joints[other].now < LEAST_TOKENS:
+            return
+        own_position = self._starter.position(turn, self.seats.free)
+        position = joints[other].now
+        if position - own_position < LEAST_TOKENS or not self._saves(own_position, position):
+            return
+        live = self._seat_of(other)
+        if await live.park_beginning(other.prompt.key, other.prompt.units[:position]):
+            self._metrics.joined.inc()
 
     def _most_rows(self, turn: Turn) -> int:
         return most_rows(len(turn.prompt), self._limit(turn), self._engine.info.context_tokens)
@@ -152,6 +205,8 @@ class TurnRunner:
             error.__cause__ = raised
         if error is not None:
             turn.channel.fail(error)
+            if not isinstance(error, Cancelled):  # what a turn has read whose client left is kept
+                turn.live_tokens = 0
         live = self.seats.of(turn)
         try:
             self._log.record(turn, error)
@@ -197,21 +252,42 @@ class TurnRunner:
         if self.seats.turns:  # others need not wait for the disk with this one
             disk_s = await self._starter.read_ahead(turn, self.seats.free or self.seats.all, lambda: True)
         async with self.seats.changing:
-            while True:  # ends: a seat that was emptied is taken as one that is empty
-                await self._refresh_free()
-                turns, free = self.seats.turns, self.seats.free
-                beside = Beside(len(turns), tuple(map(self._most_rows, turns)))
-                start, why, from_disk_s = await self._starter.find_start(turn, free, beside)
-                live, leaving = free[start.seat], [free[number] for number in start.displaced]
-                self.seats.take(live, turn)
-                if await self._holds_still(live):
+            for attempt in range(START_LIMIT):
+                try:
+                    live, start, report, restore_s, from_disk_s = await self._start(
+                        turn, anew=attempt + 1 == START_LIMIT
+                    )
                     break
-                self.seats.give_back(turn)
-            report, restore_s = await self._starter.start(turn, live, start, why, leaving, is_alone=not turns)
+                except ConversationGone:  # a turn that ended has parked more, in place of what this one would restore
+                    self.seats.give_back(turn)
         turn.release_awaited()
+        turn.common.clear()
         report = await live.begin(turn, self._limit(turn), start, report)
+        turn.live_tokens = live.rows.position
+        if self.lane is not None:
+            self.lane.look_again()
         turn.timings = dataclasses.replace(turn.timings, restore_s=restore_s + from_disk_s + disk_s)
         return live, start, report
+
+    async def _start(self, turn: Turn, *, anew: bool) -> tuple[LiveConversation, Start, CacheReport, float, float]:
+        """Takes a free seat and makes live there what the turn starts from; `anew`: nothing that is parked. Returns the
+        seat, the start, the report, and the seconds of the restore and of the disk. Raises ConversationGone if what was
+        to be restored went meanwhile, and EngineFailure."""
+        while True:  # ends: a seat that was emptied is taken as one that is empty
+            await self._refresh_free()
+            await self._park_joint(turn)
+            turns, free = self.seats.turns, self.seats.free
+            beside = Beside(len(turns), tuple(map(self._most_rows, turns)))
+            start, why, from_disk_s = await self._starter.find_start(turn, free, beside)
+            if anew and start.parked is not None:
+                start, why = dataclasses.replace(cold_start(), seat=start.seat, displaced=start.displaced), GONE
+            live, leaving = free[start.seat], [free[number] for number in start.displaced]
+            self.seats.take(live, turn)
+            if await self._holds_still(live):
+                break
+            self.seats.give_back(turn)
+        report, restore_s = await self._starter.start(turn, live, start, why, leaving, is_alone=not turns)
+        return live, start, report, restore_s, from_disk_s
 
     async def _answer(self, turn: Turn) -> None:
         live, start, report = await self._begin(turn)
@@ -285,6 +361,7 @@ class TurnRunner:
             await live.checkpoint()
             return 0.0
         places = checkpoints_to_take(prompt, start, fork, self._engine.info.ctx_checkpoints)
+        turn.places = (*live.checkpoints, *places)
         began_s = self._monotonic()
 
         def progress(position: int) -> Progress:
@@ -295,6 +372,9 @@ class TurnRunner:
             self._log.reading(turn, event)
             if turn.explained is not None:
                 turn.explained.progress = event
+            turn.live_tokens = start + event.read_tokens
+            if self.lane is not None:
+                self.lane.look_again()
             channel.push(event)
 
         emit, pause, computed_s = self._emitter(read), self._pause_flag(turn), 0.0
@@ -342,6 +422,7 @@ class TurnRunner:
             turn.explained.state = "paused"
         try:
             turn.pause.clear()  # it may have been asked again while it was parked
+            live_tokens, turn.live_tokens = turn.live_tokens, 0
             self.seats.give_back(turn)
             await lane.pause(turn)
             turn.is_aside = False
@@ -371,6 +452,8 @@ class TurnRunner:
                 await live.advance(turn.prompt.key, _units_with(turn.prompt, token_ids[len(turn.prompt) :]))
             if live.rows.position < aside.position:
                 raise Cancelled("The client left; its answer was stopped.")
+        turn.live_tokens = live_tokens
+        lane.look_again()
         return live
 
     def _seat_again(self, live: LiveConversation, aside: SetAside) -> LiveConversation:
@@ -535,5 +618,6 @@ def _ids_with(prompt: PromptIdentity, token_ids: list[int]) -> TokenIds:
 
 
 def _steer_again(seat: Seat, turn: Turn, put_back: Callable[[Seat], None]) -> None:
-    steer_for(seat, turn)
+    if seat.steer(turn.request.steering) != turn.prompt.key.steering:
+        raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
     put_back(seat)

@@ -74,6 +74,10 @@ class TurnStarter:
         start, _ = self._decide(turn, lives)
         turn.start_cost_s = start.cost_s(len(turn.prompt), self._costs.measured)
 
+    def position(self, turn: Turn, lives: Sequence[LiveConversation]) -> int:
+        """From where a turn could start now, in one of the seats `lives`."""
+        return self._decide(turn, lives)[0].position
+
     async def read_ahead(self, turn: Turn, lives: Sequence[LiveConversation], is_waiting: Callable[[], bool]) -> float:
         """Promotes what a turn would start from, and keeps it in RAM until the turn starts. Returns the seconds that
         this took."""
@@ -152,10 +156,11 @@ class TurnStarter:
         """Brings `live` to the start's position, or, for a turn that is alone, to the prompt's end if the engine could
         read it meanwhile; those `leaving` make way. Starts cold if a restore fails.
 
-        Returns the report and the seconds of the restore. Raises EngineFailure.
+        Returns the report and the seconds of the restore. Raises EngineFailure; ConversationGone if what was to be
+        restored is not there any more: nothing has changed then.
         """
         began_s = self._monotonic()
-        tail = PromptTail(turn.prompt, start.common, turn.request.steering, turn.request.adapters)
+        tail = PromptTail(turn.prompt, start.common, turn.request.steering)
         is_damaged = why == UNREADABLE
         try:
             restore_s = await live.start_from(start, turn.prompt.key, tail if is_alone else None, leaving)

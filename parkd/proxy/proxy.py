@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 from parkd.errors import Cancelled, ContextOverflow, EngineLost
 from parkd.lane.cost import CostMeter
 from parkd.lane.disk_worker import DiskWorker
+from parkd.lane.events import EventChannel
 from parkd.lane.forecast import class_of
 from parkd.lane.groups import HASH_BYTES, HASHES_LIMIT
 from parkd.lane.lane import Lane
@@ -114,7 +115,6 @@ class Proxy:
             disk=self.disk,
             remember=services.remember,
             log=self.log,
-            owners=config.owners,
         )
         owners = config.owners
         self.lane: Lane[Turn] = Lane(
@@ -129,6 +129,8 @@ class Proxy:
             owner_of=lambda turn: turn.explained.owner if turn.explained is not None else "",
             width=engine.turns_at_once,
             may_join=self.runner.may_join,
+            awaits=self.runner.awaits,
+            passes_over=config.schedule != "fifo",
         )
         self.runner.lane = self.lane
         self.requests = RequestMemory()
@@ -256,8 +258,8 @@ class Proxy:
         )
 
     async def _again(self, first: Turn, number: int) -> Turn:
-        """The turn of one more answer to the same request. It finds the prompt live, or parked by the turn before it.
-        With a seed, it has the seed `number` above the request's. Raises ParkdError."""
+        """The turn of one more answer to the same request. It finds the prompt live or parked, or waits until the first
+        turn has read it. With a seed, it has the seed `number` above the request's. Raises ParkdError."""
         sampling = first.request.sampling
         if sampling.seed is not None:
             sampling = dataclasses.replace(sampling, seed=sampling.seed + number)
@@ -267,6 +269,7 @@ class Proxy:
         ready = await self.prompts.build(request, first.explained.owner)
         queued_s = self.services.monotonic()
         turn = Turn(first.request_id, first.caller, request, ready.prompt, now_s, queued_s, ready.mask, ready.tail)
+        turn.channel = EventChannel(first.channel)
         turn.explained = dataclasses.replace(first.explained)  # its own: what is remembered tells of the first answer
         turn.kind = first.kind
         turn.release_body, turn.own_nearest = first.release_body, first.own_nearest

@@ -12,16 +12,18 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 import anyio
 from starlette.types import Message, Receive, Scope, Send
 
-from parkd.errors import EngineFailure, ParkdError
+from parkd.errors import EngineFailure, ParkdError, QueueFull
+from parkd.lane.events import EventChannel, next_of
 from parkd.lane.lane import Lane
 from parkd.lane.reports.turn_log import TurnLog
 from parkd.lane.resend import Resends
 from parkd.lane.turn import Turn
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.dialects.base import Dialect, Encoder
+from parkd.proxy.dialects.choices import Choices
 from parkd.proxy.dialects.frames import encoded
 from parkd.proxy.requests import id_headers
-from parkd.types import CacheReport, Finished, Started
+from parkd.types import CacheReport, Event, Finished, Started
 
 PENDING = "pending"
 DOCUMENT_POLL_S = 60.0
@@ -78,7 +80,11 @@ class TurnResponse:
         """`again` makes the turn of another answer to the request, by its number."""
         self._turn = turn
         self._again = again
-        self._number = 0
+        self._under_way = {0: turn}
+        """Answer -> its turn."""
+        self._channels: dict[int, EventChannel] = {0: turn.channel}
+        """The same by their channels, the one read last at the end."""
+        self._next_answer = 1
         self._lane = lane
         self._log = log
         self._resends = resends
@@ -109,20 +115,48 @@ class TurnResponse:
         finally:
             if done:
                 turn.release_body()
+            elif turn.request.answers == 1:
+                self._resends.left(turn)
             else:
-                self._resends.left(self._turn)
+                self._give_up()
 
-    async def _goes_on(self) -> bool:
-        """After an answer: queues the turn of the next one. False if it was the last. Raises ParkdError."""
-        ended = self._turn
-        self._number += 1
-        if self._number >= ended.request.answers:
-            return False
-        turn = await self._again(self._number)
-        turn.channel.on_overflow, turn.submitted = ended.channel.on_overflow, True
-        self._turn = turn
-        self._lane.submit(turn)
-        return True
+    async def _next(self, timeout_s: float) -> tuple[int, Event] | None:
+        """The next event of an answer, by its number. Raises what one of them failed with."""
+        return await next_of(self._channels, timeout_s)
+
+    def _frames(self, number: int, event: Event) -> bytes:
+        encoder = self._encoder
+        return _joined(encoder.feed(event, number) if isinstance(encoder, Choices) else encoder.feed(event))
+
+    async def _goes_on(self, number: int, event: Event) -> bool:
+        """After each event: queues the turn of another answer if one has ended. False behind the last event of all.
+        Raises ParkdError."""
+        if isinstance(event, Finished):
+            del self._under_way[number], self._channels[number]
+            await self._add_answers()
+        return bool(self._under_way)
+
+    async def _add_answers(self) -> None:
+        """Queues turns of further answers, as many as the lane can run at once; fewer if others wait for their places.
+        Raises ParkdError."""
+        first = self._turn
+        while self._next_answer < first.request.answers and len(self._under_way) < self._lane.width:
+            turn = await self._again(self._next_answer)
+            turn.channel.on_overflow, turn.submitted = first.channel.on_overflow, True
+            try:
+                self._lane.submit(turn)
+            except QueueFull as error:
+                if self._under_way:
+                    return  # tried again when one of them ends
+                self._log.record(turn, error)
+                raise
+            self._under_way[self._next_answer], self._channels[self._next_answer] = turn, turn.channel
+            self._next_answer += 1
+
+    def _give_up(self) -> None:
+        """Ends what is under way: nobody wants it."""
+        for turn in self._under_way.values():
+            self._resends.give_up(turn)
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
         while True:
@@ -134,30 +168,33 @@ class TurnResponse:
     async def _document(self, send: Send) -> None:
         report: CacheReport | None = None
         try:
+            await self._add_answers()
             while True:
-                event = await self._turn.channel.next(DOCUMENT_POLL_S)
-                if event is not None:
-                    for _ in self._encoder.feed(event):
-                        pass  # the frames are for streams; feeding the encoder fills the document
-                if isinstance(event, Finished):
-                    report = report or event.report
-                    if not await self._goes_on():
-                        break
+                found = await self._next(DOCUMENT_POLL_S)
+                if found is None:
+                    continue
+                number, event = found
+                self._frames(number, event)  # these are for streams; feeding the encoder fills the document
+                if isinstance(event, Finished) and number == 0:
+                    report = event.report
+                if not await self._goes_on(number, event):
+                    break
             document = self._encoder.document()
         except ParkdError as error:
-            self._record_unstarted(error)
+            self._failed(error)
             await self._send_error(send, error)
             return
         await send_document(send, 200, document, {**id_headers(self._turn.request_id), **cache_headers(report)})
 
     async def _stream(self, send: Send) -> None:
         try:
-            event = await self._turn.channel.next(self._config.first_byte_deadline_s)
+            await self._add_answers()
+            found = await self._next(self._config.first_byte_deadline_s)
         except ParkdError as error:
-            self._record_unstarted(error)
+            self._failed(error)
             await self._send_error(send, error)
             return
-        report = event.report if isinstance(event, Started) else None
+        report = found[1].report if found is not None and isinstance(found[1], Started) else None
         headers = {**stream_headers(self._dialect), **id_headers(self._turn.request_id), **cache_headers(report)}
         await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
         sent_s = self._monotonic()
@@ -165,28 +202,33 @@ class TurnResponse:
             while True:
                 silent_s = self._monotonic() - sent_s
                 frames = b""
-                if event is not None:
-                    frames = _joined(self._encoder.feed(event))
+                if found is not None:
+                    frames = self._frames(*found)
                 elif silent_s >= self._config.keep_alive_s or report is None:
                     frames = self._encoder.keep_alive()
                 if frames:
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
                     sent_s = self._monotonic()
-                if isinstance(event, Finished) and not await self._goes_on():
-                    break
-                report = event.report if isinstance(event, Started) else report
+                if found is not None:
+                    if not await self._goes_on(*found):
+                        break
+                    report = found[1].report if isinstance(found[1], Started) else report
                 silence_s = max(0.0, self._config.keep_alive_s - (self._monotonic() - sent_s))
-                event = await self._turn.channel.next(silence_s)
+                found = await self._next(silence_s)
         except ParkdError as error:
-            self._record_unstarted(error)
+            self._failed(error)
             last = _joined(self._encoder.failure(error))
             await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    def _record_unstarted(self, error: ParkdError) -> None:
-        """Records a turn that the lane never ran. The runner records all others."""
-        if self._turn.began_s is None:
-            self._log.record(self._turn, error)
+    def _failed(self, error: ParkdError) -> None:
+        """One of the answers failed, so all end. Records a turn that the lane never ran; the runner records all
+        others."""
+        for turn in self._under_way.values():
+            if not turn.channel.closed:
+                self._resends.give_up(turn)
+            elif turn.began_s is None:
+                self._log.record(turn, error)
 
     async def _send_error(self, send: Send, error: ParkdError) -> None:
         answer = self._dialect.error(error, self._turn.request_id)

@@ -12,7 +12,6 @@ seam is the same for all: it asks `EngineInfo`, or calls a method that every eng
 """
 
 from parkd.engine_adapter.base.engine import (
-    AdapterInfo,
     BegunPrompt,
     Cancel,
     CaptureInFlight,
@@ -22,7 +21,6 @@ from parkd.engine_adapter.base.engine import (
     OneSeatEngine,
     ScoredToken,
     Seat,
-    check_adapters,
 )
 from parkd.engine_adapter.base.text import (
     ChatTemplate,
@@ -34,7 +32,6 @@ from parkd.engine_adapter.base.text import (
 )
 
 __all__ = [
-    "AdapterInfo",
     "BegunPrompt",
     "Cancel",
     "CaptureInFlight",
@@ -50,5 +47,4 @@ __all__ = [
     "Seat",
     "TextStream",
     "Tokenizer",
-    "check_adapters",
 ]

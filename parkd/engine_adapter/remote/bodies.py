@@ -139,14 +139,13 @@ def common_fields(
 ) -> dict[str, Any]:
     """The fields that a chat and a completion have in common. `salt`: requests with others share no state with this
     one; empty: with all without one."""
-    body: dict[str, Any] = {"stream_options": {"include_usage": True}}
+    counts = {"include_usage": True}
     if flavour.counts_always and unit is Unit.CHARACTER:  # ids are counted here
-        outer, _, inner = flavour.counts_always.partition(".")
-        body[outer] = {**body.get(outer, {}), inner: True} if inner else True
+        counts["continuous_usage_stats"] = True
     return {
         "model": model,
         "stream": True,
-        **body,
+        "stream_options": counts,
         **sampling_fields(sampling, flavour),
         **_form_fields(schema, form, flavour),
         **({"cache_salt": salt} if salt and flavour.salts else {}),

@@ -1,7 +1,8 @@
-"""Several answers to one prompt (`n`), which are generated one after the other: one encoder each, and one for all.
+"""Several answers to one prompt (`n`), which are generated beside each other where the lane is wide enough: one encoder
+each, and one for all.
 
-events    Started text ... Finished | Started text ... Finished
-frames    index 0 ...               | index 1 ...                 usage of all, [DONE]
+events    0 Started  0 text  1 Started  0 text  1 text ... 0 Finished ... 1 Finished
+frames    index 0 ........   index 1    index 0 index 1 ... index 0       index 1     usage of all, [DONE]
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ class ChoiceEncoder(Encoder, Protocol):
 
 
 class Choices:
-    """Implements `Encoder` over the encoders of the choices."""
+    """Implements `Encoder` over the encoders of the choices, whose events come in any order."""
 
     def __init__(self, encoders: Sequence[ChoiceEncoder]) -> None:
         self._encoders = encoders
-        self._ended: list[Finished] = []
+        self._ended: dict[int, Finished] = {}
 
-    def feed(self, event: Event) -> Iterable[bytes]:
-        encoder = self._encoders[len(self._ended)]
+    def feed(self, event: Event, number: int = 0) -> Iterable[bytes]:
+        """The same for the answer `number`."""
+        encoder = self._encoders[number]
         frames = encoder.feed(event)
         if not isinstance(event, Finished):
             return frames
-        self._ended.append(event)
+        self._ended[number] = event
         last = encoder.choice_end(event)
         if len(self._ended) < len(self._encoders):
             return [last]
-        return [last, *encoder.stream_end(in_all(self._ended))]
+        return [last, *encoder.stream_end(self._in_all())]
 
     def keep_alive(self) -> bytes:
         return self._encoders[0].keep_alive()
@@ -56,7 +58,10 @@ class Choices:
     def document(self) -> Mapping[str, Any]:
         documents = [encoder.document() for encoder in self._encoders]
         choices = [choice for document in documents for choice in document["choices"]]
-        return {**documents[0], "choices": choices, **self._encoders[0].totals(in_all(self._ended))}
+        return {**documents[0], "choices": choices, **self._encoders[0].totals(self._in_all())}
+
+    def _in_all(self) -> Finished:
+        return in_all([self._ended[number] for number in sorted(self._ended)])
 
 
 def in_all(ended: Sequence[Finished]) -> Finished:

@@ -177,3 +177,27 @@ def test_an_answer_that_went_on_elsewhere_is_not_taken_along_by_the_next_in_its_
     next(steps)
     assert [seat.position for seat in engine.seats] == [0, len(ids) + 2, 0]
     engine.close()
+
+
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma3", "tiny-qwen3.5-mtp"])
+async def test_several_answers_to_one_prompt_have_the_bits_that_each_has_alone_and_it_is_read_once(
+    family: str, tmp_path: Path
+) -> None:
+    ask: Messages = [{"role": "user", "content": "Each of several answers begins from the same prompt. " * 12}]
+    body = body_of(ask, 9, logprobs=True, top_logprobs=2, temperature=0.9, seed=11)
+    engine = load(tmp_path, family, 3)
+    async with running(engine, answer_bytes=0) as server:  # type: ignore[arg-type]
+        server.server.proxy.costs.note_read = lambda *_: None  # type: ignore[method-assign]
+        document = await post(server, {**body, "n": 4})
+        await server.settled()
+        page = (await server.client.get("/metrics")).text
+        prompt = len(server.prompt_tokens(ask))
+    engine.close()
+    read = float(page.split("\nparkd_prompt_tokens_read_total ")[1].split()[0])
+    assert read == prompt + 3, "and the last token once for each of the others"
+    alone = load(tmp_path, family, 1)
+    async with running(alone, answer_bytes=0) as server:  # type: ignore[arg-type]
+        for number, choice in enumerate(document["choices"]):
+            [one] = (await post(server, {**body, "seed": 11 + number, "cache_prompt": False}))["choices"]
+            assert choice == {**one, "index": number}
+    alone.close()

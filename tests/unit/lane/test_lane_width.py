@@ -128,6 +128,44 @@ async def test_who_could_not_join_leaves_and_the_next_begins() -> None:
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("passes_over", [True, False])
+async def test_who_awaits_what_another_computes_begins_when_it_is_there(passes_over: bool) -> None:
+    ready: set[str] = set()
+    bench = Bench(
+        3,
+        Fair(),
+        awaits=lambda turn, begun: turn.name == "b" and any(each.name == "a" for each in begun) and not ready,
+        passes_over=passes_over,
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bench.lane.serve)
+        [a] = bench.submit("a")
+        await until(lambda: bench.began == ["a"])
+        bench.submit("b", "c")
+        await anyio.sleep(0.01)
+        assert bench.began == (["a", "c"] if passes_over else ["a"])
+        assert a.asked == 0, "it is not to give way to one that waits for it"
+        ready.add("a")
+        bench.lane.look_again()
+        await until(lambda: sorted(bench.began) == ["a", "b", "c"])
+        tasks.cancel_scope.cancel()
+
+
+async def test_nobody_is_asked_to_give_way_to_one_that_awaits_it() -> None:
+    bench = Bench(1, Fair(), work_of=lambda _: Work(left_s=100.0), awaits=lambda turn, begun: bool(begun))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bench.lane.serve)
+        [a] = bench.submit("a")
+        await until(lambda: bench.began == ["a"])
+        bench.now_s = 100.0
+        bench.submit("b")
+        await anyio.sleep(0.01)
+        assert (a.asked, bench.lane.is_to_pause(a)) == (0, False)
+        a.ends.set()
+        await until(lambda: bench.began == ["a", "b"])
+        tasks.cancel_scope.cancel()
+
+
 async def test_of_those_that_run_as_many_are_asked_as_wait_the_last_in_the_order_first() -> None:
     kinds = {"batch": TurnClass.BATCH}
     bench = Bench(3, Fair(), work_of=lambda turn: Work(kinds.get(turn.name, TurnClass.INTERACTIVE), left_s=30.0))
