@@ -21,11 +21,11 @@ def split_layers(config: Any, stages: int, layer_split: Sequence[int] | None = N
     `layer_split` names the first layer of each stage but the first. None balances the stages by weights, counting
     the embedding in the first stage and the head in the last. Raises InvalidSplit.
     """
-    config = language_config(config)
-    layers = int(config.num_hidden_layers)
+    text = language_config(config)
+    layers = int(text.num_hidden_layers)
     if stages > layers:
         raise InvalidSplit(f"{layers} layers cannot make {stages} stages; name {layers} devices or fewer")
-    glued = shared_layers(config)
+    glued = shared_layers(text)
     if layer_split is None:
         starts = _balanced_starts(config, stages, forbidden=range(glued[0] + 1, glued[1]))
     else:
@@ -62,10 +62,10 @@ def shared_layers(config: Any) -> tuple[int, int]:
 
 def _balanced_starts(config: Any, stages: int, forbidden: range) -> tuple[int, ...]:
     """First layers of the stages, chosen so that the largest stage is as small as possible."""
-    layers = int(config.num_hidden_layers)
     if stages == 1:
         return (0,)
     weights = model_weights(config)
+    layers = len(weights.layers)
     before = [0, *accumulate(weights.layers)]
 
     def weight(first: int, end: int) -> int:

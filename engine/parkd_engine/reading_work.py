@@ -9,7 +9,7 @@ from torch import nn
 
 from parkd_engine.families.layer_shapes import experts_of, kv_shape, layer_kinds
 from parkd_engine.families.layer_state import LAYER_KINDS
-from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.multimodal import language_config, language_model
 from parkd_engine.families.records import family_of
 from parkd_engine.loading.layer_weights import weightless_model
 from parkd_engine.weights.schemes import without_weights_kind
@@ -30,11 +30,11 @@ class ReadingWork:
 def reading_work(config: Any) -> ReadingWork:
     """The work for a model with this configuration. Builds the model on the meta device to count its parameters."""
     text = language_config(config)
-    model, _ = weightless_model(without_weights_kind(text))  # A code takes part in as many operations as a number.
+    model, _ = weightless_model(without_weights_kind(config))  # A code takes part in as many operations as a number.
     experts, chosen = experts_of(text)
     share = chosen / experts if experts else 1.0
     met = 0.0
-    for layer in model.base_model.layers:
+    for layer in language_model(model).layers:
         looked_up = {id(p) for part in layer.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
         for name, parameter in layer.named_parameters():
             if id(parameter) not in looked_up:

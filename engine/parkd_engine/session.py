@@ -143,7 +143,7 @@ class Session:
     def rewind_floor(self) -> int:
         """The timeline can be cut to any position from this one up to the present; 0 without fixed state."""
         # After a reset, windows keep their old floor until something is read.
-        return min(self._position, self.fixed_state.floor(self._position))
+        return min(self._position, max(self.fixed_state.floor(self._position), self._images.floor))
 
     def checkpoint(self) -> None:
         """Takes a checkpoint at the position, if the model has fixed state and the timeline is not empty."""
@@ -234,12 +234,12 @@ class Session:
             self.reset()
         elif position >= self.rewind_floor:
             self.fixed_state.cut(position, self._position)
+            self._images.cut(position)
         elif position in self.checkpoints:
             self._go_back(position)
         else:
             raise ValueError(f"cannot truncate to {position}: exact are {self.checkpoints} and {self.rewind_floor} on")
         self._position = position
-        self._images.forget_beyond(position)
 
     def adopt(self, position: int, kept: int = 0) -> None:
         """Declares the rows `[0, position)` and `fixed` of every arena valid, after the caller has written them.
@@ -254,8 +254,7 @@ class Session:
         if self.draft is not None:
             self.draft.rows_changed_from(kept)
         self.fixed_state.unpack(position)
-        self._images.forget_beyond(kept)
-        self._images.offset.reload()
+        self._images.was_restored(position, kept)
         self._position = position
         if position > 0:
             self.fixed_state.keep(position, is_packed=True)
@@ -296,10 +295,10 @@ class Session:
             stop = chunk_end(start, end, self.batch_tokens, stops)
             if reading is not None:
                 stop = reading.stop_for(start, stop)
-            chunk, offset = self._images.chunk(reading, start, stop)
+            chunk = self._images.chunk(reading, start, stop)
             with self._recovering():
                 self.forward.run(ids[start - origin : stop - origin], start, "prefill", chunk)
-            self._images.was_read(start, chunk, offset)
+            self._images.was_read(start, chunk)
             self._position = stop
             if stop in stops:
                 self.checkpoint()
@@ -380,4 +379,4 @@ class Session:
     def _go_back(self, position: int) -> None:
         """Restores the checkpoint at `position`."""
         self.fixed_state.go_back(position)
-        self._images.offset.reload()
+        self._images.was_restored(position, position)

@@ -44,8 +44,11 @@ def check_config(config: Any) -> str:
     """
     architecture = architecture_of(config)
     if architecture not in ARCHITECTURES and (is_whole(config) or config.model_type in FAMILY_BY_TYPE):
-        known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(f"the architecture {architecture} is not supported; by name, these are: {known}")
+        known, reason = ", ".join(ARCHITECTURES), _unhonoured(language_config(config), caps=False, sees=False)
+        because = "" if reason is None else f" (it {reason})"
+        raise UnsupportedModel(
+            f"the architecture {architecture} is not supported{because}; by name, these are: {known}"
+        )
     try:
         scheme_of(config)
     except UnsupportedModel as error:
@@ -54,9 +57,8 @@ def check_config(config: Any) -> str:
     if architecture in ARCHITECTURES and config.model_type not in FAMILY_BY_TYPE:
         raise UnsupportedModel(f"{architecture} has text of the kind {config.model_type}, which is not supported")
     caps = config.model_type in FAMILY_BY_TYPE and FAMILY_BY_TYPE[config.model_type].caps_logits
-    for name, meaning in UNHONOURED_SETTINGS.items():
-        if (value := getattr(config, name, None)) and not _is_honoured(name, value, caps=caps, sees=sees):
-            raise UnsupportedModel(f"{architecture} sets {name} ({meaning}), which is not supported")
+    if (reason := _unhonoured(config, caps=caps, sees=sees)) is not None:
+        raise UnsupportedModel(f"{architecture} {reason}, which is not supported")
     if STRETCHED_ROTARY in _rotary_kinds(config):
         raise UnsupportedModel(
             f"{architecture} sets rope_type {STRETCHED_ROTARY} (frequencies that change with the length read), "
@@ -98,6 +100,16 @@ def check_config(config: Any) -> str:
             f"{architecture} has layers of kind {INDEXED} without the settings of their index (indexer_*)"
         )
     return architecture
+
+
+def _unhonoured(config: Any, *, caps: bool, sees: bool) -> str | None:
+    """What a text configuration sets that the engine does not honour; None: nothing."""
+    found = [
+        f"{name} ({meaning})"
+        for name, meaning in UNHONOURED_SETTINGS.items()
+        if (value := getattr(config, name, None)) and not _is_honoured(name, value, caps=caps, sees=sees)
+    ]
+    return f"sets {', '.join(found)}" if found else None
 
 
 def _is_honoured(name: str, value: Any, *, caps: bool, sees: bool) -> bool:

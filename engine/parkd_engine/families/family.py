@@ -48,8 +48,8 @@ class Family:
 
     model_type: str
     """`model_type` of the text model's configuration."""
-    architecture: str
-    """Class name of the text model, as in checkpoints."""
+    architecture: str | None
+    """Class name of the text model, as in checkpoints; None if the library has it only inside the whole model."""
     gguf_name: str | None = None
     """llama.cpp's name of the architecture, if `loading.gguf_convert` adds all entries of such files that the library's
     reader misses."""

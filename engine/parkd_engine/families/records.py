@@ -69,6 +69,32 @@ FAMILIES: tuple[Family, ...] = (
         fused_parts={"Qwen3NextRMSNorm": FusedPart.NORM},
     ),
     Family(
+        model_type="qwen3_vl_text",
+        architecture=None,
+        vision=VisionFamily(
+            model_type="qwen3_vl",
+            architecture="Qwen3VLForConditionalGeneration",
+            processor="Qwen2VLImageProcessorPil",
+            tokens=_QWEN_IMAGES,
+            begins_only=False,
+            sees_itself=False,
+            by_grid=True,
+        ),
+    ),
+    Family(
+        model_type="qwen3_vl_moe_text",
+        architecture=None,
+        vision=VisionFamily(
+            model_type="qwen3_vl_moe",
+            architecture="Qwen3VLMoeForConditionalGeneration",
+            processor="Qwen2VLImageProcessorPil",
+            tokens=_QWEN_IMAGES,
+            begins_only=False,
+            sees_itself=False,
+            by_grid=True,
+        ),
+    ),
+    Family(
         model_type="qwen3_5_text",
         architecture="Qwen3_5ForCausalLM",
         linear_states=gated_delta_net,
@@ -159,7 +185,7 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = MappingProxyType(
 )
 """`model_type` of a whole model that reads images -> how."""
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {family.architecture: family.model_type for family in FAMILIES}
+    {family.architecture: family.model_type for family in FAMILIES if family.architecture is not None}
     | {vision.architecture: vision.model_type for vision in VISION_FAMILIES.values()}
     | {whole: model_type for family in FAMILIES for model_type, whole in family.text_of.items()}
 )

@@ -148,6 +148,8 @@ class Stage:
             arguments["image_spans"] = images.spans
         if self.index == 0 and images is not None and images.rows:
             name, inputs = "inputs_embeds", self._embedded(inputs, images.rows)
+        if images is not None and images.added:
+            arguments |= self._added(images.added, stop - position)
         if self.needs_ids and name == "inputs_embeds":
             assert token_ids is not None, "layers of this stage look up token ids"
             arguments["ple_input_ids"] = token_ids.to(self.device, non_blocking=self.device.type == "cuda")
@@ -172,6 +174,19 @@ class Stage:
         for start, values in rows:
             embedded[0, start : start + len(values)] = values.to(embedded.dtype)
         return embedded
+
+    def _added(self, added: Sequence[tuple[int, torch.Tensor]], tokens: int) -> dict[str, Any]:
+        """The arguments with which the library's code adds images to hidden states after its first layers. It does so
+        behind pass-throughs too, which here must change nothing."""
+        values = torch.cat([each for _, each in added], dim=1).to(self.device)
+        if self.first_layer >= len(values):
+            return {}
+        seen = torch.zeros((1, tokens), dtype=torch.bool, device=self.device)
+        for start, each in added:
+            seen[0, start : start + each.shape[1]] = True
+        values = values[: self.end_layer]
+        values[: self.first_layer] = 0  # The concatenation is a copy.
+        return {"visual_pos_masks": seen, "deepstack_visual_embeds": list(values)}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 `[vocab]`, of the last token of `hidden` as returned by `forward`; last stage only."""

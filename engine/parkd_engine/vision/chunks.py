@@ -20,6 +20,11 @@ class ChunkImages:
     """Ranges within the chunk in which attention is bidirectional."""
     rows: tuple[tuple[int, torch.Tensor], ...] = ()
     """(index of the first token in the chunk, embeddings `[n, hidden]`), in place of the ids' embeddings."""
+    added: tuple[tuple[int, torch.Tensor], ...] = ()
+    """(index of the first token in the chunk, `[layers, n, hidden]`), added to the hidden states after each of the
+    model's first layers. Later tokens see of it what keys and values have taken up, so none of it is state."""
+    offsets: tuple[tuple[int, int], ...] = ()
+    """(index in the chunk, offset of rotary positions from there on), where images end."""
 
 
 NO_IMAGES = ChunkImages()

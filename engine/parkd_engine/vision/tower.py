@@ -54,7 +54,8 @@ class VisionTower:
             outer._modules["language_model"] = decoder
 
     def read(self, image: PromptImage) -> tuple[ImagePixels, torch.Tensor]:
-        """Pixels, and embeddings `[stop - start, hidden]`. Raises EngineFailure."""
+        """Pixels, and features `[1 + added, stop - start, hidden]`: what takes the place of embeddings, and what is
+        added after each of the model's first layers (DeepStack), if the tower makes that. Raises EngineFailure."""
         try:
             pixels = self.processor.pixels(image.data)
         except UnreadableImage as error:  # Its facts could be read, so this is not the request's fault alone.
@@ -64,15 +65,16 @@ class VisionTower:
                 arguments = {} if pixels.grid is None else {"image_grid_thw": pixels.grid.to(self.device)}
                 dtype = next(self.module.parameters()).dtype
                 values = pixels.values.to(self.device, dtype)
-                output: Any = self.module.get_image_features(values, **arguments).pooler_output  # type: ignore[operator]
+                output: Any = self.module.get_image_features(values, **arguments)  # type: ignore[operator]
+                deep = getattr(output, "deepstack_features", None) or ()
+                features = torch.stack([output.pooler_output[0], *(each[0] for each in deep)])
         except Exception as error:
             raise stage_failed(0, "reading an image", error) from error
-        rows = output[0]
-        if len(rows) != image.stop - image.start:
-            room = image.stop - image.start
-            raise EngineFailure(unfinished(f"an image takes {len(rows)} positions, and the prompt leaves {room}"))
+        taken, room = features.shape[1], image.stop - image.start
+        if taken != room:
+            raise EngineFailure(unfinished(f"an image takes {taken} positions, and the prompt leaves {room}"))
         self.encoded += 1
-        return pixels, rows
+        return pixels, features
 
 
 class ImageReading:
@@ -109,26 +111,32 @@ class ImageReading:
             return stop
         return cut.start if cut.start > start else cut.stop
 
-    def chunk(self, start: int, stop: int) -> tuple[ChunkImages, int]:
-        """The image data of `[start, stop)`, and the offset after it. Raises the errors of `VisionTower.read`."""
+    def chunk(self, start: int, stop: int) -> ChunkImages:
+        """The image data of `[start, stop)`. Raises the errors of `VisionTower.read`."""
         here = [image for image in self._images if image.start < stop and start < image.stop]
-        rows = []
+        rows, added = [], []
         for image in here:
             if image.start not in self._read:
                 self._read[image.start] = self._tower.read(image)
             first, last = max(start, image.start), min(stop, image.stop)
-            rows.append((first - start, self._read[image.start][1][first - image.start : last - image.start]))
+            features = self._read[image.start][1][:, first - image.start : last - image.start]
+            rows.append((first - start, features[0]))
+            if len(features) > 1:
+                added.append((first - start, features[1:]))
         spans = tuple((image.start - start, image.stop - start) for image in here) if self._whole else ()
-        positions, offset = self._positions(here, start, stop) if self._by_grid else (None, 0)
+        positions, offsets = self._positions(here, start, stop) if self._by_grid else (None, ())
         for image in here:
             if image.stop <= stop:
                 del self._read[image.start]
-        return ChunkImages(positions, spans, tuple(rows)), offset
+        return ChunkImages(positions, spans, tuple(rows), tuple(added), offsets)
 
-    def _positions(self, here: Sequence[PromptImage], start: int, stop: int) -> tuple[torch.Tensor, int]:
-        """Rotary positions of a chunk (time, height, width), `[3, 1, q]`, and the offset after it. Formula:
-        `get_rope_index` of the library's Qwen3.5."""
+    def _positions(
+        self, here: Sequence[PromptImage], start: int, stop: int
+    ) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
+        """Rotary positions of a chunk (time, height, width), `[3, 1, q]`, and the offsets of `ChunkImages`. Formula:
+        `get_rope_index` of the library's Qwen3.5 and Qwen3-VL."""
         offset = self._offset.value
+        offsets = []
         parts: list[npt.NDArray[np.int64]] = []
         at = start
         for image in here:
@@ -141,8 +149,9 @@ class ImageReading:
             at = last
             if last == image.stop:
                 offset += max(pixels.rows, pixels.columns) - (image.stop - image.start)
+                offsets.append((last - start, offset))
         parts.append(_text(at + offset, stop + offset))
-        return torch.from_numpy(np.concatenate(parts, axis=1)).unsqueeze(1), offset
+        return torch.from_numpy(np.concatenate(parts, axis=1)).unsqueeze(1), tuple(offsets)
 
 
 def reading_of(

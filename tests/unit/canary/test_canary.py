@@ -13,6 +13,9 @@ import pytest
 import torch
 from parkd_engine import EngineConfig
 from parkd_engine.arenas.cache import StageCache
+from parkd_engine.arenas.layout import OFFSET_FIELD, build_layout
+from parkd_engine.families.multimodal import language_config
+from parkd_engine.families.presets.shapes import PRESETS, preset_config
 from parkd_engine.vision.chunks import PositionOffset
 
 from parkd.canary.exercise import THE_ANSWER, Difference, Verdict, examine, sentences
@@ -26,10 +29,14 @@ CONTEXT = 256
 KINDS = {
     "tiny-qwen3": ("layer 2 key", "layer 3 value"),
     "tiny-qwen3.5": ("layer 0 conv_0", "layer 2 recurrent_0", "layer 3 key"),
-    "tiny-qwen4-exp": ("layer 1 index_key", "layer 0 conv_2"),
+    "tiny-qwen4-exp": ("layer 1 index_key", "layer 0 conv_1", "layer 0 conv_2"),
+    "tiny-qwen4-exp-vl": ("layer 1 index_position",),
+    "tiny-falcon-h1": ("layer 1 value", "layer 0 recurrent_0"),
+    "tiny-llama int8": ("layer 2 key", "layer 1 scale"),
     "tiny-gemma3": ("layer 1 window_key", "layer 3 window_value"),
     "tiny-deepseek-v3": ("layer 1 latent", "layer 2 rotary_key"),
     "tiny-qwen3.5-vl": ("layer 1 recurrent_0", "position offset of images"),
+    "tiny-qwen3-vl": ("layer 1 key", "position offset of images"),
     "tiny-qwen3.5-mtp": ("draft head key", "draft head hidden"),
 }
 """Model -> parts of its state, of every kind."""
@@ -45,9 +52,12 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
 
     @cache
     def load(name: str) -> TorchEngine:
-        guesses = 2 if name.endswith("-mtp") else 0
-        layout = EngineConfig(devices=("cpu", "cpu"), context_tokens=CONTEXT, draft_tokens=guesses)
-        return TorchEngine.load(ModelConfig(f"random:{name}", folder, layout=layout))
+        model, _, kv_format = name.partition(" ")
+        guesses = 2 if model.endswith("-mtp") else 0
+        layout = EngineConfig(
+            devices=("cpu", "cpu"), context_tokens=CONTEXT, draft_tokens=guesses, kv_format=kv_format or None
+        )
+        return TorchEngine.load(ModelConfig(f"random:{model}", folder, layout=layout))
 
     return load
 
@@ -118,6 +128,19 @@ def test_a_part_that_is_left_out_is_named(name: str, part: str, opened: Opened) 
     assert any(part in line for line in sentences(verdict))
 
 
+def test_every_kind_of_state_is_left_out_in_some_trial() -> None:
+    """Of all families: who adds a field adds a canary of it."""
+    fields: set[str] = set()
+    for name in PRESETS:
+        config = preset_config(f"random:{name}")
+        layers = int(language_config(config).num_hidden_layers)
+        for kv_dtype in (torch.float32, torch.int8):
+            [layout] = build_layout(config, [(0, layers)], kv_dtype, torch.float32)
+            fields |= {field.name for field in (*layout.row_fields, *layout.fixed_fields)}
+    left_out = {part.rsplit(" ", 1)[1] for parts in KINDS.values() for part in parts}
+    assert fields <= left_out | {OFFSET_FIELD}  # Which has a test of its own.
+
+
 def test_a_window_off_by_one_is_named(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = opened("tiny-gemma3")
     unpack = StageCache.unpack
@@ -133,8 +156,9 @@ def test_a_window_off_by_one_is_named(opened: Opened, monkeypatch: pytest.Monkey
     assert named(examine(engine)) == windows | {THE_ANSWER}
 
 
-def test_a_lost_position_offset_is_named(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = opened("tiny-qwen3.5-vl")
+@pytest.mark.parametrize("name", ["tiny-qwen3.5-vl", "tiny-qwen3-vl"])
+def test_a_lost_position_offset_is_named(name: str, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened(name)
     monkeypatch.setattr(PositionOffset, "reload", lambda _: None)
     assert "position offset of images" in named(examine(engine))
 

@@ -476,6 +476,19 @@ _QWEN_VISION: Mapping[str, Any] = MappingProxyType(
         **_QWEN_IDS,
     }
 )
+_QWEN3_VISION: Mapping[str, Any] = MappingProxyType(
+    {
+        "vision_config": {
+            **_VISION,
+            "depth": 3,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+        **_QWEN_IDS,
+    }
+)
 _QWEN_PROCESSOR: Mapping[str, Any] = MappingProxyType(
     {
         "patch_size": 8,
@@ -484,8 +497,26 @@ _QWEN_PROCESSOR: Mapping[str, Any] = MappingProxyType(
         "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
     }
 )
+_QWEN_LARGE_PROCESSOR: Mapping[str, Any] = MappingProxyType(
+    {
+        "patch_size": 16,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
+    }
+)
 _WITH_IMAGES: Mapping[str, Preset] = MappingProxyType(
     {
+        "tiny-qwen3-vl": Preset(
+            "qwen3_vl",
+            {"text_config": {**_TINY_HEADS, "rope_parameters": dict(_MROPE)}, **_QWEN3_VISION},
+            _QWEN_PROCESSOR,
+        ),
+        "tiny-qwen3-vl-moe": Preset(
+            "qwen3_vl_moe",
+            {"text_config": {**_TINY_HEADS, **_TINY_EXPERTS, "rope_parameters": dict(_MROPE)}, **_QWEN3_VISION},
+            _QWEN_PROCESSOR,
+        ),
         "tiny-qwen3.5-vl": Preset(
             "qwen3_5",
             {
@@ -540,6 +571,24 @@ _WITH_IMAGES: Mapping[str, Preset] = MappingProxyType(
             },
             {"size": {"height": 48, "width": 48}},
         ),
+        "qwen3-vl-8b": Preset(
+            "qwen3_vl",
+            {
+                "text_config": {
+                    **_DENSE["qwen3-8b"].settings,
+                    "max_position_embeddings": 262144,
+                    "rope_parameters": {
+                        "rope_type": "default",
+                        "rope_theta": 5_000_000.0,
+                        "mrope_section": [24, 20, 20],
+                        "mrope_interleaved": True,
+                    },
+                },
+                "vision_config": {"out_hidden_size": _DENSE["qwen3-8b"].settings["hidden_size"]},
+                **_QWEN_IDS,
+            },
+            _QWEN_LARGE_PROCESSOR,
+        ),
         "qwen3.5-27b-vl": Preset(
             "qwen3_5",
             {
@@ -547,12 +596,7 @@ _WITH_IMAGES: Mapping[str, Preset] = MappingProxyType(
                 "vision_config": {"out_hidden_size": _HYBRIDS["qwen3.5-27b"].settings["hidden_size"]},
                 **_QWEN_IDS,
             },
-            {
-                "patch_size": 16,
-                "merge_size": 2,
-                "temporal_patch_size": 2,
-                "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
-            },
+            _QWEN_LARGE_PROCESSOR,
         ),
     }
 )

@@ -18,7 +18,7 @@ from tests.unit.engine.kit.core_models import assert_same, read_and_decode, tiny
 from tests.unit.engine.kit.hybrid_models import hybrid_model
 from tests.unit.engine.kit.vision_models import IMAGE_ID, PICTURES, picture_logits, png, processor_of, put_pictures
 
-BOTH = pytest.mark.parametrize("family", ["qwen3.5-vl", "qwen4-exp-vl", "gemma3-vl"])
+BOTH = pytest.mark.parametrize("family", ["qwen3-vl", "qwen3.5-vl", "qwen4-exp-vl", "gemma3-vl"])
 Ids = npt.NDArray[np.int64]
 
 
@@ -85,6 +85,49 @@ def test_the_offset_of_positions_is_restored_with_the_rest() -> None:
     other = tiny_session(2, model, batch_tokens=64)
     restore(other, plan)
     assert_same([other.step(int(token)) for token in ids[110:113]], expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen3-vl-moe"])
+def test_a_cut_finds_the_offset_that_holds_there(family: str) -> None:
+    """Before, inside and behind pictures, wherever the session itself has read. What was restored tells the offset at
+    its end only, so it is cut no further."""
+    model, session, ids, images = opened(family, batch_tokens=64)
+    first, second = images
+    assert first.stop < 64 < 70 < second.start < second.stop < 110
+    [expected] = picture_logits(model, ids, images, 512, 1)
+
+    def check_from(place: int) -> None:
+        session.truncate(place)
+        session.extend(ids[place:129], images=images)
+        torch.testing.assert_close(session.step(int(ids[129])), expected, atol=1e-4, rtol=0)
+
+    def restore_at(place: int, kept: int = 0) -> None:
+        """Parks `[kept, place)`, reads something else there and restores it."""
+        session.truncate(place)
+        plan = host_transfer(session, place, start=kept, block_tokens=32)
+        sums = capture(session, plan)
+        session.truncate(kept)
+        session.extend(token_ids(place - kept, seed=3))
+        session.truncate(kept)
+        restore(session, replace(plan, checksums=sums.rows, fixed_checksums=sums.fixed))
+
+    session.extend(ids[:129], images=images)
+    for place in (110, second.stop, second.start + 7, 64, first.stop + 3, first.stop, first.start + 5, first.start):
+        assert session.rewind_floor == 0
+        check_from(place)
+    restore_at(110, kept=64)
+    assert session.rewind_floor == 110
+    check_from(110)
+    with pytest.raises(ValueError, match="cannot truncate to 109"):
+        session.truncate(109)
+    session.reset()
+    session.extend(ids[:129], images=images)
+    restore_at(70, kept=64)  # No picture is between: what was known before still is.
+    assert session.rewind_floor == 0
+    check_from(first.stop)
+    restore_at(first.start)
+    assert session.rewind_floor == 0
+    check_from(first.start - 3)
 
 
 def test_reading_goes_on_inside_a_picture_that_does_not_see_itself() -> None:

@@ -11,7 +11,7 @@ from parkd_engine.loading.draft_loading import declare_head
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.unit.engine.kit.core_models import CONTEXT, FAMILIES, VOCAB, tiny_model
-from tests.unit.engine.kit.vision_models import GEMMA_VISION, MROPE, QWEN_VISION
+from tests.unit.engine.kit.vision_models import GEMMA_VISION, MROPE, QWEN3_VISION, QWEN_VISION
 
 WINDOW = 24
 _SHAPE = {
@@ -200,12 +200,18 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", {**_LATENT, "q_lora_rank": 24, "num_mtp_layers": 1}),
     "glm4-lite": ("glm4_moe_lite", {**_LATENT, "q_lora_rank": 24}),
     "qwen4-exp-vl": ("qwen4_exp", {**_SPARSE, "rope_parameters": MROPE}),
+    "qwen3-vl": ("qwen3_vl", {"head_dim": 16, "rope_parameters": MROPE}),
+    "qwen3-vl-moe": ("qwen3_vl_moe", {"head_dim": 16, **_EXPERTS, "rope_parameters": MROPE}),
     "qwen3.5-vl": ("qwen3_5", {**_DELTA_NET, "rope_parameters": MROPE}),
     "qwen3.5-moe-vl": ("qwen3_5_moe", {**_DELTA_NET, **_SHARED, "rope_parameters": MROPE}),
     "gemma3-vl": ("gemma3", _GEMMA),
 }
 """Name -> `model_type` and settings, of the text where there are pictures too."""
-_VISION = {"qwen3_5": QWEN_VISION, "qwen3_5_moe": QWEN_VISION, "qwen4_exp": QWEN_VISION, "gemma3": GEMMA_VISION}
+_VISION = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), QWEN3_VISION),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), QWEN_VISION),
+    "gemma3": GEMMA_VISION,
+}
 
 
 def hybrid_config(family: str, **changes: Any) -> Any:

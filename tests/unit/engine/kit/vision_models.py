@@ -31,6 +31,18 @@ QWEN_VISION = {
     "vision_start_token_id": 93,
     "vision_end_token_id": 92,
 }
+QWEN3_VISION = {
+    **QWEN_VISION,
+    "vision_config": {
+        **_VISION,
+        "depth": 4,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1, 3],
+    },
+}
+"""Three of the text's four layers get something of images, so that several stages do."""
 GEMMA_VISION = {
     "vision_config": {**_VISION, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE},
     "mm_tokens_per_image": GEMMA_TOKENS,
@@ -47,7 +59,7 @@ MROPE = {
 }
 _QWEN_PICTURES = ((18, 96, 32), (78, 48, 96))
 PICTURES = {
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), _QWEN_PICTURES),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), _QWEN_PICTURES),
     "gemma3": ((18, 50, 70), (80, 33, 20)),
 }
 """`model_type` -> (position, width, height) of the pictures in a prompt."""

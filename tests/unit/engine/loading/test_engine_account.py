@@ -86,7 +86,7 @@ def test_the_split_leaves_the_fullest_card_as_empty_as_can_be(name: str, guesses
 NAMES = (
     *("tiny-qwen3", "tiny-gemma3", "tiny-qwen3-next-mtp", "tiny-qwen3.5-mtp", "tiny-qwen4-exp-mtp", "tiny-lfm2"),
     *("tiny-granite-h", "tiny-falcon-h1", "tiny-deepseek-v3-mtp", "tiny-qwen3.5-vl-mtp", "tiny-gemma3-vl"),
-    *("tiny-gpt-oss", "tiny-gemma4", "tiny-nemotron-h", "tiny-qwen3.5-moe-mtp"),
+    *("tiny-gpt-oss", "tiny-gemma4", "tiny-nemotron-h", "tiny-qwen3.5-moe-mtp", "tiny-qwen3-vl-moe"),
 )
 
 

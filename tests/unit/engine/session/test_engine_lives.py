@@ -19,11 +19,11 @@ GUESSES = 2
 PLAIN = (
     *("qwen3", "qwen3-mtp", "gemma3", "qwen2-window", "qwen3-next", "qwen3.5", "qwen3.5-mtp", "qwen4-exp"),
     *("qwen4-exp-mtp", "lfm2", "granite-h", "falcon-h1", "deepseek-v2", "deepseek-v3-mtp", "glm4-lite"),
-    *("qwen3.5-vl", "qwen4-exp-vl", "gemma3-vl"),
+    *("qwen3-vl", "qwen3.5-vl", "qwen4-exp-vl", "gemma3-vl"),
 )
 RECORDED = (
     *("qwen3", "gemma3", "qwen2-window", "qwen3-next", "qwen3.5", "qwen3.5-mtp", "lfm2", "granite-h"),
-    *("qwen3.5-vl", "gemma3-vl"),
+    *("qwen3-vl", "qwen3.5-vl", "gemma3-vl"),
 )
 """Those whose decoding cards replay from graphs."""
 

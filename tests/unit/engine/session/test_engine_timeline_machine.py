@@ -218,7 +218,7 @@ class Timeline(RuleBasedStateMachine):
 
 MACHINES = (
     *("qwen3", "qwen3-mtp", "gemma3", "qwen3.5", "qwen3.5-mtp", "qwen4-exp", "qwen4-exp-mtp", "lfm2"),
-    *("falcon-h1", "deepseek-v3", "deepseek-v3-mtp", "qwen3.5-vl", "qwen4-exp-vl", "gemma3-vl"),
+    *("falcon-h1", "deepseek-v3", "deepseek-v3-mtp", "qwen3-vl", "qwen3.5-vl", "qwen4-exp-vl", "gemma3-vl"),
 )
 
 
