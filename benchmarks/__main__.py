@@ -19,6 +19,7 @@ BENCH = (
     "policies",
     "perplexity",
     "indexer",
+    "latents",
     "draft",
     "checkpoint_cost",
     "spinning",

@@ -10,7 +10,18 @@ from typing import Any
 
 from benchmarks.common import REPOSITORY, RESULTS, Table
 
-ORDER = ("aba", "copies", "proxy_time", "health_lag", "page", "perplexity", "indexer", "draft", "checkpoint_cost")
+ORDER = (
+    "aba",
+    "copies",
+    "proxy_time",
+    "health_lag",
+    "page",
+    "perplexity",
+    "indexer",
+    "latents",
+    "draft",
+    "checkpoint_cost",
+)
 PAGE = REPOSITORY / "docs" / "BENCHMARKS.md"
 PICTURES = {
     "aba": "return-by-prompt",

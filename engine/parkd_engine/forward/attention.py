@@ -13,6 +13,7 @@ queries are always the last `q` positions of the keys.
             every length (2.3 ms for each layer and token; the kernel itself takes 0.07 ms), and over gathered keys its
             results were not reproducible. Chunks go through a faster kernel where there is one
             (`kernels.prompt_attention`)
+    latents few tokens attend to latents instead of keys and values (`forward.latents`)
     sinks   a score for each head that takes part in the softmax and has no value: attention without it, scaled by what
             share of the weights the keys have. The kernels say how large their sum is (logsumexp)
 """
@@ -35,6 +36,7 @@ from parkd_engine.arenas.kv_format import KeptStates, QuantisedStates, tokens_of
 from parkd_engine.arenas.placed import PlacedStates
 from parkd_engine.families.layer_state import INDEXED
 from parkd_engine.forward.indexer import CausalOrder, KeySelection
+from parkd_engine.forward.latents import MOST_TOKENS, LatentStates
 from parkd_engine.kernels.prompt_attention import is_worth_it, kernel_for
 
 ATTENTION_NAME = "parkd"
@@ -81,8 +83,8 @@ def no_mask(*, config: Any, attention_mask: torch.Tensor | None = None, **_: Any
 def arena_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: KeptStates | PlacedStates,
-    value: KeptStates | PlacedStates,
+    key: KeptStates | PlacedStates | LatentStates,
+    value: KeptStates | PlacedStates | LatentStates,
     attention_mask: torch.Tensor | KeySelection | None,
     *,
     scaling: float | None = None,
@@ -93,8 +95,8 @@ def arena_attention(
     s_aux: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of `[1, heads, q, dim]` queries over `[1, kv_heads, kv, dim]` keys and values (tensors, or
-    `QuantisedStates`).
+    """Causal attention of `[1, heads, q, dim]` queries over `[1, kv_heads, kv, dim]` keys and values (tensors,
+    `QuantisedStates`, or what they are computed from).
 
     With `sliding_window`, a query sees at most that many keys, including its own; with a `KeySelection`, the selected
     ones. A query in one of `image_spans`, ranges of the queries, also sees all keys of its range. `s_aux`, `[heads]`,
@@ -110,6 +112,11 @@ def arena_attention(
         raise UnsupportedModel(f"{type(module).__name__} calls attention with a mask of its own: not supported")
     if dropout or is_causal is False:
         raise UnsupportedModel(f"{type(module).__name__} calls attention with dropout or without causality")
+    if isinstance(key, LatentStates):
+        if query.shape[2] <= MOST_TOKENS:
+            return key.attend(query, scaling).transpose(1, 2), None
+        key, value = key.expanded()
+    assert not isinstance(value, LatentStates), "latents are passed in place of both"
     if isinstance(key, PlacedStates):
         assert isinstance(value, PlacedStates), "keys and values are kept in one format"
         return key.attend(query, value, scaling, s_aux).transpose(1, 2), None

@@ -50,7 +50,7 @@ def unrecorded(config: Any, dtype: torch.dtype) -> str | None:
     if family_of(config).by_parts:
         return "its family is known by its parts alone"
     if family_of(config).has_latents:
-        return "its layers compute keys and values of all earlier tokens, whose number varies"
+        return "its layers read the latents of all earlier tokens, whose number varies"
     if dtype not in DTYPES:
         return f"its compute dtype is not among {', '.join(sorted(map(str, DTYPES)))}"
     return None

@@ -28,6 +28,7 @@ from parkd_engine.families.records import family_of
 from parkd_engine.forward.attention import ATTENTION_NAME, register_attention
 from parkd_engine.forward.delta_net import choose_by_device
 from parkd_engine.forward.indexer import replace_indexers
+from parkd_engine.forward.latents import absorb_projections
 from parkd_engine.vision.chunks import ChunkImages
 from parkd_engine.weights.host_experts import (
     FetchRoom,
@@ -229,6 +230,8 @@ def place(
     if decoder._can_set_experts_implementation():
         decoder.config._experts_implementation = EXPERTS
     replace_indexers(decoder)
+    if family_of(decoder.config).has_latents:
+        absorb_projections(decoder.layers, ATTENTION_NAME)
     if any(torch.device(name).type == "cpu" for name in devices):
         choose_by_device(decoder.layers)
     stages = []

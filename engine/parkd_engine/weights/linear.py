@@ -125,6 +125,18 @@ def is_linear(module: Any) -> bool:
     return type(module) is nn.Linear or isinstance(module, QuantisedLinear)
 
 
+def matrix_of(linear: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix `[out, in]` of a linear layer of any kind, its columns in the order of the vectors; of codes, in
+    `dtype`."""
+    if not isinstance(linear, QuantisedLinear):
+        matrix: torch.Tensor = linear.weight
+        return matrix
+    stored = linear.numbers(dtype)
+    if linear.order is None:
+        return stored
+    return torch.empty_like(stored).index_copy_(1, linear.order.long(), stored)
+
+
 def compute_dtype(linear: Any, x: torch.Tensor) -> torch.dtype:
     """The dtype in which a linear layer takes its vectors: that of its numbers, or that of `x` for codes."""
     return x.dtype if isinstance(linear, QuantisedLinear) else linear.weight.dtype

@@ -16,6 +16,7 @@ SMALL = {
     "copies": ["--device", "cpu", "--repeats", "1"],
     "disk": ["--tokens", "512", "--rounds", "1", "--conversations", "10", "--blocks", "100"],
     "indexer": ["--repeats", "1"],
+    "latents": ["--repeats", "1"],
     "ledger": ["--turns", "20"],
     "proxy_time": ["--repeats", "1"],
 }
