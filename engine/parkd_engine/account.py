@@ -269,6 +269,15 @@ def device_needs(stages: Sequence[StageMemory], seats: int = 1) -> Mapping[str, 
     return needs
 
 
+def check_asked_context(asked_tokens: int | None, model_tokens: int) -> None:
+    """Raises ModelError for a context that is longer than the model's limit."""
+    if asked_tokens is not None and asked_tokens > model_tokens:
+        raise ModelError(
+            f"A context of {asked_tokens} tokens was requested, but the model supports at most {model_tokens}. "
+            f"Ask for {model_tokens} or fewer."
+        )
+
+
 def choose_context(
     stages: Sequence[StageMemory],
     model_tokens: int,
@@ -285,11 +294,7 @@ def choose_context(
     `reserved`, asked after it, the bytes of main memory that are set aside for parked state. Raises ModelError,
     with numbers, if the context does not fit or is longer than the model's limit.
     """
-    if asked_tokens is not None and asked_tokens > model_tokens:
-        raise ModelError(
-            f"A context of {asked_tokens} tokens was requested, but the model supports at most {model_tokens}. "
-            f"Ask for {model_tokens} or fewer."
-        )
+    check_asked_context(asked_tokens, model_tokens)
     tightest = min(_rooms(stages, seats, reserved, free).values(), key=lambda room: room.tokens)
     if asked_tokens is not None:
         if asked_tokens > tightest.tokens:

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Repo
 from parkd.errors import ModelError
 from parkd.model_files.gguf_metadata import read_metadata
 from parkd.state import EngineConfig
-from parkd_engine.account import ModelMemory, StageMemory
+from parkd_engine.account import ModelMemory, StageMemory, check_asked_context
 from parkd_engine.arenas.kv_format import kv_dtype_of
 from parkd_engine.arenas.layout import StageStateLayout, build_layout
 from parkd_engine.balance import choose_host_layers, choose_split
@@ -71,6 +71,7 @@ def plan_model(model: str, config: EngineConfig) -> WeightlessModel:
     ranges = choose_split(settings, dtype, config, _free_here, memory)
     layouts = build_layout(settings, ranges, kv_dtype_of(config.kv_format, dtype), dtype)
     context_tokens = int(language_config(settings).max_position_embeddings)
+    check_asked_context(config.context_tokens, context_tokens)
     scheme = scheme_of(settings)
     weights = f"full precision ({str(dtype).removeprefix('torch.')})" if scheme is None else str(scheme)
     stages = memory.stages(ranges)

@@ -64,9 +64,9 @@ class DeclaredParser:
         return self._read(lambda: self._reader.feed(text))
 
     def finish(self, reason: FinishReason) -> tuple[list[OutputEvent], FinishReason]:
-        cut_call = reason is FinishReason.LENGTH and self._field == CALLS and self._wants_calls
+        cut_call = reason.is_cut and self._field == CALLS and self._wants_calls
         events = [] if self.satisfied or self._broken or cut_call else self._read(self._reader.finish)
-        if reason is FinishReason.LENGTH and self._must_call:  # the beginning of a marker is no text then
+        if reason.is_cut and self._must_call:  # the beginning of a marker is no text then
             events = [event for event in events if not isinstance(event, TextDelta)]
         if reason is FinishReason.STOP and self._calls_made:
             reason = FinishReason.TOOL_CALLS

@@ -1,10 +1,13 @@
 """Answers that may not end by themselves: `ignore_eos`, and `min_tokens` until there are so many.
 
 The tokens that end an answer are masked, so nothing else about it changes: the others are drawn as they would be if
-the model had no such token.
+the model had no such token. So are those that open another's turn, behind which a model that cannot end its own goes on
+as somebody else.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -49,10 +52,24 @@ class HeldEnds:
             self._left -= 1
 
 
+def opening_ids(
+    openers: Iterable[str], control_tokens: Sequence[str], encode: Callable[[str], Sequence[int]]
+) -> frozenset[int]:
+    """The first control token in each of the texts that open turns; nothing for those that are opened by text."""
+    found: set[int] = set()
+    for opener in openers:
+        placed = [(opener.find(token), -len(token), token) for token in control_tokens if token and token in opener]
+        if placed:
+            ids = encode(min(placed)[2])
+            found.update(ids if len(ids) == 1 else ())
+    return frozenset(found)
+
+
 def with_ends_held(
     request: TurnRequest, end_token_ids: frozenset[int], vocab_size: int, inner: TokenMask | None
 ) -> TokenMask | None:
-    """The mask that holds back the end as the request asks, on top of `inner`; `inner` itself if it does not. Raises
+    """The mask that holds back the end as the request asks, on top of `inner`; `inner` itself if it does not.
+    `end_token_ids` are those that end a turn, or open another. Raises
     InvalidRequest for an answer that can never end and must have a form, which has an end."""
     sampling = request.sampling
     has_form = request.response_schema is not None or request.response_form is not None

@@ -43,7 +43,7 @@ class AnswerParser:
         return merged(self._take(self._splitter.push(text)))
 
     def finish(self, reason: FinishReason) -> tuple[list[OutputEvent], FinishReason]:
-        cut = reason is FinishReason.LENGTH
+        cut = reason.is_cut
         held = self._splitter.finish()
         if cut and (self._must_call or self._must_be_json):
             held = Piece(held.reasoning, "")

@@ -37,7 +37,7 @@ from parkd.cli.model import (
 )
 from parkd.cli.planning import plan, sizes_of
 from parkd.config import Config, load
-from parkd.config.keys import read_key_file
+from parkd.config.keys import check_classes, read_key_file
 from parkd.config.rewrite_rules import read_rules
 from parkd.config.spinning import bound_spinning
 from parkd.errors import ConfigError, ModelError, UnsupportedModel
@@ -70,11 +70,15 @@ def entry() -> NoReturn:
     interpreter's own shutdown: it would be unwound through native frames, which aborts the process. By then everything
     is written and closed, so the process ends without it.
     """
-    signal.signal(signal.SIGTERM, _terminate)  # until the server runs, which has a handler of its own
     try:
+        signal.signal(signal.SIGTERM, _terminate)  # until the server runs, which has a handler of its own
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         code = main()
     except _Terminated:
         code = 0  # stopped as asked
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     if threading.active_count() > 1:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -150,6 +154,7 @@ def serve(config: Config) -> int:
         print(f"note: {note}", file=sys.stderr)
     key_file = config.server.api_key_file
     named_keys = () if key_file is None else read_key_file(key_file)
+    check_classes(config.server.classes, named_keys)
     rules_file = config.server.rewrite_rules_file
     rules = () if rules_file is None else read_rules(rules_file)
     bound_spinning()

@@ -39,7 +39,8 @@ def lines(name: str, sizes: Sizes, context_tokens: int, min_free_bytes: int) -> 
     longest = sizes.longest()
     slots = "" if sizes.slots is None else f", at most {sizes.slots} conversations"
     blocks = "" if layout.is_opaque else f"{longest // layout.block_tokens:,} blocks, "
-    shown.append(f"budget    {budget // MIB:,} MiB{slots}: {blocks}{longest:,} tokens in one conversation")
+    whole = min(longest, context_tokens)
+    shown.append(f"budget    {budget // MIB:,} MiB{slots}: {blocks}{whole:,} tokens in one conversation")
     for tokens in sorted({*(size for size in EXAMPLE_TOKENS if size < context_tokens), context_tokens}):
         size = -(-sizes.need_bytes(tokens) // MIB)
         shown.append(f"fits      {sizes.count(tokens):>6,} conversations of {tokens:>9,} tokens, {size:,} MiB each")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -187,7 +187,7 @@ def compose(
         structured = StructuredOutput(
             engine.tokenizer_json(), engine.info.vocab_size, engine.info.end_token_ids, namespaces
         )
-    build_mask = mask_builder(engine, output, structured)
+    build_mask = mask_builder(engine, output, structured, identity.renderer.profile.openers)
     return Services(
         engine=engine,
         build_identity=identity.build,
@@ -253,13 +253,17 @@ def _forget(answers: OutputMemory, units: Units, key_digest: bytes, namespace: s
     return answers.forget(is_within(units, key_digest, namespace))
 
 
-def mask_builder(engine: AnyEngine, output: OutputFormat, structured: StructuredOutput | None) -> BuildMask:
-    """The function that builds the token mask of a request (schema and thinking budget).
+def mask_builder(
+    engine: AnyEngine, output: OutputFormat, structured: StructuredOutput | None, openers: Mapping[str, str]
+) -> BuildMask:
+    """The function that builds the token mask of a request (schema, thinking budget, held ends). `openers` are the
+    texts that open turns, by role.
 
     Another server, for which there is no `structured` output, enforces schemas itself, so there requests are only
     checked.
     """
-    from parkd.answers.ends import with_ends_held
+    from parkd.answers.base import ToolFormat
+    from parkd.answers.ends import opening_ids, with_ends_held
     from parkd.answers.thinking import ThinkingLimits
 
     marks, info = output.reasoning, engine.info
@@ -271,8 +275,13 @@ def mask_builder(engine: AnyEngine, output: OutputFormat, structured: Structured
         return check
     limits = ThinkingLimits(marks, engine.template_source, info.vocab_size, engine.tokenizer.encode, engine.text_stream)
 
+    others = [opener for role, opener in openers.items() if role != "assistant"]
+    if output.tools is ToolFormat.HARMONY:
+        others = []  # the parts of one answer are opened as turns are
+    ends = info.end_token_ids | opening_ids(others, engine.tokenizer.control_tokens, engine.tokenizer.encode)
+
     def mask(request: TurnRequest, tail: str, still_wanted: StillWanted) -> TokenMask | None:
         inner = limits.over(request, tail, structured.mask(request, output, tail, still_wanted))
-        return with_ends_held(request, info.end_token_ids, info.vocab_size, inner)
+        return with_ends_held(request, ends, info.vocab_size, inner)
 
     return mask

@@ -113,7 +113,7 @@ _VLLM = (
     ("weights are computed as their files have them; leave it out", "--quantization -q --dtype --load-format"),
     (_NOTHING, "--enforce-eager --compilation-config --block-size --attention-backend"),
     ("code from model folders is never run; leave it out", "--trust-remote-code"),
-    ("adapters are --lora FILE, with llama.cpp", "--enable-lora --lora-modules"),
+    ("adapters are --lora FILE, with llama.cpp; requests choose by `lora`", "--enable-lora --lora-modules"),
     (_OWN_HEAD, "--speculative-config"),
     ("name a model directory that has it", "--revision --hf-overrides --download-dir"),
     (_LOG, "--uvicorn-log-level --disable-log-requests --disable-log-stats"),

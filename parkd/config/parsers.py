@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -74,16 +75,32 @@ def url(text: str) -> str:
 
 def file(text: str) -> Path:
     path = Path(text).expanduser()
-    if not path.is_file():
+    mode = _mode_of(path)
+    if mode is None:
         raise ValueError("there is no such file")
+    if stat.S_ISDIR(mode):
+        raise ValueError("expected a file, and it is a directory")
     return path
 
 
 def directory(text: str) -> Path:
     path = Path(text).expanduser()
-    if not path.is_dir():
+    mode = _mode_of(path)
+    if mode is None:
         raise ValueError("there is no such directory")
+    if not stat.S_ISDIR(mode):
+        raise ValueError("expected a directory, and it is a file")
     return path
+
+
+def _mode_of(path: Path) -> int | None:
+    """None if nothing is there."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ValueError(f"it cannot be looked at: {error.strerror}") from error
 
 
 def devices(text: str) -> tuple[str, ...]:

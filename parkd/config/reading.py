@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import tomllib
 from collections.abc import Mapping, Set
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,6 +13,7 @@ from parkd.config.llama_settings import FLAGS
 from parkd.config.model_settings import control_vectors, draft_tokens, one_kv_format
 from parkd.config.parsers import MIB
 from parkd.config.settings import ENV_PREFIX, SETTINGS, Setting, default_of
+from parkd.config.toml_files import read_toml
 from parkd.config.values import (
     CacheConfig,
     Config,
@@ -78,14 +78,8 @@ def nearest(name: str, known: Mapping[str, Any] | list[str]) -> str:
 
 
 def _read_toml(path: Path, by_name: Mapping[str, Setting]) -> dict[str, str]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
     texts: dict[str, str] = {}
-    for key, value in document.items():
+    for key, value in read_toml(path, f"--config {path}").items():
         name = key.replace("_", "-")
         if name not in by_name:
             raise ConfigError(f"{path}: unknown key {key!r}{nearest(name, by_name)}")
@@ -94,6 +88,8 @@ def _read_toml(path: Path, by_name: Mapping[str, Setting]) -> dict[str, str]:
         items = value if isinstance(value, list) else [value]
         if not items or not all(isinstance(item, str | int | float) for item in items):
             raise ConfigError(f"{path}: {key} must be a text, a number, true or false, or a list of such")
+        if by_name[name].metavar and any(isinstance(item, bool) for item in items):
+            raise ConfigError(f"{path}: {key} must be {by_name[name].metavar}, and no true or false")
         texts[name] = ",".join(str(item) for item in items)
     return texts
 

@@ -9,11 +9,11 @@ roles = ["system"]                                   # whose messages; system an
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from parkd.config.toml_files import read_toml
 from parkd.errors import ConfigError
 from parkd.identity.normalise import RULES_LIMIT, Normaliser, NormaliserConfig, RewriteRule
 
@@ -24,12 +24,7 @@ _KEYS = ("name", "pattern", "replacement", "roles")
 def read_rules(path: Path) -> tuple[RewriteRule, ...]:
     """The rules in a file. Raises ConfigError, whose message names the rule."""
     where = f"--rewrite-rules {path}"
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not valid TOML: {error}") from error
+    document = read_toml(path, where)
     entries = document.get("rule")
     if set(document) != {"rule"} or not isinstance(entries, list) or not 0 < len(entries) <= RULES_LIMIT:
         raise ConfigError(f"{where}: expected 1 to {RULES_LIMIT} tables [[rule]], each with a `pattern`")

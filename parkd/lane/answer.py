@@ -41,6 +41,7 @@ class Answer:
     """Ids that belong to the answer, including its end token."""
     reasoning_tokens: int = 0
     reason: FinishReason = FinishReason.LENGTH
+    """Why it ended."""
     stop_string: str | None = None
     first_token_at_s: float | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
@@ -108,7 +109,7 @@ class AnswerLoop:
                 self._trail.parsed(rest, in_reasoning=self.parser.in_reasoning, fed=0)
             self._emit_all(self._stops.over(rest))
             self._emit_all(self._stops.flush())
-            if self._stops.met is not None and answer.reason is FinishReason.LENGTH:
+            if self._stops.met is not None and answer.reason.is_cut:
                 answer.reason = FinishReason.STOP
         answer.stop_string = self._stops.met
         return True
@@ -130,6 +131,7 @@ class AnswerLoop:
                 yield NextStep(self.seat)
                 step = next(self._steps, None)
                 if step is None:
+                    answer.reason = self.seat.ended
                     break
                 if answer.first_token_at_s is None:
                     answer.first_token_at_s = self.monotonic()

@@ -632,12 +632,21 @@ class LiveConversation:
             await self.park()
 
 
+def steer_for(seat: Seat, turn: Turn) -> None:
+    """Steers as the turn asks. For the engine's thread. Raises EngineFailure unless that is what its prompt's key
+    says."""
+    request = turn.request
+    if seat.steer(request.steering, request.adapters) != turn.prompt.key.steering:
+        raise EngineFailure(
+            "The engine steers by another set of control vectors or adapters than was requested. Try again."
+        )
+
+
 def _begin_and_prove(seat: Seat, turn: Turn, limit: int | None) -> int:
     """Steers, tells the prompt, then proves it, in one call on the engine's thread: a process reads the prompt during
     the proof. Returns the position from which the engine starts."""
+    steer_for(seat, turn)
     request, prompt = turn.request, turn.prompt
-    if seat.steer(request.steering) != prompt.key.steering:
-        raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
     position = seat.begin(
         prompt.token_ids,
         request.sampling,

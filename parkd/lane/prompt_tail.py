@@ -30,6 +30,8 @@ class PromptTail:
     """The first position at which the prompt differs from what was known."""
     steering: Mapping[str, float] | None
     """The request's control vectors; they must be in effect before anything is read."""
+    adapters: Mapping[int, float] | None = None
+    """The same of its adapters."""
 
     @property
     def stop(self) -> int:
@@ -48,7 +50,7 @@ def read_while_restoring(seat: Seat, lease: Lease, tail: PromptTail) -> bool:
         return False
     if not 0 < tail.stop - lease.stop <= MOST_TOKENS or lease.transfer.bytes < LEAST_BYTES or prompt.images:
         return False
-    if seat.steer(tail.steering) != prompt.key.steering:
+    if seat.steer(tail.steering, tail.adapters) != prompt.key.steering:
         return False  # The turn finds the same, and fails.
     places = checkpoints_to_take(prompt, lease.stop, tail.fork, seat.info.ctx_checkpoints)
     seat.restore_and_read(lease.transfer, prompt.token_ids[lease.stop : tail.stop], places)

@@ -2,7 +2,8 @@
 
 A `cache_control` with a ttl asks for a minimum life. It is a hint: pins take at most PINNED_SHARE of the budget, the
 newest requests of each key first, so that no client keeps others from being parked. A conversation can also be kept by
-its name: such pins take from the same share, before the hints, and one that finds no room is refused.
+its name: such pins take from the same share, before the hints, and one that finds no room is refused. Of several keys
+one keeps so at most half of what all may.
 
 Keys that share a namespace wish for themselves: none ends or replaces what another asked for, and what several keep is
 kept for the longest.
@@ -10,7 +11,7 @@ kept for the longest.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ WISHES_LIMIT = 32
 """Most wishes of one key that are remembered; each holds the hashes of a prompt."""
 KEPT_LIMIT = 256
 """Most conversations that are kept by name."""
+OWNER_SHARE = 0.5
+"""Of these limits, what one of several keys may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,10 @@ class Retention:
     """Pins conversations by wishes. Used only by the lane, like the store. A conversation that grows stays pinned,
     since a wish names its beginning."""
 
-    def __init__(self, store: ConversationStore) -> None:
+    def __init__(self, store: ConversationStore, *, owners: int = 1) -> None:
+        """If there are several `owners`, one of them keeps by name at most half of what all may keep."""
         self._store = store
+        self._owner_share = 1.0 if owners <= 1 else OWNER_SHARE
         self._wishes: list[_Wish] = []
         """The oldest first; of each key at most WISHES_LIMIT."""
         self._pinned: set[ConversationId] = set()
@@ -78,19 +83,28 @@ class Retention:
         if not rows:
             raise ConversationGone(name)
         self._end(now_s)
-        limit = self._store.config.budget_bytes * PINNED_SHARE
-        others = sum(self._bytes(self._store.named(other)) for other in self._kept if other != name)
-        if others + self._bytes(rows) > limit:
-            raise Conflict(
-                f"Kept conversations may take {mib(int(limit))}, {PINNED_SHARE:.0%} of the memory for parked ones. "
-                f"{mib(others)} are taken and this one needs {mib(self._bytes(rows))}. Unpin another, or start parkd "
-                "with a larger --conversation-cache-mib."
-            )
-        if len(self._kept) >= KEPT_LIMIT and name not in self._kept:
-            raise Conflict(f"{KEPT_LIMIT} conversations are kept, which is the most. Unpin another.")
+        others = [other for other in self._kept if other != name]
+        own = [other for other in others if owner in self._kept[other]]
+        self._check_room(own, rows, self._owner_share, " for one key")
+        self._check_room(others, rows, 1.0, "")
         wishes = self._kept.pop(name, {})
         self._kept[name] = {**wishes, owner: until_s}
         self.apply(now_s)
+
+    def _check_room(self, others: Sequence[Name], rows: Sequence[Parked], share: float, for_whom: str) -> None:
+        """Raises Conflict if these cannot be kept beside `others`, with `share` of what all may keep."""
+        part, most = PINNED_SHARE * share, int(KEPT_LIMIT * share)
+        for_whom = "" if share == 1 else for_whom
+        limit = self._store.config.budget_bytes * part
+        taken = sum(self._bytes(self._store.named(other)) for other in others)
+        if taken + self._bytes(rows) > limit:
+            raise Conflict(
+                f"Kept conversations may take {mib(int(limit))}{for_whom}, {part:.0%} of the memory for parked ones. "
+                f"{mib(taken)} are taken and this one needs {mib(self._bytes(rows))}. Unpin another, or start parkd "
+                "with a larger --conversation-cache-mib."
+            )
+        if len(others) >= most:
+            raise Conflict(f"{most} conversations are kept, which is the most{for_whom}. Unpin another.")
 
     def let_go(self, name: Name, now_s: float, owner: str | None = None) -> None:
         """Ends a key's wishes to keep a conversation, those of its requests too; None: those of all keys."""
@@ -124,16 +138,20 @@ class Retention:
         if not self._wishes and not self._pinned and not self._kept:
             return
         room = self._store.config.budget_bytes * PINNED_SHARE
+        own_room = room * self._owner_share
+        shares: dict[str, float] = defaultdict(lambda: own_room)
         wanted: set[ConversationId] = set()
         ended: set[ConversationId] = self._end(now_s)
-        for name in self._kept:
+        for name, kept in self._kept.items():
             rows = self._store.named(name)
-            room -= self._bytes(rows)
-            if room < 0:
-                room += self._bytes(rows)  # It has grown too long: later ones may fit.
-                ended.update(parked.id for parked in rows)
-            else:
-                wanted.update(parked.id for parked in rows)
+            size = self._bytes(rows)
+            if size > room or all(size > shares[owner] for owner in kept):
+                ended.update(parked.id for parked in rows)  # It has grown too long: later ones may fit.
+                continue
+            wanted.update(parked.id for parked in rows)
+            room -= size
+            for owner in kept:
+                shares[owner] -= size
         for wish in self._in_turn():
             found = [parked for parked, shared in self._named(wish) if shared == len(wish.hashes)]
             if wish.until_s <= now_s:

@@ -36,7 +36,7 @@ from parkd.lane.forecast import Forecast
 from parkd.lane.groups import Groups
 from parkd.lane.joining import LEAST_TOKENS, Joint, common_tokens, is_worth_waiting, joint
 from parkd.lane.lane import Lane
-from parkd.lane.live_conversation import LiveConversation, SetAside
+from parkd.lane.live_conversation import LiveConversation, SetAside, steer_for
 from parkd.lane.metrics import Metrics
 from parkd.lane.reading import Reading
 from parkd.lane.reports.explain import diagnose, lasting_tokens
@@ -95,16 +95,17 @@ class TurnRunner:
         max_output_tokens: int | None,
         monotonic: Callable[[], float],
         log: TurnLog,
+        owners: int = 1,
         disk: DiskWorker | None = None,
         remember: Callable[[PromptIdentity, Sequence[int], Said], None] | None = None,
     ) -> None:
-        """`lives` are those in the engine's seats."""
+        """`lives` are those in the engine's seats; `owners`, how many keys there are."""
         self._engine = engine
         self.seats = Seats(lives)
         self._starter = TurnStarter(engine.info, store, disk, costs, monotonic)
         self._log = log
         self._remember = remember
-        self.retention = None if store is None else Retention(store)
+        self.retention = None if store is None else Retention(store, owners=owners)
         self.roster = Roster()
         self.groups = None if store is None else Groups(store)
         self._store = store
@@ -618,6 +619,5 @@ def _ids_with(prompt: PromptIdentity, token_ids: list[int]) -> TokenIds:
 
 
 def _steer_again(seat: Seat, turn: Turn, put_back: Callable[[Seat], None]) -> None:
-    if seat.steer(turn.request.steering) != turn.prompt.key.steering:
-        raise EngineFailure("The engine steers by another set of control vectors than was requested. Try again.")
+    steer_for(seat, turn)
     put_back(seat)

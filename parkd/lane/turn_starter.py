@@ -160,7 +160,7 @@ class TurnStarter:
         restored is not there any more: nothing has changed then.
         """
         began_s = self._monotonic()
-        tail = PromptTail(turn.prompt, start.common, turn.request.steering)
+        tail = PromptTail(turn.prompt, start.common, turn.request.steering, turn.request.adapters)
         is_damaged = why == UNREADABLE
         try:
             restore_s = await live.start_from(start, turn.prompt.key, tail if is_alone else None, leaving)

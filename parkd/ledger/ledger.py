@@ -275,7 +275,7 @@ class Ledger:
         db.execute("BEGIN IMMEDIATE")
         count = db.execute("SELECT count(*) FROM turns").fetchone()[0]
         db.execute(
-            "DELETE FROM turns WHERE rowid IN (SELECT rowid FROM turns ORDER BY at_s LIMIT ?)",
+            "DELETE FROM turns WHERE rowid IN (SELECT rowid FROM turns ORDER BY rowid LIMIT ?)",
             (max(1, int(REMOVED_SHARE * count)),),
         )
         db.execute("COMMIT")

@@ -28,6 +28,7 @@ from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.page.endpoints import PageEndpoints
 from parkd.proxy.portable import PortableEndpoints
 from parkd.proxy.proxy import Proxy
+from parkd.proxy.queries import known_fields
 from parkd.proxy.requests import id_headers
 from parkd.proxy.rules import RuleEndpoints
 from parkd.proxy.targets import AbsoluteTargets
@@ -72,10 +73,12 @@ def create_app(services: Services) -> Starlette:
     pages = PageEndpoints(proxy, endpoints.root)
     for method, handlers in (("GET", {**endpoints.reading(), **pages.reading()}), ("POST", endpoints.asking())):
         for path, handler in handlers.items():
-            routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
+            endpoint = guarded(proxy.config, proxy.metrics, None, handler, known_fields(path))
+            routes.append(Route(path, endpoint, methods=[method]))
     groups = (ConversationEndpoints(proxy), PortableEndpoints(proxy), BillEndpoints(proxy), RuleEndpoints(proxy))
     for method, path, handler in (route for group in groups for route in group.routes()):
-        routes.append(Route(path, guarded(proxy.config, proxy.metrics, None, handler), methods=[method]))
+        endpoint = guarded(proxy.config, proxy.metrics, None, handler, known_fields(path))
+        routes.append(Route(path, endpoint, methods=[method]))
     middleware = [Middleware(AbsoluteTargets)]
     if services.config.cors_origins:
         origins = list(services.config.cors_origins)

@@ -54,6 +54,7 @@ class Endpoints:
             "/metrics": self.metrics_page,
             "/props": self.props,
             "/slots": self.slots,
+            "/lora-adapters": self.lora_adapters,
             "/parkd/explain/{request_id}": self.explain,
             "/": self.root,
             "/api/hello": self.root,
@@ -167,6 +168,12 @@ class Endpoints:
         ]
         slots[0] |= {**waiting, "parked": parked}
         return _json(slots, request_id)
+
+    async def lora_adapters(self, request: Request, request_id: str) -> ASGIApp:
+        """As in llama-server: what a request's `lora` can name. Files are named without their folders."""
+        self._caller(request)
+        adapters = enumerate(self._services.engine.adapters)
+        return _json([{"id": place, "path": each.name, "scale": each.scale} for place, each in adapters], request_id)
 
     def _parked_of(self, caller: Caller) -> list[tuple[int, float]]:
         """Tokens of each conversation of the caller's key, and the seconds since it was used. Where other keys share

@@ -18,7 +18,7 @@ ADVICE: Mapping[str, str] = {
     "/embedding": _NONE,
     "/v1/rerank": _NONE,
     "/rerank": _NONE,
-    "/lora-adapters": "Adapters are not loaded at run time; control vectors steer by `steering` in a request.",
+    "/lora-adapters": "GET lists the adapters that were loaded at start; a request sets their scales in `lora`.",
     "/messages": "Anthropic's API is at POST /v1/messages: its base URL has no /v1 at the end.",
     "/responses": "The Responses API is POST /v1/responses: its base URL ends in /v1.",
     "/v1": f"This is the base URL for OpenAI clients. The chat is {CHAT}.",

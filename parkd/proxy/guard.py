@@ -20,7 +20,8 @@ from parkd.proxy.dialects.base import Dialect
 from parkd.proxy.dialects.frames import encoded
 from parkd.proxy.dialects.ollama import OllamaChat
 from parkd.proxy.dialects.openai_chat import OpenAIChat
-from parkd.proxy.foreign_paths import advice
+from parkd.proxy.foreign_paths import ADVICE, advice
+from parkd.proxy.queries import check_fields
 from parkd.proxy.requests import id_headers, request_id_of
 from parkd.proxy.sse import unforeseen
 
@@ -35,16 +36,21 @@ Handler = Callable[[Request, str], Awaitable[ASGIApp]]
 
 
 def guarded(
-    config: ProxyConfig, metrics: Metrics, dialect: Dialect | None, handler: Handler
+    config: ProxyConfig,
+    metrics: Metrics,
+    dialect: Dialect | None,
+    handler: Handler,
+    query: tuple[str, ...] | None = None,
 ) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """Wraps a handler in the origin check, and turns its errors into answers in the format of `dialect`; None: the
-    format that the client expects."""
+    """Wraps a handler in the checks of origin and query, and turns its errors into answers in the format of `dialect`;
+    None: the format that the client expects. `query` names the fields that it takes; None: any."""
 
     async def endpoint(request: Request) -> ASGIApp:
         request_id = request_id_of(request.headers)
         try:
             check_length(request.headers)
             check_origin(request.headers, bound_host=config.host, allowed_origins=config.cors_origins)
+            check_fields((name for name, _ in request.query_params.multi_items()), query)
             return await handler(request, request_id)
         except ClientDisconnect:
             return Response(status_code=499)
@@ -106,7 +112,8 @@ def http_error(config: ProxyConfig, metrics: Metrics) -> Callable[[Request, Exce
         if error.status_code == 404:
             refused = NotFound(f"There is nothing at {request.url.path[:PATH_SHOWN]}. {advice(request.url.path)}")
         else:
-            refused = InvalidRequest(f"{request.method} is not allowed at {request.url.path}.")
+            words = f"{request.method} is not allowed at {request.url.path}. {ADVICE.get(request.url.path, '')}"
+            refused = InvalidRequest(words.rstrip())
         metrics.requests.labels(refused.code).inc()
         note_refused(request, refused, config, error.status_code)
         response = _error_response(spoken_by(request), refused, request_id_of(request.headers))

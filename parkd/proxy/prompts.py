@@ -83,7 +83,7 @@ class Prompts:
             opening = services.engine.text_of(services.engine.opening_ids)
             request = replace(request, infill=replace(request.infill, opening=opening))
         request = self._with_biased_ids(request)
-        steering = services.engine.steering_digest(request.steering)
+        steering = services.engine.steering_digest(request.steering, request.adapters)
         prompt = services.build_identity(request, steering=steering, still_wanted=still_wanted)
         tail = prompt_tail(services.engine, prompt)
         mask = services.build_mask(request, tail, still_wanted) if services.build_mask else None

@@ -115,6 +115,7 @@ class Proxy:
             disk=self.disk,
             remember=services.remember,
             log=self.log,
+            owners=config.owners,
         )
         owners = config.owners
         self.lane: Lane[Turn] = Lane(

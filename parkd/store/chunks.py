@@ -335,7 +335,9 @@ class ChunkStore:
             self._give_up(offers, "what may be written to disk today is nearly used up")
             return None
         job, reused = self._job(chain, fresh)
-        conversation = Conversation(parked_of(job.manifest, self._clock(), self.disk.setup.wall()))
+        conversation = Conversation(
+            parked_of(job.manifest, self._clock(), self.disk.setup.wall(), job.manifest.last_used_s)
+        )
         self.disk.hold(self.disk.ref(number) for number in reused)
         taken, index_bytes, ancestors = job_bytes(job), index_bytes_of(job.manifest), self._superseded(conversation)
         if not self.table.make_disk_room(taken, index_bytes, self._clock(), ancestors):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -190,16 +191,16 @@ def recover(
         disk.condemn(name, file_bytes(size))
     extents = {ref.id: ref.taken_bytes for manifest, _ in found.manifests for ref in manifest.extents}
     disk.charge_found(sum(extents.values()))
+    used = last_uses({m.name: (m.last_used_s, times.get(m.name, math.inf)) for m, _ in found.manifests}, wall_s)
     for manifest, size in found.manifests:
         recut = recuts.get(manifest.layout_digest) if manifest.block_tokens == table.kind.block_tokens else None
         is_known = manifest.layout_digest == table.kind.layout.digest or recut is not None
         is_foreign = manifest.fingerprint != config.fingerprint or not is_known
         taken = file_bytes(size)
         disk.charge_found(taken)
-        marked_s = times.get(manifest.name, float("inf"))
-        parked = parked_of(manifest, now_s, wall_s, marked_s)
+        parked = parked_of(manifest, now_s, wall_s, used[manifest.name])
         place = table.found_on_disk(manifest, taken, parked, is_foreign=is_foreign, recut=None if is_foreign else recut)
-        if marked_s <= wall_s:  # else the next marks correct it
+        if times.get(manifest.name, math.inf) <= wall_s:  # else the next marks correct it
             place.marked_s = parked.last_used_s
     if config.max_age_s is not None:
         for each, _ in table.on_disk():
@@ -218,16 +219,28 @@ def recover(
         log.warning("%d files could not be removed; they stay and count in the budget", stuck)
 
 
-def parked_of(manifest: Manifest, now_s: float, wall_s: float, marked_s: float = float("inf")) -> Parked:
-    """The conversation as the matcher sees it. `now_s` and `wall_s` are the same instant by two clocks.
+def last_uses(times: Mapping[str, tuple[float, float]], wall_s: float) -> Mapping[str, float]:
+    """When each conversation was last used, from the time in its manifest and that of the manifest's file, which is
+    marked later on. `wall_s` is now, by the same clock.
 
-    `marked_s` is the time of the manifest's file: it is the last use if it is later than the one in the manifest. A
-    time in the future is ignored, since it comes from a wrong clock or from copying the file.
+    A time in the future comes from a clock that was wrong then or is now, or from copying the file. Where one of the
+    two is in the past, that counts. Of conversations that have neither, the one used last is taken to be used now, and
+    the others as long before as their times say.
     """
+    ahead = {name: written_s for name, (written_s, marked_s) in times.items() if min(written_s, marked_s) > wall_s}
+    latest_s = max(ahead.values(), default=wall_s)
+    return {
+        name: wall_s - (latest_s - written_s)
+        if name in ahead
+        else max(each for each in (written_s, marked_s) if each <= wall_s)
+        for name, (written_s, marked_s) in times.items()
+    }
+
+
+def parked_of(manifest: Manifest, now_s: float, wall_s: float, used_s: float) -> Parked:
+    """The conversation as the matcher sees it, last used at `used_s`. `now_s` and `wall_s` are the same instant by two
+    clocks; `used_s` is by the second."""
     shift = now_s - wall_s
-    used_s = manifest.last_used_s
-    if marked_s <= wall_s:
-        used_s = max(used_s, marked_s)
     return Parked(
         id=manifest.id,
         key_digest=manifest.key_digest,
@@ -236,7 +249,7 @@ def parked_of(manifest: Manifest, now_s: float, wall_s: float, marked_s: float =
         blocks=tuple(block.id for block in manifest.blocks),
         checkpoints=tuple(ParkedCheckpoint(c.position, 0) for c in manifest.checkpoints),
         layout_digest=manifest.layout_digest,
-        parked_at_s=manifest.parked_at_s + shift,
+        parked_at_s=min(now_s, manifest.parked_at_s + shift),
         last_used_s=min(now_s, used_s + shift),
         tier=Tier.DISK,
         namespace=manifest.namespace,
@@ -253,11 +266,12 @@ def _times(fs: FileSystem) -> dict[str, float]:
 
 
 def written_last_day(found: Found, wall_s: float) -> int:
-    """Bytes of present files that were written in the last day. At least this much of the allowance is spent."""
+    """Bytes of present files that were written in the last day. At least this much of the allowance is spent. What a
+    wrong clock says was written in the future is not: it would be spent until then."""
     recent = {
         ref.id: ref.size
         for manifest, _ in found.manifests
-        if manifest.parked_at_s > wall_s - DAY_S
+        if wall_s - DAY_S < manifest.parked_at_s <= wall_s
         for ref in manifest.extents
     }
     return sum(recent.values())

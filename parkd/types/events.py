@@ -13,7 +13,14 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
+    CONTENT_FILTER = "content_filter"
+    """Another server withheld the rest."""
     CANCELLED = "cancelled"
+
+    @property
+    def is_cut(self) -> bool:
+        """The model would have gone on, or has, and the client does not get it."""
+        return self in (FinishReason.LENGTH, FinishReason.CONTENT_FILTER)
 
 
 @dataclass(frozen=True, slots=True)

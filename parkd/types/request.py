@@ -205,3 +205,6 @@ class TurnRequest:
     """The last message is the beginning of the answer: the prompt ends inside it, and only what follows is sent."""
     steering: Mapping[str, float] | None = None
     """Scale of each control vector. The complete set: others do not steer. None: the server's default."""
+    adapters: Mapping[int, float] | None = None
+    """Scale of each LoRA adapter, by its place among those of the server. The complete set: others do not apply. None:
+    the server's default."""

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from parkd.engine_adapter.base import Cancel, EngineInfo, ImageReader, OneSeatEngine, Seat
+from parkd.engine_adapter.base import AdapterInfo, Cancel, EngineInfo, ImageReader, OneSeatEngine, Seat, check_adapters
 from parkd.errors import InvalidRequest, RestoreFailed
 from parkd.state import BLOCK_TOKENS, Checksums, StateLayout, Transfer, chunk_end
 from parkd.types import SamplingParams, TokenIds, TokenMask
@@ -86,11 +86,13 @@ class FakeEngine(OneSeatEngine):
         end_odds: int = END_ODDS,
         script: Script | None = None,
         steering: Mapping[str, float] | None = None,
+        adapters: Sequence[float] = (),
         fixed_bytes: int = 0,
         ctx_checkpoints: int = 8,
         reads_images: bool = False,
     ) -> None:
-        """`steering` are the known control vectors, each with the scale it has by default. With `fixed_bytes` a stage
+        """`steering` are the known control vectors, each with the scale it has by default, and
+        `adapters` the default scales of the adapters. With `fixed_bytes` a stage
         (a multiple of 8) rows are computed from fixed state, and the engine resumes at checkpoints only."""
         self.tokenizer = FakeTokenizer((*SPECIAL_TOKENS, IMAGE_TOKEN) if reads_images else SPECIAL_TOKENS)
         self.template = FakeTemplate()
@@ -108,6 +110,7 @@ class FakeEngine(OneSeatEngine):
         self._batch = batch_tokens
         self._end_odds = end_odds
         self._default_steering = dict(steering or {})
+        self.adapters = tuple(AdapterInfo(f"{place}.gguf", scale) for place, scale in enumerate(adapters))
         self._steering = self.steering_digest(None)
         self._position = 0
         self.rows = FakeRows(stages, context_tokens)
@@ -225,17 +228,20 @@ class FakeEngine(OneSeatEngine):
         seen = int(self.rows.mixed(self._position)[0])
         return FakeScored(token_id, -(seen % 997) / 64, tuple((seen % 89 + n, -n / 4) for n in range(top)))
 
-    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+    def steering_digest(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        check_adapters(self.adapters, adapters)
         chosen = self._default_steering if scales is None else scales
         for name in chosen:
             if name not in self._default_steering:
                 known = ", ".join(self._default_steering) or "none"
                 raise InvalidRequest(f"There is no control vector {name!r}; known: {known}.", param="steering")
         used = sorted((name, float(scale)) for name, scale in chosen.items() if scale)
+        applied = {place: info.scale for place, info in enumerate(self.adapters)} if adapters is None else adapters
+        used += sorted((str(place), float(scale)) for place, scale in applied.items() if scale)
         return blake2b(repr(used).encode(), digest_size=16).digest() if used else b""
 
-    def steer(self, scales: Mapping[str, float] | None) -> bytes:
-        self._steering = self.steering_digest(scales)
+    def steer(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        self._steering = self.steering_digest(scales, adapters)
         return self._steering
 
     def text_stream(self) -> FakeTextStream:

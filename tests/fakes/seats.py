@@ -57,8 +57,8 @@ class FakeSeats(Engine):
     def piece(self, token_id: int) -> bytes:
         return self.fakes[0].piece(token_id)
 
-    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
-        return self.fakes[0].steering_digest(scales)
+    def steering_digest(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        return self.fakes[0].steering_digest(scales, adapters)
 
     def text_stream(self) -> FakeTextStream:
         return self.fakes[0].text_stream()

@@ -322,6 +322,15 @@ def test_prompts_are_shown_as_text_whatever_they_contain(browser: Any, tmp_path:
         seen.go("conversations")
         seen.page.locator(".name").first.click()
         seen.text(NASTY)
+        in_ram, on_disk = (
+            seen.page.locator(".row", has=seen.page.locator(".badge", has_text=badge)).first
+            for badge in ("live", "on disk")
+        )
+        on_disk.locator(".name").click()
+        on_disk.get_by_role("button", name="Forget").wait_for(timeout=EXPECT_MS)
+        assert on_disk.get_by_role("button", name="Move to disk").count() == 0, "it is there already"
+        in_ram.locator(".name").click()
+        in_ram.get_by_role("button", name="Move to disk").wait_for(timeout=EXPECT_MS)
         seen.page.locator("summary").nth(1).click()
         marks = seen.page.locator("mark")
         marks.nth(1).wait_for(timeout=EXPECT_MS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NoReturn
 from urllib.parse import quote
@@ -18,6 +19,8 @@ FILE_WAIT_S = 120.0
 PIECE_BYTES = 1 << 20
 NAME_BYTES = 200
 """Longest name of a conversation or request that is asked for: what a path may hold, with room."""
+CAUSES_LIMIT = 8
+"""Most errors behind an error that are looked at."""
 NAME = "parkd"
 """What a server of ours says at `/`."""
 
@@ -103,9 +106,28 @@ class RemoteServer:
         try:
             yield
         except httpx.ConnectError as error:
+            tls = _tls_error(error)
+            if isinstance(tls, ssl.SSLCertVerificationError):
+                raise ConfigError(f"the certificate of {self.url} is not trusted: {tls.verify_message}") from error
+            if tls is not None:
+                plain = f"http{self.url.removeprefix('https')}"
+                raise ConfigError(f"what answers at {self.url} speaks no TLS: is it {plain}?") from error
             raise ConfigError(f"no server answers at {self.url}: start one with `parkd`, or name its --url") from error
+        except (httpx.RemoteProtocolError, httpx.ReadError) as error:
+            hint = " If it speaks TLS, its address begins with https://" if self.url.startswith("http:") else ""
+            raise ConfigError(f"the server at {self.url} broke off, or speaks no HTTP: {error}.{hint}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConfigError(f"the server at {self.url} did not answer: {error}") from error
+
+
+def _tls_error(error: BaseException) -> ssl.SSLError | None:
+    """What of TLS is behind an error."""
+    seen: BaseException | None = error
+    for _ in range(CAUSES_LIMIT):
+        if seen is None or isinstance(seen, ssl.SSLError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
 def in_path(name: str, what: str) -> str:

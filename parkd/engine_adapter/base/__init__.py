@@ -12,6 +12,7 @@ seam is the same for all: it asks `EngineInfo`, or calls a method that every eng
 """
 
 from parkd.engine_adapter.base.engine import (
+    AdapterInfo,
     BegunPrompt,
     Cancel,
     CaptureInFlight,
@@ -21,6 +22,7 @@ from parkd.engine_adapter.base.engine import (
     OneSeatEngine,
     ScoredToken,
     Seat,
+    check_adapters,
 )
 from parkd.engine_adapter.base.text import (
     ChatTemplate,
@@ -32,6 +34,7 @@ from parkd.engine_adapter.base.text import (
 )
 
 __all__ = [
+    "AdapterInfo",
     "BegunPrompt",
     "Cancel",
     "CaptureInFlight",
@@ -47,4 +50,5 @@ __all__ = [
     "Seat",
     "TextStream",
     "Tokenizer",
+    "check_adapters",
 ]

@@ -10,8 +10,9 @@ from threading import Event
 from typing import Any, Protocol
 
 from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream, Tokenizer
+from parkd.errors import InvalidRequest
 from parkd.state import Checksums, DraftCounts, StateLayout, StateSizes, Transfer
-from parkd.types import ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask, Told, TurnRequest, Unit
+from parkd.types import FinishReason, ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask, Told, TurnRequest, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,23 @@ class EngineInfo:
     def most_units(self) -> int | None:
         """Most units of a prompt; None: only the engine can tell."""
         return self.context_tokens if self.unit is Unit.TOKEN else None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A LoRA adapter that was loaded at start."""
+
+    name: str
+    scale: float
+    """Where a request does not say another."""
+
+
+def check_adapters(known: Sequence[AdapterInfo], adapters: Mapping[int, float] | None) -> None:
+    """Raises InvalidRequest for a place at which there is no adapter."""
+    for place in adapters or {}:
+        if not 0 <= place < len(known):
+            these = f"their ids are 0 to {len(known) - 1}" if known else "none is loaded: start with --lora"
+            raise InvalidRequest(f"There is no adapter {place}: {these}.", param="lora")
 
 
 class Cancel(Protocol):
@@ -261,6 +279,11 @@ class Seat(ABC):
         return put_back
 
     @property
+    def ended(self) -> FinishReason:
+        """Why `generate` ended by itself: the context is full, unless the engine is told another reason."""
+        return FinishReason.LENGTH
+
+    @property
     def drafts(self) -> DraftCounts:
         """How many tokens of the last answer a draft head guessed, and how many of these were right."""
         return DraftCounts()
@@ -277,10 +300,11 @@ class Seat(ABC):
         return None
 
     @abstractmethod
-    def steer(self, scales: Mapping[str, float] | None) -> bytes:
+    def steer(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
         """Steers everything that is read and generated from now on; rows stay. Returns the digest now in effect.
 
-        Call it before a turn reads. Raises InvalidRequest as `Engine.steering_digest` does, and EngineFailure.
+        Arguments as for `Engine.steering_digest`. Call it before a turn reads. Raises InvalidRequest as that does, and
+        EngineFailure.
         """
 
     def state_parts(self) -> Mapping[str, bytes]:
@@ -377,6 +401,8 @@ class Engine(ABC):
     template: ChatTemplate
     images: ImageReader | None
     """None: the model reads text only."""
+    adapters: Sequence[AdapterInfo] = ()
+    """The LoRA adapters that requests can choose."""
 
     @property
     @abstractmethod
@@ -450,10 +476,12 @@ class Engine(ABC):
         return ()
 
     @abstractmethod
-    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
-        """The digest of a set of control vectors: 16 bytes, or empty if nothing steers. Thread-safe.
+    def steering_digest(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        """The digest of a set of control vectors and of adapters: 16 bytes, or empty if nothing steers beyond what is
+        in the fingerprint. Thread-safe.
 
-        `scales` is the complete set, by name; None: the engine's default. Raises InvalidRequest for an unknown name.
+        `scales` is the complete set of vectors, by name; `adapters` that of LoRA adapters, by their places in
+        `self.adapters`. None: the engine's default. Raises InvalidRequest for an unknown name or place.
         """
 
     @abstractmethod

@@ -93,7 +93,10 @@ class LlamaCppEngine(OneSeatEngine):
         """Some of the state may be on a card."""
         self._answer_bytes = AnswerBytes(self._vocabulary, model.vocab)
         self._vectors = _vectors(model)
-        self._steered = self._steer_by(None)
+        self.adapters = model.adapters.infos
+        self._steered: bytes | None = None
+        """The digest of what steers; None: not that of any turn."""
+        self.steer(None)
         self._logprobs: list[TokenLogprobs] = []
         sizes = self._probe()
         self.info = self._describe(sizes)
@@ -214,13 +217,20 @@ class LlamaCppEngine(OneSeatEngine):
     def opening_ids(self) -> Sequence[int]:
         return self.model.opening_tokens()
 
-    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
-        return self._vectors.digest(scales)
+    def steering_digest(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        vectors, applied = self._vectors.digest(scales), self.model.adapters.digest(adapters)
+        if not applied:
+            return vectors
+        return blake2b(vectors + applied, digest_size=16, person=b"parkd-steering").digest()
 
-    def steer(self, scales: Mapping[str, float] | None) -> bytes:
-        if self.steering_digest(scales) != self._steered:
-            self._steered = self._steer_by(scales)
-        return self._steered
+    def steer(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        digest = self.steering_digest(scales, adapters)
+        if digest != self._steered:
+            self._steered = None  # until both are in effect
+            self.model.steer(self._vectors.select(scales))
+            self.model.adapters.apply(adapters)
+            self._steered = digest
+        return digest
 
     def text_stream(self) -> TextStream:
         return TextAssembler(self._answer_bytes)
@@ -267,11 +277,6 @@ class LlamaCppEngine(OneSeatEngine):
         if form is None:
             return WholeMoves(self.timeline)
         return RowMoves(self.timeline, CellRanges(self.sequence, form), self.info.layout.stages[0])
-
-    def _steer_by(self, scales: Mapping[str, float] | None) -> bytes:
-        steering = self._vectors.select(scales)
-        self.model.steer(steering)
-        return steering.digest
 
     def _describe(self, sizes: ProbedSizes) -> EngineInfo:
         model, config, form = self.model, self.model.config, sizes.form

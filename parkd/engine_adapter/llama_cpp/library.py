@@ -21,6 +21,7 @@ import llama_cpp.llama_cpp as low
 from gguf import GGMLQuantizationType
 
 from parkd.config import ModelConfig
+from parkd.engine_adapter.llama_cpp.adapters import Adapters
 from parkd.engine_adapter.llama_cpp.objects import computing_objects, library_folder
 from parkd.errors import EngineFailure, ModelError
 from parkd.model_files.cache import ModelCache
@@ -93,7 +94,14 @@ class LlamaModel:
                 f"{self._log.last}. Start with a smaller --ctx-size, or another --cache-type-k and --cache-type-v."
             )
         self.memory = low.llama_get_memory(self.context)
-        self._apply_loras()
+        self._files = ModelCache(config.cache_dir)
+        self.adapters = Adapters(
+            self.pointer,
+            self.context,
+            config.llama.loras,
+            lambda path: self._files.file_digest(path, None),
+            self.last_words,
+        )
 
     @property
     def architecture(self) -> str:
@@ -152,15 +160,14 @@ class LlamaModel:
     def fingerprint(self) -> bytes:
         """A digest of 16 bytes over the weights, KV types, adapters with their scales, the shared objects that compute,
         and the settings that shape a written state. Control vectors are in each request's key instead."""
-        cache, llama = ModelCache(self.config.cache_dir), self.config.llama
+        cache, llama = self._files, self.config.llama
         hasher = blake2b(digest_size=FINGERPRINT_BYTES, person=b"parkd-llama.cpp")
         parts = [cache.file_digest(path, self._progress) for path in shards(self.file)]
         objects, below = computing_objects(library_folder(Path(llama_cpp.__file__).parent))
         parts += [cache.file_digest(path, None) for path in objects]
         parts += [name.encode() for name in below]
         parts += [f"{' '.join(llama.cache_types)} {llama.flash_attn}".encode()]
-        for lora in llama.loras:
-            parts += [cache.file_digest(lora.path, None), repr(float(lora.scale)).encode()]
+        parts += self.adapters.identity()
         for part in parts:
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)
@@ -235,17 +242,6 @@ class LlamaModel:
         if self._progress is not None:
             self._progress("loading weights", float(share))
         return True
-
-    def _apply_loras(self) -> None:
-        adapters = [low.llama_adapter_lora_init(self.pointer, os.fsencode(x.path)) for x in self.config.llama.loras]
-        for lora, adapter in zip(self.config.llama.loras, adapters, strict=True):
-            if not adapter:
-                raise ModelError(f"llama.cpp cannot use the adapter {lora.path} with this model: {self._log.last}.")
-        if adapters:
-            pointers = (low.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
-            scales = (ctypes.c_float * len(adapters))(*(lora.scale for lora in self.config.llama.loras))
-            if low.llama_set_adapters_lora(self.context, pointers, len(adapters), scales):
-                raise ModelError(f"llama.cpp refused the adapters: {self._log.last}.")
 
 
 def capped(asked: int | None, model_tokens: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from parkd.config import UpstreamConfig
-from parkd.engine_adapter.base import Cancel, ChatTemplate, ImageReader, OneSeatEngine, Tokenizer
+from parkd.engine_adapter.base import Cancel, ChatTemplate, ImageReader, OneSeatEngine, Tokenizer, check_adapters
 from parkd.engine_adapter.llama_server.client import UpstreamRefused
 from parkd.engine_adapter.llama_server.completion import Completion, open_completion, settle
 from parkd.engine_adapter.llama_server.parking import LOST, SlotParking
@@ -231,7 +231,8 @@ class LlamaServerEngine(OneSeatEngine):
     def opening_ids(self) -> Sequence[int]:
         return first_tokens(self._client)
 
-    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+    def steering_digest(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        check_adapters(self.adapters, adapters)
         if scales:
             raise InvalidRequest(
                 "A llama-server's control vectors are set when it is started; a request cannot name any.",
@@ -239,8 +240,8 @@ class LlamaServerEngine(OneSeatEngine):
             )
         return b""
 
-    def steer(self, scales: Mapping[str, float] | None) -> bytes:
-        return self.steering_digest(scales)
+    def steer(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        return self.steering_digest(scales, adapters)
 
     def text_stream(self) -> UpstreamText:
         return UpstreamText(self._taken_text)

@@ -139,13 +139,14 @@ def common_fields(
 ) -> dict[str, Any]:
     """The fields that a chat and a completion have in common. `salt`: requests with others share no state with this
     one; empty: with all without one."""
-    counts = {"include_usage": True}
+    body: dict[str, Any] = {"stream_options": {"include_usage": True}}
     if flavour.counts_always and unit is Unit.CHARACTER:  # ids are counted here
-        counts["continuous_usage_stats"] = True
+        outer, _, inner = flavour.counts_always.partition(".")
+        body[outer] = {**body.get(outer, {}), inner: True} if inner else True
     return {
         "model": model,
         "stream": True,
-        "stream_options": counts,
+        **body,
         **sampling_fields(sampling, flavour),
         **_form_fields(schema, form, flavour),
         **({"cache_salt": salt} if salt and flavour.salts else {}),

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from parkd.engine_adapter.base import Cancel, Engine, EngineInfo, ImageReader, Seat, TextStream
+from parkd.engine_adapter.base import Cancel, Engine, EngineInfo, ImageReader, Seat, TextStream, check_adapters
 from parkd.engine_adapter.http.client import UpstreamRefused
 from parkd.engine_adapter.http.lines import EventLines
 from parkd.engine_adapter.http.wire import Hold
@@ -28,19 +28,32 @@ from parkd.engine_adapter.remote.bodies import check_taken, common_fields
 from parkd.engine_adapter.remote.client import RemoteClient, meaning_of
 from parkd.engine_adapter.remote.events import Piece, Usage, parse_line
 from parkd.engine_adapter.remote.finding import Found
+from parkd.engine_adapter.remote.length import AnswerLength
 from parkd.engine_adapter.remote.watching import LeaveWatcher
 from parkd.engine_adapter.remote.words import AnswerIds, Words
 from parkd.errors import Cancelled, EngineFailure, InvalidRequest, ParkdError, UpstreamFailed
 from parkd.state import Checksums, Transfer
-from parkd.types import CacheMode, ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask, Told, TurnRequest
+from parkd.types import (
+    CacheMode,
+    FinishReason,
+    ImageSpan,
+    SamplingParams,
+    TextForm,
+    TokenIds,
+    TokenMask,
+    Told,
+    TurnRequest,
+)
 
 log = logging.getLogger(__name__)
 
 SALT_BYTES = 32
 UNSAID = "the server does not say how much of the prompt it reused"
 CUT = "the answer was cut off before the server counted it"
-AT_LIMIT = "length"
-BROKEN_OFF = frozenset({"abort", "error"})
+AT_LIMIT = frozenset({"length", "model_length"})
+FILTERED = frozenset({"content_filter", "refusal", "safety", "sensitive"})
+"""Reasons for an end that say that the rest is withheld."""
+BROKEN_OFF = frozenset({"abort", "error", "insufficient_system_resource", "network_error"})
 """Reasons for an end that are none."""
 COUNT_WAIT_S = 10.0
 """Longest wait for what follows an answer: the server's counts."""
@@ -57,10 +70,11 @@ class _Turn:
     answer: AnswerIds
     limit: int | None
     """Most tokens that its client wants."""
+    length: AnswerLength
     waiting: list[Piece] = field(default_factory=list)
     """Read, and not yielded yet."""
     is_over: bool = False
-    """The server has ended the answer itself."""
+    """The server has ended the answer itself, or was to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +97,11 @@ class RemoteSeat(Seat):
         self._turn: _Turn | None = None
         self._position = 0
         self._usage = Usage()
+        self._ended = FinishReason.LENGTH
         self._units = 0
         """Of the prompt."""
-        self._written = 0
-        """Units of the answer so far."""
+        self._written_tokens = 0
+        """Of the last answer, as far as it was read."""
         self._is_counted = False
         """The server has ended the last answer itself, so it has counted it if it ever does."""
 
@@ -119,11 +134,15 @@ class RemoteSeat(Seat):
     def told(self) -> Told:
         usage, words = self._usage, self._engine.words
         prompt = words.tokens_in(self._units) if usage.prompt_tokens is None else usage.prompt_tokens
-        output = usage.output_tokens
-        if output is None and self._written:
-            output = words.tokens_in(self._written)
+        output = usage.output_tokens if self._is_counted else None
+        if output is None and self._written_tokens:
+            output = self._written_tokens
         why = "" if usage.cached_tokens is not None else UNSAID if self._is_counted else CUT
         return Told(prompt, usage.cached_tokens, output, usage.reasoning_tokens, why)
+
+    @property
+    def ended(self) -> FinishReason:
+        return self._ended
 
     def begin(
         self,
@@ -143,8 +162,8 @@ class RemoteSeat(Seat):
         assert not images, "`RemoteEngine.images` is None"
         self._drop()
         ids = np.asarray(token_ids, dtype=np.int64)
-        self._position, self._usage, self._units, self._written = 0, Usage(), len(ids), 0
-        self._is_counted = False
+        self._position, self._usage, self._units, self._written_tokens = 0, Usage(), len(ids), 0
+        self._is_counted, self._ended = False, FinishReason.LENGTH
         engine, hold = self._engine, Hold()
         common = common_fields(
             sampling,
@@ -168,7 +187,8 @@ class RemoteSeat(Seat):
                 raise
             lines = sent(*other)
             engine.words.taken_otherwise()
-        self._turn = _Turn(ids, lines, hold, cancel, engine.words.answer(request), limit)
+        length = AnswerLength(limit, engine.words.tokens_in, token_events=engine.found.flavour.token_events)
+        self._turn = _Turn(ids, lines, hold, cancel, engine.words.answer(request), limit, length)
         return 0
 
     def extend(
@@ -184,12 +204,14 @@ class RemoteSeat(Seat):
         if turn is None:
             raise EngineFailure("A prompt can only be read as a whole: `begin` comes first.")
         try:
-            if not turn.waiting:
-                turn.waiting.append(self._next(turn))
+            piece = turn.waiting[-1] if turn.waiting else self._next(turn)
             if turn.limit == 0:  # nothing is generated: the counts are all that is wanted
-                while turn.waiting[-1].finish is None:
-                    turn.waiting.append(self._next(turn))
-                self._finish(turn)
+                while piece is not None and piece.finish is None:
+                    piece = self._next(turn)
+                if piece is not None:
+                    self._finish(turn)
+            elif piece is not None and not turn.waiting:
+                turn.waiting.append(piece)
         except Cancelled:
             self._drop()
             return self._position
@@ -204,23 +226,27 @@ class RemoteSeat(Seat):
         assert turn is not None, "`begin` comes before `generate`"
         [end_id] = self._engine.end_ids_for_stop
         try:
-            while not turn.is_over:
+            while turn.waiting or not turn.is_over:
                 piece = turn.waiting.pop(0) if turn.waiting else self._next(turn)
+                if piece is None:
+                    break
                 ids = [*turn.answer.ids(piece)]
                 if piece.finish is not None:
                     self._finish(turn)
-                    if piece.finish != AT_LIMIT:
+                    why = piece.finish.lower()
+                    if why in FILTERED:
+                        self._ended = FinishReason.CONTENT_FILTER
+                    elif why not in AT_LIMIT:
                         ids.append(end_id)
                 if ids:
-                    self._written += len(ids)
                     self._position += len(ids)
                     yield ids
         finally:
             if self._turn is turn:
                 self._drop()
 
-    def steer(self, scales: Mapping[str, float] | None) -> bytes:
-        return self._engine.steering_digest(scales)
+    def steer(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        return self._engine.steering_digest(scales, adapters)
 
     def capture(self, transfer: Transfer) -> Checksums:  # noqa: ARG002
         raise EngineFailure("This server's state cannot be parked.")
@@ -228,15 +254,16 @@ class RemoteSeat(Seat):
     def restore(self, transfer: Transfer) -> None:  # noqa: ARG002
         raise EngineFailure("This server's state cannot be restored.")
 
-    def _next(self, turn: _Turn) -> Piece:
-        """The next event of the answer. Raises Cancelled, UpstreamFailed."""
+    def _next(self, turn: _Turn) -> Piece | None:
+        """The next event of the answer; None if the answer is as long as it may be, and the server goes on. Raises
+        Cancelled, UpstreamFailed."""
         while True:
             with self._followed(turn.hold, turn.cancel):
                 piece = turn.lines.next(lambda line: parse_line(line, self._engine.client.called))
             self._count(piece)
             if piece.is_last:
                 raise UpstreamFailed("The upstream server ended its answer without an end. Send the request again.")
-            if piece.finish in BROKEN_OFF:
+            if piece.finish is not None and piece.finish.lower() in BROKEN_OFF:
                 raise UpstreamFailed("The upstream server broke off its answer. Send the request again.")
             if piece.prompt_ids is not None and not np.array_equal(piece.prompt_ids, turn.prompt):
                 raise UpstreamFailed(
@@ -244,7 +271,9 @@ class RemoteSeat(Seat):
                     "it, and that --tokenizer is that of its model."
                 )
             if piece.thinking or piece.text or piece.calls or piece.token_ids or piece.finish is not None:
-                return piece
+                turn.is_over = turn.length.passes_limit(piece)
+                self._written_tokens = turn.length.tokens
+                return None if turn.is_over else piece
 
     def _finish(self, turn: _Turn) -> None:
         """Reads what follows the answer: how the server counts it."""
@@ -365,7 +394,8 @@ class RemoteEngine(Engine):
     def check(self, request: TurnRequest, *, thinks: bool) -> None:
         check_taken(request, self.found.flavour, self.info.unit, thinks=thinks)
 
-    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+    def steering_digest(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        check_adapters(self.adapters, adapters)
         if scales:
             raise InvalidRequest("This server has no control vectors that a request can name.", param="steering")
         return b""

@@ -115,12 +115,13 @@ def _document(value: bytes) -> Any:
 
 
 def _piece(document: Mapping[str, Any]) -> Piece:
-    usage = usage_of(document.get("usage"))
+    usage = usage_of(document.get("usage")) or usage_of_timings(document.get("timings"))
     choice = next((each for each in document.get("choices") or () if each.get("index", 0) == 0), None)
     if choice is None:
         return Piece(usage=usage)
     delta = choice.get("delta") or {}
     thinking, text = _content(delta.get("content"))
+    text += _text(delta.get("refusal"))
     return Piece(
         thinking=_text(delta.get("reasoning_content") or delta.get("reasoning")) + thinking,
         text=text + _text(choice.get("text")),
@@ -175,6 +176,15 @@ def usage_of(usage: Any) -> Usage | None:
     if reasoning is not None and (output is None or reasoning > output):
         reasoning = None
     return Usage(prompt, output, cached, reasoning)
+
+
+def usage_of_timings(timings: Any) -> Usage | None:
+    """What a llama-server has counted so far; None if it does not say."""
+    if not isinstance(timings, Mapping):
+        return None
+    read, cached = _count(timings.get("prompt_n")), _count(timings.get("cache_n"))
+    prompt = None if read is None or cached is None else read + cached
+    return Usage(prompt, _count(timings.get("predicted_n")), cached if prompt is not None else None)
 
 
 def _inner(usage: Mapping[str, Any], outer: str, inner: str) -> Any:

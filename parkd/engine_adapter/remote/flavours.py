@@ -47,8 +47,10 @@ class Flavour:
     takes_effort: bool = True
     """It takes `reasoning_effort`."""
     continues: Continues = Continues.NO
-    counts_always: bool = False
-    """Each event can have usage (`continuous_usage_stats`)."""
+    counts_always: str = ""
+    """The field that makes each event say what is counted so far, `outer.inner` for one in an object."""
+    token_events: bool = True
+    """An event with text is one token or more."""
     thought_field: str = ""
     """The field of a message with earlier thinking; empty: it takes none back."""
     transfers: bool = False
@@ -77,7 +79,7 @@ VLLM = Flavour(
     takes_ids=True,
     template_kwargs=True,
     continues=Continues.BY_FIELDS,
-    counts_always=True,
+    counts_always="stream_options.continuous_usage_stats",
     thought_field="reasoning",
     transfers=True,
 )
@@ -89,7 +91,7 @@ SGLANG = Flavour(
     takes_ids=True,
     template_kwargs=True,
     continues=Continues.BY_FIELDS,
-    counts_always=True,
+    counts_always="stream_options.continuous_usage_stats",
     thought_field="reasoning_content",
 )
 LLAMA_SERVER = Flavour(
@@ -98,6 +100,7 @@ LLAMA_SERVER = Flavour(
     forms={FormKind.GRAMMAR: "grammar"},
     template_kwargs=True,
     continues=Continues.BY_ITSELF,
+    counts_always="timings_per_token",
     thought_field="reasoning_content",
 )
 OLLAMA = Flavour(
@@ -118,7 +121,8 @@ OMLX = Flavour(
     thought_field="reasoning_content",
 )
 TGI = Flavour("TGI", sampling={}, takes_effort=False)
-HOSTED = Flavour("OpenAI-style")
-"""All others, such as a hosted API: asked as its API says, and what it does not know it refuses itself."""
+HOSTED = Flavour("OpenAI-style", token_events=False)
+"""All others, such as a hosted API: asked as its API says, and what it does not know it refuses itself. Some cut their
+text into smaller pieces than tokens, to make it flow."""
 
 FLAVOURS = (VLLM, SGLANG, LLAMA_SERVER, OLLAMA, LM_STUDIO, OMLX, TGI, HOSTED)

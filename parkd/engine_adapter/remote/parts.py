@@ -53,9 +53,9 @@ class PartsParser:
         return events
 
     def finish(self, reason: FinishReason) -> tuple[list[OutputEvent], FinishReason]:
-        """A call of which only the name came, is one without arguments, unless the limit cut it."""
+        """A call of which only the name came, is one without arguments, unless the answer was cut there."""
         events: list[OutputEvent] = []
-        if self._part is Mark.CALL and reason is not FinishReason.LENGTH and not self.satisfied:
+        if self._part is Mark.CALL and not reason.is_cut and not self.satisfied:
             self._begin(Mark.ARGUMENTS, events)
         if reason is FinishReason.STOP and self._index >= 0:
             reason = FinishReason.TOOL_CALLS

@@ -33,6 +33,7 @@ from parkd.engine_adapter.base import (
     Seat,
     TextStream,
     Tokenizer,
+    check_adapters,
 )
 from parkd.engine_adapter.pinned import PinnedMemory
 from parkd.engine_adapter.rendered import RenderedTemplate
@@ -166,10 +167,12 @@ class TorchSeat(Seat):
     def logprobs(self) -> Sequence[ScoredToken]:
         return () if self._decoder is None else self._decoder.logprobs
 
-    def steering_digest(self, scales: Mapping[str, float] | None) -> bytes:
+    def steering_digest(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        check_adapters((), adapters)
         return self._vectors.digest(scales)
 
-    def steer(self, scales: Mapping[str, float] | None) -> bytes:
+    def steer(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
+        check_adapters((), adapters)
         # The set is often the same for a whole conversation, so the summed directions are computed only on a change.
         if self.steering_digest(scales) != self.session.steering_digest:
             with noticing_loss():

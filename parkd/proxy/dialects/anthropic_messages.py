@@ -87,6 +87,7 @@ class AnthropicMessages(TurnDialect):
             cache=cache_hints(body, headers, min_retention_s=_longest_ttl_s(body)),
             continues=continues(messages, choice, form),
             steering=fields.steering(body),
+            adapters=fields.adapters(body),
         )
 
     def encoder(self, request: TurnRequest, body: Mapping[str, Any], meta: ResponseMeta) -> Encoder:  # noqa: ARG002

@@ -41,6 +41,7 @@ STOP_REASONS = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
     FinishReason.TOOL_CALLS: "tool_use",
+    FinishReason.CONTENT_FILTER: "refusal",
     FinishReason.CANCELLED: "end_turn",
 }
 

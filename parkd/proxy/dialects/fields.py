@@ -29,6 +29,7 @@ TOKEN_ID_DIGITS = 9
 MAX_TOP_LOGPROBS = 20
 MAX_ANSWERS = 8
 MAX_STEERING_VECTORS = 64
+MAX_ADAPTERS = 64
 MAX_STEERING_SCALE = 1000.0
 """A larger scale is more likely a typing error than intended."""
 
@@ -152,6 +153,29 @@ def steering(body: Body) -> Mapping[str, float] | None:
             words = f"a number from {-MAX_STEERING_SCALE:g} to {MAX_STEERING_SCALE:g}"
             raise InvalidRequest(f"`steering.{name}` must be {words}.", param=f"steering.{name}")
     return {name: float(scale) for name, scale in vectors.items()}
+
+
+def adapters(body: Body) -> Mapping[int, float] | None:
+    """llama-server's `lora`: `[{"id": place, "scale": scale}]`; None if absent. The engine knows which there are."""
+    if body.get("lora") is None:
+        return None
+    given = items(body, "lora")
+    if len(given) > MAX_ADAPTERS:
+        raise InvalidRequest(f"`lora` takes at most {MAX_ADAPTERS} adapters.", param="lora")
+    scales: dict[int, float] = {}
+    for place, item in enumerate(given):
+        at = f"lora[{place}]"
+        if not isinstance(item, dict):
+            raise InvalidRequest(f"`{at}` must be an object with `id` and `scale`.", param=at)
+        named = {f"{at}.{name}": item.get(name) for name in ("id", "scale")}
+        number_at = whole(named, f"{at}.id", 0, MAX_ADAPTERS - 1)
+        scale = number(named, f"{at}.scale", -MAX_STEERING_SCALE, MAX_STEERING_SCALE)
+        if number_at is None or scale is None:
+            raise InvalidRequest(f"`{at}` needs an `id` and a `scale`.", param=at)
+        if number_at in scales:
+            raise InvalidRequest(f"`lora` names adapter {number_at} twice.", param=at)
+        scales[number_at] = scale
+    return scales
 
 
 def sampling(body: Body) -> SamplingParams:

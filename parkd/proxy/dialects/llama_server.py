@@ -38,6 +38,7 @@ REFUSED = {
     "n_probs": "POST /v1/completions gives them (`logprobs`).",
     "return_tokens": "POST /tokenize turns the answer's text into ids.",
 }
+_STOP_TYPES = {FinishReason.LENGTH: "limit", FinishReason.CONTENT_FILTER: "none"}
 
 
 class LlamaCompletion(TurnDialect):
@@ -118,13 +119,13 @@ class LlamaEncoder:
         return json_frame({**self._head, "content": text, "tokens": [], "stop": False, **more})
 
     def _last(self, finished: Finished, text: str) -> Mapping[str, Any]:
-        kind = "word" if finished.stop_string is not None else "eos"
+        kind = "word" if finished.stop_string is not None else _STOP_TYPES.get(finished.reason, "eos")
         return {
             **self._head,
             "content": text,
             "tokens": [],
             "stop": True,
-            "stop_type": "limit" if finished.reason is FinishReason.LENGTH else kind,
+            "stop_type": kind,
             "stopping_word": finished.stop_string or "",
             "tokens_predicted": finished.timings.output_tokens,
             "tokens_evaluated": finished.report.prompt_tokens,

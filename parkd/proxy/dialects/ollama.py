@@ -24,7 +24,7 @@ from parkd.proxy.dialects.frames import encoded
 from parkd.proxy.dialects.nested import objects, wrong
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
-from parkd.types import Event, Finished, FinishReason, ReasoningDelta, Started, TextDelta, ToolCallDelta, TurnRequest
+from parkd.types import Event, Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, TurnRequest
 
 _OPTIONS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
@@ -179,7 +179,7 @@ def _end(finished: Finished) -> Mapping[str, Any]:
     total_s = timings.wait_s + timings.restore_s + timings.prefill_s + timings.decode_s + timings.paused_s
     return {
         "done": True,
-        "done_reason": "length" if finished.reason is FinishReason.LENGTH else "stop",
+        "done_reason": finished.reason.value if finished.reason.is_cut else "stop",
         "total_duration": _nanoseconds(total_s),
         "load_duration": _nanoseconds(timings.wait_s + timings.restore_s),
         "prompt_eval_count": report.prompt_tokens,
@@ -214,7 +214,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         common["reasoning_effort"] = think
     elif think not in (None, ""):
         raise wrong("think", "true, false or an effort such as `low`")
-    own = ("cache_salt", "prompt_cache_key", "prompt_cache_options", "chat_template_kwargs", "steering")
+    own = ("cache_salt", "prompt_cache_key", "prompt_cache_options", "chat_template_kwargs", "steering", "lora")
     return common | {name: body[name] for name in own if name in body}
 
 

@@ -113,6 +113,7 @@ class OpenAIChat(TurnDialect):
             opens_answer=opens,
             continues=may_continue and continues(messages, choice, form),
             steering=fields.steering(body),
+            adapters=fields.adapters(body),
             timings_per_token=fields.flag(body, "timings_per_token", default=False),
         )
 

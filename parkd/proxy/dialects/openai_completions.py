@@ -19,7 +19,6 @@ from parkd.types import (
     CacheReport,
     Event,
     Finished,
-    FinishReason,
     Infill,
     Progress,
     ReasoningDelta,
@@ -66,6 +65,7 @@ class OpenAICompletions(TurnDialect):
             response_form=form[1],
             cache=cache_hints(body, headers),
             steering=fields.steering(body),
+            adapters=fields.adapters(body),
             timings_per_token=fields.flag(body, "timings_per_token", default=False),
         )
         suffix = fields.text(body, "suffix")
@@ -176,7 +176,7 @@ class CompletionsEncoder:
     def _choice(self, text: str, finished: Finished | None, logprobs: Mapping[str, Any] | None) -> Mapping[str, Any]:
         reason = None
         if finished is not None:
-            reason = "length" if finished.reason is FinishReason.LENGTH else "stop"
+            reason = finished.reason.value if finished.reason.is_cut else "stop"
         return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 

@@ -80,6 +80,7 @@ class OpenAIResponses(TurnDialect):
             reasoning=reasoning,
             cache=cache_hints(body, headers),
             steering=fields.steering(body),
+            adapters=fields.adapters(body),
         )
 
     def parse_count(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:

@@ -32,6 +32,11 @@ from parkd.types import (
     TurnRequest,
 )
 
+INCOMPLETE = {
+    FinishReason.LENGTH: {"reason": "max_output_tokens"},
+    FinishReason.CONTENT_FILTER: {"reason": "content_filter"},
+}
+"""`incomplete_details` of answers that were cut."""
 SEAL = "parkd1:"
 """Prefix of reasoning that is given to the client as opaque text and sent back by it. It is encoded, not encrypted."""
 
@@ -147,7 +152,7 @@ class ResponsesEncoder:
             case ToolCallDelta():
                 yield from self._call(event)
             case Finished():
-                yield from self._close("incomplete" if event.reason is FinishReason.LENGTH else "completed")
+                yield from self._close("incomplete" if event.reason.is_cut else "completed")
                 yield from self._finish(event)
 
     def _create(self) -> Iterator[bytes]:
@@ -259,13 +264,12 @@ class ResponsesEncoder:
         return frame
 
     def _finish(self, event: Finished) -> Iterator[bytes]:
-        cut = event.reason is FinishReason.LENGTH
-        status = "incomplete" if cut else "completed"
+        status = "incomplete" if event.reason.is_cut else "completed"
         self._document = {
             **self._base,
             **self._echo,
             "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": INCOMPLETE.get(event.reason),
             "output": self._items,
             "usage": usage(event),
             **cache_diagnostics(event.report),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 from parkd_engine.words.sampling import TensorSampler
 
-from parkd.answers.ends import HeldEnds, with_ends_held
+from parkd.answers.base import OutputFormat, ToolFormat
+from parkd.answers.ends import HeldEnds, opening_ids, with_ends_held
+from parkd.cli.compose import mask_builder
 from parkd.errors import InvalidRequest
 from parkd.types import FormKind, SamplingParams, TextForm, TokenMask, ToolChoice, ToolChoiceMode, TurnRequest
 from tests.fakes.engine import FakeEngine
@@ -78,6 +81,39 @@ def test_found_by_use_33_other_tokens_are_drawn_as_if_there_were_no_end() -> Non
         assert [given.probability(token) for token in (1, 3)] == [0, 0]
         mask.accept(0)
     assert mask.allowed().all(), "two tokens are there"
+
+
+@pytest.mark.parametrize(
+    ("tools", "openers", "open_ids"),
+    [
+        (ToolFormat.NONE, {"user": "<|im_start|>user\n", "assistant": "<a>"}, [0, 255]),
+        (ToolFormat.NONE, {"user": "\n<|im_start|>user\n"}, [0, 255]),
+        (ToolFormat.NONE, {"user": "[INST] ", "assistant": "<|im_start|>"}, [0, 255, 256]),
+        (ToolFormat.HARMONY, {"user": "<|im_start|>user"}, [0, 255, 256]),
+        (ToolFormat.NONE, {}, [0, 255, 256]),
+    ],
+)
+def test_found_by_use_33_an_answer_without_end_does_not_go_on_as_another(
+    tools: ToolFormat, openers: dict[str, str], open_ids: list[int]
+) -> None:
+    """The model that could not end its turn opened the user's."""
+    engine: Any = FakeEngine()
+    engine.template_source = None
+    structured: Any = SimpleNamespace(mask=lambda *_: None)
+    build = mask_builder(engine, OutputFormat(tools), structured, openers)
+    for sampling in (SamplingParams(ignore_eos=True), SamplingParams(min_tokens=1)):
+        mask = build(TurnRequest(sampling=sampling), "", lambda: True)
+        assert mask is not None
+        allowed = mask.allowed()
+        assert [token for token in (0, 255, 256, END_TOKEN_ID) if allowed[token]] == open_ids
+    assert build(TurnRequest(), "", lambda: True) is None
+
+
+def test_the_first_control_token_opens_a_turn() -> None:
+    control = ("<|start|>", "<|start|>user", "<|two|>")
+    ids = {"<|start|>": [1], "<|start|>user": [2], "<|two|>": [3, 4]}
+    assert opening_ids(["\n<|start|>user<|two|>"], control, ids.__getitem__) == {2}
+    assert opening_ids(["<|start|>tool", "plain", "<|two|><|start|>"], control, ids.__getitem__) == {1}
 
 
 class Only:

@@ -153,15 +153,72 @@ async def test_every_dialect_takes_the_field() -> None:
         "/v1/completions": {"prompt": "text", "max_tokens": 1},
         "/v1/messages/count_tokens": {"messages": PROMPT},
     }
-    async with running(FakeEngine(steering=VECTORS)) as server:
+    async with running(FakeEngine(steering=VECTORS, adapters=(0.0, 0.0))) as server:
         for path, body in bodies.items():
             refused = await server.client.post(path, json={**body, "steering": {"happy": 1}})
             assert refused.status_code == 400, path
             assert "calm, terse" in refused.text
             taken = await server.client.post(path, json={**body, "steering": {"calm": 1}})
             assert taken.status_code == 200, taken.text
+            refused = await server.client.post(path, json={**body, "lora": [{"id": 2, "scale": 1}]})
+            assert refused.status_code == 400, path
+            assert "0 to 1" in refused.text
+            taken = await server.client.post(path, json={**body, "lora": [{"id": 1, "scale": 1}]})
+            assert taken.status_code == 200, taken.text
         keys = {bytes(server.engine.steering_digest(s.get("steering"))) for s in SETTINGS}
         assert len(keys) == len(SETTINGS)
+
+
+async def test_each_set_of_adapters_has_its_own_state() -> None:
+    """A set is its adapters and scales; in whatever order they are named, and whether 0 is said or left out."""
+    sets: list[list[dict[str, float]]] = [
+        [],
+        [{"id": 0, "scale": 1}],
+        [{"id": 0, "scale": 0.5}],
+        [{"id": 1, "scale": 1}],
+        [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}],
+    ]
+    async with running(FakeEngine(adapters=(0.5, 0.0))) as server:
+        cold = [await server.chat(PROMPT, lora=each) for each in sets]
+        again = [await server.chat(PROMPT, lora=each) for each in sets]
+        turned = await server.chat(PROMPT, lora=list(reversed(sets[4])))
+        default = await server.chat(PROMPT)
+        half = await server.chat(PROMPT, lora=[{"id": 1, "scale": 0}, {"id": 0, "scale": 0.5}])
+        listed = await server.client.get("/lora-adapters")
+        refused = await server.client.post("/lora-adapters", json=[])
+    assert [answer.reused for answer in cold] == [0] * len(sets)
+    assert len({answer.text for answer in cold}) == len(sets)
+    tokens = len(server.prompt_tokens(PROMPT))
+    assert [(answer.reused, answer.text) for answer in again] == [(tokens - 1, answer.text) for answer in cold]
+    assert (turned.reused, turned.text) == (tokens - 1, cold[4].text)
+    assert {(answer.reused, answer.text) for answer in (default, half)} == {(tokens - 1, cold[2].text)}
+    assert listed.json() == [
+        {"id": 0, "path": "0.gguf", "scale": 0.5},
+        {"id": 1, "path": "1.gguf", "scale": 0.0},
+    ]
+    assert refused.status_code == 405
+    assert "`lora`" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"id": 0},
+        [0],
+        [{"id": 0}],
+        [{"scale": 1}],
+        [{"id": "0", "scale": 1}],
+        [{"id": 0, "scale": 1001}],
+        [{"id": 0, "scale": True}],
+        [{"id": -1, "scale": 1}],
+        [{"id": 0, "scale": 1}, {"id": 0, "scale": 1}],
+    ],
+)
+async def test_what_is_no_set_of_adapters_is_refused(wrong: Any) -> None:
+    async with running(FakeEngine(adapters=(0.0,))) as server:
+        answer = await server.client.post("/v1/chat/completions", json={"messages": PROMPT, "lora": wrong})
+        assert answer.status_code == 400
+        assert "lora" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +234,7 @@ async def test_what_is_no_scale_is_refused(wrong: Any) -> None:
 async def test_an_engine_that_steers_otherwise_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(steering=VECTORS)
     async with running(engine) as server:
-        monkeypatch.setattr(engine, "steer", lambda _scales: b"another setting!")
+        monkeypatch.setattr(engine, "steer", lambda _scales, _adapters: b"another setting!")
         answer = await server.client.post("/v1/chat/completions", json={"messages": PROMPT})
         assert answer.status_code == 500
         monkeypatch.undo()

@@ -72,6 +72,19 @@ async def test_report_10_another_set_of_adapters_reuses_nothing(tmp_path: Path) 
             again = await server.chat(opening("a"), max_tokens=12)
             assert (again.cache, again.reused) == ("restored-disk", len(server.prompt_tokens(opening("a"))) - 1)
     assert again.text == texts[1]
+    # One server that has both answers each request as a server with the request's set does.
+    asked = [[], [{"id": 0, "scale": 1}], [{"id": 0, "scale": 0.5}], [{"id": 1, "scale": 1}]]
+    asked.append([{"id": 1, "scale": 1}, {"id": 0, "scale": 1}])
+    with loaded("tiny", tmp_path, loras=(LoraAdapter(one), LoraAdapter(other, 0.0))) as engine:
+        async with running(engine) as server:
+            first = [await server.chat(opening("a"), max_tokens=12, lora=each) for each in asked]
+            back = [await server.chat(opening("a"), max_tokens=12, lora=each) for each in asked]
+            default = await server.chat(opening("a"), max_tokens=12)
+            tokens = len(server.prompt_tokens(opening("a")))
+        assert engine.info.fingerprint == fingerprints[1]
+    assert [(answer.cache, answer.reused, answer.text) for answer in first] == [("cold", 0, text) for text in texts]
+    assert [(answer.reused, answer.text) for answer in back] == [(tokens - 1, text) for text in texts]
+    assert (default.reused, default.text) == (tokens - 1, texts[1])
 
 
 async def test_report_10_each_steering_has_its_own_state(tmp_path: Path) -> None:

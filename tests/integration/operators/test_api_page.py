@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.routing import Route
 
 from parkd.lane import disk_worker
+from parkd.ledger.ledger import Ledger
 from parkd.proxy.config import ProxyConfig
 from parkd.proxy.page.events import LISTENERS_PER_KEY, STEP_S
 from parkd.store.files.disk_jobs import ReadJob, RunAll
@@ -75,6 +78,26 @@ async def test_a_browser_gets_the_page_and_a_program_what_it_always_got() -> Non
         assert (await server.client.get("/api/hello", headers=BROWSER)).json()["name"] == "parkd"
         assert (await server.client.get("/parkd/page/none.js")).status_code == 404
         assert (await server.client.head("/", headers=BROWSER)).content == b""
+
+
+async def test_found_by_use_an_unknown_field_of_a_query_is_refused_everywhere(tmp_path: Path) -> None:
+    """It was passed over, so that a mistyped `limit` gave another answer than was asked for."""
+    with closing(Ledger(tmp_path / "ledger.sqlite3")) as ledger:
+        async with running(FakeEngine(), ledger=ledger) as server:
+            app: Any = server.server.config.app
+            routes = [route for route in app.routes if isinstance(route, Route)]
+            own = [route for route in routes if route.path.startswith("/parkd/")]
+            assert len(own) > 12
+            for route in own:
+                path = re.sub(r"\{.*?\}", "x", route.path)
+                for method in (route.methods or set()) - {"HEAD"}:
+                    refused = await server.client.request(method, f"{path}?limits=5", headers={"x-parkd-action": "1"})
+                    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limits"), path
+            for taken in ("turns?limit=5&since=1d", "bill?since=1d", "budget?ram_mib=64", "now", "conversations"):
+                assert (await server.client.get(f"/parkd/{taken}")).status_code == 200, taken
+            twice = await server.client.get("/parkd/turns?limit=5&limit=6")
+            assert (twice.status_code, twice.json()["error"]["param"]) == (400, "limit")
+            assert (await server.client.get("/slots?fail_on_no_slot=1")).status_code == 200, "of llama-server's clients"
 
 
 async def test_without_a_page_a_browser_gets_json_and_the_data_stay() -> None:

@@ -504,6 +504,69 @@ async def test_a_stop_string_ends_the_answer_here_and_there() -> None:
             assert "cut off" in answer.headers["x-parkd-why"]
 
 
+@pytest.mark.parametrize("reason", ["content_filter", "SAFETY"])
+async def test_an_answer_of_which_the_rest_is_withheld_says_so_in_every_dialect(reason: str) -> None:
+    with FakeUpstream(HOSTED) as upstream:
+        upstream.script = lambda _: iter([said("I would"), ended(reason)])
+        async with before(upstream) as parkd:
+            chat = await parkd.chat(opening())
+            assert (chat.text, chat.finish_reason) == ("I would", "content_filter")
+            assert (await parkd.stream(opening())).finish_reason == "content_filter"
+            assert (await parkd.explain(chat.headers["x-request-id"]))["end"] == "content_filter"
+
+            async def posted(path: str, body: dict[str, Any]) -> Any:
+                return (await parkd.client.post(path, json={"model": "x", **body})).json()
+
+            system, user = opening()
+            messages = {"max_tokens": 64, "system": system["content"], "messages": [user]}
+            assert (await posted("/v1/messages", messages))["stop_reason"] == "refusal"
+            answer = await posted("/v1/responses", {"input": "Hi"})
+            assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "content_filter"})
+            assert answer["output"][-1]["status"] == "incomplete"
+            answer = await posted("/api/chat", {"messages": [user], "stream": False})
+            assert answer["done_reason"] == "content_filter"
+            answer = await posted("/v1/completions", {"prompt": "Once"})
+            assert answer["choices"][0]["finish_reason"] == "content_filter"
+            assert (await posted("/completion", {"prompt": "Once"}))["stop_type"] == "none"
+
+
+@pytest.mark.parametrize("kind", ["vLLM", "Ollama"])
+async def test_a_server_that_ignores_the_limit_is_stopped_there(kind: str) -> None:
+    with FakeUpstream(FLAVOURS[kind]) as upstream:
+        held = Held([said(f"{number} ") for number in range(9)], [ended()])
+        upstream.script = held
+        async with before(upstream) as parkd:
+            answer = await parkd.chat(opening(), max_tokens=4)
+            assert (answer.text, answer.finish_reason) == ("0 1 2 3 ", "length")
+            assert answer.usage["completion_tokens"] == 4
+            await until(lambda: len(upstream.left) == 1)
+            answer = await parkd.chat(opening("only read"), max_tokens=0)
+            assert answer.text in ("", None)
+            await until(lambda: len(upstream.left) == 2)
+            upstream.script = lambda _: iter([*(said(f"{number} ") for number in range(4)), ended("length")])
+            answer = await parkd.chat(opening(), max_tokens=4)
+            assert (answer.text, answer.finish_reason) == ("0 1 2 3 ", "length")
+
+
+async def test_what_came_before_a_stop_string_is_counted() -> None:
+    """By the server's own count where it says that beside each event, else by its events."""
+    stop = {"max_tokens": 200, "stop": ["STOP"]}
+    for answers, piece, expected in (
+        (OLLAMA, lambda number: said(f"{number} "), 31),
+        (LLAMA, lambda number: {**said(f"{number} "), "timings": {"predicted_n": 3 * number + 3}}, 90),
+        (VLLM, lambda number: {**said(f"{number} "), "usage": {"completion_tokens": 3 * number + 3}}, 90),
+    ):
+        with FakeUpstream(answers) as upstream:
+            last = {**piece(29), **said("STOP")} if answers is not OLLAMA else said("STOP")
+            held = Held([*(piece(number) for number in range(30)), last], [ended()])
+            upstream.script = held
+            async with before(upstream) as parkd:
+                answer = await parkd.chat(opening(), **stop)
+                assert answer.finish_reason == "stop"
+                assert answer.usage["completion_tokens"] == expected
+                assert upstream.bodies[-1].get("timings_per_token", False) is (answers is LLAMA)
+
+
 async def test_a_prompt_that_is_only_read_costs_the_server_one_token() -> None:
     with FakeUpstream(VLLM) as upstream:
         upstream.script = lambda _: iter([said("H"), ended("length")])

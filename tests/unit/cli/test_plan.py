@@ -72,6 +72,8 @@ def test_the_lines_say_what_is_refused():
     assert "in part   longer than" in text
     assert "conversation 3 while the other 2" in text
     assert "less than 512 MiB of memory free" in text
+    rich = "\n".join(lines("m", sizes_in(layout(), 2048 * MIB), 32_768, 0))
+    assert " blocks, 32,768 tokens in one conversation" in rich, "none is longer than the context"
     assert "parking is off" in "\n".join(lines("m", sizes_in(layout(), 0), 4096, 0))
     assert "refused   everything: one block" in "\n".join(lines("m", sizes_in(layout(), MIB), 4096, 0))
 
@@ -90,6 +92,8 @@ def test_the_command_reads_a_configuration_and_no_weights(tmp_path, capsys):
     assert "layers 0-1: 512 bytes a token | layers 2-3: 512 bytes a token" in said
     assert "context 4,096 tokens" in said
     assert cli.main(["plan", "--model", str(tmp_path / "none")]) == 2
+    assert cli.main([*words, "--ctx-size", "4097"]) == 2
+    assert "at most 4096" in capsys.readouterr().err
     sizes = sizes_of(["--model", str(tmp_path), "--devices", "cpu,cpu"])
     assert (sizes.row_bytes, sizes.fixed_bytes) == ((512, 512), (0, 0))
     # q, k, v, o; gate, up, down; two norms

@@ -36,6 +36,33 @@ def test_a_thread_inside_a_library_does_not_hold_the_end() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "served", "")
 
 
+IMPORTING = """
+import sys, time
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "parkd.cli":
+            print("importing", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+from parkd.__main__ import entry
+entry()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_during_the_imports_ends_in_order(number: int, code: int) -> None:
+    """Found by use 17: in the first second, SIGTERM gave -15 and Ctrl-C a traceback."""
+    words, pipe = [sys.executable, "-c", IMPORTING], subprocess.PIPE
+    with subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        assert process.communicate(timeout=30) == ("", "")
+        assert process.returncode == code
+
+
 STARTING = """
 import sys, time
 from parkd import cli

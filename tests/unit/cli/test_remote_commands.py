@@ -6,7 +6,10 @@ import contextlib
 import http.server
 import io
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +29,7 @@ from parkd.types import NamedKey
 from tests.fakes.engine import FakeEngine
 from tests.integration.api.api_harness import running_in_thread
 
+OPENSSL = shutil.which("openssl")
 SYSTEM = "You answer in short and friendly sentences, and never say more than what was asked of you. " * 4
 
 
@@ -194,6 +198,37 @@ def test_no_server(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "start one with `parkd`" in text
 
 
+@pytest.mark.parametrize("name", [name for name in REMOTE_COMMANDS if name != "keep"])
+def test_found_by_use_a_server_without_tls_is_said_to_have_none(
+    name: str, capsys: pytest.CaptureFixture[str], plain: str
+) -> None:
+    words = [name, *(["x"] if name in ("show", "pin", "unpin", "forget") else [])]
+    text = told(capsys, *words, "--url", plain.replace("http:", "https:"), code=2)
+    assert f"speaks no TLS: is it {plain}?" in text
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[str]:
+    with answering(b"{}", b"{}") as url:
+        yield url
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="openssl, which makes the certificate, is not installed")
+def test_found_by_use_a_certificate_that_is_not_trusted_and_tls_that_was_not_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    words = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]
+    made = [str(OPENSSL), "req", *words, "-out", str(certificate), "-keyout", str(key)]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with answering(b"{}", b"{}", tls=context) as url:
+        text = told(capsys, "ps", "--url", url.replace("http:", "https:"), code=2)
+        assert "is not trusted" in text
+        assert "https://" in told(capsys, "ps", "--url", url, code=2)
+
+
 @pytest.mark.parametrize("url", ["not an address", "ftp://x", "http://", "127.0.0.1:8080", "http://[::1"])
 def test_an_address_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--url" in told(capsys, "ps", "--url", url, code=2)
@@ -207,7 +242,7 @@ def test_a_key_that_cannot_be_sent_is_not_repeated(key: str, capsys: pytest.Capt
 
 
 @contextlib.contextmanager
-def answering(root: bytes, other: bytes, status: int = 404) -> Iterator[str]:
+def answering(root: bytes, other: bytes, status: int = 404, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """Some other HTTP server."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -222,6 +257,9 @@ def answering(root: bytes, other: bytes, status: int = 404) -> Iterator[str]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign] - clients that speak otherwise
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

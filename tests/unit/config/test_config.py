@@ -66,13 +66,30 @@ def test_toml_lists_numbers_and_booleans_mean_what_the_flag_means(tmp_path: Path
     assert config.cache.budget_bytes == 4096 * MIB
 
 
+def test_found_by_use_a_file_may_begin_with_the_mark_of_its_encoding(tmp_path: Path) -> None:
+    assert load(toml(tmp_path, "\ufeffport = 9\n"), {}).server.port == 9
+
+
 def test_unknown_toml_key_names_the_nearest(tmp_path: Path) -> None:
     message = refusal(toml(tmp_path, "conversation-cache-mb = 1\n"))
     assert "conversation-cache-mb" in message
     assert "did you mean conversation-cache-mib?" in message
 
 
-@pytest.mark.parametrize("text", ["[server]\nport = 1\n", "port = 1.5\n", "devices = []\n", "port = = 1\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[server]\nport = 1\n",
+        "port = 1.5\n",
+        "devices = []\n",
+        "port = = 1\n",
+        pytest.param("port = " + "9" * 5000, id="a number too long"),
+        pytest.param("devices = " + "[" * 5000, id="too deep"),
+        "ledger = false\n",
+        'api-key = ["a", true]\n',
+        "port = 1\nport = 2\n",
+    ],
+)
 def test_toml_that_cannot_be_meant_is_refused_with_the_file_named(tmp_path: Path, text: str) -> None:
     assert "parkd.toml" in refusal(toml(tmp_path, text))
 

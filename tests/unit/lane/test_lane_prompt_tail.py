@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -79,13 +79,13 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Lane:
     return Lane()
 
 
-async def begin(lane: Lane, more: int, steering: None = None) -> PromptIdentity:
+async def begin(lane: Lane, more: int, adapters: Mapping[int, float] | None = None) -> PromptIdentity:
     """A prompt that goes on from what is parked by `more` tokens and the one that the answer begins with."""
     await lane.park(IDS[:600])
     prompt = lane.prompt(np.concatenate([IDS[:600], IDS[700 : 701 + more]]))
     start = lane.start(prompt)
     assert start.position == 600
-    await lane.live.start_from(start, prompt.key, PromptTail(prompt, 600, steering))
+    await lane.live.start_from(start, prompt.key, PromptTail(prompt, 600, None, adapters))
     return prompt
 
 
@@ -118,10 +118,10 @@ async def test_nothing_is_read_under_other_steering_than_the_prompts(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn sets its steering behind its start; this reading comes before that."""
-    steered: list[None] = []
-    monkeypatch.setattr(lane.engine, "steer", lambda scales: steered.append(scales) or b"another")
-    await begin(lane, 30)
-    assert (steered, lane.engine.read, lane.live.rows.position) == ([None], [], 600)
+    steered: list[tuple[object, object]] = []
+    monkeypatch.setattr(lane.engine, "steer", lambda *asked: steered.append(asked) or b"another")
+    await begin(lane, 30, {0: 0.5})
+    assert (steered, lane.engine.read, lane.live.rows.position) == ([(None, {0: 0.5})], [], 600)
 
 
 async def test_of_a_damaged_restore_nothing_is_left(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:

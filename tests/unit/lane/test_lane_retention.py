@@ -233,3 +233,40 @@ def test_so_many_are_kept_by_name(kit: tuple[Shelf, Retention]) -> None:
         retention.keep(f"n{KEPT_LIMIT}", math.inf, 0)
     retention.keep("n0", 5, 0)
     assert retention.kept_until_s("n0") == 5
+
+
+def test_found_by_use_one_of_several_keys_keeps_half_of_what_all_may(kit: tuple[Shelf, Retention]) -> None:
+    shelf, _ = kit  # half of 10,000 bytes at 10 a row: 500 rows, of which a key has 250
+    retention = Retention(shelf, owners=2)  # type: ignore[arg-type]
+    shelf.parked = {name: ((name.encode(),), 100) for name in "abcdef"}
+    for name in "ab":
+        retention.keep(name, math.inf, 0, "anna")
+    with pytest.raises(Conflict, match="for one key, 25% of the memory"):
+        retention.keep("c", math.inf, 0, "anna")
+    for name in "ca":  # what both keep counts for each, and once for all
+        retention.keep(name, math.inf, 0, "ben")
+    with pytest.raises(Conflict, match="for one key"):
+        retention.keep("d", math.inf, 0, "ben")
+    assert shelf.pins == set("abc")
+    shelf.parked["a"] = ((b"a",), 140)  # it grows, for both
+    retention.apply(1)
+    assert shelf.pins == set("abc")
+    shelf.parked["a"] = ((b"a",), 160)
+    retention.apply(2)
+    assert shelf.pins == set("bc"), "for neither there is room, though there is for all"
+
+
+def test_found_by_use_one_of_several_keys_keeps_half_as_many(kit: tuple[Shelf, Retention]) -> None:
+    shelf, _ = kit
+    retention = Retention(shelf, owners=3)  # type: ignore[arg-type]
+    for number in range(KEPT_LIMIT + 2):
+        shelf.parked[f"n{number}"] = ((b"n",), 1)
+    half = KEPT_LIMIT // 2
+    for number in range(half):
+        retention.keep(f"n{number}", math.inf, 0, "anna")
+    with pytest.raises(Conflict, match=f"{half} conversations are kept, which is the most for one key"):
+        retention.keep(f"n{half}", math.inf, 0, "anna")
+    for number in range(half, KEPT_LIMIT):
+        retention.keep(f"n{number}", math.inf, 0, "ben")
+    with pytest.raises(Conflict, match=f"{KEPT_LIMIT} conversations are kept, which is the most. Unpin"):
+        retention.keep(f"n{KEPT_LIMIT}", math.inf, 0, "carl")

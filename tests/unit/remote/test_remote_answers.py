@@ -11,6 +11,7 @@ import pytest
 
 from parkd.engine_adapter.remote.alphabet import JoinedText, Mark
 from parkd.engine_adapter.remote.events import CallPiece, Piece, Usage, parse_line, usage_of
+from parkd.engine_adapter.remote.length import AnswerLength
 from parkd.engine_adapter.remote.parts import PartsParser
 from parkd.engine_adapter.remote.words import JoinedParts
 from parkd.errors import UpstreamFailed
@@ -167,3 +168,50 @@ def test_calls_that_nobody_offered_or_that_have_no_name_are_errors() -> None:
         JoinedParts(offers_tools=False).ids(Piece(calls=(CallPiece(0, "f"),)))
     with pytest.raises(UpstreamFailed, match="without a name"):
         joined([Piece(calls=(CallPiece(0, "", "{}"),))])
+
+
+def word(text: str = "word ", **more: Any) -> Piece:
+    return Piece(text=text, **more)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "token_events", "taken", "tokens"),
+    [
+        ([word()] * 9, True, 5, 5),
+        ([word(usage=Usage(9, n)) for n in (2, 4, 6)], True, 2, 4),
+        ([word(token_ids=(1, 2))] * 4, True, 2, 4),
+        ([word("ab")] * 40, False, 11, 5),
+        ([word("x" * 5 * 128), word("x")], False, 1, 160),
+        ([word("x" * (5 * 128 + 1))], True, 0, 0),
+        ([word("x" * 5 * 128, finish="stop"), word()], False, 1, 160),
+        ([word(usage=Usage(9, 0))] * 6, True, 5, 5),
+        ([Piece(thinking="a"), Piece(calls=(CallPiece(0, "f", "{}"),)), word(), word(), word(), word()], True, 5, 5),
+        ([Piece(finish=None, usage=Usage(9, 3)), word("")] * 5 + [word()] * 2, True, 12, 2),
+    ],
+    ids=["events", "counts", "ids", "smoothed", "dense", "one piece", "its own end", "no counts", "all parts", "empty"],
+)
+def test_an_answer_is_as_long_as_was_asked_for(
+    pieces: list[Piece], token_events: bool, taken: int, tokens: int
+) -> None:
+    """Five tokens are asked for; the estimate is four characters a token."""
+    length = AnswerLength(5, lambda characters: characters // 4, token_events=token_events)
+    beyond = next((n for n, piece in enumerate(pieces) if length.passes_limit(piece)), len(pieces))
+    assert (beyond, length.tokens) == (taken, tokens)
+    unlimited = AnswerLength(None, lambda characters: characters // 4, token_events=token_events)
+    assert not any(unlimited.passes_limit(piece) for piece in pieces * 100)
+
+
+def test_a_llama_servers_timings_are_counts() -> None:
+    timings = {"cache_n": 40, "prompt_n": 2, "predicted_n": 3, "prompt_ms": 1.5}
+    assert parsed({**said("Hi"), "timings": timings}) == Piece(text="Hi", usage=Usage(42, 3, 40))
+    assert parsed({**said("Hi"), "timings": {"predicted_n": 3}}) == Piece(text="Hi", usage=Usage(None, 3))
+    assert parsed({**said("Hi"), "timings": 5}) == Piece(text="Hi")
+
+
+def test_a_refusal_is_text() -> None:
+    assert parsed({"choices": [{"index": 0, "delta": {"content": None, "refusal": "No."}}]}) == Piece(text="No.")
+
+
+def test_a_call_that_a_filter_cut_is_none() -> None:
+    ids = [Mark.CALL.id, ord("f")]
+    assert told(ids, reason=FinishReason.CONTENT_FILTER)[2:] == ([], FinishReason.CONTENT_FILTER)

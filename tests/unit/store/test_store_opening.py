@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from parkd.state import Grain
 from parkd.store.layouts import LAYOUT_SUFFIX, layout_name
-from parkd.store.opening import DiskOptions, forget, open_tiered
+from parkd.store.opening import DiskOptions, forget, last_uses, open_tiered
 from parkd.store.records import StoreConfig
 from tests.fault.fault_fs import Fault, FaultFs
 from tests.fault.tier_kit import FINGERPRINT, Machine, on_disk, parked, pump, rows_of, started
@@ -35,11 +36,13 @@ class Still:
         return self.now + 1.7e9
 
 
-def opened(fs: FaultFs, times: Still, layout=None, *, per_day: int = 1 << 30, fingerprint=FINGERPRINT, **options):
+def opened(
+    fs: FaultFs, times: Still, layout=None, *, per_day=1 << 30, fingerprint=FINGERPRINT, max_age_s=None, **options
+):
     return open_tiered(
         fs,
         StoreConfig(8 << 20, 4, slab_bytes=1 << 18),
-        DiskOptions(4 << 20, per_day),
+        DiskOptions(4 << 20, per_day, max_age_s),
         layout or make_layout(),
         fingerprint,
         clock=times.clock,
@@ -84,6 +87,55 @@ def test_what_was_written_in_the_last_day_is_spent() -> None:
     assert opened(fs, times, per_day=1_000_000).disk_stats().allowance_bytes == 1_000_000 - taken // 2
     times.now = 1100.0 + DAY_S
     assert opened(fs, times, per_day=1_000_000).disk_stats().allowance_bytes == 1_000_000
+
+
+def test_found_by_use_a_clock_that_ran_ahead_neither_spends_the_allowance_nor_makes_anything_young() -> None:
+    """It was a year ahead while two were parked, and is right again: they age by the times of their files."""
+    fs, times = FaultFs(), Still()
+    times.now += 365 * DAY_S
+    store = opened(fs, times, per_day=1_000_000)
+    engine = Machine().engine()
+    for seed in (1, 2):
+        engine.read(make_units(seed, 11)).park(store)
+        assert pump(store, fs) == []
+        times.now += 500.0
+    times.now = 5000.0
+    store = opened(fs, times, per_day=1_000_000, max_age_s=3600.0)
+    assert store.disk_stats().allowance_bytes == 1_000_000
+    idle = sorted(times.now - each.parked.last_used_s for each in on_disk(store).values())
+    assert idle == pytest.approx([0.0, 500.0], abs=0.01), "as long ago as lies between them"
+    assert all(each.parked.parked_at_s <= times.now for each in on_disk(store).values())
+    for name in fs.names():
+        if name.endswith(".manifest"):
+            fs.mark(name, times.wall())
+    times.now += 3599.0
+    assert len(on_disk(opened(fs, times, max_age_s=3600.0))) == 2
+    times.now += 2.0
+    assert on_disk(opened(fs, times, max_age_s=3600.0)) == {}
+
+
+def test_found_by_use_a_clock_that_begins_anew_keeps_the_order() -> None:
+    """A machine without a battery starts in 1970: what is parked is neither too old nor all alike."""
+    fs, times = FaultFs(), Still()
+    store = opened(fs, times)
+    engine = Machine().engine()
+    for seed in (1, 2, 3):
+        engine.read(make_units(seed, 11)).park(store)
+        assert pump(store, fs) == []
+        times.now += 1000.0
+    times.now = 7.0 - 1.7e9 + 50.0
+    found = on_disk(opened(fs, times, max_age_s=3600.0)).values()
+    assert sorted(times.now - each.parked.last_used_s for each in found) == pytest.approx([0, 1000, 2000], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("written_s", "marked_s", "used_s"),
+    [(50, 60, 60), (60, 50, 60), (50, math.inf, 50), (200, 60, 60), (60, 200, 60), (100, 100, 100)],
+)
+def test_the_later_time_that_is_not_in_the_future_is_the_last_use(
+    written_s: float, marked_s: float, used_s: float
+) -> None:
+    assert last_uses({"one": (written_s, marked_s)}, 100.0) == {"one": used_s}
 
 
 def test_blocks_are_numbered_where_no_block_on_disk_is(monkeypatch: pytest.MonkeyPatch) -> None:
