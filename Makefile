@@ -34,6 +34,8 @@ stamp := $(VENV)/.parkd-installed
 # A file's tests stay in one process, as they share what is slow to make; and each process has one thread for torch, whose
 # threads would otherwise wait for each other.
 pytest := OMP_NUM_THREADS=1 $(bin)/pytest -n $(PYTEST_WORKERS) --dist loadfile
+# Compiled modules are kept, whatever the shell says: there are hundreds of processes to start.
+export PYTHONDONTWRITEBYTECODE :=
 bench_stamp := $(VENV)/.parkd-bench-installed
 
 help:

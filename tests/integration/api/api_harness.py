@@ -205,6 +205,12 @@ def make_services(
     return services, identity
 
 
+def plain_client(url: str) -> httpx.AsyncClient:
+    """A client of a test's server. It has no use for the system's certificates, which take longer to load than most
+    tests take."""
+    return httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, verify=False)
+
+
 @asynccontextmanager
 async def running(
     engine: FakeEngine,
@@ -245,7 +251,7 @@ async def running(
             tasks.start_soon(serve, server, listener)
             await until(lambda: server.started)
             try:
-                async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:
+                async with plain_client(server.url) as client:
                     yield Running(server, engine, services.store, identity, client, server.url, answers)
             finally:
                 server.should_exit = True

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import anyio
-import httpx
 
 from parkd.identity.builder import IdentityBuilder
 from parkd.proxy.config import ProxyConfig, Services
@@ -22,7 +21,7 @@ from parkd.store.records import StoreConfig
 from parkd.store.store import ConversationStore
 from tests.fakes.engine import FakeEngine
 from tests.integration.api import api_harness
-from tests.integration.api.api_harness import MIB, Running, until
+from tests.integration.api.api_harness import MIB, Running, plain_client, until
 
 DAY_BYTES = 200 << 30
 
@@ -87,7 +86,7 @@ async def running_on(
                 tasks.start_soon(api_harness.serve, server, listener)
                 await until(lambda: server.started)
                 try:
-                    async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:
+                    async with plain_client(server.url) as client:
                         yield Running(server, engine, services.store, identity, client, server.url)
                 finally:
                     server.should_exit = True

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 
 A1: Messages = [
     {"role": "system", "content": "You park conversations."},
-    {"role": "user", "content": "A server holds one conversation in memory. " * 14},
+    {"role": "user", "content": "A server holds one conversation in memory. " * 9},
 ]
 FAMILIES = [name for name in PRESETS if name.startswith("tiny")]
 SAMPLED = {
@@ -75,7 +75,7 @@ def seen(family: str) -> Messages:
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_every_family(family: str, tmp_path: Path) -> None:
     engine = load(tmp_path, family)
-    body = body_of(seen(family), 16, **SAMPLED, **SCORED)
+    body = body_of(seen(family), 10, **SAMPLED, **SCORED)
     assert await same_if_paused(engine, body, at_random(3, 0.5)) > 1
     if ECHO in family:
         greedy = body_of(seen(family), 24, **SCORED)

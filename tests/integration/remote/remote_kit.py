@@ -23,7 +23,7 @@ from parkd.ledger.ledger import Ledger
 from parkd.proxy.server import Server
 from parkd.types import NamedKey
 from tests.fakes.openai_server import FakeUpstream
-from tests.integration.api.api_harness import Answer, Messages, body_of, read_stream, serve, until
+from tests.integration.api.api_harness import Answer, Messages, body_of, plain_client, read_stream, serve, until
 
 
 def open_engine(upstream: FakeUpstream, **flags: str) -> RemoteEngine:
@@ -106,7 +106,7 @@ async def before(
                 tasks.start_soon(serve, server, listener)
                 await until(lambda: server.started)
                 try:
-                    async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:
+                    async with plain_client(server.url) as client:
                         yield Before(server, engine, client, book)
                 finally:
                     server.should_exit = True

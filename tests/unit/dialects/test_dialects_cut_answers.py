@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from parkd.proxy.dialects.anthropic_messages import AnthropicMessages
 from parkd.proxy.dialects.base import Dialect, ResponseMeta
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
-from parkd.types import CacheOutcome, CacheReport, Finished, FinishReason, Started, Timings, TurnRequest
+from parkd.types import CacheOutcome, CacheReport, Event, Finished, FinishReason, Started, Timings, TurnRequest
 from tests.clients.said import (
     chat_document,
     chat_stream,
@@ -29,16 +30,19 @@ from tests.unit.answers.test_answer_parser import BAD, GOOD, TOOLS
 REPORT = CacheReport(CacheOutcome.COLD, prompt_tokens=3, reused_tokens=0)
 
 
-def told(dialect: Dialect, answer: tuple[Any, str], reason: FinishReason, *, stream: bool) -> Any:
-    """The frames of an answer, or its document."""
+def events_of(answer: tuple[Any, str], reason: FinishReason) -> list[Event]:
     tools, text = answer
-    request = TurnRequest(tools=TOOLS, stream=stream)
     count = itertools.count()
-    parser = make_parser(OutputFormat(tools, THINK), request, "", lambda: f"id{next(count)}")
-    events: list[Any] = [Started(REPORT), *(event for ch in text for event in parser.push(ch))]
+    parser = make_parser(OutputFormat(tools, THINK), TurnRequest(tools=TOOLS), "", lambda: f"id{next(count)}")
+    events: list[Event] = [Started(REPORT), *(event for ch in text for event in parser.push(ch))]
     last, ended = parser.finish(reason)
-    encoder = dialect.encoder(request, {}, ResponseMeta("req_a", "m", 1))
-    frames = [frame for event in [*events, *last, Finished(ended, REPORT, Timings())] for frame in encoder.feed(event)]
+    return [*events, *last, Finished(ended, REPORT, Timings())]
+
+
+def told(dialect: Dialect, events: Sequence[Event], *, stream: bool) -> Any:
+    """The frames of an answer, or its document."""
+    encoder = dialect.encoder(TurnRequest(tools=TOOLS, stream=stream), {}, ResponseMeta("req_a", "m", 1))
+    frames = [frame for event in events for frame in encoder.feed(event)]
     return b"".join(frames) if stream else encoder.document()
 
 
@@ -67,7 +71,7 @@ def test_a_whole_answer_is_its_stream_put_together_at_every_cut(dialect: str, na
     tools, text = ANSWERS[name]
     for end in range(len(THOUGHT + text) + 1):
         reason = FinishReason.LENGTH if end < len(THOUGHT + text) else FinishReason.STOP
-        cut = (tools, (THOUGHT + text)[:end])
-        whole = from_document(told(speaks, cut, reason, stream=False))
-        assert from_stream(told(speaks, cut, reason, stream=True)) == whole
+        events = events_of((tools, (THOUGHT + text)[:end]), reason)
+        whole = from_document(told(speaks, events, stream=False))
+        assert from_stream(told(speaks, events, stream=True)) == whole
         assert name in BAD or not any(mark in whole[1] for mark in MARKUP)

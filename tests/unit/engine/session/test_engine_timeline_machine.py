@@ -229,7 +229,7 @@ def test_a_timeline_is_always_what_its_tokens_say(family: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=12,
+            max_examples=8,
             stateful_step_count=14,
             phases=(
                 Phase.generate,
