@@ -411,10 +411,12 @@ class TurnRunner:
         lane = self.lane
         if lane is None:
             return live
-        began_s = self._monotonic()
+        began_s, position = self._monotonic(), live.rows.position
         aside = await live.set_aside(self._pauses_of(turn)) if lane.is_to_pause(turn) else None
         if aside is None:
             lane.keep_running(turn)
+            if live.rows.position < position:  # what failed while it was parked has emptied the seat
+                await self._read_again(turn, live, token_ids, position)
             return live
         if turn.request.cache.mode is not CacheMode.USE:
             await live.forget(turn.report.reused_tokens if turn.report else 0)
@@ -445,17 +447,22 @@ class TurnRunner:
         if turn.explained is not None:
             turn.explained.state = "running"
         await live.call(_steer_again, live.seat, turn, aside.put_back)
-        if not is_whole:  # the state is true again, though not in every bit: other tokens were read in one go
-            try:
-                reading = Reading(live, turn.channel.cancel, threading.Event(), self._monotonic)
-                await live.work(reading.work(token_ids[: aside.position]))
-            finally:
-                await live.advance(turn.prompt.key, _units_with(turn.prompt, token_ids[len(turn.prompt) :]))
-            if live.rows.position < aside.position:
-                raise Cancelled("The client left; its answer was stopped.")
+        if not is_whole:
+            await self._read_again(turn, live, token_ids, aside.position)
         turn.live_tokens = live_tokens
         lane.look_again()
         return live
+
+    async def _read_again(self, turn: Turn, live: LiveConversation, token_ids: TokenIds, position: int) -> None:
+        """Reads what a turn's seat held up to `position`, since it was lost. The state is true again, though not in
+        every bit: other tokens are read in one go. Raises EngineFailure; Cancelled if the client leaves meanwhile."""
+        try:
+            reading = Reading(live, turn.channel.cancel, threading.Event(), self._monotonic)
+            await live.work(reading.work(token_ids[:position]))
+        finally:
+            await live.advance(turn.prompt.key, _units_with(turn.prompt, token_ids[len(turn.prompt) :]))
+        if live.rows.position < position:
+            raise Cancelled("The client left; its answer was stopped.")
 
     def _seat_again(self, live: LiveConversation, aside: SetAside) -> LiveConversation:
         """The free seat in which a paused turn goes on: `live`, where it was, if its state is still there; else an

@@ -21,7 +21,7 @@ from parkd.store.records import ConversationGone
 from tests.fakes.engine import FakeEngine
 from tests.fakes.seats import FakeSeats
 from tests.integration.api.api_harness import Gate, Messages, Running, body_of, running, until
-from tests.integration.pauses.pause_kit import PausesOne
+from tests.integration.pauses.pause_kit import Pauser, PausesOne
 
 pytestmark = pytest.mark.anyio
 ENDLESS = 1 << 40
@@ -299,6 +299,23 @@ async def test_in_the_order_of_arrival_nobody_goes_before_one_that_waits_for_a_p
         assert len(lane.running_turns) == 1
         gate.opened.set()
         assert [(await each).text for each in (first, *others)] == await cold(*asked)
+
+
+@pytest.mark.parametrize("fixed_bytes", [0, 64], ids=["rows", "hybrid"])
+async def test_a_turn_whose_seat_is_emptied_by_a_pause_that_fails_reads_its_tokens_again(fixed_bytes: int) -> None:
+    """An error that no engine should raise resets the seat; the answer went on from nothing."""
+    captures = [0]
+
+    def hook(step: str, _position: int) -> None:
+        captures[0] += step == "capture"
+        if step == "capture" and captures[0] in (2, 5):
+            raise RuntimeError("no such kernel")
+
+    async with running(FakeEngine(end_odds=ENDLESS, hook=hook, fixed_bytes=fixed_bytes), answer_bytes=0) as server:
+        pauser = Pauser(server)
+        answer = await server.chat(worker("anna"), max_tokens=20)
+    assert pauser.pauses > 5
+    assert [answer.text] == await cold(worker("anna"), max_tokens=20)
 
 
 @pytest.mark.parametrize("times", [1, 2, 1000])
