@@ -1,7 +1,8 @@
 """File work outside the event loop: one thread writes, one reads. The loop reports to the store how each job ended.
 
     writes     after replies, one job at a time, as the store hands them out
-    reads      for the turn that runs or waits, one job at a time, with several calls in flight
+    reads      for the turn that runs or waits, one job at a time, with several calls in flight; while nobody waits,
+               ahead of a client that is expected to return
 
 The store decides what is written and read. The loop never waits for a file. Tasks are cancelled only when the process
 ends, so that the store learns how every job ended.
@@ -23,7 +24,7 @@ from parkd.lane.thread.engine_thread import EngineThread
 from parkd.store.budget import mib
 from parkd.store.files.disk_jobs import RemoveJob, mark, on_pool, read, remove, write
 from parkd.store.files.fs import FileSystem
-from parkd.store.flights import Promotion
+from parkd.store.flights import GivenUp, Promotion
 from parkd.store.records import ConversationGone, ConversationId, Parked, RefusalReason
 from parkd.store.store import ConversationStore
 from parkd.types import CacheOutcome
@@ -51,12 +52,16 @@ class DiskRead:
     ended: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def counted(self, calls: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
-        """The same calls, each of which counts once it has ended."""
+    def counted(
+        self, calls: Sequence[Callable[[], None]], is_given_up: Callable[[], bool] = lambda: False
+    ) -> list[Callable[[], None]]:
+        """The same calls, each of which counts once it has ended, and raises GivenUp if the read is given up before."""
         self.calls += len(calls)
-        return [lambda call=call: self._run(call) for call in calls]  # type: ignore[misc]
+        return [lambda call=call: self._run(call, is_given_up) for call in calls]  # type: ignore[misc]
 
-    def _run(self, call: Callable[[], None]) -> None:
+    def _run(self, call: Callable[[], None], is_given_up: Callable[[], bool]) -> None:
+        if is_given_up():
+            raise GivenUp
         call()
         with self._lock:
             self.ended += 1
@@ -89,6 +94,8 @@ class DiskWorker:
         self._wake = anyio.Event()
         self._progress = anyio.Event()
         self._reading = anyio.Lock()
+        self._wanted: list[ConversationId] = []
+        """What turns want to be read, or is read for them."""
         self.under_way: DiskRead | None = None
         """The read that runs now, of a conversation that is to be restored."""
         store.queue.on_work = self.wake
@@ -140,32 +147,54 @@ class DiskWorker:
 
     async def promote(self, conversation_id: ConversationId, stop: int) -> Parked | None:
         """Reads the blocks of `[0, stop)` of a conversation into RAM. None if that failed."""
-        async with self._reading:
-            began_s = self._monotonic()
-            while True:
-                try:
-                    promotion = self._store.promote(conversation_id, stop)
-                except ConversationGone:
-                    return None
-                if isinstance(promotion, Promotion):
-                    break
-                left_s = began_s + ROOM_WAIT_S - self._monotonic()
-                may_wait = promotion.reason in (RefusalReason.BUDGET, RefusalReason.BUSY) and left_s > 0
-                if not may_wait or not await self.room(left_s):
-                    log.info("a conversation was not read from disk: %s", promotion.message)
-                    return None
-            return await self._read(promotion)
+        self._wanted.append(conversation_id)
+        try:
+            async with self._reading:
+                return await self._promote(conversation_id, stop)
+        finally:
+            self._wanted.remove(conversation_id)
 
-    async def _read(self, promotion: Promotion) -> Parked | None:
+    async def promote_ahead(self, conversation_id: ConversationId, stop: int) -> Parked | None:
+        """The same for a conversation that nobody asked for yet, if it is worth its room. Given up as soon as a turn
+        wants another one to be read. None if that was so, or it failed."""
+        async with self._reading:
+            return await self._promote(conversation_id, stop, is_ahead=True)
+
+    async def _promote(self, conversation_id: ConversationId, stop: int, *, is_ahead: bool = False) -> Parked | None:
+        began_s = self._monotonic()
+        while not (is_ahead and self._wants_others(conversation_id)):
+            try:
+                promotion = self._store.promote(conversation_id, stop, is_ahead=is_ahead)
+            except ConversationGone:
+                return None
+            if isinstance(promotion, Promotion):
+                return await self._read(promotion, conversation_id)
+            left_s = began_s + ROOM_WAIT_S - self._monotonic()
+            may_wait = promotion.reason in (RefusalReason.BUDGET, RefusalReason.BUSY) and left_s > 0
+            if not may_wait or not await self.room(left_s):
+                log.info("a conversation was not read from disk: %s", promotion.message)
+                return None
+        return None
+
+    def _wants_others(self, conversation_id: ConversationId) -> bool:
+        return any(wanted != conversation_id for wanted in self._wanted)
+
+    async def _read(self, promotion: Promotion, conversation_id: ConversationId) -> Parked | None:
         began_s = self._monotonic()
         error: Exception | None = None
         self.under_way = under_way = DiskRead(promotion.job.bytes, began_s)
+
+        def is_given_up() -> bool:
+            return promotion.is_ahead and self._wants_others(conversation_id)
+
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tell, under_way)
             try:
                 await self._reader.run(
-                    read, self._fs, promotion.job, lambda calls: self._run_all(under_way.counted(calls))
+                    read, self._fs, promotion.job, lambda calls: self._run_all(under_way.counted(calls, is_given_up))
                 )
+            except GivenUp as given_up:
+                error = given_up
             except Exception as raised:
                 log.warning("a conversation on disk could not be read: %s", raised)
                 error = raised

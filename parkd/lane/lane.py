@@ -75,6 +75,7 @@ class Lane(Generic[W]):
         monotonic: Callable[[], float],
         on_queued: Callable[[W], None] = lambda _turn: None,
         on_slice: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], None] = lambda: None,
         owners: int = 1,
         owner_of: Callable[[W], str] = lambda _turn: "",
         schedule: Schedule | None = None,
@@ -85,11 +86,11 @@ class Lane(Generic[W]):
         passes_over: bool = True,
     ) -> None:
         """`on_queued` is called for each turn that has to wait for another one, `on_slice` when a turn begins to run or
-        goes on. If there are several `owners`, one of them has at most half of the places. `work_of` says what a turn
-        needs from now on, for the schedule. `may_join` says whether a turn can run beside those that do; if the next
-        one cannot, no other goes before it. `awaits` says whether a turn had better begin later, since one of those
-        that have begun computes what it would; it is asked again at `look_again`. `passes_over`: others go before it
-        meanwhile."""
+        goes on, `on_idle` when a turn has ended and no other is there. If there are several `owners`, one of them has
+        at most half of the places. `work_of` says what a turn needs from now on, for the schedule. `may_join` says
+        whether a turn can run beside those that do; if the next one cannot, no other goes before it. `awaits` says
+        whether a turn had better begin later, since one of those that have begun computes what it would; it is asked
+        again at `look_again`. `passes_over`: others go before it meanwhile."""
         self.width = width
         self._may_join = may_join
         self._awaits = awaits
@@ -100,6 +101,7 @@ class Lane(Generic[W]):
         self._run = run
         self._on_queued = on_queued
         self._on_slice = on_slice
+        self._on_idle = on_idle
         self._max_queue = max_queue
         self._share = max_queue if owners <= 1 else max(1, max_queue // 2)
         self._owner_of = owner_of
@@ -141,6 +143,11 @@ class Lane(Generic[W]):
     @property
     def busy(self) -> bool:
         return bool(self._running or self._paused)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody runs, waits or is paused."""
+        return not (self.busy or self._waiting)
 
     @property
     def running(self) -> W | None:
@@ -328,6 +335,8 @@ class Lane(Generic[W]):
             self._accounts.leave(place.number)
             if is_running:
                 self._end_slice(place)
+                if self.is_idle:
+                    self._on_idle()
                 self._turn_s += TURN_WEIGHT * (place.ran_s - self._turn_s)
 
     def _lose(self, lost: EngineLost) -> None:

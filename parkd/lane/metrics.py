@@ -63,7 +63,18 @@ class Metrics:
         )
         self.joined = Counter(
             "parkd_joined",
-            "Turns that went on from what another turn was reading or had just read.",
+            "Beginnings that were parked while one turn read them, so that others go on from there.",
+            registry=self.registry,
+        )
+        self.read_ahead = Counter(
+            "parkd_read_ahead", "Conversations read from disk before a tool's result came.", registry=self.registry
+        )
+        self.read_ahead_hits = Counter(
+            "parkd_read_ahead_hits", "Of these, those that came back to it.", registry=self.registry
+        )
+        self.read_ahead_waste = Counter(
+            "parkd_read_ahead_waste",
+            "Of these, those that did not come back in time, or left memory before.",
             registry=self.registry,
         )
         self.pauses = Counter("parkd_pauses", "Turns paused so that others could run.", registry=self.registry)

@@ -44,6 +44,7 @@ from parkd.lane.reports.roster import Roster
 from parkd.lane.reports.told import told_report, told_timings
 from parkd.lane.reports.turn_log import TurnLog
 from parkd.lane.retention import Retention
+from parkd.lane.returns import Returns
 from parkd.lane.seating import most_rows, rows_left
 from parkd.lane.seats import Seats
 from parkd.lane.start import Start, cold_start
@@ -108,6 +109,7 @@ class TurnRunner:
         self.retention = None if store is None else Retention(store, owners=owners)
         self.roster = Roster()
         self.groups = None if store is None else Groups(store)
+        self.returns = None if store is None else Returns(store, disk, metrics, monotonic)
         self._store = store
         self._metrics = metrics
         self._costs = costs
@@ -195,6 +197,8 @@ class TurnRunner:
         try:
             if self.retention is not None:
                 self.retention.apply(turn.began_s)
+            if self.returns is not None:
+                self.returns.came(turn.prompt)
             if turn.channel.cancel.is_set():
                 raise Cancelled("The client left before its turn came.")
             await self._answer(turn)
@@ -594,6 +598,9 @@ class TurnRunner:
     def _note_parked(self, turn: Turn, parked_id: ConversationId | None) -> None:
         """Notes to which conversation a turn belongs, which is known once it is parked; None: to none."""
         self._log.bill(turn, "" if parked_id is None else name_of(parked_id))
+        calls = turn.answer is not None and turn.answer.reason is FinishReason.TOOL_CALLS
+        if parked_id is not None and self.returns is not None and calls:
+            self.returns.expect(turn.prompt, parked_id)
         if parked_id is not None and turn.explained is not None:
             self.roster.note(name_of(parked_id), turn.explained, turn.words)
 

@@ -124,6 +124,7 @@ class Proxy:
             monotonic=services.monotonic,
             on_queued=self._queued,
             on_slice=lambda: self.resends.give_way(),
+            on_idle=self._idle,
             schedule=SCHEDULES[config.schedule],
             work_of=self.runner.forecast.work,
             owners=owners,
@@ -189,6 +190,12 @@ class Proxy:
             turn.release_awaited = self.services.store.expect(turn.prompt.key.digest, turn.prompt.prefix_hashes)
         if self.disk is not None and self._tasks is not None:
             self._tasks.start_soon(self.runner.prefetch, turn, partial(self.lane.is_waiting, turn))
+
+    def _idle(self) -> None:
+        """Called when nobody runs or waits: reads from disk what is expected back."""
+        returns = self.runner.returns
+        if returns is not None and len(returns) and self.disk is not None and self._tasks is not None:
+            self._tasks.start_soon(returns.read_ahead, lambda: self.lane.is_idle)
 
     def _give_up(self, turn: Turn) -> None:
         """Ends a turn whose client did not come back."""

@@ -52,9 +52,11 @@ class Admission:
         now_s: float,
         *,
         is_returning: bool = False,
+        expected_since_s: float | None = None,
     ) -> Decision | Refused:
         """The position up to which to park, and what to evict for it until `has_room`. `is_returning`: it is known to
-        return now, so it is never refused for value."""
+        return now, so it is never refused for value. `expected_since_s`: it is on disk, was used then, and is expected
+        to return: under every policy it is refused unless it is worth more than what would be evicted."""
         ends = plan.ends
         if ends is not None and not ends:
             return Refused(RefusalReason.NO_CHECKPOINT, "the engine holds no checkpoint to resume from")
@@ -79,8 +81,20 @@ class Admission:
                 if position:
                     message += f"; its first {position} tokens would fit, {known} are parked already"
                 return Refused(RefusalReason.BUDGET, message)
-        is_selective = self.policy.margin > 0 and not is_returning
-        if is_selective and not self._is_worth(plan, position, in_flight, prefixes, queue, history, costs):
+        is_expected = expected_since_s is not None
+        incoming = Evictable(
+            "",
+            position,
+            plan.fresh_bytes(position),
+            queue.now_s,
+            queue.now_s if expected_since_s is None else expected_since_s,
+            position - plan.start(position),
+            history,
+            is_on_disk=is_expected,
+            is_expected=is_expected,
+        )
+        is_selective = (self.policy.margin > 0 and not is_returning) or is_expected
+        if is_selective and not self._is_worth(incoming, plan, in_flight, prefixes, queue, costs):
             part = self._free_part(plan, longest, in_flight, prefixes)
             if part:
                 return Decision(part, None, prefixes)
@@ -137,23 +151,19 @@ class Admission:
 
     def _is_worth(
         self,
+        incoming: Evictable,
         plan: Plan,
-        position: int,
         in_flight: Sequence[Replaced],
         prefixes: Sequence[Conversation],
         queue: Queue,
-        history: History,
         costs: Costs,
     ) -> bool:
         """Whether the plan scores more than the policy's margin times the best of what would be evicted for it."""
-        room, bound = self.table.memory.room(), self.config.conversation_slots
-        fresh_bytes = plan.fresh_bytes(position)
+        room, bound, position = self.table.memory.room(), self.config.conversation_slots, incoming.position
         missing = plan.need_bytes(position) - room.open_slots * self.table.memory.geometry.slot_bytes - room.free_bytes
         taken = 0 if bound is None else self._slots_taken(in_flight, replaced(plan, position, prefixes)) - bound
-        tokens = position - plan.start(position)
-        incoming = Evictable("", position, fresh_bytes, queue.now_s, queue.now_s, tokens, history)
-        score = self.policy.score(incoming, costs, queue.now_s)
-        return score > self.policy.margin * queue.foresee(missing, taken).most_score
+        margin = max(1.0, self.policy.margin) if incoming.is_expected else self.policy.margin
+        return self.policy.score(incoming, costs, queue.now_s) > margin * queue.foresee(missing, taken).most_score
 
     def _slots_taken(self, in_flight: Sequence[Replaced], incoming: Replaced, *, evicted: bool = False) -> int:
         """Most conversations there can be after all open captures and the incoming one are committed. `evicted`: as if

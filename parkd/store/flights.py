@@ -30,6 +30,12 @@ class Promotion:
 
     serial: int
     job: ReadJob
+    is_ahead: bool = False
+    """Nobody asked for it yet."""
+
+
+class GivenUp(Exception):
+    """A read that was made ahead ends, since another one is needed now. It says nothing about the files."""
 
 
 @dataclass(frozen=True, eq=False)

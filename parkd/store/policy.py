@@ -36,6 +36,8 @@ class Evictable(NamedTuple):
     """The score of the last one evicted when this one was last used (GDSF's clock)."""
     is_on_disk: bool = False
     """Whether all of it is also on disk, so that its eviction costs at most a promotion."""
+    is_expected: bool = False
+    """Whether its last answer asked for something that its client sends back."""
 
     def saved_s(self, costs: Costs) -> float:
         """Seconds a return would save by finding in memory what only this conversation holds; never negative."""
@@ -125,7 +127,7 @@ class ValuePolicy:
 
     def score(self, candidate: Evictable, costs: Costs, now_s: float) -> float:
         return (
-            self.return_probability(candidate.history, now_s - candidate.last_used_s)
+            self.return_probability(candidate.history, now_s - candidate.last_used_s, is_expected=candidate.is_expected)
             * candidate.saved_s(costs)
             / (max(1, candidate.freed_bytes) * self.wait_s(candidate.history, now_s - candidate.last_used_s))
         )
@@ -133,9 +135,9 @@ class ValuePolicy:
     def steady_s(self, history: History, idle_s: float) -> float:
         return STEADY_SHARE * (history.gap_s * history.jitter + max(0.0, idle_s))
 
-    def return_probability(self, history: History, idle_s: float) -> float:
+    def return_probability(self, history: History, idle_s: float, *, is_expected: bool = False) -> float:
         uses = history.turns + history.forks - 1
-        prior = min(self.most_return, self.first_return + self.turn_gain * uses)
+        prior = self.most_return if is_expected else min(self.most_return, self.first_return + self.turn_gain * uses)
         ratio = max(0.0, idle_s) / ((1.0 + SLACK * history.jitter) * max(history.gap_s, 1e-3))
         # The limit keeps the power finite far in the tail, where its exact value does not matter.
         survives = 1.0 / (1.0 + math.exp(min(60.0, self.shape / history.jitter * math.log(max(ratio, 1e-9)))))

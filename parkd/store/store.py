@@ -39,6 +39,7 @@ from parkd.store.files.disk_layout import read_job, recut_job
 from parkd.store.files.manifest import ExtentRef
 from parkd.store.flights import (
     Flight,
+    GivenUp,
     Promotion,
     capture_transfer,
     held_in_ram,
@@ -352,11 +353,12 @@ class ConversationStore:
 
     # Promotions
 
-    def promote(self, conversation_id: ConversationId, stop: int) -> Promotion | Refused:
+    def promote(self, conversation_id: ConversationId, stop: int, *, is_ahead: bool = False) -> Promotion | Refused:
         """Reserves room in RAM for the blocks of `[0, stop)` that are only on disk.
 
         Reserves less than that if no more fits; the whole conversation if its state cannot be cut. Run the promotion's
-        job, then call `promoted`. Raises ConversationGone.
+        job, then call `promoted`. `is_ahead`: it is only expected to return, so nothing is evicted for it that is worth
+        as much, and it does not count as used. Raises ConversationGone.
         """
         source = self.table.known(conversation_id)
         place = source.disk
@@ -372,7 +374,7 @@ class ConversationStore:
             plan = None if source.ram is not None else plan_promotion(self.table, source.parked, stop, file)
         if plan is None:
             return Refused(RefusalReason.BUSY, "it is being read from disk, or copied")
-        flight = self._reserve(plan, source=source)
+        flight = self._reserve(plan, source=source, is_ahead=is_ahead)
         if isinstance(flight, Refused):
             return flight
         fresh = flight.fresh_blocks, flight.fresh_checkpoints
@@ -383,7 +385,7 @@ class ConversationStore:
         )
         place.readers += 1
         self.disk.hold(ref for ref, _ in job.extents)
-        return Promotion(flight.owner, job)
+        return Promotion(flight.owner, job, is_ahead)
 
     def promoted(self, promotion: Promotion, error: Exception | None) -> Parked | None:
         """Ends a promotion whose job ended with `error`. Returns what is now in RAM.
@@ -402,9 +404,9 @@ class ConversationStore:
             self._totals["read_bytes"] += promotion.job.bytes
             if isinstance(promotion.job, RecutJob):
                 return self._publish_recut(flight, source, promotion.job)
-            return self._publish_read(flight, source)
+            return self._publish_read(flight, source, is_used=not promotion.is_ahead)
         self._abort(promotion.serial)
-        if error is not None:
+        if error is not None and not isinstance(error, GivenUp):
             self._totals["read_failures"] += 1
             self._read_failed(promotion.job, error)
         return None
@@ -477,6 +479,7 @@ class ConversationStore:
         source: Conversation | None = None,
         file: ExtentRef | None = None,
         is_returning: bool = False,
+        is_ahead: bool = False,
     ) -> Flight | Refused:
         """Reserves room for a plan: of a promotion from `source`, or of a capture, to `file` if its state stays in
         one."""
@@ -491,7 +494,13 @@ class ConversationStore:
             returns = source is not None
             in_flight = self._replaced_in_flight()
             outcome = self._admission.decide(
-                plan, in_flight, history, self._costs, now_s, is_returning=returns or is_returning
+                plan,
+                in_flight,
+                history,
+                self._costs,
+                now_s,
+                is_returning=(returns and not is_ahead) or is_returning,
+                expected_since_s=source.parked.last_used_s if source is not None and is_ahead else None,
             )
             outcome = self._at_block(plan, outcome) if returns else outcome
             outcome = self._admission.above_floor(plan, outcome, self._free_memory)
@@ -585,12 +594,12 @@ class ConversationStore:
         self._totals["kept_tokens"] += flight.plan.start(flight.position)
         return ram
 
-    def _publish_read(self, flight: Flight, source: Conversation) -> Parked:
+    def _publish_read(self, flight: Flight, source: Conversation, *, is_used: bool) -> Parked:
         """Publishes what was read: the conversation itself, or its beginning as one of its own."""
         table, known, end = self.table, source.parked, flight.position
         table.blocks.seal(flight.fresh_blocks, None)
         table.checkpoints.seal(flight.fresh_checkpoints, None)
-        parked = replace(known, tier=Tier.PROMOTED, last_used_s=self._clock())
+        parked = replace(known, tier=Tier.PROMOTED, last_used_s=self._clock() if is_used else known.last_used_s)
         conversation = source
         if end < known.position:
             units = known.units[:end].copy()

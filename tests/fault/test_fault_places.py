@@ -10,7 +10,8 @@ import pytest
 from parkd.state import Grain
 from parkd.store.admission import Admission, Decision
 from parkd.store.files.disk_jobs import DamagedPart, read
-from parkd.store.policy import ValuePolicy
+from parkd.store.flights import GivenUp, Promotion
+from parkd.store.policy import LruPolicy, Policy, ValuePolicy
 from parkd.store.records import ConversationGone, Parked, RefusalReason, Refused, Tier
 from tests.fault.fault_fs import Fault
 from tests.fault.tier_kit import Machine, away, evict, on_disk, parked, promote, pump, rows_of, started
@@ -268,6 +269,47 @@ def test_what_returns_now_is_read_whatever_else_is_worth() -> None:
     assert isinstance(back, Parked)
     assert_same_rows(leased_rows(store, back), rows)
     assert store.get(chat.id) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "idle_s", "is_read"),
+    [
+        (ValuePolicy(), 5.0, True),
+        (ValuePolicy(), 36_000.0, False),
+        (LruPolicy(), 5.0, False),
+    ],
+)
+def test_what_is_only_expected_is_read_if_it_is_worth_more_than_what_would_go(
+    policy: Policy, idle_s: float, is_read: bool
+) -> None:
+    """One place: an answer that asked for something is more likely to return than one that did not, for a while."""
+    machine, store = started(times=Still(), policy=policy, ram_bytes=300_000, slots=1)
+    expected, rows = away(machine, store, 1, 40)
+    machine.times.now += idle_s
+    other = both(machine, store, 2, 40)
+    promotion = store.promote(expected.id, 40, is_ahead=True)
+    if not is_read:
+        assert isinstance(promotion, Refused)
+        assert promotion.reason is RefusalReason.VALUE
+        assert store.get(other.id).tier is Tier.RAM
+        return
+    assert isinstance(promotion, Promotion)
+    read(machine.fs, promotion.job)
+    back = store.promoted(promotion, None)
+    assert (back.tier, back.last_used_s) == (Tier.PROMOTED, expected.last_used_s), "nobody has used it"
+    assert_same_rows(leased_rows(store, back), rows)
+    assert store.get(other.id).tier is Tier.DISK
+
+
+def test_a_read_that_is_given_up_says_nothing_about_the_files() -> None:
+    machine, store = started()
+    there, rows = away(machine, store, 1, 40)
+    promotion = store.promote(there.id, 40, is_ahead=True)
+    assert isinstance(promotion, Promotion)
+    assert store.promoted(promotion, GivenUp()) is None
+    assert store.disk_stats().read_failures_total == 0
+    assert_counts(store)
+    assert_same_rows(leased_rows(store, promote(store, machine.fs, store.get(there.id))), rows)
 
 
 def test_what_is_on_disk_only_does_not_count_as_parked_in_memory() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 
+from parkd.answers.base import OutputFormat
 from parkd.identity.builder import IdentityBuilder
 from parkd.proxy.config import ProxyConfig, Services
 from parkd.proxy.server import Server
@@ -70,6 +71,7 @@ async def running_on(
     disk_bytes: int = 64 * MIB,
     slots: int | None = None,
     config: ProxyConfig | None = None,
+    output: OutputFormat | None = None,
 ) -> AsyncIterator[Running]:
     """Starts a server over the directory, gives it, stops it as SIGTERM would."""
     engine = engine or FakeEngine()
@@ -77,7 +79,7 @@ async def running_on(
     services, identity = disk_services(
         engine, files, ram_bytes=ram_bytes, disk_bytes=disk_bytes, slots=slots, config=config, directory=path
     )
-    server = Server(services)
+    server = Server(replace(services, output=output or services.output))
     # The fake engine reads faster than any disk; a model does not. So reading costs what is assumed at first.
     server.proxy.costs.note_read = lambda *_: None
     try:
