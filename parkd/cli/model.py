@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from parkd.cli import hub
 from parkd.cli.library_notes import shorten_library_notes
+from parkd.cli.random_models import check_name
 from parkd.config import MIB, Config, ModelConfig
 from parkd.errors import ConfigError
 from parkd.memory import free_memory_bytes
@@ -45,6 +46,7 @@ DEMO_HINT = (
 def find_model(config: ModelConfig) -> tuple[str, bool]:
     """The model to load, and whether it is the demo model. Raises ConfigError."""
     if config.model is not None:
+        check_name(config.model)
         if _is_path(config.model):
             _check_readable(config.model)
         return config.model, False

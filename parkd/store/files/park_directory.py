@@ -67,7 +67,14 @@ def open_temporary() -> FileSystem:
 
 
 def _make(path: Path) -> bool:
-    """Makes a directory, and those above it. False if it is there already. Raises OSError."""
+    """Makes a directory, and those above it. False if it is there already. Raises OSError, and ConfigError where a link
+    leads to nothing: what it was meant to lead to may come back, such as a disk that is not mounted."""
+    for each in (*reversed(path.parents), path):
+        if each.is_symlink() and not each.exists():
+            raise ConfigError(
+                f"--park-dir {path}: {each} is a link to {os.readlink(each)}, where nothing is. Create that directory, or "
+                f"name another"
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=DIRECTORY_MODE)

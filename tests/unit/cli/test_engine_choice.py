@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from parkd_engine.families.presets.shapes import PRESETS
 
 from parkd import cli
 from parkd.cli.model import LLAMA_HINT, LLAMA_PACKAGE, card_notes, choose_engine, unpacking_notes
+from parkd.cli.random_models import NAMES
 from parkd.config import load
 from parkd.errors import ConfigError, ModelError
 
@@ -22,6 +26,16 @@ HUB, GGUF = "owner/name", "some/Model.GGUF"
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PARKD_")]:
         monkeypatch.delenv(name)
+
+
+def test_found_by_use_a_mistyped_random_model_is_refused_before_torch_is_imported() -> None:
+    """It took 40 s on a busy machine, in silence."""
+    asked = "[cli.main([name, '--model', 'random:tiny-qwen33', '--port', '0']) for name in ('serve', 'canary', 'plan')]"
+    script = f"import sys; from parkd import cli; print({asked}, 'torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "[2, 2, 2] False\n", ended.stderr
+    assert ended.stderr.count("no random model of that name; did you mean tiny-qwen3?") == 3
+    assert frozenset(PRESETS) == NAMES
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:

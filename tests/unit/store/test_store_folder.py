@@ -83,6 +83,17 @@ def test_only_plain_files_are_its_files(tmp_path: Path) -> None:
         assert fs.sizes() == before
 
 
+def test_found_by_use_a_link_that_leads_nowhere_is_named_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for path in (tmp_path / "link", tmp_path / "link" / "sub"):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/link is a link to {tmp_path}/disk, where nothing is"):
+            open_directory(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["link"]
+    (tmp_path / "disk").mkdir()
+    open_directory(tmp_path / "link").close()
+    assert {each.name for each in (tmp_path / "disk").iterdir()} >= {MARKER_NAME}
+
+
 def test_a_time_is_set_for_a_name_and_not_for_what_it_leads_to(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"x")
