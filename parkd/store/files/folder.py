@@ -55,6 +55,13 @@ class Folder:
     def remove(self, name: str) -> None:
         os.unlink(self._at(name), dir_fd=self._fd)
 
+    @property
+    def owner(self) -> int | None:
+        """The number of the user that it belongs to; None where users have none (Windows)."""
+        if not hasattr(os, "geteuid"):
+            return None
+        return os.stat(self._path if self._fd is None else self._fd).st_uid
+
     def set_time(self, name: str, at_s: float) -> None:
         """Sets the modification time, in seconds since the epoch."""
         os.utime(

@@ -6,6 +6,7 @@ Also opens the files of a disk tier that ends with the process (`open_temporary`
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -38,10 +39,11 @@ def open_directory(path: Path, *, direct: bool = True, creates: bool = True) -> 
         is_new = creates and _make(path)
         folder = Folder(path)
     except OSError as error:
-        raise ConfigError(f"--park-dir {path} cannot be used: {error.strerror}") from error
+        raise _unusable(path, error) from error
     with contextlib.ExitStack() as undo:
         undo.callback(folder.close)
         try:
+            _check_owner(folder.owner, path)
             _check_ours(folder, path, may_be_empty=creates)
             lock = _opened(folder, LOCK_NAME)
             undo.callback(lock.close)
@@ -50,7 +52,7 @@ def open_directory(path: Path, *, direct: bool = True, creates: bool = True) -> 
             _mark_ours(folder, path)
             folder.set_mode(DIRECTORY_MODE)
         except OSError as error:
-            raise ConfigError(f"--park-dir {path} cannot be used: {error.strerror}") from error
+            raise _unusable(path, error) from error
         undo.pop_all()
     return DirectoryFs(folder, lock, direct=direct, is_new=is_new)
 
@@ -105,6 +107,23 @@ def _check_ours(folder: Folder, path: Path, *, may_be_empty: bool) -> None:
         f"--park-dir {path} holds files that are not parkd's, and no file {MARKER_NAME}: name an empty or a new "
         f"directory. If it is a park directory that lost that file, create an empty one of that name in it"
     )
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    hint = ""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = ". This user must own it, or its parent if it is to be created, and be able to write there"
+    return ConfigError(f"--park-dir {path} cannot be used: {error.strerror}{hint}")
+
+
+def _check_owner(owner: int | None, path: Path) -> None:
+    """Raises ConfigError for a directory of another user: who owns it reads and changes what is parked, whatever mode
+    the files have. The superuser may use any."""
+    if owner is not None and os.geteuid() not in (0, owner):
+        raise ConfigError(
+            f"--park-dir {path} belongs to another user ({owner}, this one is {os.geteuid()}), who could change what is "
+            f"parked there: name a directory of this user's own"
+        )
 
 
 def _check_plain(seen: os.stat_result, name: str, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from parkd.store.files.fs import GRAIN_BYTES, UnlinkedFs, aligned_zeros
 from parkd.store.files.park_directory import MARKER_NAME, MARKER_TEXT, open_directory, open_temporary
 
 BYTES = np.arange(100, dtype=np.uint8)
+NOBODY = 65534
 try:
     import fcntl
 except ImportError:  # Windows
@@ -262,3 +264,39 @@ def test_a_call_that_did_part_of_a_page_goes_on_through_the_cache_and_stays_ther
             assert modes.direct[2:] == [False]
         assert fs.load("two" if kind == "write" else "one") == content.tobytes()
         assert kind == "write" or np.array_equal(back, content)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="users have no numbers here")
+def test_found_by_use_a_directory_of_another_user_is_refused_untouched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that all may write to got a lock and a marker, before its mode could not be set."""
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        open_directory(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # may use any, as its mode says
+    open_directory(tmp_path).close()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only the superuser becomes another")
+def test_found_by_use_what_another_user_may_not_write_to_says_what_it_takes() -> None:
+    """As a server that is not the superuser's finds it: a read-only directory of its own, and a parent's."""
+    with tempfile.TemporaryDirectory() as there:
+        own, parent = Path(there) / "own", Path(there) / "parent"
+        own.mkdir()
+        parent.mkdir()
+        os.chown(own, NOBODY, NOBODY)
+        for each, mode in ((own, 0o500), (parent, 0o755), (Path(there), 0o755)):
+            each.chmod(mode)
+        for path in (own, parent / "new" / "park"):
+            os.seteuid(NOBODY)
+            try:
+                with pytest.raises(ConfigError) as refused:
+                    open_directory(path)
+            finally:
+                os.seteuid(0)
+            said = f"--park-dir {path} cannot be used: Permission denied. This user must own it"
+            assert refused.value.message.startswith(said)
+        assert list(own.iterdir()) == list(parent.iterdir()) == []
