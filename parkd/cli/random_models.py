@@ -1,5 +1,5 @@
-"""The names of random models (`random:NAME`), so that a mistyped one is refused before torch is imported, which takes tens
-of seconds on a busy machine."""
+"""The names of random models (`random:NAME`), so that a mistyped one is refused before torch is imported, which takes
+tens of seconds on a busy machine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from parkd.config import nearest
 from parkd.errors import ConfigError
 
 PREFIX = "random:"
-_PLAIN = (
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_PLAIN = _names(
     "gemma3-4b gpt-oss-20b nemotron-3-nano-30b-a3b qwen3-30b-a3b qwen3-8b qwen3.5-27b qwen3.5-27b-vl "
     "qwen3.5-35b-a3b qwen4-exp-small tiny-deepseek-v2 tiny-deepseek-v3 tiny-falcon-h1 tiny-gemma3 tiny-gemma3-vl "
     "tiny-gemma4 tiny-glm4-lite tiny-glm4-moe tiny-gpt-oss tiny-granite-h tiny-lfm2 tiny-llama tiny-minimax-m2 "
     "tiny-ministral3 tiny-mistral tiny-nemotron-h tiny-qwen2 tiny-qwen3 tiny-qwen3-long tiny-qwen3-moe "
     "tiny-qwen3-next tiny-qwen3.5 tiny-qwen3.5-moe tiny-qwen3.5-moe-vl tiny-qwen3.5-vl tiny-qwen4-exp "
     "tiny-qwen4-exp-vl "
-).split()
-_WITH_HEADS = (
+)
+_WITH_HEADS = _names(
     "qwen3.5-27b qwen4-exp-small tiny-deepseek-v3 tiny-glm4-lite tiny-qwen3-next tiny-qwen3.5-moe tiny-qwen3.5 "
     "tiny-qwen3.5-vl tiny-qwen4-exp tiny-qwen4-exp-vl "
-).split()
+)
 """Those that there are with a draft head too, and with one that agrees with its model."""
 NAMES = frozenset([*_PLAIN, *(f"{name}-mtp{ending}" for name in _WITH_HEADS for ending in ("", "-echo"))])
 

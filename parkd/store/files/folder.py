@@ -60,7 +60,7 @@ class Folder:
         """The number of the user that it belongs to; None where users have none (Windows)."""
         if not hasattr(os, "geteuid"):
             return None
-        return os.stat(self._path if self._fd is None else self._fd).st_uid
+        return (self._path.stat() if self._fd is None else os.fstat(self._fd)).st_uid
 
     def set_time(self, name: str, at_s: float) -> None:
         """Sets the modification time, in seconds since the epoch."""

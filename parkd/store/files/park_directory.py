@@ -74,8 +74,8 @@ def _make(path: Path) -> bool:
     for each in (*reversed(path.parents), path):
         if each.is_symlink() and not each.exists():
             raise ConfigError(
-                f"--park-dir {path}: {each} is a link to {os.readlink(each)}, where nothing is. Create that directory, or "
-                f"name another"
+                f"--park-dir {path}: {each} is a link to {each.readlink()}, where nothing is. Create that directory, "
+                f"or name another"
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -121,8 +121,8 @@ def _check_owner(owner: int | None, path: Path) -> None:
     the files have. The superuser may use any."""
     if owner is not None and os.geteuid() not in (0, owner):
         raise ConfigError(
-            f"--park-dir {path} belongs to another user ({owner}, this one is {os.geteuid()}), who could change what is "
-            f"parked there: name a directory of this user's own"
+            f"--park-dir {path} belongs to another user ({owner}, this one is {os.geteuid()}), who could change what "
+            f"is parked there: name a directory of this user's own"
         )
 
 
