@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -71,9 +71,10 @@ def entry() -> NoReturn:
     is written and closed, so the process ends without it.
     """
     try:
-        signal.signal(signal.SIGTERM, _terminate)  # until the server runs, which has a handler of its own
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Until the server runs, which has handlers of its own.
+        _handle("SIGTERM", _terminate)
+        _handle("SIGHUP", _terminate)  # its terminal is gone
+        _handle("SIGINT", signal.default_int_handler)
         code = main()
     except _Terminated:
         code = 0  # stopped as asked
@@ -88,8 +89,15 @@ def entry() -> NoReturn:
     sys.exit(code)
 
 
+def _handle(name: str, handler: Callable[..., object]) -> None:
+    """Handles a signal, where there is one of this name and it is not ignored, as by nohup."""
+    number = getattr(signal, name, None)
+    if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, handler)
+
+
 class _Terminated(BaseException):
-    """SIGTERM before the server runs."""
+    """SIGTERM or SIGHUP before the server runs."""
 
 
 def _terminate(*_: object) -> NoReturn:

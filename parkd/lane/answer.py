@@ -115,9 +115,10 @@ class AnswerLoop:
         return True
 
     def close(self) -> None:
-        """Gives up what is not generated yet. Idempotent. For an answer that rests, from any thread."""
+        """Gives up what is not generated yet. Idempotent. For an answer that rests, from any thread. Does nothing
+        while a step is computed, which is so only if the process ends without waiting for it."""
         close = getattr(self._steps, "close", None)
-        if close is not None:
+        if close is not None and not getattr(self._steps, "gi_running", False):
             close()
 
     def _generate(self) -> Work[bool]:

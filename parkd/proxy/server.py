@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -103,6 +105,21 @@ class Server(uvicorn.Server):
         """The base URL, with the port that it really listens on."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Also takes SIGHUP for a stop, since its terminal is gone; not where it is ignored (nohup)."""
+        hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+        with super().capture_signals():
+            is_main = threading.current_thread() is threading.main_thread()
+            if hangup is None or not is_main or signal.getsignal(hangup) is signal.SIG_IGN:
+                yield
+                return
+            before = signal.signal(hangup, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(hangup, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
         """The first signal requests an orderly stop, the second one forces it. Unlike uvicorn's handler, this does not

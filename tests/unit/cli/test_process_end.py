@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +55,10 @@ entry()
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+SIGNALS = [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 0)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_a_signal_during_the_imports_ends_in_order(number: int, code: int) -> None:
     """Found by use 17: in the first second, SIGTERM gave -15 and Ctrl-C a traceback."""
     words, pipe = [sys.executable, "-c", IMPORTING], subprocess.PIPE
@@ -80,7 +87,7 @@ cli.entry()
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_a_signal_while_the_model_is_loaded_ends_in_order(number: int, code: int) -> None:
     """Found by use 17: SIGTERM while starting ended the process without closing anything."""
     words = [sys.executable, "-c", STARTING]
@@ -91,6 +98,56 @@ def test_a_signal_while_the_model_is_loaded_ends_in_order(number: int, code: int
         process.send_signal(number)
         assert process.stdout.read() == "closed\n"
         assert process.wait(30) == code
+
+
+SERVING = """
+import threading
+from parkd import cli
+from tests.fakes.engine import FakeEngine
+from tests.integration.api.api_harness import make_services
+from parkd.proxy.server import serve
+
+stuck = threading.Event()
+
+def hook(name, number):
+    if name == "token" and number > 40:
+        print("answering", flush=True)
+        stuck.wait()
+
+def main():
+    services, _ = make_services(FakeEngine(hook=hook, end_odds=10**9))
+    return serve(services, on_started=lambda url: print(url, flush=True))
+
+cli.main = main
+cli.entry()
+"""
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT,) * 2, (signal.SIGHUP, signal.SIGTERM)])
+def test_two_signals_end_an_answer_at_once_and_without_a_traceback(numbers: tuple[int, ...]) -> None:
+    """Found by use 17: the second Ctrl-C during an answer showed a traceback, and a terminal that was closed ended the
+    server unsaved."""
+    words, pipe = [sys.executable, "-c", SERVING], subprocess.PIPE
+    with subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "stream": True}
+        ask = threading.Thread(target=_ask, args=(f"{url}/v1/chat/completions", body))
+        ask.start()
+        assert process.stdout.readline() == "answering\n"
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.2)  # two that come together are one
+        _, said = process.communicate(timeout=30)
+        ask.join(10)
+        assert process.returncode == 0
+        assert "Traceback" not in said
+        assert "ends without waiting" in said
+
+
+def _ask(url: str, body: dict[str, Any]) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(url, json=body, timeout=30, trust_env=False)
 
 
 INSIDE = """
