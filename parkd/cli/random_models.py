@@ -1,37 +1,35 @@
-"""The names of random models (`random:NAME`), so that a mistyped one is refused before torch is imported, which takes
-tens of seconds on a busy machine."""
+"""Refuses a mistyped random model (`random:NAME`) before torch is imported, which takes tens of seconds on a busy
+machine.
+
+The names are looked for in the text of the module that defines them, since to import it is to import torch.
+"""
 
 from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
 
 from parkd.config import nearest
 from parkd.errors import ConfigError
 
 PREFIX = "random:"
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-_PLAIN = _names(
-    "gemma3-4b gpt-oss-20b nemotron-3-nano-30b-a3b qwen3-30b-a3b qwen3-8b qwen3.5-27b qwen3.5-27b-vl "
-    "qwen3.5-35b-a3b qwen4-exp-small tiny-deepseek-v2 tiny-deepseek-v3 tiny-falcon-h1 tiny-gemma3 tiny-gemma3-vl "
-    "tiny-gemma4 tiny-glm4-lite tiny-glm4-moe tiny-gpt-oss tiny-granite-h tiny-lfm2 tiny-llama tiny-minimax-m2 "
-    "tiny-ministral3 tiny-mistral tiny-nemotron-h tiny-qwen2 tiny-qwen3 tiny-qwen3-long tiny-qwen3-moe "
-    "tiny-qwen3-next tiny-qwen3.5 tiny-qwen3.5-moe tiny-qwen3.5-moe-vl tiny-qwen3.5-vl tiny-qwen4-exp "
-    "tiny-qwen4-exp-vl "
-)
-_WITH_HEADS = _names(
-    "qwen3.5-27b qwen4-exp-small tiny-deepseek-v3 tiny-glm4-lite tiny-qwen3-next tiny-qwen3.5-moe tiny-qwen3.5 "
-    "tiny-qwen3.5-vl tiny-qwen4-exp tiny-qwen4-exp-vl "
-)
-"""Those that there are with a draft head too, and with one that agrees with its model."""
-NAMES = frozenset([*_PLAIN, *(f"{name}-mtp{ending}" for name in _WITH_HEADS for ending in ("", "-echo"))])
+_SHAPES = Path("families", "presets", "shapes.py")
+_NAME = re.compile(r'^\s*"([a-z0-9.-]+)": ', re.MULTILINE)
+_WITH_HEAD = re.compile(r"-mtp(-echo)?$")
 
 
 def check_name(model: str) -> None:
-    """Raises ConfigError for a random model that there is not."""
-    name = model.removeprefix(PREFIX)
-    if name != model and name not in NAMES:
-        near = nearest(name, sorted(NAMES)) or f" (there are {', '.join(sorted(_PLAIN))})"
+    """Raises ConfigError for a random model that there is not. One that cannot be told from others here passes: loading
+    refuses it."""
+    if not model.startswith(PREFIX):
+        return
+    name, spec = _WITH_HEAD.sub("", model.removeprefix(PREFIX)), importlib.util.find_spec("parkd_engine")
+    places = spec.submodule_search_locations if spec is not None else None
+    path = next((Path(place) / _SHAPES for place in places or ()), None)
+    if path is None or not path.is_file():
+        return
+    source = path.read_text(encoding="utf-8")
+    if f'"{name}"' not in source:
+        near = nearest(name, _NAME.findall(source)) or " (docs/MODELS.md names them)"
         raise ConfigError(f"--model {model}: there is no random model of that name{near}")
