@@ -112,7 +112,7 @@ def _bare_reading(engine: Any, ids: Any) -> None:
     """Reads in whole batches, as llama.cpp's examples do."""
     import llama_cpp.llama_cpp as low
 
-    context = engine.model.context
+    context = engine.context.pointer
     tokens = (ctypes.c_int32 * len(ids))(*ids.tolist())
     for start in range(0, len(ids), BATCH_TOKENS):
         count = min(BATCH_TOKENS, len(ids) - start)
@@ -136,7 +136,7 @@ def _bare_answer(engine: Any, last: int, _ids: Any) -> None:
     """Decodes greedy tokens one by one, as llama.cpp's examples do."""
     import llama_cpp.llama_cpp as low
 
-    context, one = engine.model.context, (ctypes.c_int32 * 1)(last)
+    context, one = engine.context.pointer, (ctypes.c_int32 * 1)(last)
     sampler = low.llama_sampler_init_greedy()
     for _ in range(DECODED):
         if low.llama_decode(context, low.llama_batch_get_one(one, 1)):

@@ -133,10 +133,10 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
             f"--cpu-experts is for --engine torch, and this runs on llama.cpp, since {why}: leave it out, and let "
             f"--gpu-layers name how many layers go to the card"
         )
-    if name == "llama.cpp" and layout.seats != 1:
+    if name == "llama.cpp" and layout.seats is None:
         raise ConfigError(
-            f"--parallel is for --engine torch, and this runs on llama.cpp, since {why}. It keeps one conversation "
-            f"live, and parks the others: leave it out, and see --conversation-cache-mib"
+            f"--parallel auto is for --engine torch, and this runs on llama.cpp, since {why}: name a number. Each of "
+            f"its live conversations takes the memory of a whole --ctx-size; the others are parked"
         )
     if name == "torch" and config.llama.given:
         raise ConfigError(f"--{config.llama.given[0]} is for llama.cpp, and this runs on torch, since {why}")

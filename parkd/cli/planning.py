@@ -76,6 +76,8 @@ def _llama_cpp(config: ModelConfig, model: str, why: str) -> tuple[str, StateLay
     notes = [f"engine    llama.cpp, since {why}; sizes from the file's header, the weights were not read"]
     if known.windows_not_counted:
         notes.append("windows   the file names a window that is not counted: the state may be smaller")
+    if seats := max(0, (config.layout.seats or 1) - 1):
+        notes.append(f"seats     {seats + 1}, each with the memory of a whole context")
     return f"{known.name} ({known.architecture})", layout_of((stage,)), known.context_tokens, notes
 
 

@@ -91,9 +91,10 @@ def template_warning(render: Callable[[TurnRequest], str], *, calls_tools: bool)
 
 def seats_lines(info: EngineInfo) -> list[str]:
     """How many conversations stay live, if it is more than one."""
-    if not info.row_tokens or info.live_conversations == 1:
+    if info.live_conversations == 1 or info.layout.grain is Grain.FILE:
         return []
-    return [f"seats     {info.live_conversations} live conversations, with {info.row_tokens:,} tokens together"]
+    room = f"{info.row_tokens:,} tokens together" if info.row_tokens else f"{info.context_tokens:,} tokens each"
+    return [f"seats     {info.live_conversations} live conversations, with {room}"]
 
 
 def host_line(layers: Sequence[int], size: int, budget_bytes: int) -> str:

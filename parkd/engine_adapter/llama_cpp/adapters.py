@@ -1,4 +1,4 @@
-"""LoRA adapters: loaded with the model, applied at the scales that each turn asks for.
+"""LoRA adapters: loaded with the model, and what a set of them is known by.
 
 The set that applies by default is part of the engine's fingerprint, as the weights are. Any other set has a digest,
 which is part of the key of what a turn reads: rows computed under one set are never continued under another.
@@ -6,7 +6,6 @@ which is part of the key of what a turn reads: rows computed under one set are n
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -18,61 +17,47 @@ import llama_cpp.llama_cpp as low
 
 from parkd.config.llama_settings import LoraAdapter
 from parkd.engine_adapter.base import AdapterInfo, check_adapters
-from parkd.errors import EngineFailure, ModelError
+from parkd.errors import ModelError
 
 DIGEST_BYTES = 16
 
 
 class Adapters:
-    """Those of one context. Reading digests is thread-safe; `apply` is for the engine's thread."""
+    """Those of one model. Immutable, so thread-safe."""
 
     def __init__(
         self,
         model: Any,
-        context: Any,
         loras: Sequence[LoraAdapter],
         digest_of: Callable[[Path], bytes],
         last_words: Callable[[], str],
     ) -> None:
-        """Loads them, and applies them at their default scales. `digest_of` tells files by their content. Raises
-        ModelError."""
-        self._context = context
+        """Loads them. `digest_of` tells files by their content. Raises ModelError."""
         self._last_words = last_words
-        self._pointers = [self._load(model, lora.path) for lora in loras]
+        self.pointers = [self._load(model, lora.path) for lora in loras]
         self._digests = [digest_of(lora.path) for lora in loras]
         self.infos = tuple(AdapterInfo(lora.path.name, float(lora.scale)) for lora in loras)
-        self._applied: tuple[tuple[int, float], ...] = ()
-        try:
-            self.apply(None)
-        except EngineFailure as error:
-            raise ModelError(error.message) from error
 
     def identity(self) -> Sequence[bytes]:
         """What the default set adds to the fingerprint."""
-        return [part for digest, scale in self._contents(self._in_use(None)) for part in (digest, repr(scale).encode())]
+        return [part for digest, scale in self._contents(self.in_use(None)) for part in (digest, repr(scale).encode())]
 
     def digest(self, scales: Mapping[int, float] | None) -> bytes:
         """16 bytes over contents and scales; empty for the default set, in whatever order it is named. Raises
         InvalidRequest for an adapter that there is not."""
         check_adapters(self.infos, scales)
-        contents = self._contents(self._in_use(scales))
-        if contents == self._contents(self._in_use(None)):
+        contents = self._contents(self.in_use(scales))
+        if contents == self._contents(self.in_use(None)):
             return b""
         hasher = blake2b(digest_size=DIGEST_BYTES, person=b"parkd-adapters")
         for content, scale in contents:
             hasher.update(content + struct.pack("<d", scale))
         return hasher.digest()
 
-    def apply(self, scales: Mapping[int, float] | None) -> None:
-        """From now on. Those that are not named do not apply; None: the default set. Raises EngineFailure."""
-        used = self._in_use(scales)
-        if used == self._applied:
-            return
-        pointers = (low.llama_adapter_lora_p_ctypes * len(used))(*(self._pointers[place] for place, _ in used))
-        factors = (ctypes.c_float * len(used))(*(scale for _, scale in used))
-        if low.llama_set_adapters_lora(self._context, pointers, len(used), factors):
-            raise EngineFailure(f"llama.cpp refused the adapters: {self._last_words()}.")
-        self._applied = used
+    def in_use(self, scales: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
+        """Places and scales, of those whose scale is not 0; None: of the default set."""
+        named = dict(enumerate(info.scale for info in self.infos)) if scales is None else scales
+        return tuple(sorted((place, float(scale)) for place, scale in named.items() if scale))
 
     def _load(self, model: Any, path: Path) -> Any:
         pointer = low.llama_adapter_lora_init(model, os.fsencode(path))
@@ -83,11 +68,6 @@ class Adapters:
                 f"{path} is an activated adapter, which applies behind certain tokens only: that is not supported."
             )
         return pointer
-
-    def _in_use(self, scales: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
-        """Places and scales, of those whose scale is not 0."""
-        named = dict(enumerate(info.scale for info in self.infos)) if scales is None else scales
-        return tuple(sorted((place, float(scale)) for place, scale in named.items() if scale))
 
     def _contents(self, used: Sequence[tuple[int, float]]) -> list[tuple[bytes, float]]:
         return sorted((self._digests[place], scale) for place, scale in used)

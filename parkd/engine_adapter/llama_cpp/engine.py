@@ -1,4 +1,4 @@
-"""llama.cpp in process: an engine over one context with one live sequence.
+"""llama.cpp in process: an engine whose seats have a context each, over one model.
 
 Its state is rows, which are moved as ranges of cells, and partial states where the model has windows or recurrent
 layers. Where that does not hold, which is tried when the model is loaded, it is opaque and moved whole.
@@ -7,7 +7,7 @@ layers. Where that does not hold, which is tried when the model is loaded, it is
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -17,33 +17,16 @@ import llama_cpp.llama_cpp as low
 import numpy as np
 
 from parkd.config import ModelConfig
-from parkd.engine_adapter.base import (
-    Cancel,
-    CaptureInFlight,
-    ChatTemplate,
-    EngineInfo,
-    ImageReader,
-    OneSeatEngine,
-    ScoredToken,
-    Seat,
-    TextStream,
-    Tokenizer,
-)
+from parkd.engine_adapter.base import ChatTemplate, Engine, EngineInfo, ImageReader, TextStream, Tokenizer
 from parkd.engine_adapter.llama_cpp.cards import block_tokens_for, cuda_runtime, page_locks
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
-from parkd.engine_adapter.llama_cpp.ranges import PROBE_TOKENS, CellRanges, RangeForm, probe
-from parkd.engine_adapter.llama_cpp.row_moves import LENGTH_BYTES, RowMoves
+from parkd.engine_adapter.llama_cpp.ranges import PROBE_TOKENS, RangeForm, probe
+from parkd.engine_adapter.llama_cpp.row_moves import LENGTH_BYTES
+from parkd.engine_adapter.llama_cpp.seat import LlamaSeat
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL, WHOLE
-from parkd.engine_adapter.llama_cpp.sequence import Sequence as TokenSequence
 from parkd.engine_adapter.llama_cpp.text import AnswerBytes, LlamaTokenizer, model_template
-from parkd.engine_adapter.llama_cpp.timeline import Timeline
-from parkd.engine_adapter.llama_cpp.whole_moves import WholeMoves
 from parkd.engine_adapter.pinned import PinnedMemory
-from parkd.errors import EngineFailure, LogitsNotFinite, RestoreFailed
-from parkd.state import Checksums, Grain, StageLayout, StateLayout, StateSizes, Transfer, chunk_end
-from parkd.types import TokenIds
-from parkd.words.logprobs import TokenLogprobs, logprobs_of
-from parkd.words.sampling import Sampler
+from parkd.state import Grain, StageLayout, StateLayout
 from parkd.words.steering import SteeringBank, load_vectors
 from parkd.words.text import TextAssembler
 
@@ -64,8 +47,8 @@ class ProbedSizes:
     """Of full windows; nearly, if the state is whole or nothing."""
 
 
-class LlamaCppEngine(OneSeatEngine):
-    """One sequence through llama.cpp's low-level interface."""
+class LlamaCppEngine(LlamaSeat, Engine):
+    """llama.cpp's low-level interface. It is its own first seat, as an engine with one seat is."""
 
     response_reader = None
     """GGUF files contain no response template."""
@@ -77,11 +60,9 @@ class LlamaCppEngine(OneSeatEngine):
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         """Raises ModelError."""
-        self.model = model
-        self._batch_tokens = model.batch_tokens
-        self.sequence = TokenSequence(model, model.batch_tokens)
-        self.timeline = Timeline(model, self.sequence, model.config.layout.ctx_checkpoints)
-        self._fresh_seed = fresh_seed
+        vectors = _vectors(model)
+        super().__init__(model, vectors, fresh_seed)
+        self._beside = tuple(LlamaSeat(model, vectors, fresh_seed) for _ in range((model.config.layout.seats or 1) - 1))
         self.images: ImageReader | None = None
         self._vocabulary = LlamaTokenizer(model)
         self.tokenizer: Tokenizer = self._vocabulary
@@ -89,18 +70,20 @@ class LlamaCppEngine(OneSeatEngine):
         self.build_has_cards = bool(low.llama_supports_gpu_offload())
         self.template_source = model.chat_template
         """The chat template's text."""
-        self.uses_cards = self.build_has_cards and model.config.llama.gpu_layers != 0
-        """Some of the state may be on a card."""
         self._answer_bytes = AnswerBytes(self._vocabulary, model.vocab)
-        self._vectors = _vectors(model)
         self.adapters = model.adapters.infos
-        self._steered: bytes | None = None
-        """The digest of what steers; None: not that of any turn."""
-        self.steer(None)
-        self._logprobs: list[TokenLogprobs] = []
         sizes = self._probe()
-        self.info = self._describe(sizes)
-        self._moves = self._moves_of(sizes.form)
+        info = self._describe(sizes)
+        for seat in (self, *self._beside):
+            seat.open(info, sizes.form)
+
+    @property
+    def seats(self) -> Sequence[LlamaSeat]:
+        return (self, *self._beside)
+
+    @property
+    def turns_at_once(self) -> int:
+        return len(self.seats)
 
     @classmethod
     def load(cls, config: ModelConfig, progress: Callable[[str, float], None] | None = None) -> LlamaCppEngine:
@@ -126,90 +109,6 @@ class LlamaCppEngine(OneSeatEngine):
             return ()
         return (f"--ctx-size {asked:,} is more than the model was made for: it has {most:,} tokens",)
 
-    @property
-    def position(self) -> int:
-        return self.timeline.position
-
-    @property
-    def checkpoints(self) -> tuple[int, ...]:
-        return self.timeline.checkpoints
-
-    @property
-    def rewind_floor(self) -> int:
-        return self.timeline.rewind_floor
-
-    def checkpoint(self) -> None:
-        self.timeline.checkpoint()
-
-    def reset(self) -> None:
-        self.timeline.reset()
-
-    def truncate(self, position: int) -> None:
-        """Raises RestoreFailed if the library refuses a cut that should be possible; the engine is then empty."""
-        self.timeline.truncate(position)
-
-    def extend(
-        self,
-        token_ids: TokenIds,
-        *,
-        cancel: Cancel,
-        on_chunk: Callable[[int], None] | None = None,
-        checkpoint_at: Sequence[int] = (),
-    ) -> int:
-        timeline, base = self.timeline, self.position
-        stop = base + len(token_ids)
-        if stop > self.info.context_tokens:
-            raise EngineFailure(f"{stop} tokens do not fit the context of {self.info.context_tokens}.")
-        places = sorted(checkpoint_at) if timeline.limit else []
-        if timeline.window:  # where a restore would have begun
-            timeline.checkpoint()
-        while timeline.position < stop and not cancel.is_set():
-            start = timeline.position
-            end = chunk_end(start, stop, self._batch_tokens, places)
-            if not timeline.decode(token_ids[start - base : end - base], cancel):
-                break
-            if end in places:
-                timeline.checkpoint()
-            if on_chunk is not None:
-                on_chunk(timeline.position)
-        return timeline.position
-
-    def generate(self) -> Iterator[Sequence[int]]:
-        begun, mask = self.begun, self.begun.mask
-        sampler = Sampler(begun.sampling, self.info.vocab_size, begun.token_ids, fresh_seed=self._fresh_seed())
-        self._logprobs = []
-        top_logprobs = begun.sampling.top_logprobs
-        token = int(begun.token_ids[-1])
-        while self.position < self.info.context_tokens:
-            self.timeline.decode(np.array([token], dtype=np.int64), None)
-            logits = self.sequence.logits()
-            try:
-                token = sampler.pick_row(logits, None if mask is None else mask.allowed())
-            except LogitsNotFinite:
-                if not np.isfinite(logits).any():
-                    # The state is not finite either, so nothing could be generated from it now or after a restore.
-                    self.reset()
-                raise
-            if mask is not None:
-                mask.accept(token)
-            if top_logprobs is not None:
-                self._logprobs.append(logprobs_of(logits, token, top_logprobs))
-            yield (token,)
-
-    def set_aside(self) -> Callable[[Seat], None]:
-        put_prompt_back, logprobs = super().set_aside(), self._logprobs
-
-        def put_back(seat: Seat) -> None:
-            assert seat is self, "the library has one seat"
-            put_prompt_back(seat)
-            self._logprobs = logprobs
-
-        return put_back
-
-    @property
-    def logprobs(self) -> Sequence[ScoredToken]:
-        return self._logprobs
-
     def piece(self, token_id: int) -> bytes:
         return self._vocabulary.piece(token_id)
 
@@ -217,69 +116,18 @@ class LlamaCppEngine(OneSeatEngine):
     def opening_ids(self) -> Sequence[int]:
         return self.model.opening_tokens()
 
-    def steering_digest(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
-        vectors, applied = self._vectors.digest(scales), self.model.adapters.digest(adapters)
-        if not applied:
-            return vectors
-        return blake2b(vectors + applied, digest_size=16, person=b"parkd-steering").digest()
-
-    def steer(self, scales: Mapping[str, float] | None, adapters: Mapping[int, float] | None = None) -> bytes:
-        digest = self.steering_digest(scales, adapters)
-        if digest != self._steered:
-            self._steered = None  # until both are in effect
-            self.model.steer(self._vectors.select(scales))
-            self.model.adapters.apply(adapters)
-            self._steered = digest
-        return digest
-
     def text_stream(self) -> TextStream:
         return TextAssembler(self._answer_bytes)
 
-    def state_sizes(self, checkpoints: Sequence[int]) -> StateSizes:
-        partial = tuple(self.timeline.held(place).nbytes for place in checkpoints)
-        return StateSizes(self.sequence.state_size(WHOLE), partial)
-
-    def capture(self, transfer: Transfer) -> Checksums:
-        self._check_capture(transfer)
-        if isinstance(self._moves, RowMoves):
-            return self._moves.start_capture(transfer).wait()
-        return self._moves.capture(transfer)
-
-    def start_capture(self, transfer: Transfer) -> CaptureInFlight | None:
-        """On cards, whose link is faster than one thread sums: copies before it returns, since the library cannot copy
-        while it computes, and the sums are made while it goes on."""
-        if not isinstance(self._moves, RowMoves) or not self.uses_cards:
-            return None
-        self._check_capture(transfer)
-        return self._moves.start_capture(transfer)
-
-    def restore(self, transfer: Transfer) -> None:
-        with self.emptied_by_failures():
-            if transfer.layout_digest != self.info.layout.digest or len(transfer.stages) != 1:
-                raise RestoreFailed("The parked state has another layout than this engine.")
-            if transfer.stop > self.info.context_tokens:
-                raise RestoreFailed(f"{transfer.stop} tokens do not fit the context of {self.info.context_tokens}.")
-            self._moves.restore(transfer)
-            self.checkpoint()
-
     def close(self) -> None:
         """Frees weights and memory. The engine must not be used afterwards."""
-        if isinstance(self._moves, RowMoves):
-            self._moves.close()
-        self.sequence.close()
+        for seat in self.seats:
+            seat.close_seat()
         self.model.close()
-
-    def _check_capture(self, transfer: Transfer) -> None:
-        if transfer.layout_digest != self.info.layout.digest:
-            raise EngineFailure("The parked state would have another layout than this engine.")
-
-    def _moves_of(self, form: RangeForm | None) -> RowMoves | WholeMoves:
-        if form is None:
-            return WholeMoves(self.timeline)
-        return RowMoves(self.timeline, CellRanges(self.sequence, form), self.info.layout.stages[0])
 
     def _describe(self, sizes: ProbedSizes) -> EngineInfo:
         model, config, form = self.model, self.model.config, sizes.form
+        tokens, seats = self.context.tokens, len(self.seats)
         name = f"{model.architecture} {' '.join(config.llama.cache_types)} {self.timeline.window}"
         if form is not None:
             name += f" ranges {form.cell_bytes} {form.values_apart}"
@@ -290,15 +138,16 @@ class LlamaCppEngine(OneSeatEngine):
             model_name=model.name,
             architecture=model.architecture,
             fingerprint=model.fingerprint(),
-            context_tokens=model.context_tokens,
+            context_tokens=tokens,
             vocab_size=model.vocab_size,
             end_token_ids=model.end_tokens(),
             layout=self._layout_of(stage, form),
             devices=("llama.cpp",),
             weights_bytes=model.weights_bytes,
-            arena_bytes=sizes.row_bytes * model.context_tokens + sizes.fixed_bytes * (1 + self.timeline.limit),
+            arena_bytes=seats * (sizes.row_bytes * tokens + sizes.fixed_bytes * (1 + self.timeline.limit)),
             is_demo_model=config.is_demo_model,
             ctx_checkpoints=self.timeline.limit,
+            live_conversations=seats,
             model_tokens=model.model_tokens,
             can_pause=not self.timeline.window,  # a restore moves a window's cells, and so changes how sums round
             build=f"llama.cpp {llama_cpp.__version__} {config.llama} {config.layout.batch_tokens} {config.threads}",

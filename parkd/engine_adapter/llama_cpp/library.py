@@ -1,6 +1,7 @@
-"""A model and its context in llama.cpp: loading, describing, freeing.
+"""A model and its contexts in llama.cpp: loading, describing, freeing.
 
-    GGUF file -> model (weights on the devices that llama.cpp splits them over) -> context (memory of one sequence)
+    GGUF file -> model (weights on the devices that llama.cpp splits them over) -> contexts (each the memory of one
+                                                                                   live conversation)
 
 The library returns error codes and writes the reasons to its log. The last lines of the log are kept for error
 messages.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class LibraryLog:
 
 
 class LlamaModel:
-    """The loaded model and its context. For the engine's thread only, except for reading the vocabulary."""
+    """The loaded model. For the engine's thread only, except for reading the vocabulary."""
 
     def __init__(self, config: ModelConfig, progress: Callable[[str, float], None] | None = None) -> None:
         """`config.model` is a GGUF file, or the first of several. Raises ModelError."""
@@ -85,23 +86,23 @@ class LlamaModel:
         self.vocab = low.llama_model_get_vocab(self.pointer)
         self.model_tokens = max(0, int(low.llama_model_n_ctx_train(self.pointer)))
         """The longest context that the model was made for; 0 if its file does not say."""
-        self.context = low.llama_init_from_model(self.pointer, self._context_params())
-        if not self.context:
-            low.llama_model_free(self.pointer)
-            asked = config.layout.context_tokens
-            raise ModelError(
-                f"llama.cpp has no room for a context of {asked or 'the full number of'} tokens: "
-                f"{self._log.last}. Start with a smaller --ctx-size, or another --cache-type-k and --cache-type-v."
-            )
-        self.memory = low.llama_get_memory(self.context)
         self._files = ModelCache(config.cache_dir)
         self.adapters = Adapters(
-            self.pointer,
-            self.context,
-            config.llama.loras,
-            lambda path: self._files.file_digest(path, None),
-            self.last_words,
+            self.pointer, config.llama.loras, lambda path: self._files.file_digest(path, None), self.last_words
         )
+
+    def open_context(self) -> LlamaContext:
+        """Memory for one more conversation. Raises ModelError."""
+        pointer = low.llama_init_from_model(self.pointer, self._context_params())
+        if not pointer:
+            asked, seats = self.config.layout.context_tokens, self.config.layout.seats or 1
+            many = f"{seats} contexts" if seats > 1 else "a context"
+            raise ModelError(
+                f"llama.cpp has no room for {many} of {asked or 'the full number of'} tokens: {self.last_words()}. "
+                f"Start with a smaller --ctx-size{' or --parallel' if seats > 1 else ''}, or another --cache-type-k "
+                f"and --cache-type-v."
+            )
+        return LlamaContext(self, pointer)
 
     @property
     def architecture(self) -> str:
@@ -120,10 +121,6 @@ class LlamaModel:
         return int(low.llama_model_n_layer(self.pointer))
 
     @property
-    def context_tokens(self) -> int:
-        return int(low.llama_n_ctx(self.context))
-
-    @property
     def weights_bytes(self) -> int:
         return int(low.llama_model_size(self.pointer))
 
@@ -136,6 +133,11 @@ class LlamaModel:
     def is_recurrent(self) -> bool:
         """Some of the state is valid only at its end."""
         return bool(low.llama_model_is_recurrent(self.pointer) or low.llama_model_is_hybrid(self.pointer))
+
+    @property
+    def uses_cards(self) -> bool:
+        """Some of the state may be on a card."""
+        return bool(low.llama_supports_gpu_offload()) and self.config.llama.gpu_layers != 0
 
     @property
     def chat_template(self) -> str | None:
@@ -173,30 +175,15 @@ class LlamaModel:
             hasher.update(part)
         return hasher.digest()
 
-    def steer(self, steering: Steering) -> None:
-        """Sets the directions that are added to the layers from now on; an empty set removes all. Raises
-        EngineFailure."""
-        embed, layers = int(low.llama_model_n_embd(self.pointer)), self.layers
-        if not steering.sums:
-            failed = low.llama_set_adapter_cvec(self.context, None, 0, embed, 0, 0)
-        else:
-            data = (ctypes.c_float * (embed * (layers - 1)))()
-            for layer, direction in steering.sums.items():
-                start = (layer - 1) * embed
-                data[start : start + embed] = direction.tolist()
-            failed = low.llama_set_adapter_cvec(self.context, data, len(data), embed, 1, layers - 1)
-        if failed:
-            raise EngineFailure(f"llama.cpp refused the control vectors: {self._log.last}.")
-
     def last_words(self) -> str:
         """The last lines of the library's log, for an error message."""
         return self._log.last
 
     def close(self) -> None:
-        if self.context:
-            low.llama_free(self.context)
+        """After all of its contexts."""
+        if self.pointer:
             low.llama_model_free(self.pointer)
-            self.context = self.pointer = None
+            self.pointer = None
 
     def _check(self) -> None:
         shares = self.config.llama.tensor_split
@@ -242,6 +229,54 @@ class LlamaModel:
         if self._progress is not None:
             self._progress("loading weights", float(share))
         return True
+
+
+class LlamaContext:
+    """What computes over the model, and the memory of one live conversation. For the engine's thread only."""
+
+    def __init__(self, model: LlamaModel, pointer: Any) -> None:
+        self.model = model
+        self.pointer = pointer
+        self.memory = low.llama_get_memory(pointer)
+        self._adapted: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """The most that it holds."""
+        return int(low.llama_n_ctx(self.pointer))
+
+    def steer(self, steering: Steering) -> None:
+        """Sets the directions that are added to the layers from now on; an empty set removes all. Raises
+        EngineFailure."""
+        embed, layers = int(low.llama_model_n_embd(self.model.pointer)), self.model.layers
+        if not steering.sums:
+            failed = low.llama_set_adapter_cvec(self.pointer, None, 0, embed, 0, 0)
+        else:
+            data = (ctypes.c_float * (embed * (layers - 1)))()
+            for layer, direction in steering.sums.items():
+                start = (layer - 1) * embed
+                data[start : start + embed] = direction.tolist()
+            failed = low.llama_set_adapter_cvec(self.pointer, data, len(data), embed, 1, layers - 1)
+        if failed:
+            raise EngineFailure(f"llama.cpp refused the control vectors: {self.model.last_words()}.")
+
+    def adapt(self, scales: Mapping[int, float] | None) -> None:
+        """Applies adapters from now on. Those that are not named do not apply; None: the default set. Raises
+        EngineFailure."""
+        used = self.model.adapters.in_use(scales)
+        if used == self._adapted:
+            return
+        pointers = self.model.adapters.pointers
+        chosen = (low.llama_adapter_lora_p_ctypes * len(used))(*(pointers[place] for place, _ in used))
+        factors = (ctypes.c_float * len(used))(*(scale for _, scale in used))
+        if low.llama_set_adapters_lora(self.pointer, chosen, len(used), factors):
+            raise EngineFailure(f"llama.cpp refused the adapters: {self.model.last_words()}.")
+        self._adapted = used
+
+    def close(self) -> None:
+        if self.pointer:
+            low.llama_free(self.pointer)
+            self.pointer = self.memory = None
 
 
 def capped(asked: int | None, model_tokens: int) -> int:

@@ -17,7 +17,7 @@ import llama_cpp.llama_cpp as low
 import numpy as np
 import numpy.typing as npt
 
-from parkd.engine_adapter.llama_cpp.library import LlamaModel
+from parkd.engine_adapter.llama_cpp.library import LlamaContext
 from parkd.errors import EngineFailure
 from parkd.state import Bytes
 from parkd.types import TokenIds
@@ -31,9 +31,9 @@ ABORTED = 2
 class Sequence:
     """The context's memory, batch and logits."""
 
-    def __init__(self, model: LlamaModel, batch_tokens: int) -> None:
-        self._model = model
-        self._context, self._memory = model.context, model.memory
+    def __init__(self, context: LlamaContext, batch_tokens: int) -> None:
+        model = self._model = context.model
+        self._context, self._memory = context.pointer, context.memory
         self._batch = low.llama_batch_init(batch_tokens, 0, 1)
         shape = (batch_tokens,)
         self._tokens = np.ctypeslib.as_array(self._batch.token, shape)

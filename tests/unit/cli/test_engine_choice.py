@@ -224,3 +224,10 @@ def test_experts_in_main_memory_are_for_the_torch_engine(monkeypatch: pytest.Mon
     assert choose_engine(load({"cpu-experts": "auto"}, {}).model, HUB, is_demo=False)[0] == "torch"
     with pytest.raises(ConfigError, match="whole number of layers"):
         load({"cpu-experts": "all"}, {})
+
+
+def test_llama_cpp_takes_a_number_of_live_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, is_there=True)
+    assert choose_engine(load({"parallel": "3"}, {}).model, GGUF, is_demo=False)[0] == "llama.cpp"
+    with pytest.raises(ConfigError, match=r"--parallel auto is for --engine torch.*name a number"):
+        choose_engine(load({"parallel": "auto"}, {}).model, GGUF, is_demo=False)
