@@ -78,7 +78,7 @@ def test_bindings_without_a_library_serve_over_one_that_is_named(
         ),
         (
             'const char *ggml_version(void) { return "0.25.2"; }',
-            "it has no llama_adapter_lora_init, ",
+            "it has no llama_adapter_get_alora_n_invocation_tokens, llama_adapter_lora_init, ",
         ),
         ("int other;", "it cannot be loaded: AttributeError"),
         (
